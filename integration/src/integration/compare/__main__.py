@@ -1,0 +1,67 @@
+"""``python -m integration.compare``: train under every system, compare, report."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from integration.compare import folder
+from integration.compare.display import JobsDisplay
+from integration.compare.options import parse_options
+from integration.compare.results import SystemResult, collect, passes
+from integration.compare.runner import run_jobs
+from integration.compare.setup import Comparison, prepare
+from integration.errors import EXIT_USAGE, UsageError
+from integration.train.stop import EXIT_TERMINATED, StopRequest
+
+EXIT_NOT_PASSED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 where a system does not pass, 2, or 143."""
+    try:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        comparison = prepare(parse_options(arguments))
+        folder.replace(comparison.options.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    results = _run(comparison)
+    if results is None:
+        runs = comparison.options.out / folder.RUNS
+        print(f"stopped on request: no report; what the runs wrote is in {runs}", file=sys.stderr)
+        return EXIT_TERMINATED
+    _report(comparison, results, arguments)
+    return 0 if passes(results) else EXIT_NOT_PASSED
+
+
+def _run(comparison: Comparison) -> list[SystemResult] | None:
+    """Run every job; None when SIGTERM or Ctrl-C asked to stop."""
+    stop = StopRequest()
+    display = JobsDisplay(comparison.jobs, Console(stderr=True, highlight=False, soft_wrap=True))
+    with display:
+        outcomes = run_jobs(comparison.jobs, display, stop)
+    if len(outcomes) < len(comparison.jobs):
+        return None
+    results = collect(outcomes)
+    for result in results:
+        if result.failure is not None:
+            display.failed(result.system, result.failure)
+    return results
+
+
+def _report(
+    comparison: Comparison, results: Sequence[SystemResult], arguments: Sequence[str]
+) -> Path:
+    # Imported late: matplotlib has no part in the runs, and memory is short on small machines.
+    from integration.report import write_report
+    from integration.report.terminal import print_results
+
+    report = write_report(comparison, results, arguments)
+    print_results(results, report, Console(highlight=False))
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What the user sees while the jobs run: a bar per system in a terminal, lines elsewhere."""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from integration.compare.results import Failure
+from integration.compare.runner import Outcome
+from integration.compare.setup import Job
+from integration.metrics import StepRecord
+
+
+class JobsDisplay:
+    """Shows how the jobs are getting on; a ``runner.Watcher``.
+
+    Args:
+        jobs: all that will run, in order.
+        console: where to draw; one that is not a terminal gets a line per event.
+    """
+
+    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
+        self._console = console
+        self._started_at = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {
+            job.system: self._progress.add_task(
+                job.system, total=job.steps, start=False, state="waiting"
+            )
+            for job in jobs
+        }
+
+    def __enter__(self) -> Self:
+        """Start drawing."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop drawing."""
+        self._progress.stop()
+
+    def started(self, job: Job) -> None:
+        """Show that a job's process starts."""
+        self._started_at = time.monotonic()
+        ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
+        self._state(job, f"starting {ranks}")
+        self._line(f"{job.system}: {ranks}, {job.steps} steps")
+
+    def progressed(self, job: Job, record: StepRecord) -> None:
+        """Show a completed step."""
+        task = self._tasks[job.system]
+        self._progress.start_task(task)
+        self._progress.update(task, completed=record.step)
+        speed = record.tokens / record.seconds
+        self._state(job, f"loss {record.loss:.4f}  {speed:,.0f} tokens/s")
+
+    def ended(self, outcome: Outcome) -> None:
+        """Show that a job's process has ended."""
+        seconds = time.monotonic() - self._started_at
+        how = "done" if outcome.exit_code == 0 else "failed"
+        self._state(outcome.job, f"{how} in {seconds:.0f} s")
+        self._line(f"{outcome.job.system}: {how} in {seconds:.0f} s")
+
+    def failed(self, system: str, failure: Failure) -> None:
+        """Show why a job has no result, with the end of its log."""
+        self._console.print(Text(f"\n{system} {failure.reason}; its log is {failure.log}", "red"))
+        self._console.print(Text(failure.tail, "dim"))
+
+    def _state(self, job: Job, state: str) -> None:
+        self._progress.update(self._tasks[job.system], state=state)
+
+    def _line(self, sentence: str) -> None:
+        if self._progress.disable:
+            self._console.print(sentence, markup=False)

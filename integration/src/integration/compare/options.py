@@ -1,0 +1,96 @@
+"""What a comparison is told on the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tyro
+
+from integration.errors import UsageError
+from integration.systems import SYSTEM_NAMES
+
+REFERENCE = "single"
+
+_DESCRIPTION = """Train under every system and compare each with one device.
+
+Trains the same model on the same global batches, one system after another, and writes loss
+curves, speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0
+when every curve stays within its tolerance, 1 when one does not or a run fails, 2 when the
+options are wrong."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The options of a comparison; values are checked by ``setup.prepare``."""
+
+    systems: str = ",".join(SYSTEM_NAMES)
+    """Systems to compare, separated by commas; 'single' always runs, and first."""
+    out: Path = Path("integration-results")
+    """Folder of the results: absent, empty, or a former comparison, which is replaced."""
+    model: str = "llama-10m"
+    """Which model to train: llama-10m, llama-tiny."""
+    data: Path | None = None
+    """File or folder to train on; by default the Python standard library's sources."""
+    steps: int = 60
+    """Optimizer steps per system."""
+    global_batch: int = 8
+    """Sequences per optimizer step, the same for every system."""
+    micro_batch: int = 4
+    """Sequences that one rank feeds the model at once."""
+    sequence_length: int = 64
+    """Tokens (bytes) per sequence."""
+    learning_rate: float = 1e-3
+    """AdamW's learning rate."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay."""
+    seed: int = 0
+    """Seed of the weights and of the order of the data."""
+    threads: int = 1
+    """CPU threads per rank."""
+    timeout: float = 300.0
+    """Seconds after which a collective that does not finish fails its run."""
+
+    def system_names(self) -> tuple[str, ...]:
+        """Return the systems in the order they run: the reference, then as they were given.
+
+        Raises:
+            UsageError: there is none besides the reference.
+        """
+        given = [name.strip() for name in self.systems.split(",")]
+        others = [name for name in dict.fromkeys(given) if name not in ("", REFERENCE)]
+        if not others:
+            choices = ", ".join(name for name in SYSTEM_NAMES if name != REFERENCE)
+            raise UsageError(
+                f"--systems {self.systems!r} names nothing to compare with the single device;"
+                f" add some of: {choices}"
+            )
+        return (REFERENCE, *others)
+
+    def command_line(self) -> list[str]:
+        """Return every option spelled out, so that other defaults would not change the result."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [
+            word
+            for name, value in named
+            if value is not None
+            for word in (option_of(name), str(value))
+        ]
+
+
+def option_of(field: str) -> str:
+    """Return a field's name as it is written on the command line."""
+    return "--" + field.replace("_", "-")
+
+
+def parse_options(arguments: Sequence[str]) -> CompareOptions:
+    """Return what ``arguments`` (without the program's name) ask for.
+
+    Raises:
+        SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
+    """
+    return tyro.cli(
+        CompareOptions,
+        prog="python -m integration.compare",
+        description=_DESCRIPTION,
+        args=arguments,
+    )

@@ -1,0 +1,76 @@
+"""Real text as one run of bytes: a file, a folder, or this Python's own standard library."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from integration.errors import UsageError
+
+# No text holds a NUL byte, so it marks where one document ends and the next begins.
+DOCUMENT_END = b"\0"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The training text.
+
+    Attributes:
+        data: (bytes,) uint8 on the CPU, documents joined by NUL bytes.
+        source: where it came from, for reports.
+        fingerprint: SHA-256 of ``data``; a checkpoint resumes on the same bytes only.
+    """
+
+    data: Tensor  # (bytes,) uint8, owned by the corpus, never written
+    source: str
+    fingerprint: str
+
+
+def load_corpus(path: Path | None) -> Corpus:
+    """Read ``path`` (a file, or every file below a folder), or the standard library's sources.
+
+    Files are read in the order of their paths, so that every rank and every run on one
+    machine sees the same bytes.
+
+    Raises:
+        UsageError: ``path`` does not exist, cannot be read, or holds no bytes.
+    """
+    files = _standard_library() if path is None else _files_of(path)
+    source = "the Python standard library's sources" if path is None else str(path)
+    try:
+        documents = [file.read_bytes() for file in files]
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {error.filename}: {error.strerror}; give another --data"
+        ) from error
+    text = DOCUMENT_END.join(document for document in documents if document)
+    if not text:
+        raise UsageError(f"{source} holds no bytes to train on; give a --data that has text in it")
+    return Corpus(
+        data=torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        source=source,
+        fingerprint=hashlib.sha256(text).hexdigest(),
+    )
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    raise UsageError(f"data path {path} does not exist; give --data an existing file or folder")
+
+
+def _standard_library() -> list[Path]:
+    # The stdlib folder also holds site-packages and the interpreter's test suite: neither
+    # is the library's own source, and the first differs from one environment to the next.
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    return sorted(
+        file
+        for file in root.rglob("*.py")
+        if not skipped.intersection(file.relative_to(root).parts)
+    )

@@ -1,0 +1,11 @@
+"""The one exception that reaches a user as a sentence instead of a traceback."""
+
+EXIT_USAGE = 2
+
+
+class UsageError(ValueError):
+    """A mistake in what the caller gave; the message names the value and the remedy.
+
+    Commands print it as one sentence and exit with ``EXIT_USAGE``; nothing has been
+    written by then.
+    """

@@ -1,0 +1,99 @@
+"""The files by which a run tells what it did: metrics.jsonl and summary.json."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: steps completed, counted from 1.
+        loss: mean over the global batch, before the update, in nats per token.
+        seconds: wall time of the step on rank 0.
+        tokens: tokens of the global batch.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run was and what it cost.
+
+    Attributes:
+        peak_rss_bytes: the largest resident memory of each rank, in rank order.
+    """
+
+    system: str
+    model: str
+    parameters: int
+    world_size: int
+    data_parallel_degree: int
+    accumulation: int
+    steps: int
+    data_source: str
+    peak_rss_bytes: list[int]
+
+
+class MetricsFile:
+    """Appends step records to ``metrics.jsonl``, one JSON object a line.
+
+    Args:
+        folder: the run folder, which exists.
+        keep_steps: records of later steps are dropped: a resumed run writes them again.
+    """
+
+    def __init__(self, folder: Path, *, keep_steps: int) -> None:
+        path = folder / METRICS_FILE
+        kept = [record for record in read_metrics(folder) if record.step <= keep_steps]
+        scratch = path.with_suffix(".partial")
+        scratch.write_text("".join(_line(record) for record in kept))
+        os.replace(scratch, path)
+        self._file = path.open("a", buffering=1)
+
+    def append(self, record: StepRecord) -> None:
+        """Write one record; it is readable by others at once."""
+        self._file.write(_line(record))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[StepRecord]:
+    """Return the records of a run folder in order; none where nothing was written.
+
+    A last line without its newline is still being written, or was cut by a kill: left out.
+    """
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [StepRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def write_summary(folder: Path, summary: RunSummary) -> None:
+    """Write ``summary.json``."""
+    (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> RunSummary:
+    """Return the summary of a finished run."""
+    values: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
+    return RunSummary(**values)
+
+
+def _line(record: StepRecord) -> str:
+    # repr of a float, which json uses, reads back as the same bits.
+    return json.dumps(asdict(record)) + "\n"

@@ -1,0 +1,132 @@
+"""Where and how a comparison ran, for whoever wants to run it again."""
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import transformers
+
+import integration
+from integration.compare.setup import Comparison
+
+_PROGRAM = ("python", "-m", "integration.compare")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Facts for the report's last section, each ready to print.
+
+    Attributes:
+        command: as it was given.
+        reproduce: the same with every option spelled out.
+        single_run: one system's run alone, the last one's.
+        git_commit: of the source tree this package runs from; None outside of one.
+    """
+
+    date: str
+    command: str
+    reproduce: str
+    single_run: str
+    git_commit: str | None
+    integration: str
+    torch: str
+    transformers: str
+    python: str
+    cpu: str
+    cores: int
+    threads_per_rank: int
+    memory: str
+    load_average: str
+    operating_system: str
+    data: str
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return (label, value) pairs in the order of the report."""
+        versions = (
+            ("integration", self.integration),
+            ("torch", self.torch),
+            ("transformers", self.transformers),
+            ("Python", self.python),
+        )
+        return [
+            ("date", self.date),
+            ("git commit", self.git_commit or "not run from a git checkout"),
+            *versions,
+            ("CPU", self.cpu),
+            ("cores", str(self.cores)),
+            ("threads per rank", str(self.threads_per_rank)),
+            ("memory", self.memory),
+            ("load average", self.load_average),
+            ("operating system", self.operating_system),
+            ("data", self.data),
+            ("command", self.command),
+        ]
+
+
+def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> Environment:
+    """Return the facts of this process, this machine and this moment."""
+    data = comparison.data
+    run = ("python", "-m", "integration.train", *comparison.jobs[-1].arguments)
+    fifteen_minutes = os.getloadavg()[2]
+    return Environment(
+        date=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        command=shlex.join((*_PROGRAM, *arguments)),
+        reproduce=shlex.join((*_PROGRAM, *comparison.options.command_line())),
+        single_run=shlex.join(run),
+        git_commit=git_commit(Path(__file__).parent) or git_commit(Path.cwd()),
+        integration=integration.__version__,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        cpu=cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads_per_rank=comparison.options.threads,
+        memory=f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
+        load_average=f"{fifteen_minutes:.1f} over the last 15 minutes, these runs included",
+        operating_system=_operating_system(),
+        data=f"{data.source}: {data.size:,} bytes, SHA-256 {data.fingerprint}",
+    )
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name as the kernel gives it, else the machine's architecture."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, 'unknown')} ({platform.machine()})"
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit of this project's checkout around ``folder``; None if there is none.
+
+    An environment may lie inside somebody else's checkout: that one's commit says nothing.
+    """
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if top is None or not (Path(top) / "integration/src/integration").is_dir():
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    changed = _git(Path(top), "status", "--porcelain")
+    return f"{commit} with uncommitted changes" if commit and changed else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(folder), *arguments]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def _operating_system() -> str:
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = platform.system()
+    return f"{name}, kernel {platform.release()}"

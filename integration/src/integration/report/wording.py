@@ -1,0 +1,177 @@
+"""The report's sentences and numbers, the same for every form it is written in."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from integration.compare.cost import WARM_UP_STEPS
+from integration.compare.results import SystemResult, Verdict, passes
+from integration.compare.setup import Comparison
+
+ABSENT = "–"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class PageText:
+    """What a report says above its figures and tables.
+
+    Attributes:
+        verdict: two or three words.
+        finding: what came out.
+        subject: what was compared.
+        cost_note: how the times and the memory were measured, and their limits.
+    """
+
+    title: str
+    passes: bool
+    verdict: str
+    finding: str
+    subject: str
+    cost_note: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system as both tables show it, every number ready to print."""
+
+    system: str
+    verdict: Verdict
+    ranks: str
+    degree: str
+    accumulation: str
+    final_loss: str
+    maximum: str
+    step: str
+    mean: str
+    tolerance: str
+    step_time: str
+    relative: str
+    tokens_per_second: str
+    memory_mean: str
+    memory_max: str
+
+
+def page_text(comparison: Comparison, results: Sequence[SystemResult]) -> PageText:
+    """Return the sentences for a comparison's results."""
+    good = passes(results)
+    return PageText(
+        title="Every system against one device",
+        passes=good,
+        verdict="Passes" if good else "Does not pass",
+        finding=finding(results),
+        subject=_subject(comparison, results),
+        cost_note=_cost_note(comparison),
+    )
+
+
+def finding(results: Sequence[SystemResult]) -> str:
+    """Return what the comparison found: what is wrong first, then what is right."""
+    reference = results[0]
+    if reference.failure is not None:
+        return (
+            f"The reference run, {reference.system}, {reference.failure.reason},"
+            " so that no curve could be compared."
+        )
+    sentences = [_trouble(result) for result in results if not result.verdict.passes]
+    equal = [each.system for each in results if each.verdict is Verdict.EQUAL]
+    within = [each for each in results if each.verdict is Verdict.WITHIN]
+    if within:
+        worst = max(within, key=lambda each: each.deviation.maximum if each.deviation else 0.0)
+        assert worst.deviation is not None
+        sentences.append(
+            f"{_stays(within)} within tolerance of the single device; the largest difference is"
+            f" {scientific(worst.deviation.maximum)} nats per token"
+            f" ({worst.system}, step {worst.deviation.step})."
+        )
+    if equal:
+        verb = "is" if len(equal) == 1 else "are"
+        sentences.append(f"{_list(equal)} {verb} bitwise equal to it at every step.")
+    return " ".join(sentences)
+
+
+def rows(results: Sequence[SystemResult]) -> list[Row]:
+    """Return a printable row per system."""
+    return [_row(result) for result in results]
+
+
+def scientific(value: float) -> str:
+    """Return a small number with two digits: 0, 3.1e-6, nan."""
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return str(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _trouble(result: SystemResult) -> str:
+    if result.failure is not None:
+        return f"{result.system} {result.failure.reason}; see {result.failure.log.name}."
+    assert result.deviation is not None
+    found = result.deviation
+    if math.isnan(found.maximum):
+        return f"{result.system} has no finite loss to compare from step {found.step} on."
+    return (
+        f"{result.system} leaves its tolerance: it differs by {scientific(found.maximum)} nats per"
+        f" token at step {found.step}, where {scientific(result.tolerance)} is accepted."
+    )
+
+
+def _stays(within: Sequence[SystemResult]) -> str:
+    verb = "stays" if len(within) == 1 else "stay"
+    return f"{_list([each.system for each in within])} {verb}"
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _subject(comparison: Comparison, results: Sequence[SystemResult]) -> str:
+    options = comparison.options
+    summary = next((each.summary for each in results if each.summary is not None), None)
+    size = "" if summary is None else f" ({summary.parameters / 1e6:.1f} M parameters)"
+    others = _list([job.system for job in comparison.jobs[1:]])
+    return (
+        f"The same unmodified Hugging Face model, {options.model}{size}, was trained in fp32 on"
+        f" {comparison.data.source}, byte by byte, for {options.steps} steps: once on a single"
+        f" device, and once each under {others}. Every run started from the same weights and saw"
+        f" the same {options.global_batch} sequences of {options.sequence_length} bytes in every"
+        " step, so any difference between the curves comes from how the system ran the model."
+    )
+
+
+def _cost_note(comparison: Comparison) -> str:
+    ranks = max(job.ranks for job in comparison.jobs)
+    threads = comparison.options.threads
+    per_rank = "one thread" if threads == 1 else f"{threads} threads"
+    return (
+        f"Step time is the median wall time on the first rank, without the first {WARM_UP_STEPS}"
+        " steps; whiskers span the middle half of the steps. Memory is each rank's peak resident"
+        " set, Python and torch included; the tick is the largest rank. The ranks share this"
+        f" machine's memory and cores, {per_rank} each: {ranks} ranks have {ranks} times the"
+        " processors of the single device, and talk over gloo."
+    )
+
+
+def _row(result: SystemResult) -> Row:
+    summary, found, cost = result.summary, result.deviation, result.cost
+    tolerance = ABSENT if result.verdict is Verdict.REFERENCE else scientific(result.tolerance)
+    relative = result.relative_step_time
+    return Row(
+        system=result.system,
+        verdict=result.verdict,
+        ranks=str(result.ranks),
+        degree=str(summary.data_parallel_degree) if summary else ABSENT,
+        accumulation=str(summary.accumulation) if summary else ABSENT,
+        final_loss=f"{result.losses[-1]:.6f}" if summary else ABSENT,
+        maximum=scientific(found.maximum) if found else ABSENT,
+        step=str(found.step) if found and not found.bitwise_equal else ABSENT,
+        mean=scientific(found.mean) if found else ABSENT,
+        tolerance=tolerance,
+        step_time=f"{cost.step_seconds * 1e3:,.0f} ms" if cost else ABSENT,
+        relative=f"{relative:.2f} ×" if relative is not None else ABSENT,
+        tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
+        memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
+        memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
+    )

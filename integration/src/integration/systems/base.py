@@ -1,0 +1,83 @@
+"""What every system says of itself: how it cuts the work and how it wraps the model."""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from integration.errors import UsageError
+from integration.models import LlamaShape
+
+
+class System(ABC):
+    """One way to train a model on ``world_size`` ranks.
+
+    Attributes:
+        name: how users choose it.
+        compare_ranks: the ranks on which ``integration.compare`` runs it.
+        tolerance: the largest loss difference from one device that the comparison accepts,
+            absolute, in nats per token.
+    """
+
+    name: str
+    compare_ranks: int = 2
+    tolerance: float
+
+    def data_parallel_degree(self, world_size: int) -> int:
+        """Return how many ranks see different data; the others repeat it."""
+        return world_size
+
+    def check(self, world_size: int, shape: LlamaShape) -> None:  # noqa: B027
+        """Refuse a world size or a model that the system cannot run, before anything starts.
+
+        Raises:
+            UsageError: naming the size that does not fit.
+        """
+
+    @abstractmethod
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Return ``model`` ready for training on the default process group.
+
+        Every rank passes the same weights.
+        """
+
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Return the context of one microbatch; gradients are reduced in the ``last`` one."""
+        del model, last
+        return nullcontext()
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the optimizer's groups: plain tensors and DTensors apart.
+
+        A fused optimizer step takes lists of one kind only.
+        """
+        parameters = list(model.parameters())
+        plain = [p for p in parameters if not isinstance(p, DTensor)]
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        return [{"params": group} for group in (plain, sharded) if group]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], *, learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer that every system shares: fused AdamW, betas 0.9 and 0.95."""
+    return torch.optim.AdamW(
+        groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+    )
+
+
+def require_divisible(shape: LlamaShape, field: str, degree: int) -> None:
+    """Refuse a ``degree`` that does not divide ``shape.field``.
+
+    Raises:
+        UsageError: naming the field, its value and the degree.
+    """
+    size = getattr(shape, field)
+    if size % degree:
+        raise UsageError(
+            f"{degree} tensor-parallel ranks do not divide {field} = {size};"
+            " use a number of ranks that does"
+        )

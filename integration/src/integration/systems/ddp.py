@@ -1,0 +1,26 @@
+"""DistributedDataParallel: the model whole on every rank, gradients averaged in buckets."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from integration.systems.base import System
+
+
+class DataParallel(System):
+    """``torch.nn.parallel.DistributedDataParallel``."""
+
+    name = "ddp"
+    tolerance = 1e-4
+
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Wrap the model over the default group."""
+        del world_size
+        return DistributedDataParallel(model)
+
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Keep gradients local until the last microbatch."""
+        assert isinstance(model, DistributedDataParallel)
+        context: AbstractContextManager[object] = nullcontext() if last else model.no_sync()
+        return context

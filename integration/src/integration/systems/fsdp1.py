@@ -1,0 +1,40 @@
+"""FullyShardedDataParallel (FSDP1): parameters sharded as one flat tensor per layer."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from integration.models import transformer_layers
+from integration.systems.base import System
+
+
+class FullyShardedOne(System):
+    """``torch.distributed.fsdp.FullyShardedDataParallel``, one unit per transformer layer."""
+
+    name = "fsdp1"
+    tolerance = 1e-4
+
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Wrap every layer and the root."""
+        # With a mesh its state dicts hold DTensors, as FSDP2's do, and not ShardedTensors.
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        layer_types = {type(layer) for layer in transformer_layers(model)}
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=partial(
+                transformer_auto_wrap_policy, transformer_layer_cls=layer_types
+            ),
+            device_mesh=mesh,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Keep gradients local, and unsharded, until the last microbatch."""
+        assert isinstance(model, FullyShardedDataParallel)
+        return nullcontext() if last else model.no_sync()

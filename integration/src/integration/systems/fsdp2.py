@@ -1,0 +1,31 @@
+"""fully_shard (FSDP2): every parameter a DTensor sharded on dim 0."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from integration.models import transformer_layers
+from integration.systems.base import System
+
+
+class FullyShardedTwo(System):
+    """``torch.distributed.fsdp.fully_shard`` on every transformer layer and on the root."""
+
+    name = "fsdp2"
+    tolerance = 1e-4
+
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Shard the model in place."""
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        for layer in transformer_layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Reduce-scatter in the last microbatch only."""
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last)
+        return nullcontext()

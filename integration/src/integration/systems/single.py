@@ -1,0 +1,28 @@
+"""One device: what every other system is compared with."""
+
+from torch import nn
+
+from integration.errors import UsageError
+from integration.models import LlamaShape
+from integration.systems.base import System
+
+
+class SingleDevice(System):
+    """The unmodified model, no process group used."""
+
+    name = "single"
+    compare_ranks = 1
+    tolerance = 0.0
+
+    def check(self, world_size: int, shape: LlamaShape) -> None:
+        """Refuse more than one rank."""
+        del shape
+        if world_size != 1:
+            raise UsageError(
+                f"system 'single' runs on 1 rank, not {world_size}; choose 'ddp' or 'fsdp2'"
+            )
+
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Return the model as it is."""
+        del world_size
+        return model

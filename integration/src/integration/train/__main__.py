@@ -1,0 +1,71 @@
+"""``python -m integration.train``: on one rank, on ``--ranks N``, or under torchrun."""
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from integration.errors import EXIT_USAGE, UsageError
+from integration.train.config import TrainConfig, parse_config
+from integration.train.launch import launch, leave_word
+from integration.train.setup import prepare
+from integration.train.stop import EXIT_TERMINATED, StopRequest
+from integration.train.world import declared_world, process_group
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 2 for a user's mistake, 143 after SIGTERM."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        config = parse_config(arguments)
+        under_torchrun = "RANK" in os.environ
+        if config.ranks is not None and under_torchrun:
+            raise UsageError(
+                f"--ranks {config.ranks} was given under torchrun, which starts the ranks;"
+                " leave it out"
+            )
+        if config.ranks is None or config.ranks == 1:
+            return _run_rank(config)
+        prepare(config, config.ranks)
+        return launch(arguments, config.ranks, log_folder=config.out / "logs")
+    except UsageError as error:
+        _refuse(str(error))
+        return EXIT_USAGE
+
+
+def _run_rank(config: TrainConfig) -> int:
+    torch.set_num_threads(config.threads)
+    stop = StopRequest()
+    with process_group(config.timeout) as world:
+        leave_word(world.rank, "started")
+        setup = prepare(config, world.size)
+        cores = os.cpu_count() or 1
+        if world.is_main and world.size * config.threads > cores:
+            warnings.warn(
+                f"{world.size} ranks x {config.threads} threads share {cores} cores:"
+                " step times say little",
+                stacklevel=1,
+            )
+        # Imported late: a mistake in the options should not wait for TensorBoard's imports.
+        from integration.train.loop import Trainer
+
+        finished = Trainer(setup, world).run(stop)
+    return 0 if finished else EXIT_TERMINATED
+
+
+def _refuse(sentence: str) -> None:
+    """Say it once: to the launcher if there is one, otherwise from the first rank."""
+    world = declared_world()
+    if leave_word(world.rank, "refused", sentence):
+        return
+    if not world.is_main:
+        # torchrun ends the other ranks as soon as the first has exited; speak only if it has not.
+        time.sleep(3)
+    print(f"error: {sentence}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

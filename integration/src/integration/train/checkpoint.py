@@ -1,0 +1,201 @@
+"""Checkpoints that are complete or absent, in torch's distributed checkpoint (DCP) format.
+
+Note [complete]
+    DCP writes into ``checkpoints/.step-N.partial``. When every rank is done, rank 0 adds
+    ``manifest.json``, which names every file with its size, and renames the folder to
+    ``step-N``: the rename is the moment a checkpoint exists. A folder whose files do not
+    have the sizes of its manifest was damaged later, and is told apart from a whole one
+    before anything is read from it.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from integration.errors import UsageError
+from integration.train.world import World
+
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+# Flat keys are parameter names: they load into any system, whatever its optimizer's groups.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must share with the run that loads it, or the losses mean nothing."""
+
+    model: dict[str, Any]
+    data_fingerprint: str
+    sequence_length: int
+    global_batch: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description that makes a folder a checkpoint.
+
+    Attributes:
+        step: steps completed.
+        world_size: ranks that wrote it.
+        files: size in bytes by file name.
+    """
+
+    step: int
+    world_size: int
+    identity: Identity
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def save(
+    folder: Path,
+    step: int,
+    identity: Identity,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+) -> Path:
+    """Write the checkpoint of ``step`` below ``folder`` and return its path; all ranks call it."""
+    final = folder / FOLDER / f"step-{step:08d}"
+    partial = final.with_name(f".{final.name}.partial")
+    if world.is_main and partial.exists():
+        shutil.rmtree(partial)
+    dist.barrier()
+    state = _training_state(model, optimizer) | {
+        "rng": {f"rank{world.rank}": torch.get_rng_state()}
+    }
+    dcp.save(state, checkpoint_id=partial)
+    if world.is_main:
+        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        manifest = Manifest(step=step, world_size=world.size, identity=identity, files=sizes)
+        _write_durably(partial / MANIFEST, json.dumps(asdict(manifest), indent=2))
+        _replace_folder(partial, final)
+    dist.barrier()
+    return final
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Read a complete checkpoint into the model, the optimizer and the generator.
+
+    The random generator continues where it stood when as many ranks load as have saved;
+    otherwise it keeps the run's seed.
+    """
+    state = _training_state(model, optimizer)
+    rng_key = f"rank{world.rank}"
+    same_world = read_manifest(path).world_size == world.size
+    if same_world:
+        state["rng"] = {rng_key: torch.get_rng_state()}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_OPTIONS,
+    )
+    if same_world:
+        torch.set_rng_state(state["rng"][rng_key])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint at ``path`` after checking that all of it is there.
+
+    Raises:
+        UsageError: there is no checkpoint, or a file is missing or has another size.
+    """
+    try:
+        values = json.loads((path / MANIFEST).read_text())
+        values["identity"] = Identity(**values["identity"])
+        manifest = Manifest(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read; "
+            "name another one, or use --resume auto"
+        ) from error
+    for name, size in manifest.files.items():
+        found = (path / name).stat().st_size if (path / name).exists() else 0
+        if found != size:
+            raise UsageError(
+                f"checkpoint {path} is truncated: {name} has {found} bytes instead of {size}; "
+                "name another one, or use --resume auto"
+            )
+    return manifest
+
+
+def require_same(manifest: Manifest, identity: Identity, path: Path) -> None:
+    """Refuse a checkpoint that was written for another model, other data or other batches.
+
+    Raises:
+        UsageError: naming the first thing that differs, with both values.
+    """
+    saved, wanted = _flat(manifest.identity), _flat(identity)
+    for key in sorted(saved.keys() | wanted.keys()):
+        if saved.get(key) != wanted.get(key):
+            raise UsageError(
+                f"checkpoint {path} belongs to another run: its {key} is {saved.get(key)!r},"
+                f" this run's is {wanted.get(key)!r}; give another --out or --resume,"
+                " or the options it was made with"
+            )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search for checkpoints came to.
+
+    Attributes:
+        path: the newest complete checkpoint, if there is one.
+        passed_over: a sentence for each newer folder that is not complete.
+    """
+
+    path: Path | None
+    passed_over: tuple[str, ...]
+
+
+def newest_complete(folder: Path) -> Found:
+    """Return a run folder's newest complete checkpoint, and why newer ones were passed over."""
+    passed_over: list[str] = []
+    for path in sorted((folder / FOLDER).glob("step-*"), reverse=True):
+        try:
+            read_manifest(path)
+        except UsageError as error:
+            passed_over.append(str(error))
+        else:
+            return Found(path, tuple(passed_over))
+    return Found(None, tuple(passed_over))
+
+
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _flat(identity: Identity) -> dict[str, Any]:
+    values = asdict(identity)
+    model: dict[str, Any] = values.pop("model")
+    return values | {f"model.{key}": value for key, value in model.items()}
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    # A folder of that name is either damaged or of a run that was resumed before it.
+    previous = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        os.rename(target, previous)
+    os.rename(source, target)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,114 @@
+"""What a run is told, typed and checked, from the command line and from TOML."""
+
+import argparse
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from integration.errors import UsageError
+
+AUTO_RESUME = "auto"
+NEVER_RESUME = "never"
+
+_DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
+
+--config FILE.toml gives the same options from a file (keys with underscores); the command line
+overrides it. Start it directly, with --ranks N, or under torchrun."""
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TrainConfig:
+    """The options of one run."""
+
+    system: str = "single"
+    """How to run: single, ddp, fsdp1, fsdp2, dtensor-tp."""
+    model: str = "llama-10m"
+    """Which model to build from its configuration: llama-10m, llama-tiny."""
+    data: Path | None = None
+    """File or folder to train on; by default the Python standard library's sources."""
+    out: Path = Path("runs/latest")
+    """Run folder to write."""
+    steps: Positive = 100
+    """Optimizer steps in all, those before a resume included."""
+    global_batch: Positive = 8
+    """Sequences per optimizer step: micro batch x accumulation x data-parallel degree."""
+    micro_batch: Positive = 4
+    """Sequences that one rank feeds the model at once."""
+    sequence_length: Positive = 64
+    """Tokens (bytes) per sequence."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """AdamW's learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's decoupled weight decay."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the weights and of the order of the data."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 saves only on SIGTERM."""
+    resume: str = AUTO_RESUME
+    """auto (newest complete checkpoint of the run folder), never, or a checkpoint folder."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+    ranks: Positive | None = None
+    """Start this many ranks on this machine; leave it out under torchrun."""
+    threads: Positive = 1
+    """CPU threads per rank."""
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds after which a collective that does not finish is an error."""
+
+
+def parse_config(arguments: Sequence[str]) -> TrainConfig:
+    """Return the configuration that ``arguments`` (without the program's name) ask for.
+
+    Raises:
+        UsageError: an option or a TOML key is unknown, or a value does not fit its type.
+        SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
+    """
+    pre_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    pre_parser.add_argument("--config", type=Path)
+    known, rest = pre_parser.parse_known_args(arguments)
+    default = TrainConfig() if known.config is None else read_toml(known.config)
+    try:
+        parsed = tyro.cli(
+            TrainConfig,
+            prog="python -m integration.train",
+            description=_DESCRIPTION,
+            args=rest,
+            default=default,
+        )
+    except ValidationError as error:
+        raise UsageError(_describe(error, "the command line")) from error
+    return replace(parsed)
+
+
+def read_toml(path: Path) -> TrainConfig:
+    """Return the configuration written in a TOML file; keys are the field names.
+
+    Raises:
+        UsageError: the file cannot be read or parsed, or holds an unknown key or a bad value.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    try:
+        return TypeAdapter(TrainConfig).validate_python(values)
+    except ValidationError as error:
+        raise UsageError(_describe(error, str(path))) from error
+
+
+def _describe(error: ValidationError, source: str) -> str:
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc'])} = {problem['input']!r}: {problem['msg']}"
+        for problem in error.errors()
+    ]
+    return f"in {source}: " + "; ".join(problems)

@@ -1,0 +1,180 @@
+"""The training loop: the same few lines for every system."""
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from integration.data import BatchLoader, load_corpus
+from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.models import build_model
+from integration.systems import build_optimizer
+from integration.train import checkpoint
+from integration.train.config import TrainConfig
+from integration.train.memory import peak_rss_bytes
+from integration.train.progress import ProgressDisplay
+from integration.train.setup import Setup
+from integration.train.stop import StopRequest
+from integration.train.world import World
+
+
+class Trainer:
+    """One run on this rank: model, optimizer, data and where it has got to.
+
+    All ranks construct it together, with equal ``setup``.
+
+    Raises:
+        UsageError: the data is unfit, or the checkpoint belongs to another run.
+    """
+
+    def __init__(self, setup: Setup, world: World) -> None:
+        config, plan = setup.config, setup.batch_plan
+        self._setup = setup
+        self._world = world
+        corpus = load_corpus(config.data)
+        self._data_source = corpus.source
+        # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
+        self._loader = BatchLoader(
+            corpus.data, plan, rank=world.rank % plan.degree, seed=config.seed
+        )
+        self._identity = checkpoint.Identity(
+            model=asdict(setup.shape),
+            data_fingerprint=corpus.fingerprint,
+            sequence_length=config.sequence_length,
+            global_batch=config.global_batch,
+            seed=config.seed,
+        )
+        if setup.resume_from is not None:
+            manifest = checkpoint.read_manifest(setup.resume_from)
+            checkpoint.require_same(manifest, self._identity, setup.resume_from)
+            self._loader.load_state_dict({"step": manifest.step})
+        model = build_model(setup.shape, seed=config.seed)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.model: nn.Module = setup.system.parallelize(model, world.size)
+        self.optimizer = build_optimizer(
+            setup.system.parameter_groups(self.model),
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        if setup.resume_from is not None:
+            checkpoint.load(setup.resume_from, self.model, self.optimizer, world)
+
+    @property
+    def step(self) -> int:
+        """Steps completed, those before a resume included."""
+        return self._loader.step
+
+    def train_step(self) -> Tensor:
+        """Run one step and return this rank's mean loss, a float64 scalar, before the update."""
+        microbatches = next(self._loader)
+        total = torch.zeros((), dtype=torch.float64)
+        for index, tokens in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            with self._setup.system.gradient_sync(self.model, last=last):
+                loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss / len(microbatches)
+                loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step into the run folder."""
+        return checkpoint.save(
+            self._setup.config.out,
+            self.step,
+            self._identity,
+            self.model,
+            self.optimizer,
+            self._world,
+        )
+
+    def run(self, stop: StopRequest) -> bool:
+        """Train to the end, writing the run folder; return False when asked to stop before."""
+        config, is_main = self._setup.config, self._world.is_main
+        outputs = _Outputs(config, done=self.step, enabled=is_main)
+        display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
+        with outputs, display:
+            for notice in self._setup.notices:
+                display.say(notice)
+            if self.step:
+                display.say(f"resumed from {self._setup.resume_from} at step {self.step}")
+            while self.step < config.steps:
+                record, stopping = self._timed_step(stop)
+                outputs.append(record)
+                display.show(record)
+                if stopping and self.step < config.steps:
+                    path = self.save()
+                    display.say(f"stopped on request at step {self.step}; its checkpoint is {path}")
+                    return False
+                if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                    self.save()
+        summary = self._summary()
+        if is_main:
+            write_summary(config.out, summary)
+        return True
+
+    def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
+        config = self._setup.config
+        started = time.perf_counter()
+        loss = self.train_step()
+        # One small reduction carries the mean loss and whether any rank was told to stop, so
+        # that all ranks leave the loop after the same step.
+        shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
+        dist.all_reduce(shared)
+        record = StepRecord(
+            step=self.step,
+            loss=float(shared[0]) / self._world.size,
+            seconds=time.perf_counter() - started,
+            tokens=config.global_batch * config.sequence_length,
+        )
+        return record, bool(shared[1])
+
+    def _summary(self) -> RunSummary:
+        setup = self._setup
+        peaks: list[int] = [0] * self._world.size
+        dist.all_gather_object(peaks, peak_rss_bytes())
+        return RunSummary(
+            system=setup.system.name,
+            model=setup.config.model,
+            parameters=self._parameters,
+            world_size=self._world.size,
+            data_parallel_degree=setup.batch_plan.degree,
+            accumulation=setup.batch_plan.accumulation,
+            steps=setup.config.steps,
+            data_source=self._data_source,
+            peak_rss_bytes=peaks,
+        )
+
+
+class _Outputs(AbstractContextManager["_Outputs"]):
+    """The files that grow with every step: metrics.jsonl, and TensorBoard's when asked."""
+
+    def __init__(self, config: TrainConfig, *, done: int, enabled: bool) -> None:
+        self._metrics: MetricsFile | None = None
+        self._writer: SummaryWriter | None = None
+        if enabled:
+            config.out.mkdir(parents=True, exist_ok=True)
+            self._metrics = MetricsFile(config.out, keep_steps=done)
+            if config.tensorboard:
+                self._writer = SummaryWriter(config.out / "tensorboard", purge_step=done + 1)
+
+    def append(self, record: StepRecord) -> None:
+        if self._metrics is not None:
+            self._metrics.append(record)
+        if self._writer is not None:
+            self._writer.add_scalar("loss", record.loss, record.step)
+            self._writer.add_scalar("seconds per step", record.seconds, record.step)
+            self._writer.add_scalar(
+                "tokens per second", record.tokens / record.seconds, record.step
+            )
+
+    def __exit__(self, *_: object) -> None:
+        for output in (self._metrics, self._writer):
+            if output is not None:
+                output.close()

@@ -1,0 +1,17 @@
+"""How much memory this process has held."""
+
+from pathlib import Path
+
+_KIB = 1024
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident set of this process, in bytes.
+
+    From ``VmHWM``, which starts anew with the program: ``getrusage`` would report the
+    memory of the launcher that forked this process, where that was larger.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * _KIB
+    raise RuntimeError("/proc/self/status has no VmHWM line; peak memory is read on Linux only")

@@ -1,0 +1,61 @@
+"""What the user sees while a run goes on: a bar in a terminal, lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from integration.metrics import StepRecord
+
+
+class ProgressDisplay:
+    """Shows the steps of one run; silent on ranks other than the first.
+
+    Args:
+        enabled: whether this rank speaks.
+        total: steps of the run.
+        done: steps completed before, by the run that this one resumes.
+    """
+
+    def __init__(self, *, enabled: bool, total: int, done: int) -> None:
+        self._console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
+        self._total = total
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (enabled and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task("", total=total, completed=done, loss="-", speed="-")
+
+    def __enter__(self) -> Self:
+        """Start drawing."""
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop drawing."""
+        self._bar.stop()
+
+    def say(self, sentence: str) -> None:
+        """Print one sentence."""
+        self._console.print(sentence, markup=False)
+
+    def show(self, record: StepRecord) -> None:
+        """Show that a step is done."""
+        speed = f"{record.tokens / record.seconds:,.0f}"
+        if not self._bar.disable:
+            self._bar.update(
+                self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=speed
+            )
+        elif record.step in (1, self._total) or record.step % 10 == 0:
+            self.say(f"step {record.step}/{self._total}  loss {record.loss:.4f}  {speed} tokens/s")

@@ -1,0 +1,79 @@
+"""Everything about a run that can be wrong before a rank, a model or a file exists."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.data import BatchPlan
+from integration.errors import UsageError
+from integration.metrics import METRICS_FILE, SUMMARY_FILE
+from integration.models import LlamaShape, model_shape
+from integration.systems import System, get_system
+from integration.train import checkpoint
+from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration that was found to make sense on a number of ranks.
+
+    Attributes:
+        resume_from: the checkpoint to continue from, complete when it was looked at.
+        notices: sentences for the user.
+    """
+
+    config: TrainConfig
+    system: System
+    shape: LlamaShape
+    batch_plan: BatchPlan
+    resume_from: Path | None
+    notices: tuple[str, ...]
+
+
+def prepare(config: TrainConfig, world_size: int) -> Setup:
+    """Check ``config`` for ``world_size`` ranks, reading only; nothing is written.
+
+    Raises:
+        UsageError: the system, model, batch, data path, run folder or checkpoint does not do.
+    """
+    system = get_system(config.system)
+    shape = model_shape(config.model)
+    system.check(world_size, shape)
+    plan = BatchPlan(
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        degree=system.data_parallel_degree(world_size),
+        sequence_length=config.sequence_length,
+    )
+    if config.data is not None and not config.data.exists():
+        raise UsageError(
+            f"data path {config.data} does not exist; give --data an existing file or folder"
+        )
+    resume_from, notices = _find_checkpoint(config)
+    return Setup(config, system, shape, plan, resume_from, notices)
+
+
+def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]:
+    out = config.out
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"run folder {out} is a file; give --out a folder")
+    has_run = (out / METRICS_FILE).exists()
+    if config.resume == NEVER_RESUME:
+        if has_run:
+            raise UsageError(
+                f"{out} already holds a run; give another --out, or --resume auto to continue it"
+            )
+        return None, ()
+    if config.resume != AUTO_RESUME:
+        path = Path(config.resume)
+        checkpoint.read_manifest(path)
+        if has_run and path.resolve().parent != (out / checkpoint.FOLDER).resolve():
+            raise UsageError(f"{out} already holds another run than {path}'s; give another --out")
+        return path, ()
+    found = checkpoint.newest_complete(out)
+    # A run that ended before its first checkpoint starts over; one that finished is kept.
+    if found.path is None and (out / SUMMARY_FILE).exists():
+        raise UsageError(
+            f"{out} holds a finished run without a checkpoint; give another --out, or remove it"
+        )
+    notices = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    return found.path, notices

@@ -1,0 +1,44 @@
+"""This process's place among the ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """The default process group, as two numbers."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+
+def declared_world() -> World:
+    """Return the world that torchrun's environment declares; one rank without torchrun."""
+    return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+@contextmanager
+def process_group(timeout_seconds: float) -> Iterator[World]:
+    """Join the ranks for the length of the context; a lone process is a group of one."""
+    world = declared_world()
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()

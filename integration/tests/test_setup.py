@@ -1,0 +1,125 @@
+"""What prepare() refuses, before anything is written."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from integration.errors import UsageError
+from integration.metrics import METRICS_FILE, SUMMARY_FILE
+from integration.train import checkpoint
+from integration.train.config import TrainConfig
+from integration.train.setup import prepare
+
+IDENTITY = checkpoint.Identity(
+    model={"name": "llama-tiny", "hidden_size": 64},
+    data_fingerprint="f",
+    sequence_length=64,
+    global_batch=8,
+    seed=0,
+)
+
+
+def write_checkpoint(run, step, *, payload=b"12345678"):
+    folder = run / checkpoint.FOLDER / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(payload)
+    manifest = checkpoint.Manifest(step, 1, IDENTITY, {"__0_0.distcp": 8})
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(asdict(manifest)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({"system": "nope"}, 1, "unknown system 'nope'; choose one of: single, ddp"),
+        ({"model": "nope"}, 1, "unknown model 'nope'; choose one of: llama-10m"),
+        ({"system": "single"}, 2, "runs on 1 rank, not 2"),
+        ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
+        ({"system": "dtensor-tp"}, 3, "3 tensor-parallel ranks do not divide num_attention_heads"),
+        ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),
+        ({"resume": "/no/such"}, 1, "/no/such is not a complete checkpoint"),
+    ],
+)
+def test_a_configuration_that_cannot_run_is_refused(tmp_path, options, ranks, message):
+    config = TrainConfig(out=tmp_path / "run", **options)
+    with pytest.raises(UsageError, match=message):
+        prepare(config, ranks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_run_folder_must_not_be_a_file(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="is a file; give --out a folder"):
+        prepare(TrainConfig(out=tmp_path / "run"), 1)
+
+
+def test_never_resuming_refuses_a_folder_that_holds_a_run(tmp_path):
+    (tmp_path / METRICS_FILE).write_text("")
+    with pytest.raises(UsageError, match="already holds a run"):
+        prepare(TrainConfig(out=tmp_path, resume="never"), 1)
+
+
+def test_a_finished_run_without_checkpoints_is_kept(tmp_path):
+    (tmp_path / METRICS_FILE).write_text("")
+    assert prepare(TrainConfig(out=tmp_path), 1).resume_from is None
+    (tmp_path / SUMMARY_FILE).write_text("{}")
+    with pytest.raises(UsageError, match="holds a finished run without a checkpoint"):
+        prepare(TrainConfig(out=tmp_path), 1)
+
+
+def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_passed_over(
+    tmp_path,
+):
+    write_checkpoint(tmp_path, 9, payload=b"1234567")
+    expected = write_checkpoint(tmp_path, 6)
+    write_checkpoint(tmp_path, 3)
+    setup = prepare(TrainConfig(out=tmp_path), 1)
+    assert setup.resume_from == expected
+    (notice,) = setup.notices
+    assert "step-00000009 is truncated: __0_0.distcp has 7 bytes instead of 8" in notice
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_truncated_checkpoint_asked_for_by_name_is_refused(tmp_path, cut):
+    path = write_checkpoint(tmp_path, 9, payload=b"12345678"[:cut])
+    with pytest.raises(
+        UsageError, match=f"is truncated: __0_0.distcp has {cut} bytes instead of 8"
+    ):
+        prepare(TrainConfig(out=tmp_path, resume=str(path)), 1)
+
+
+def test_a_checkpoint_without_a_whole_manifest_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path, 9)
+    text = (path / checkpoint.MANIFEST).read_text()
+    for broken in ("", text[: len(text) // 2], "[]", "{}"):
+        (path / checkpoint.MANIFEST).write_text(broken)
+        with pytest.raises(UsageError, match="is not a complete checkpoint"):
+            prepare(TrainConfig(out=tmp_path, resume=str(path)), 1)
+        assert checkpoint.newest_complete(tmp_path).path is None
+
+
+def test_a_named_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path):
+    path = write_checkpoint(tmp_path / "a", 9)
+    (tmp_path / "b").mkdir()
+    named = TrainConfig(out=tmp_path / "b", resume=str(path))
+    assert prepare(named, 1).resume_from == path
+    (tmp_path / "b" / METRICS_FILE).write_text("")
+    with pytest.raises(UsageError, match="already holds another run"):
+        prepare(named, 1)
+
+
+def test_a_checkpoint_of_another_model_is_named_by_what_differs(tmp_path):
+    path = write_checkpoint(tmp_path, 9)
+    manifest = checkpoint.read_manifest(path)
+    checkpoint.require_same(manifest, IDENTITY, path)
+    other = checkpoint.Identity(
+        model={"name": "llama-tiny", "hidden_size": 96},
+        data_fingerprint="f",
+        sequence_length=64,
+        global_batch=8,
+        seed=0,
+    )
+    with pytest.raises(UsageError, match=r"its model\.hidden_size is 64, this run's is 96"):
+        checkpoint.require_same(manifest, other, path)

@@ -1,0 +1,99 @@
+"""Every system trains as one device does, and continues from any other's checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from integration.systems import SYSTEM_NAMES, get_system
+from integration.train.config import TrainConfig
+from integration.train.loop import Trainer
+from integration.train.setup import prepare
+from integration.train.world import World
+from testkit import run_ranks
+
+PARALLEL = [name for name in SYSTEM_NAMES if name != "single"]
+STEPS = 6
+
+
+def train(rank, size, out, system, *, steps, resume="never", save_at=None):
+    """Train some steps on one rank and return the mean loss of each, as all ranks know it."""
+    import torch.distributed as dist
+
+    config = TrainConfig(
+        system=system,
+        model="llama-tiny",
+        out=Path(out),
+        micro_batch=2,
+        steps=steps,
+        resume=resume,
+    )
+    trainer = Trainer(prepare(config, size), World(rank, size))
+    losses = []
+    while trainer.step < steps:
+        loss = trainer.train_step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / size)
+        if trainer.step == save_at:
+            trainer.save()
+    return losses
+
+
+def run(out, system, ranks, **options):
+    """Train on ``ranks`` gloo ranks; every rank must come to the same losses."""
+
+    def body(out, system, options):
+        import torch.distributed as dist
+
+        return train(dist.get_rank(), dist.get_world_size(), out, system, **options)
+
+    first, *others = run_ranks(body, ranks, str(out), system, options)
+    assert all(losses == first for losses in others)
+    return torch.tensor(first, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The losses of one device, and its run folder with a checkpoint of step 3."""
+    out = tmp_path_factory.mktemp("single")
+    return run(out, "single", 1, steps=STEPS, save_at=3), out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", PARALLEL)
+def test_a_system_trains_as_one_device_and_another_degree_resumes_its_checkpoint(
+    system, single, tmp_path
+):
+    expected, _ = single
+    losses = run(tmp_path, system, 2, steps=STEPS, save_at=3)
+    assert expected[0] - expected[-1] > 0.1, "the model does not learn: the comparison is empty"
+    assert (losses - expected).abs().max() <= get_system(system).tolerance
+    resumed = run(tmp_path, "single", 1, steps=STEPS, resume="auto")
+    assert len(resumed) == STEPS - 3
+    assert (resumed - expected[3:]).abs().max() <= get_system(system).tolerance
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", PARALLEL)
+def test_a_system_resumes_the_checkpoint_of_one_device(system, single, tmp_path):
+    expected, folder = single
+    path = folder / "checkpoints" / "step-00000003"
+    resumed = run(tmp_path, system, 2, steps=STEPS, resume=str(path))
+    assert len(resumed) == STEPS - 3
+    assert (resumed - expected[3:]).abs().max() <= get_system(system).tolerance
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", PARALLEL)
+def test_a_resumed_system_repeats_its_losses_bit_for_bit(system, tmp_path):
+    whole = run(tmp_path, system, 2, steps=STEPS, save_at=3)
+    resumed = run(tmp_path, system, 2, steps=STEPS, resume="auto")
+    assert torch.equal(resumed, whole[3:])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
+    expected, _ = single
+    losses = run(tmp_path, "fsdp2", ranks, steps=STEPS)
+    assert (losses - expected).abs().max() <= get_system("fsdp2").tolerance

@@ -1,0 +1,192 @@
+"""The train command as a user runs it: processes, signals, exit codes, files."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from integration.metrics import read_metrics, read_summary
+from integration.train.checkpoint import newest_complete
+from integration.train.stop import EXIT_TERMINATED
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 40
+TINY = ["--model", "llama-tiny", "--steps", str(STEPS), "--checkpoint-every", "4"]
+
+
+def command(out, *options):
+    return [sys.executable, "-m", "integration.train", "--out", str(out), *TINY, *options]
+
+
+def train(out, *options, check=0):
+    result = subprocess.run(command(out, *options), capture_output=True, text=True, timeout=180)
+    assert result.returncode == check, result.stderr
+    return result.stderr
+
+
+def losses(out):
+    return [(record.step, record.loss) for record in read_metrics(out)]
+
+
+def start_and_wait_for_step(out, step, *options):
+    process = subprocess.Popen(
+        command(out, *options), stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not (records := read_metrics(out)) or records[-1].step < step:
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        assert time.monotonic() < deadline, f"no step {step} within two minutes"
+        time.sleep(0.01)
+    return process
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run of two DDP ranks that nothing interrupts."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    train(out, "--system", "ddp", "--ranks", "2")
+    return out
+
+
+def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
+    assert [step for step, _ in losses(undisturbed)] == list(range(1, STEPS + 1))
+    summary = read_summary(undisturbed)
+    assert (summary.system, summary.world_size, summary.accumulation) == ("ddp", 2, 1)
+    assert len(summary.peak_rss_bytes) == 2
+    assert newest_complete(undisturbed).path.name == f"step-{STEPS:08d}"
+    assert list((undisturbed / "tensorboard").glob("events.*"))
+
+
+def test_a_killed_run_resumes_with_the_losses_of_an_undisturbed_one(undisturbed, tmp_path):
+    process = start_and_wait_for_step(tmp_path, 6, "--system", "ddp", "--ranks", "2")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # torchrun puts its ranks into sessions of their own: they end when their peer is gone.
+    time.sleep(1)
+    reached = losses(tmp_path)[-1][0]
+    said = train(tmp_path, "--system", "ddp", "--ranks", "2")
+    assert 6 <= reached < STEPS, "the kill came too late to prove anything"
+    assert "resumed from" in said
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint_and_the_run_continues(undisturbed, tmp_path):
+    process = start_and_wait_for_step(tmp_path, 5, "--system", "ddp", "--ranks", "2")
+    process.terminate()
+    assert process.wait(60) == EXIT_TERMINATED
+    last = losses(tmp_path)[-1][0]
+    assert last < STEPS
+    assert newest_complete(tmp_path).path.name == f"step-{last:08d}"
+    train(tmp_path, "--system", "ddp", "--ranks", "2")
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
+    subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *["-m", "integration.train", "--out", str(tmp_path), *TINY, "--system", "ddp"],
+        ],
+        check=True,
+        capture_output=True,
+        timeout=180,
+    )
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(undisturbed, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(undisturbed, out)
+    said = train(out, "--model", "llama-10m", check=2)
+    assert said.count("\n") == 1
+    assert "belongs to another run: its model.hidden_size is 64, this run's is 384" in said
+    assert losses(out) == losses(undisturbed)
+
+
+def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undisturbed, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(undisturbed, out)
+    newest = out / "checkpoints" / f"step-{STEPS:08d}"
+    shard = next(newest.glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    named = train(out, "--system", "ddp", "--ranks", "2", "--resume", str(newest), check=2)
+    assert f"{shard.name} has" in named
+    automatic = train(out, "--system", "ddp", "--ranks", "2")
+    assert f"passed over: checkpoint {newest} is truncated" in automatic
+    assert f"at step {STEPS - 4}" in automatic
+    assert losses(out) == losses(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--data", "EMPTY"], "holds no bytes to train on"),
+        (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
+        (["--system", "fsdp3"], "unknown system 'fsdp3'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
+    (tmp_path / "empty").mkdir()
+    options = [str(tmp_path / "empty") if option == "EMPTY" else option for option in options]
+    said = train(tmp_path / "run", *options, check=2)
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert sentence in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rank_that_cannot_be_started_is_named(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text(f'#!/bin/sh\n[ "$RANK" = 1 ] && exit 7\nexec {sys.executable} "$@"\n')
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    script = (
+        "import sys; from pathlib import Path; from integration.errors import UsageError\n"
+        "from integration.train.launch import launch\n"
+        "try:\n"
+        f"    launch({command(tmp_path / 'run', '--system', 'ddp')[3:]!r}, 2,"
+        f" log_folder=Path({str(tmp_path / 'logs')!r}), python={str(broken)!r})\n"
+        "except UsageError as error:\n"
+        "    sys.exit(f'refused: {error}')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert "refused: rank 1 of 2 could not be started (exit code 7)" in result.stderr
+
+
+def test_more_ranks_than_cores_is_a_warning(tmp_path):
+    ranks = (os.cpu_count() or 1) + 2 + (os.cpu_count() or 1) % 2
+    if ranks > 4:
+        pytest.skip(f"{ranks} ranks would be needed to outnumber the cores; tests stay below 5")
+    options = ["--system", "ddp", "--ranks", str(ranks), "--micro-batch", "1", "--steps", "1"]
+    said = train(tmp_path, *options)
+    assert f"{ranks} ranks x 1 threads share {os.cpu_count()} cores" in said
+
+
+def test_help_names_every_system():
+    result = subprocess.run(
+        [sys.executable, "-m", "integration.train", "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0
+    for name in ("single", "ddp", "fsdp1", "fsdp2", "dtensor-tp"):
+        assert name in result.stdout
+
+
+def test_toml_and_metrics_are_plain_text(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'model = "llama-tiny"\nsteps = 2\nout = "{tmp_path / "run"}"\n')
+    subprocess.run(
+        [sys.executable, "-m", "integration.train", "--config", str(toml)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
