@@ -1,0 +1,25 @@
+"""Test tools for SPMD code on stock PyTorch: ranks, meshes, communication, cases, parity."""
+
+from testkit.cases import Case, cases
+from testkit.comm_log import Collective, CommLog
+from testkit.mesh import clear_caches, each_rank, fake_mesh
+from testkit.parity import assert_bitwise, assert_close, assert_ulp
+from testkit.ranks import RankError, RankReport, run_ranks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Case",
+    "Collective",
+    "CommLog",
+    "RankError",
+    "RankReport",
+    "assert_bitwise",
+    "assert_close",
+    "assert_ulp",
+    "cases",
+    "clear_caches",
+    "each_rank",
+    "fake_mesh",
+    "run_ranks",
+]

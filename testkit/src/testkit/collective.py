@@ -1,0 +1,108 @@
+"""One recorded collective, and what it puts on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Op: TypeAlias = Literal[
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call that reached a process group, as this rank saw it.
+
+    Attributes:
+        op: the operation, the same name for every overload (`_allgather_base_`, coalesced, ...).
+        input_bytes: bytes this rank gives, over all tensors of the call; 0 for recv and for the
+            receivers of a scatter.
+        output_bytes: bytes this rank gets; the same memory as the input for all_reduce, broadcast
+            and reduce; 0 for send and for the senders of a gather.
+        dtype: of the tensors, as in ``"float32"``; ``"mixed"`` for several, ``""`` for none.
+        group: name of the process group, or None where torch does not tell: a plain collective
+            while several groups exist. A functional collective always tells.
+        group_size: ranks in the group, or None.
+        group_rank: this rank's index in the group, or None.
+        root: root's index in the group (broadcast, reduce, gather, scatter), else None.
+        input_splits: all_to_all: bytes for each rank of the group, in order; () when not known.
+        output_splits: all_to_all: bytes from each rank of the group, in order; () when not known.
+    """
+
+    op: Op
+    input_bytes: int
+    output_bytes: int
+    dtype: str
+    group: str | None = None
+    group_size: int | None = None
+    group_rank: int | None = None
+    root: int | None = None
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes this rank sends to others; None where rank or size of the group is needed, unknown.
+
+        The convention is the bandwidth-optimal algorithm for large messages: rings and chains
+        without compression, n ranks, i this rank:
+
+        =================  =============================================================
+        all_gather         output - input              (n - 1 pieces travel through me)
+        reduce_scatter     input - output              (likewise)
+        all_reduce         2 (n - 1) / n x input       (reduce_scatter, then all_gather)
+        all_to_all         input - my own split        (needs i where splits are uneven)
+        broadcast          input, 0 for the last of the chain root, root+1, ..., root-1
+        reduce             input, 0 for the root       (the same chain backwards)
+        scatter            root: input - its piece; others 0
+        gather             root: 0; others: input
+        send               input;  recv, barrier: 0
+        =================  =============================================================
+
+        Summed over a group they are the least bytes that any algorithm needs, all_reduce included.
+        """
+        n, i = self.group_size, self.group_rank
+        match self.op:
+            case "all_gather":
+                return self.output_bytes - self.input_bytes
+            case "reduce_scatter" | "scatter":
+                return max(self.input_bytes - self.output_bytes, 0)  # scatter: no input off root
+            case "gather":
+                return 0 if self.output_bytes else self.input_bytes
+            case "send":
+                return self.input_bytes
+            case "recv" | "barrier":
+                return 0
+            case "all_reduce":
+                return None if n is None else 2 * (n - 1) * self.input_bytes // n
+            case "all_to_all" if self.input_splits and len(set(self.input_splits)) == 1:
+                return self.input_bytes - self.input_splits[0]
+            case "all_to_all":
+                if i is None or not self.input_splits:
+                    return None
+                return self.input_bytes - self.input_splits[i]
+            case "broadcast":
+                if n is None or i is None or self.root is None:
+                    return None
+                return 0 if (i - self.root) % n == n - 1 else self.input_bytes
+            case "reduce":
+                return None if i is None else self.input_bytes * (i != self.root)
+
+    def __str__(self) -> str:
+        group = "unknown group" if self.group is None else f"group {self.group}"
+        size = "" if self.group_size is None else f" of {self.group_size}"
+        return (
+            f"{self.op} {self.input_bytes} B -> {self.output_bytes} B "
+            f"{self.dtype or 'no tensor'} ({group}{size})"
+        )

@@ -1,0 +1,73 @@
+"""What the parent and its ranks say to each other.
+
+Parent to rank: `Call`, then `Release` when every rank has answered (a rank that destroyed its
+process group earlier would break the connections that slower ranks still use). Rank to parent:
+`Ready` at the start and after each `Release`, and one `Reply` per call. Each is one pickle on a
+socket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WarningFilter:
+    """One entry of `warnings.filters`, in the arguments of `warnings.filterwarnings`."""
+
+    action: str
+    message: str
+    category: type[Warning]
+    module: str
+    lineno: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function to run.
+
+    Attributes:
+        number: of the call, for a fresh key space in the store.
+        world_size: ranks that take part.
+        sys_path: the parent's.
+        payload: cloudpickle of a `Task`, apart because it loads only under `sys_path`.
+    """
+
+    number: int
+    world_size: int
+    sys_path: tuple[str, ...]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the payload of a call holds."""
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    warning_filters: tuple[WarningFilter, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The rank waits for a call: it has imported torch, or destroyed its last process group."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended on this rank.
+
+    Attributes:
+        payload: cloudpickle of the result, or None when it failed.
+        failure: the traceback, or "".
+    """
+
+    payload: bytes | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Every rank has answered: destroy the process group."""

@@ -1,0 +1,201 @@
+"""The rank processes: started once, kept for the next call, killed with their parent."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from testkit.messages import Call, Ready, Release
+
+START_TIMEOUT = 120.0  # seconds to import torch; several ranks share the cores
+_TAIL = 8_000  # characters of a rank's output that are shown
+_STACK_TIMEOUT = 1.0  # seconds for a hung rank to write its stack
+
+
+@dataclass
+class Rank:
+    """One process of the pool.
+
+    Attributes:
+        index: its rank in every call.
+        process: the process.
+        connection: the socket to it.
+        log: file that holds its stdout and stderr since the call began.
+        ready: it takes a call; not so while it starts, runs one, or destroys its process group.
+    """
+
+    index: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+    ready: bool = False
+
+    def output(self) -> str:
+        """The end of what it wrote since the call began."""
+        text = self.log.read_text(errors="replace").rstrip()
+        return text if len(text) <= _TAIL else f"...{text[-_TAIL:]}"
+
+    def stack(self) -> str:
+        """Its Python stack, innermost call first, or a line that says why there is none."""
+        before = self.log.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_TIMEOUT
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            previous, text = text, self.log.read_bytes()[before:].decode(errors="replace")
+            if text and text == previous:  # it has finished writing
+                break
+        os.truncate(self.log, before)
+        return text.rstrip() or "no Python stack within a second: stopped, or not running Python"
+
+    def ending(self) -> str:
+        """How its process ended, in words."""
+        code = self.process.poll()
+        if code is None:
+            return "closed its connection but still runs"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def kill(self) -> None:
+        """Ends the process and its connection, at once."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+class Pool:
+    """Rank processes of this process, and the store through which they meet.
+
+    A call uses the first `world_size` of them; the pool grows when a call needs more.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
+        self._calls = 0
+        self._pid = os.getpid()
+        self._folder = Path(tempfile.mkdtemp(prefix="testkit-"))
+        # Port 0: the system picks a free one, and nobody can take it from us before we use it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        atexit.register(self.close)
+
+    def usable(self) -> bool:
+        """Whether this process made it (not its parent, by fork) and no idle rank was killed."""
+        if self._pid != os.getpid():
+            return False
+        for rank in self.ranks:
+            if not rank.ready and rank.connection.poll():
+                rank.ready = receive(rank) == Ready()
+        return all(rank.process.poll() is None for rank in self.ranks if rank.ready)
+
+    def prepare(self, world_size: int) -> list[Rank]:
+        """Starts missing processes and waits until the first `world_size` take a call.
+
+        Returns:
+            Those that died or are not ready in time; empty when all is well.
+
+        Raises:
+            OSError: the process of rank `len(self.ranks)` cannot be created.
+        """
+        while len(self.ranks) < world_size:
+            self.ranks.append(self._start(len(self.ranks)))
+        deadline = time.monotonic() + START_TIMEOUT
+        waiting = [rank for rank in self.ranks[:world_size] if not rank.ready]
+        while waiting and (found := arrivals(waiting, deadline)):
+            for rank in found:
+                rank.ready = receive(rank) == Ready()
+                if not rank.ready:
+                    return [rank]
+                waiting.remove(rank)
+        return waiting
+
+    def send(self, world_size: int, payload: bytes) -> None:
+        """Hands a call to the first `world_size` ranks."""
+        self._calls += 1
+        call = Call(self._calls, world_size, tuple(sys.path), payload)
+        for rank in self.ranks[:world_size]:
+            rank.ready = False
+            with contextlib.suppress(ConnectionError):  # it died; who waits for its reply sees it
+                rank.connection.send(call)
+
+    def release(self, world_size: int) -> None:
+        """Lets the ranks of a finished call destroy its process group."""
+        for rank in self.ranks[:world_size]:
+            with contextlib.suppress(ConnectionError):
+                rank.connection.send(Release())
+
+    def close(self) -> None:
+        """Kills every process and removes the logs; harmless in a forked child."""
+        if self._pid != os.getpid():
+            return
+        atexit.unregister(self.close)
+        for rank in self.ranks:
+            rank.kill()
+        self.ranks.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, index: int) -> Rank:
+        ours, theirs = socket.socketpair()
+        connection = Connection(ours.detach())
+        log = self._folder / f"rank{index}.log"
+        arguments = (theirs.fileno(), os.getpid(), index, self._store.port)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            "TESTKIT_RANK": str(index),
+        }
+        with theirs, log.open("ab") as output, contextlib.ExitStack() as on_error:
+            on_error.callback(connection.close)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "testkit.worker", *map(str, arguments)],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+            on_error.pop_all()
+        return Rank(index, process, connection, log)
+
+
+def arrivals(ranks: list[Rank], deadline: float) -> list[Rank]:
+    """Ranks that have sent something or have died; none when nothing came until the deadline.
+
+    Looks at the processes as well: a child forked by a rank may keep its socket open.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        ready = wait([rank.connection for rank in ranks], timeout=min(max(left, 0.0), 0.25))
+        found = [
+            rank for rank in ranks if rank.connection in ready or rank.process.poll() is not None
+        ]
+        if found or left <= 0:
+            return found
+
+
+def receive(rank: Rank) -> Any:
+    """The message a rank has sent, or None when it has died."""
+    try:
+        if rank.connection.poll():
+            return rank.connection.recv()
+    except (EOFError, OSError):  # OSError: it died in the middle of a message
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(timeout=5.0)  # the socket closes a little before the process ends
+    return None

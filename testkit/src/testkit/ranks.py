@@ -1,0 +1,285 @@
+"""Runs a function on several gloo ranks, and says which rank failed and how."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import os
+import pickle
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
+
+from testkit.messages import Reply, Task, WarningFilter
+from testkit.pool import START_TIMEOUT, Pool, Rank, arrivals, receive
+
+T = TypeVar("T")
+
+MAX_RANKS = 8
+_GRACE = 1.0  # seconds others may still take once a rank has failed
+
+_lock = threading.Lock()
+_pool: Pool | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What became of one rank of a failed call.
+
+    Attributes:
+        rank: which.
+        state: ``"raised"``; ``"died"`` (signal or exit); ``"hung"`` at the time limit;
+            ``"running"`` when another rank's failure ended the call; ``"not ready"`` when it did
+            not start, or did not get out of the call before.
+        detail: a traceback, a stack, or how the process ended.
+        output: the end of its stdout and stderr.
+    """
+
+    rank: int
+    state: Literal["raised", "died", "hung", "running", "not ready"]
+    detail: str
+    output: str
+
+    def __str__(self) -> str:
+        lines = self.detail.splitlines()
+        if self.output:
+            lines += ["output:", *(f"  {line}" for line in self.output.splitlines())]
+        return "\n".join(f"[rank {self.rank}] {line}".rstrip() for line in lines)
+
+
+class RankError(RuntimeError):
+    """A call failed on at least one rank.
+
+    Attributes:
+        reports: one per rank that did not finish: failures in order of arrival, then those that
+            were still running.
+    """
+
+    def __init__(self, summary: str, reports: Sequence[RankReport]) -> None:
+        super().__init__("\n".join([summary, *map(str, reports)]))
+        self.reports = tuple(reports)
+
+
+def run_ranks(
+    fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[T]:
+    """Runs ``fn(*args, **kwargs)`` on `world_size` processes, in a fresh gloo process group.
+
+    The processes are started once and kept (`testkit.pool`). Between calls the process group is
+    destroyed, torch's distributed caches are cleared and the seeds of `torch` and `random` are set
+    to 0; whatever else `fn` changes in its process stays changed. Ranks have the caller's
+    `sys.path` and warning filters, and one thread each. What they print is printed here, labelled,
+    when the call succeeds, and is part of the error when it fails.
+
+    Args:
+        fn: any function, closure or lambda; one from a test module is sent by value. It learns its
+            rank from `torch.distributed.get_rank()`.
+        world_size: number of ranks, 1 to 8.
+        *args: sent to every rank.
+        timeout: seconds until ranks that still run are killed; starting processes not included.
+        **kwargs: sent to every rank.
+
+    Returns:
+        What `fn` returned, by rank. Plain tensors and all that pickles may be returned.
+
+    Raises:
+        RankError: a rank raised, died, hung, could not start, or returned what cannot be sent; the
+            message holds each one's traceback or stack and output. The pool is then disposed of.
+        TypeError: `fn` is not callable, it or an argument cannot be sent, or `world_size` is no
+            integer.
+        ValueError: `world_size` or `timeout` out of range.
+        RuntimeError: called on a rank.
+    """
+    global _pool
+    _check(fn, world_size, timeout)
+    with _lock:  # one call at a time: a rank has one process group, cloudpickle one registry
+        payload = _dumps(fn, args, kwargs)
+        if _pool is not None and not _pool.usable():
+            _pool.close()
+            _pool = None
+        _pool = _pool or Pool()
+        try:
+            _prepare(_pool, world_size)
+            _pool.send(world_size, payload)
+            results = _collect(_pool.ranks[:world_size], timeout)
+            _pool.release(world_size)
+        except BaseException:  # a KeyboardInterrupt too leaves ranks in the middle of a call
+            _pool.close()
+            _pool = None
+            raise
+    return results
+
+
+def _check(fn: object, world_size: object, timeout: float) -> None:
+    if not callable(fn):
+        raise TypeError(f"run_ranks: fn={fn!r} is not callable; give the function, not its result")
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        raise TypeError(f"run_ranks: world_size={world_size!r} must be an int, from 1 to 8")
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(
+            f"run_ranks: world_size={world_size} must be from 1 to {MAX_RANKS}; "
+            "for more ranks without communication use testkit.fake_mesh"
+        )
+    if not timeout > 0:
+        raise ValueError(f"run_ranks: timeout={timeout} must be a positive number of seconds")
+    if "TESTKIT_RANK" in os.environ:
+        raise RuntimeError(
+            f"run_ranks: called on rank {os.environ['TESTKIT_RANK']} of another run_ranks; "
+            "use dist.new_group() for subgroups"
+        )
+
+
+def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
+    """Waits for every rank's reply; raises the RankError of those that give none."""
+    start = time.monotonic()
+    deadline = start + timeout
+    results: dict[int, Any] = {}
+    failures: list[RankReport] = []
+    waiting = list(ranks)
+    while waiting and (found := arrivals(waiting, deadline)):
+        for rank in found:
+            waiting.remove(rank)
+            outcome = _outcome(rank)
+            if isinstance(outcome, RankReport):
+                failures.append(outcome)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            else:
+                results[rank.index] = outcome.value
+    if waiting or failures:
+        raise _call_error(failures, waiting, len(ranks), timeout)
+    for rank in ranks:
+        if text := rank.output():
+            print("\n".join(f"[rank {rank.index}] {line}" for line in text.splitlines()))
+    return [results[rank.index] for rank in ranks]
+
+
+@dataclass(frozen=True)
+class _Result:
+    value: Any
+
+
+def _outcome(rank: Rank) -> _Result | RankReport:
+    reply: Reply | None = receive(rank)
+    if reply is None:
+        return RankReport(rank.index, "died", f"{rank.ending()} in the middle", rank.output())
+    if reply.payload is None:
+        return RankReport(rank.index, "raised", reply.failure, rank.output())
+    try:
+        return _Result(pickle.loads(reply.payload))
+    except Exception as error:
+        detail = f"its result cannot be read here: {type(error).__name__}: {error}"
+        return RankReport(rank.index, "raised", detail, rank.output())
+
+
+def _call_error(
+    failures: list[RankReport], waiting: list[Rank], world_size: int, timeout: float
+) -> RankError:
+    state: Literal["running", "hung"] = "running" if failures else "hung"
+    summary = [f"{report.state} on rank {report.rank}" for report in failures]
+    summary += [f"rank {rank.index} {state}" for rank in waiting]
+    limit = "" if failures else f" after {timeout:g} s"
+    reports = [
+        RankReport(rank.index, state, f"still running{limit}, at\n{rank.stack()}", rank.output())
+        for rank in waiting
+    ]
+    return RankError(f"run_ranks on {world_size}: {', '.join(summary)}", [*failures, *reports])
+
+
+def _prepare(pool: Pool, world_size: int) -> None:
+    try:
+        failed = pool.prepare(world_size)
+    except OSError as error:
+        raise RankError(f"run_ranks: cannot start rank {len(pool.ranks)}: {error}", []) from error
+    if not failed:
+        return
+    reports = []
+    for rank in failed:
+        if rank.process.poll() is None:
+            detail = f"not ready after {START_TIMEOUT:g} s, at\n{rank.stack()}"
+        else:
+            detail = f"{rank.ending()} while starting, or while leaving the call before"
+        reports.append(RankReport(rank.index, "not ready", detail, rank.output()))
+    named = ", ".join(str(rank.index) for rank in failed)
+    raise RankError(f"run_ranks on {world_size}: rank {named} not ready", reports)
+
+
+def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    with _by_value([fn, *args, *kwargs.values()]):
+        try:
+            return bytes(cloudpickle.dumps(Task(fn, args, kwargs, _warning_filters())))
+        except Exception as error:
+            raise TypeError(
+                f"run_ranks: {fn!r} or its arguments cannot be sent to the ranks ({error}); "
+                "pass plain values and build the rest inside the function"
+            ) from error
+
+
+def _warning_filters() -> tuple[WarningFilter, ...]:
+    return tuple(
+        WarningFilter(action, _pattern(message), category, _pattern(module), lineno)
+        for action, message, category, module, lineno in warnings.filters
+        if isinstance(category, type)
+    )
+
+
+def _pattern(expression: Any) -> str:
+    return str(getattr(expression, "pattern", expression) or "")
+
+
+@contextmanager
+def _by_value(objects: Sequence[object]) -> Iterator[None]:
+    """Has cloudpickle send the modules of these objects by value where ranks cannot import them."""
+    modules = {id(module): module for module in map(_module, objects) if module is not None}
+    registered = []
+    for module in modules.values():
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _module(obj: object) -> ModuleType | None:
+    """The module that defines an object's code, if a fresh process could not import it."""
+    while isinstance(obj, functools.partial):
+        obj = obj.func
+    name = getattr(obj, "__module__", None) or type(obj).__module__
+    module = sys.modules.get(name)
+    return None if module is None or _importable(module) else module
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether the import system finds this very file by the module's name.
+
+    Not so for what pytest imports in importlib mode, and for the main script.
+    """
+    path, spec = None, None
+    parts = module.__name__.split(".")
+    if parts[0] in sys.stdlib_module_names:  # frozen ones do not give their file away
+        return True
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    assert spec is not None
+    return spec.origin == getattr(module, "__file__", spec.origin)
+
+
+def _find(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """`importlib.util.find_spec` that does not take sys.modules' word for it."""
+    for finder in sys.meta_path:
+        if spec := finder.find_spec(name, path):
+            return spec
+    return None
