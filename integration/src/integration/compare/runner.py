@@ -19,6 +19,8 @@ from integration.train.stop import StopRequest
 POLL_SECONDS = 0.2
 # What a run gets to end on SIGTERM before its processes are killed.
 GRACE_SECONDS = 10.0
+# What the system gets to end a killed process.
+KILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -107,3 +109,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.kill()
+    psutil.wait_procs(ranks, timeout=KILL_SECONDS)

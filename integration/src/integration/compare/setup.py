@@ -9,7 +9,7 @@ from integration.compare.folder import RUNS, require_replaceable
 from integration.compare.options import CompareOptions, option_of
 from integration.data import BatchLoader, BatchPlan, Corpus, load_corpus
 from integration.errors import UsageError
-from integration.models import model_config
+from integration.models import model_shape
 from integration.systems import System, get_system
 from integration.train.config import NEVER_RESUME, TrainConfig
 
@@ -61,7 +61,7 @@ def prepare(options: CompareOptions) -> Comparison:
     """
     systems = [get_system(name) for name in options.system_names()]
     configs = [_train_config(options, system) for system in systems]
-    shape = model_config(options.model)
+    shape = model_shape(options.model)
     for system in systems:
         system.check(system.compare_ranks, shape)
     require_replaceable(options.out, options.data)

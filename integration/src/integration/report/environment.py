@@ -16,6 +16,7 @@ import transformers
 import integration
 from integration.compare.setup import Comparison
 
+_LINE = 96
 _PROGRAM = ("python", "-m", "integration.compare")
 
 
@@ -78,8 +79,8 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
     return Environment(
         date=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         command=shlex.join((*_PROGRAM, *arguments)),
-        reproduce=shlex.join((*_PROGRAM, *comparison.options.command_line())),
-        single_run=shlex.join(run),
+        reproduce=shell_lines((*_PROGRAM, *comparison.options.command_line())),
+        single_run=shell_lines(run),
         git_commit=git_commit(Path(__file__).parent) or git_commit(Path.cwd()),
         integration=integration.__version__,
         torch=torch.__version__,
@@ -93,6 +94,18 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
         operating_system=_operating_system(),
         data=f"{data.source}: {data.size:,} bytes, SHA-256 {data.fingerprint}",
     )
+
+
+def shell_lines(words: Sequence[str]) -> str:
+    """Return a command to paste into a shell, continued on lines that break before options."""
+    lines = [""]
+    for index, word in enumerate(words):
+        quoted = shlex.quote(word)
+        value = shlex.quote(words[index + 1]) if index + 1 < len(words) else ""
+        if word.startswith("--") and len(f"{lines[-1]} {quoted} {value} \\") > _LINE:
+            lines.append("   ")
+        lines[-1] += f" {quoted}"
+    return " \\\n".join(lines).lstrip()
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

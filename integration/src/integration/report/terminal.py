@@ -8,27 +8,25 @@ from rich.table import Table
 from rich.text import Text
 
 from integration.compare.results import SystemResult, passes
-from integration.report.wording import finding, rows
+from integration.report.wording import TIMES, finding, rows
 
 
 def print_results(results: Sequence[SystemResult], report: Path, console: Console) -> None:
     """Print a line per system, what was found, and where the report lies."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("system")
-    for name in ("ranks", "final loss", "max |Δ|", "step time", "× single", "tokens/s", "memory"):
+    table.add_column("system", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for name in ("max |Δ|", "step time", f"{TIMES} single", "tokens/s", "memory"):
         table.add_column(name, justify="right")
-    table.add_column("verdict")
     for row in rows(results):
         table.add_row(
             row.system,
-            row.ranks,
-            row.final_loss,
+            Text(row.verdict, style="green" if row.verdict.passes else "bold red"),
             row.maximum,
             row.step_time,
-            row.relative.removesuffix(" ×"),
+            row.relative.removesuffix(TIMES),
             row.tokens_per_second,
             row.memory_mean,
-            Text(row.verdict, style="green" if row.verdict.passes else "bold red"),
         )
     console.print()
     console.print(table)

@@ -1,6 +1,7 @@
 """The report's sentences and numbers, the same for every form it is written in."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ from integration.compare.cost import WARM_UP_STEPS
 from integration.compare.results import SystemResult, Verdict, passes
 from integration.compare.setup import Comparison
 
-ABSENT = "–"
+ABSENT = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 _MIB = 2**20
 
 
@@ -82,11 +84,11 @@ def finding(results: Sequence[SystemResult]) -> str:
         sentences.append(
             f"{_stays(within)} within tolerance of the single device; the largest difference is"
             f" {scientific(worst.deviation.maximum)} nats per token"
-            f" ({worst.system}, step {worst.deviation.step})."
+            f" ({f'{worst.system}, ' if len(within) > 1 else ''}step {worst.deviation.step})."
         )
     if equal:
         verb = "is" if len(equal) == 1 else "are"
-        sentences.append(f"{_list(equal)} {verb} bitwise equal to it at every step.")
+        sentences.append(f"{_list(equal)} {verb} bitwise equal to the single device at every step.")
     return " ".join(sentences)
 
 
@@ -96,13 +98,11 @@ def rows(results: Sequence[SystemResult]) -> list[Row]:
 
 
 def scientific(value: float) -> str:
-    """Return a small number with two digits: 0, 3.1e-6, nan."""
-    if value == 0:
-        return "0"
-    if not math.isfinite(value):
-        return str(value)
+    """Return a number in few digits, a small one by its power of ten: 0, 0.5, 1e-4, nan."""
+    if value == 0 or value >= 0.01 or not math.isfinite(value):
+        return f"{value:.3g}"
     mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def _trouble(result: SystemResult) -> str:
@@ -144,13 +144,17 @@ def _subject(comparison: Comparison, results: Sequence[SystemResult]) -> str:
 def _cost_note(comparison: Comparison) -> str:
     ranks = max(job.ranks for job in comparison.jobs)
     threads = comparison.options.threads
+    cores = os.cpu_count() or 1
     per_rank = "one thread" if threads == 1 else f"{threads} threads"
+    sharing = f"so {ranks} ranks compute with {ranks} times the threads of the single device"
+    if ranks * threads > cores:
+        sharing = f"but there are only {cores} cores, so step times say little"
     return (
         f"Step time is the median wall time on the first rank, without the first {WARM_UP_STEPS}"
         " steps; whiskers span the middle half of the steps. Memory is each rank's peak resident"
-        " set, Python and torch included; the tick is the largest rank. The ranks share this"
-        f" machine's memory and cores, {per_rank} each: {ranks} ranks have {ranks} times the"
-        " processors of the single device, and talk over gloo."
+        " set, Python and torch included; the tick is the largest rank. All ranks run on this"
+        f" machine and talk over gloo; each has {per_rank}, {sharing}. Whatever else ran on the"
+        " machine is in these times too."
     )
 
 
@@ -170,7 +174,7 @@ def _row(result: SystemResult) -> Row:
         mean=scientific(found.mean) if found else ABSENT,
         tolerance=tolerance,
         step_time=f"{cost.step_seconds * 1e3:,.0f} ms" if cost else ABSENT,
-        relative=f"{relative:.2f} ×" if relative is not None else ABSENT,
+        relative=f"{relative:.2f}{TIMES}" if relative is not None else ABSENT,
         tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
         memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
         memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,

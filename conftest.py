@@ -1,0 +1,11 @@
+"""Makes pytest take the installed testkit and integration for what they are.
+
+In importlib mode it names a test module after its path from here, ``testkit.tests.test_mesh``, and
+puts the folder ``testkit/`` into ``sys.modules`` as a namespace package, which then hides the
+installed ``testkit``; unless that is imported already.
+"""
+
+import importlib
+
+for name in ("integration", "testkit"):
+    importlib.import_module(name)

@@ -1,0 +1,71 @@
+"""Step time and memory of every system, as bars."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from integration.compare.cost import Cost
+from integration.compare.results import SystemResult
+from integration.report.figures import dress, new_figure
+from integration.report.palette import Style, Theme, label, styles
+from integration.report.wording import TIMES
+
+_BAR = 0.62
+_MIB = 2**20
+
+
+def draw_cost(results: Sequence[SystemResult], theme: Theme) -> Figure:
+    """Return the figure of the costs; systems that failed keep their place without a bar."""
+    figure = new_figure(theme, 1.2 + 0.5 * len(results))
+    times, memory = figure.subplots(1, 2, sharey=True)
+    dress(times, theme, "Median step time, ms", grid_axis="x")
+    dress(memory, theme, "Peak resident memory per rank, MiB", grid_axis="x")
+    drawn = styles(results, theme)
+    for place, result in enumerate(results):
+        if result.cost is None:
+            for axes in (times, memory):
+                axes.text(0, place, " failed", va="center", color=theme.muted, fontsize=9.5)
+            continue
+        _draw_time(times, place, result, result.cost, drawn[result.system], theme)
+        _draw_memory(memory, place, result.cost, drawn[result.system], theme)
+    times.set_yticks(range(len(results)), [label(result) for result in results])
+    times.tick_params(axis="y", labelcolor=theme.ink, labelsize=10.5)
+    times.invert_yaxis()
+    for axes in (times, memory):
+        # Room for the numbers behind the bars.
+        axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * 1.3)
+    return figure
+
+
+def _draw_time(
+    axes: Axes, place: int, result: SystemResult, cost: Cost, style: Style, theme: Theme
+) -> None:
+    median = cost.step_seconds * 1e3
+    low, high = (seconds * 1e3 for seconds in cost.quartiles)
+    axes.barh(place, median, height=_BAR, color=style.colour)
+    axes.errorbar(
+        median, place, xerr=[[median - low], [high - median]], color=theme.ink, capsize=3, lw=1.1
+    )
+    relative = result.relative_step_time
+    ratio = "" if relative is None else f"   {relative:.2f}{TIMES}"
+    _write(axes, max(median, high), place, f"{median:,.0f}{ratio}", theme)
+
+
+def _draw_memory(axes: Axes, place: int, cost: Cost, style: Style, theme: Theme) -> None:
+    mean, largest = cost.peak_rss_mean / _MIB, cost.peak_rss_max / _MIB
+    axes.barh(place, mean, height=_BAR, color=style.colour)
+    axes.plot([largest, largest], [place - 0.2, place + 0.2], color=theme.ink, linewidth=1.6)
+    _write(axes, max(mean, largest), place, f"{mean:,.0f}", theme)
+
+
+def _write(axes: Axes, end: float, place: int, text: str, theme: Theme) -> None:
+    axes.annotate(
+        text,
+        (end, place),
+        xytext=(8, 0),
+        textcoords="offset points",
+        va="center",
+        color=theme.ink,
+        fontsize=10,
+    )

@@ -1,0 +1,67 @@
+"""Colours and marks of the systems, told apart without colour vision too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from integration.compare.results import SystemResult, Verdict
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of one background.
+
+    Attributes:
+        reference: of the single device's curve and bars.
+        series: of the other systems, in turn.
+    """
+
+    ink: str
+    muted: str
+    grid: str
+    background: str
+    reference: str
+    series: tuple[str, ...]
+
+
+# The series are Okabe and Ito's colours (https://jfly.uni-koeln.de/color), on dark lightened.
+LIGHT = Theme(
+    ink="#1c2024",
+    muted="#5d666f",
+    grid="#e3e6e9",
+    background="#ffffff",
+    reference="#a7b0ba",
+    series=("#0072b2", "#d55e00", "#009e73", "#b5548c", "#c98500", "#3f9fd6"),
+)
+DARK = Theme(
+    ink="#e8eaed",
+    muted="#a0a8b0",
+    grid="#32383f",
+    background="#1a1d21",
+    reference="#6f7a85",
+    series=("#56b4e9", "#f08040", "#2cc99b", "#e39ac4", "#f0c040", "#8fd0f5"),
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one system is drawn."""
+
+    colour: str
+    marker: str
+
+
+def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
+    """Return the style of every system, by name; the first is the reference."""
+    reference, *others = results
+    drawn = {reference.system: Style(theme.reference, "")}
+    for index, result in enumerate(others):
+        colour = theme.series[index % len(theme.series)]
+        drawn[result.system] = Style(colour, _MARKERS[index % len(_MARKERS)])
+    return drawn
+
+
+def label(result: SystemResult) -> str:
+    """Return a system's name as a figure shows it."""
+    return f"{result.system} (failed)" if result.verdict is Verdict.FAILED else result.system

@@ -1,0 +1,291 @@
+"""The comparison over a stand-in for the trainer: processes, verdicts, exit codes, in no time.
+
+The stand-in writes the files of a run, as told by ``script``: one entry per system.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from integration.compare import folder, runner
+from integration.compare.__main__ import main
+from integration.compare.options import CompareOptions
+from integration.compare.results import Verdict, collect, passes
+from integration.compare.runner import Outcome
+from integration.compare.setup import Job, prepare
+from integration.train.stop import EXIT_TERMINATED
+
+STEPS = 5
+LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
+
+STAND_IN = """#!{python}
+import json, os, pathlib, signal, subprocess, sys, time
+options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+script = json.loads(pathlib.Path({script!r}).read_text())[options["--system"]]
+ranks = int(options["--ranks"])
+out = pathlib.Path(options["--out"])
+out.mkdir(parents=True)
+print("training", options["--system"], flush=True)
+with (out / "metrics.jsonl").open("w") as file:
+    for step, loss in enumerate(script["losses"], start=1):
+        seconds = 0.5 * ranks
+        record = dict(step=step, loss=loss, seconds=seconds, tokens=512)
+        file.write(json.dumps(record) + "\\n")
+if script.get("hang"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (out / "pids").write_text(f"{{os.getpid()}} {{rank.pid}}")
+    time.sleep(600)
+if script.get("killed"):
+    os.kill(os.getpid(), signal.SIGKILL)
+summary = dict(system=options["--system"], model="llama-tiny", parameters=115008,
+               world_size=ranks, data_parallel_degree=ranks, accumulation=1,
+               steps=len(script["losses"]), data_source="text",
+               peak_rss_bytes=[2**20 * (400 + rank) for rank in range(ranks)])
+if not script.get("forgetful"):
+    (out / "summary.json").write_text(json.dumps(summary))
+if "exit" in script:
+    sys.exit(script["exit"])
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Puts the stand-in where Python was; returns the function that tells it what to do."""
+    path = tmp_path / "script.json"
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, script=str(path)))
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    return lambda **systems: path.write_text(json.dumps(systems))
+
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "text").write_bytes(b"real text " * 1000)
+    return CompareOptions(
+        systems="ddp,fsdp2",
+        out=tmp_path / "out",
+        data=tmp_path / "text",
+        model="llama-tiny",
+        steps=STEPS,
+    )
+
+
+@pytest.fixture
+def command(options):
+    """Runs the command in this process; puts back the signal handlers that it installs."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield lambda: main(options.command_line())
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+class Watcher:
+    """Notes what it is told; calls ``on_progress`` when a job has steps."""
+
+    def __init__(self, on_progress=lambda: None):
+        self.seen = []
+        self._on_progress = on_progress
+
+    def started(self, job):
+        self.seen.append(f"{job.system} started")
+
+    def progressed(self, job, record):
+        self.seen.append(f"{job.system} at {record.step}")
+        self._on_progress()
+
+    def ended(self, outcome):
+        self.seen.append(f"{outcome.job.system} ended {outcome.exit_code}")
+
+
+class Stop:
+    requested = False
+
+
+def ready_jobs(options):
+    comparison = prepare(options)
+    folder.replace(options.out)
+    return comparison.jobs
+
+
+def run_and_collect(options):
+    return collect(runner.run_jobs(ready_jobs(options), Watcher(), Stop()))
+
+
+def shifted(step, by):
+    return [loss + by * (index == step) for index, loss in enumerate(LOSSES, start=1)]
+
+
+def verdicts(results):
+    return [result.verdict for result in results]
+
+
+def test_the_jobs_run_one_after_another_and_are_watched(script, options):
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES, "exit": 3}, fsdp2={"losses": LOSSES})
+    watcher = Watcher()
+    outcomes = runner.run_jobs(ready_jobs(options), watcher, Stop())
+    assert watcher.seen == [
+        *("single started", "single at 5", "single ended 0"),
+        *("ddp started", "ddp at 5", "ddp ended 3"),
+        *("fsdp2 started", "fsdp2 at 5", "fsdp2 ended 0"),
+    ]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 3, 0]
+    assert outcomes[1].job.log.read_text() == "training ddp\n"
+
+
+def test_equal_and_close_curves_pass(script, options):
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": shifted(4, -5e-5)})
+    results = run_and_collect(options)
+    assert verdicts(results) == [Verdict.REFERENCE, Verdict.EQUAL, Verdict.WITHIN]
+    assert passes(results)
+    single, ddp, fsdp2 = results
+    assert single.deviation is None
+    assert fsdp2.deviation.maximum == pytest.approx(5e-5)
+    assert fsdp2.deviation.step == 4
+    assert (single.relative_step_time, ddp.relative_step_time) == (1.0, 2.0)
+    assert ddp.cost.peak_rss_max == 401 * 2**20
+    assert (ddp.summary.data_parallel_degree, ddp.losses[-1]) == (2, 3.0)
+
+
+@pytest.mark.parametrize("by", [2e-4, -2e-4, float("nan"), float("inf")])
+def test_a_curve_that_leaves_its_tolerance_does_not_pass(script, options, by):
+    script(
+        single={"losses": LOSSES},
+        ddp={"losses": [LOSSES[0], 4.0 + by, *LOSSES[2:]]},
+        fsdp2={"losses": LOSSES},
+    )
+    results = run_and_collect(options)
+    assert verdicts(results) == [Verdict.REFERENCE, Verdict.OUTSIDE, Verdict.EQUAL]
+    assert not passes(results)
+    assert results[1].deviation.step == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"exit": 3}, "ended with exit code 3"),
+        ({"killed": True}, "was ended by SIGKILL"),
+        ({"losses": LOSSES[:3]}, "ended well but recorded 3 of 5 steps"),
+        ({"losses": []}, "ended well but recorded 0 of 5 steps"),
+        ({"forgetful": True}, "ended well but left unreadable files: .*summary.json"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_run_without_a_whole_result_fails_and_the_others_go_on(script, options, what, reason):
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES} | what, fsdp2={"losses": LOSSES})
+    results = run_and_collect(options)
+    assert verdicts(results) == [Verdict.REFERENCE, Verdict.FAILED, Verdict.EQUAL]
+    assert not passes(results)
+    failed = results[1]
+    assert (failed.deviation, failed.cost, failed.summary) == (None, None, None)
+    assert failed.failure.tail == "training ddp"
+    assert failed.failure.log == options.out / "runs" / "ddp.log"
+    assert re.match(reason, failed.failure.reason)
+
+
+def test_steps_that_were_skipped_are_a_failure(tmp_path):
+    job = Job("single", 1, 0.0, 2, tmp_path, tmp_path / "log", ())
+    lines = [{"step": step, "loss": 1.0, "seconds": 1.0, "tokens": 1} for step in (1, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "summary.json").write_text("{}")
+    (result,) = collect([Outcome(job, 0)])
+    assert result.verdict is Verdict.FAILED
+
+
+def test_without_a_reference_nothing_passes(script, options):
+    script(single={"losses": LOSSES, "exit": 1}, ddp={"losses": LOSSES}, fsdp2={"losses": LOSSES})
+    results = run_and_collect(options)
+    assert verdicts(results) == [Verdict.FAILED, Verdict.UNCOMPARED, Verdict.UNCOMPARED]
+    assert not passes(results)
+    assert results[1].cost is not None
+    assert results[1].relative_step_time is None
+
+
+def test_a_stop_request_ends_the_run_and_its_ranks_however_deaf(script, options, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES, "hang": True})
+    stop = Stop()
+    pids = options.out / "runs" / "ddp" / "pids"
+
+    def on_progress():
+        if pids.parent.exists():
+            while not pids.exists() or len(pids.read_text().split()) < 2:
+                time.sleep(0.01)
+            stop.requested = True
+
+    watcher = Watcher(on_progress)
+    outcomes = runner.run_jobs(ready_jobs(options), watcher, stop)
+    assert [outcome.job.system for outcome in outcomes] == ["single"]
+    assert watcher.seen[-1] == "ddp at 5"
+    for pid in map(int, pids.read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_the_command_stops_on_sigterm_without_a_report(script, options, command, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    script(single={"losses": LOSSES, "hang": True})
+    end = runner._process
+
+    def terminated_at_once(job, log):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return end(job, log)
+
+    monkeypatch.setattr(runner, "_process", terminated_at_once)
+    assert command() == EXIT_TERMINATED
+    assert not (options.out / "report.md").exists()
+
+
+def test_the_command_passes_and_leaves_every_file(script, options, command, capsys):
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": shifted(3, 5e-5)})
+    assert command() == 0
+    printed = capsys.readouterr()
+    assert "passes: fsdp2 stays within tolerance" in printed.out
+    assert f"report: {options.out / 'report.html'}" in printed.out
+    assert "ddp: done in" in printed.err
+    results = json.loads((options.out / "results.json").read_text())
+    assert results["passes"] is True
+    assert [each["verdict"] for each in results["systems"]] == [
+        "reference",
+        "bitwise equal",
+        "within tolerance",
+    ]
+    for name in ("report.md", "report.html", "figures/losses.png", "figures/cost.png"):
+        assert (options.out / name).stat().st_size > 1000
+
+
+def test_the_command_fails_clearly_and_still_reports(script, options, command, capsys):
+    script(
+        single={"losses": LOSSES},
+        ddp={"losses": [*LOSSES[:4], float("nan")]},
+        fsdp2={"losses": LOSSES[:2], "exit": 9},
+    )
+    assert command() == 1
+    printed = capsys.readouterr()
+    assert f"fsdp2 ended with exit code 9; its log is {options.out}/runs/fsdp2.log" in printed.err
+    assert "training fsdp2" in printed.err
+    assert "DOES NOT PASS" in printed.out
+    assert "ddp has no finite loss to compare from step 5 on." in printed.out
+    html = (options.out / "report.html").read_text()
+    assert "fsdp2 ended with exit code 9" in html
+    assert "training fsdp2" in html
+    # Strict JSON, though a loss is not a number.
+    text = (options.out / "results.json").read_text()
+    results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert results["passes"] is False
+    assert results["systems"][1]["records"][-1]["loss"] == "nan"
+
+
+def test_a_second_comparison_replaces_the_first(script, options, command):
+    script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": LOSSES})
+    assert command() == 0
+    (options.out / "runs" / "stale").mkdir()
+    assert command() == 0
+    assert not (options.out / "runs" / "stale").exists()

@@ -1,0 +1,164 @@
+"""What a comparison refuses, and that it refuses before it deletes or writes."""
+
+from pathlib import Path
+
+import pytest
+
+from integration.compare import folder
+from integration.compare.__main__ import main
+from integration.compare.options import CompareOptions, parse_options
+from integration.compare.setup import prepare
+from integration.errors import EXIT_USAGE, UsageError
+from integration.systems import SYSTEM_NAMES
+from integration.train.config import parse_config
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"real text " * 1000)
+    return path
+
+
+@pytest.fixture
+def options(tmp_path, text):
+    """Options that make sense, as keywords."""
+    return {"out": tmp_path / "out", "data": text, "model": "llama-tiny", "systems": "ddp"}
+
+
+def former(out):
+    """A folder as a former comparison left it."""
+    (out / "runs" / "ddp").mkdir(parents=True)
+    (out / "runs" / "ddp" / "metrics.jsonl").write_text("old")
+    (out / folder.MARKER).write_text("")
+    return out
+
+
+def test_by_default_every_system_is_compared_reference_first():
+    assert parse_options([]).system_names() == SYSTEM_NAMES
+    assert SYSTEM_NAMES[0] == "single"
+
+
+@pytest.mark.parametrize(
+    ("given", "run"),
+    [
+        ("ddp", ("single", "ddp")),
+        ("fsdp2,single,ddp", ("single", "fsdp2", "ddp")),
+        (" ddp , ddp,", ("single", "ddp")),
+    ],
+)
+def test_the_reference_is_always_added_first(given, run):
+    assert CompareOptions(systems=given).system_names() == run
+
+
+def test_the_trainer_understands_every_job_as_it_was_meant(options):
+    comparison = prepare(CompareOptions(**options | {"systems": "ddp,dtensor-tp"}, steps=7, seed=3))
+    assert [job.system for job in comparison.jobs] == ["single", "ddp", "dtensor-tp"]
+    for job in comparison.jobs:
+        config = parse_config(job.arguments)
+        assert (config.system, config.ranks, config.out) == (job.system, job.ranks, job.folder)
+        assert (config.steps, config.seed, config.data) == (7, 3, options["data"])
+        assert (config.resume, config.checkpoint_every) == ("never", 0)
+        assert not config.tensorboard
+    assert [job.ranks for job in comparison.jobs] == [1, 2, 2]
+
+
+def test_the_spelled_out_command_line_means_the_same(options):
+    given = CompareOptions(**options, steps=7, learning_rate=3e-4)
+    assert parse_options(given.command_line()) == given
+    assert parse_options(CompareOptions().command_line()) == CompareOptions()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"systems": "ddp,fsdp9"}, r"unknown system 'fsdp9'; choose one of: single, ddp"),
+        ({"systems": "single"}, r"--systems 'single' names nothing to compare"),
+        ({"systems": ""}, r"add some of: ddp, fsdp1"),
+        ({"model": "llama-9000b"}, r"unknown model 'llama-9000b'"),
+        ({"steps": 0}, r"--steps is 0; it should be greater than or equal to 1"),
+        ({"steps": -5}, r"--steps is -5"),
+        ({"learning_rate": -1.0}, r"--learning-rate is -1\.0"),
+        ({"threads": 0}, r"--threads is 0"),
+        ({"global_batch": 9}, r"global batch 9 is not micro batch 4"),
+        ({"global_batch": 4}, r"data-parallel degree 2"),
+        ({"sequence_length": 5000}, r"the data has 10000 bytes, fewer than the 40000"),
+        ({"data": Path("/no/such/text")}, r"data path /no/such/text does not exist"),
+    ],
+)
+def test_bad_options_are_refused_and_a_former_result_survives(options, change, message):
+    out = former(options["out"])
+    with pytest.raises(UsageError, match=message):
+        prepare(CompareOptions(**options | change))
+    assert (out / "runs" / "ddp" / "metrics.jsonl").read_text() == "old"
+
+
+def test_empty_data_is_refused(options, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UsageError, match="holds no bytes to train on"):
+        prepare(CompareOptions(**options | {"data": tmp_path / "nothing"}))
+    assert not options["out"].exists()
+
+
+def test_the_command_says_it_in_one_sentence_with_exit_code_2(options, capsys):
+    arguments = CompareOptions(**options | {"systems": "fsdp9"}).command_line()
+    assert main(arguments) == EXIT_USAGE
+    message = capsys.readouterr().err
+    assert message.startswith("error: unknown system 'fsdp9'")
+    assert message.count("\n") == 1
+    assert not options["out"].exists()
+
+
+def test_a_word_where_a_number_belongs_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_options(["--steps", "many"])
+    assert ended.value.code == EXIT_USAGE
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", ["absent", "empty", "former"])
+def test_a_folder_of_results_that_may_be_replaced_is(options, state):
+    out = options["out"]
+    if state == "empty":
+        out.mkdir()
+    elif state == "former":
+        former(out)
+    prepare(CompareOptions(**options))
+    folder.replace(out)
+    assert sorted(path.name for path in out.rglob("*")) == [folder.MARKER, "runs"]
+
+
+def test_somebody_elses_files_are_not_replaced(options):
+    options["out"].mkdir()
+    kept = options["out"] / "thesis.tex"
+    kept.write_text("years of work")
+    with pytest.raises(UsageError, match=r"--out .* holds files that no comparison wrote"):
+        prepare(CompareOptions(**options))
+    assert kept.read_text() == "years of work"
+
+
+def test_links_in_a_former_result_are_removed_and_not_followed(options, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    out = former(options["out"])
+    (out / "link").symlink_to(elsewhere)
+    folder.replace(out)
+    assert (elsewhere / "kept").exists()
+    assert not (out / "link").is_symlink()
+
+
+def test_a_file_for_the_results_is_refused(options, text):
+    with pytest.raises(UsageError, match="is a file, not a folder"):
+        prepare(CompareOptions(**options | {"out": text, "data": None}))
+    with pytest.raises(UsageError, match="is a file, not a folder"):
+        prepare(CompareOptions(**options | {"out": text / "below", "data": None}))
+
+
+@pytest.mark.parametrize("below", ["data in results", "results in data", "the same"])
+def test_results_and_data_that_overlap_are_refused(options, tmp_path, below):
+    out = former(tmp_path / "one")
+    data = {"data in results": out / "runs", "results in data": tmp_path, "the same": out}[below]
+    with pytest.raises(UsageError, match="overlap; give another --out"):
+        prepare(CompareOptions(**options | {"out": out, "data": data}))
+    assert (out / "runs" / "ddp" / "metrics.jsonl").exists()

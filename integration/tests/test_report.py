@@ -1,0 +1,336 @@
+"""What the report says and shows, from results made up here."""
+
+import math
+import re
+import shlex
+import subprocess
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from integration.compare.curves import deviation
+from integration.compare.options import CompareOptions
+from integration.compare.results import Verdict, collect
+from integration.compare.runner import Outcome
+from integration.compare.setup import Comparison, DataFacts, Job
+from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.report import write_report
+from integration.report.cost_figure import draw_cost
+from integration.report.environment import cpu_model, describe_environment, git_commit, shell_lines
+from integration.report.figures import svg_of
+from integration.report.loss_figure import draw_losses
+from integration.report.palette import DARK, LIGHT, styles
+from integration.report.terminal import print_results
+from integration.report.wording import ABSENT, TIMES, finding, rows, scientific
+
+LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
+SHIFTED = [5.0, 4.00002, 3.5, 3.24999, 3.0]
+LOST = [5.0, 4.0, math.nan, math.inf, 3.0]
+FAR = [5.0, 4.5, 3.5, 3.25, 3.0]
+
+
+def made_up(out, **curves):
+    """A comparison with these curves, as (comparison, results); None is a run that failed."""
+    jobs, outcomes = [], []
+    for system, losses in curves.items():
+        ranks = 1 if system == "single" else 2
+        folder = out / "runs" / system
+        folder.mkdir(parents=True)
+        log = folder.with_suffix(".log")
+        log.write_text("Traceback: <broken> & gone\n")
+        job = Job(system, ranks, 1e-4, len(LOSSES), folder, log, ("--system", system))
+        jobs.append(job)
+        outcomes.append(Outcome(job, 0 if losses else 7))
+        write_run(folder, system, ranks, losses or LOSSES[:2])
+    options = CompareOptions(systems=",".join(curves), out=out, model="llama-tiny", steps=5)
+    data = DataFacts("some text", 12345, "abc123")
+    return Comparison(options, tuple(jobs), data), collect(outcomes)
+
+
+def write_run(folder, system, ranks, losses):
+    metrics = MetricsFile(folder, keep_steps=0)
+    for step, loss in enumerate(losses, start=1):
+        metrics.append(StepRecord(step=step, loss=loss, seconds=0.25 * ranks, tokens=512))
+    metrics.close()
+    summary = RunSummary(
+        system=system,
+        model="llama-tiny",
+        parameters=115008,
+        world_size=ranks,
+        data_parallel_degree=ranks,
+        accumulation=1,
+        steps=len(losses),
+        data_source="some text",
+        peak_rss_bytes=[2**20 * (400 + 20 * rank) for rank in range(ranks)],
+    )
+    write_summary(folder, summary)
+
+
+@pytest.fixture
+def good(tmp_path):
+    return made_up(tmp_path, single=LOSSES, ddp=LOSSES, fsdp1=LOSSES, fsdp2=SHIFTED)
+
+
+@pytest.fixture
+def bad(tmp_path):
+    return made_up(tmp_path, single=LOSSES, ddp=FAR, fsdp1=None, fsdp2=LOST)
+
+
+def test_the_finding_of_a_comparison_that_passes(good):
+    assert finding(good[1]) == (
+        "fsdp2 stays within tolerance of the single device; the largest difference is 2e-5 nats"
+        " per token (step 2). ddp and fsdp1 are bitwise equal to the single device at every step."
+    )
+
+
+def test_the_finding_of_one_that_does_not_names_every_trouble(bad):
+    assert finding(bad[1]) == (
+        "ddp leaves its tolerance: it differs by 0.5 nats per token at step 2, where 1e-4 is"
+        " accepted. fsdp1 ended with exit code 7; see fsdp1.log. fsdp2 has no finite loss to"
+        " compare from step 3 on."
+    )
+
+
+def test_without_a_reference_the_finding_is_that(tmp_path):
+    _, results = made_up(tmp_path, single=None, ddp=LOSSES)
+    assert finding(results) == (
+        "The reference run, single, ended with exit code 7, so that no curve could be compared."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1e-4, "1e-4"), (3.14e-6, "3.1e-6"), (0.5, "0.5"), (2.0, "2"), (120.0, "120")],
+)
+def test_differences_are_short(value, text):
+    assert scientific(value) == text
+    assert scientific(math.nan) == "nan"
+
+
+def test_a_row_says_what_was_measured(good):
+    single, ddp, _, fsdp2 = rows(good[1])
+    assert (single.maximum, single.tolerance, single.relative) == (ABSENT, ABSENT, f"1.00{TIMES}")
+    assert (ddp.maximum, ddp.step, ddp.verdict) == ("0", ABSENT, Verdict.EQUAL)
+    assert (fsdp2.maximum, fsdp2.step, fsdp2.mean, fsdp2.tolerance) == (
+        *("2e-5", "2"),
+        *("6e-6", "1e-4"),
+    )
+    assert (ddp.step_time, ddp.relative, ddp.tokens_per_second) == (
+        "500 ms",
+        f"2.00{TIMES}",
+        "1,024",
+    )
+    assert (ddp.memory_mean, ddp.memory_max) == ("410 MiB", "420 MiB")
+
+
+def test_a_failed_row_has_no_numbers(bad):
+    failed = rows(bad[1])[2]
+    assert failed.verdict is Verdict.FAILED
+    assert {failed.final_loss, failed.maximum, failed.step_time, failed.memory_mean} == {ABSENT}
+
+
+class Resources(HTMLParser):
+    """Collects every address in an HTML page, and the text of its table rows."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.addresses, self.open, self.rows = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [
+            value for name, value in attrs if name in ("src", "srcset", "href", "data", "action")
+        ]
+        if tag not in ("meta", "img", "source", "br", "link"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "tr" in self.open:
+            self.rows[-1] += data
+
+
+@pytest.mark.parametrize("which", ["good", "bad"])
+def test_the_html_is_whole_and_loads_nothing(which, request):
+    comparison, results = request.getfixturevalue(which)
+    page = write_report(comparison, results, ["--steps", "5"]).read_text()
+    found = Resources(page)
+    assert found.open == []
+    assert len(found.addresses) == 4
+    assert all(address.startswith("data:image/svg+xml;base64,") for address in found.addresses)
+    assert not re.search(r"https?://|@import|url\(|<script|<link", page)
+    for result in results:
+        lines = [row for row in found.rows if row.startswith(result.system)]
+        assert len(lines) == 2
+        assert result.verdict in lines[0]
+
+
+def test_the_html_shows_a_failed_run_with_its_log_escaped(bad):
+    comparison, results = bad
+    page = write_report(comparison, results, []).read_text()
+    assert "Does not pass" in page
+    assert "<h2>fsdp1 failed</h2>" in page
+    assert "Traceback: &lt;broken&gt; &amp; gone" in page
+
+
+def test_the_markdown_refers_to_figures_that_exist(good):
+    comparison, results = good
+    out = write_report(comparison, results, ["--steps", "5"]).parent
+    page = (out / "report.md").read_text()
+    figures = re.findall(r"!\[.+\]\((.+)\)", page)
+    assert figures == ["figures/losses.png", "figures/cost.png"]
+    for figure in figures:
+        assert (out / figure).read_bytes().startswith(b"\x89PNG")
+    assert "**Passes.** fsdp2 stays within" in page
+    for result in results:
+        assert len(re.findall(rf"^\| {result.system} \|", page, re.MULTILINE)) == 2
+    assert "python -m integration.compare --steps 5" in page
+    assert "python -m integration.train --system fsdp2" in page
+    assert not re.search(r"https?://", page)
+
+
+def test_the_markdown_shows_the_log_of_a_failed_run(bad):
+    comparison, results = bad
+    page = (write_report(comparison, results, []).parent / "report.md").read_text()
+    assert "## fsdp1 failed" in page
+    assert "```text\nTraceback: <broken> & gone\n```" in page
+
+
+def lines_of(axes):
+    return [line for line in axes.get_lines() if len(line.get_xdata()) and not is_tolerance(line)]
+
+
+def is_tolerance(line):
+    return list(line.get_xdata()) == [0, 1]
+
+
+def test_the_loss_figure_shows_every_curve_and_every_zero(good):
+    losses, differences = draw_losses(good[1], LIGHT).get_axes()
+    names = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert names == ["single", "ddp", "fsdp1", "fsdp2"]
+    assert [list(line.get_ydata()) for line in losses.get_lines()] == [
+        *[LOSSES] * 3,
+        SHIFTED,
+    ]
+    assert "0 (bitwise\nequal)" in [label.get_text() for label in differences.get_yticklabels()]
+    bottom, top = differences.get_ylim()
+    shown = [y for line in lines_of(differences) for y in line.get_ydata() if math.isfinite(y)]
+    # 15 points of three systems: none is lost for being zero, and none lies outside the axes.
+    assert len(shown) == 15
+    assert all(bottom < y < top for y in shown)
+    below = [y for y in shown if y < 9e-6]
+    assert len(below) == 13
+    assert len(set(below)) == 3, "each system's zeros have a row of their own"
+    assert [line.get_ydata()[0] for line in differences.get_lines() if is_tolerance(line)] == [1e-4]
+
+
+def test_the_loss_figure_survives_what_is_not_finite_and_what_failed(bad):
+    losses, differences = draw_losses(bad[1], LIGHT).get_axes()
+    names = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert names == ["single", "ddp", "fsdp1 (failed)", "fsdp2"]
+    assert "not finite" in [text.get_text() for text in differences.texts]
+
+
+def test_the_figures_can_show_a_comparison_without_reference(tmp_path):
+    _, results = made_up(tmp_path, single=None, ddp=LOSSES)
+    _, differences = draw_losses(results, LIGHT).get_axes()
+    assert [text.get_text() for text in differences.texts] == ["nothing to compare"]
+    times, _ = draw_cost(results, LIGHT).get_axes()
+    assert [text.get_text() for text in times.texts] == [" failed", "500"]
+
+
+def test_the_bars_are_the_medians_and_the_means(good):
+    times, memory = draw_cost(good[1], LIGHT).get_axes()
+    assert [bar.get_width() for bar in times.patches] == [250, 500, 500, 500]
+    assert [bar.get_width() for bar in memory.patches] == [400, 410, 410, 410]
+    assert [text.get_text() for text in times.texts][1] == f"500   2.00{TIMES}"
+
+
+def test_no_two_systems_look_alike_and_the_themes_differ(good):
+    for theme in (LIGHT, DARK):
+        drawn = styles(good[1], theme)
+        assert len({(style.colour, style.marker) for style in drawn.values()}) == 4
+    assert svg_of(draw_cost(good[1], LIGHT)) != svg_of(draw_cost(good[1], DARK))
+
+
+def test_the_environment_names_what_decides_a_result(good):
+    comparison, _ = good
+    environment = describe_environment(comparison, ["--steps", "5", "--data", "my text"])
+    assert environment.command == "python -m integration.compare --steps 5 --data 'my text'"
+    labels = [label for label, _ in environment.facts()]
+    for label in ("date", "git commit", "torch", "transformers", "Python", "CPU", "cores"):
+        assert label in labels
+    assert all(value for _, value in environment.facts())
+    assert environment.data == "some text: 12,345 bytes, SHA-256 abc123"
+
+
+def git(folder, *arguments):
+    command = ["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Somebody's checkout with one commit, and its name."""
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "--message", "theirs")
+    return tmp_path, git(tmp_path, "rev-parse", "HEAD")
+
+
+def test_outside_of_a_checkout_there_is_no_commit(tmp_path):
+    assert git_commit(tmp_path) is None
+    assert git_commit(tmp_path / "absent") is None
+
+
+def test_the_commit_of_somebody_elses_checkout_is_not_ours(checkout):
+    folder, _ = checkout
+    assert git_commit(folder) is None
+
+
+def test_the_commit_of_our_checkout_says_whether_files_changed(checkout):
+    folder, commit = checkout
+    package = folder / "integration" / "src" / "integration"
+    package.mkdir(parents=True)
+    assert git_commit(package) == commit
+    (package / "new.py").touch()
+    assert git_commit(package) == f"{commit} with uncommitted changes"
+
+
+def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path):
+    assert cpu_model(tmp_path / "cpuinfo").startswith("unknown (")
+
+
+def test_the_terminal_table_fits_eighty_columns(good, capsys):
+    _, results = good
+    print_results(results, Path("there/report.html"), Console(width=80))
+    printed = capsys.readouterr().out.splitlines()
+    table = [line for line in printed if line.startswith(("single", "ddp", "fsdp"))][:4]
+    assert [line.split()[0] for line in table] == ["single", "ddp", "fsdp1", "fsdp2"]
+    assert "within tolerance" in table[3]
+    assert "2e-5" in table[3]
+
+
+def test_the_templates_travel_with_the_package():
+    for name in ("report.html.j2", "report.md.j2"):
+        assert (files("integration.report") / name).is_file()
+
+
+def test_deviation_is_what_the_figures_draw(good):
+    assert good[1][3].deviation == deviation(SHIFTED, LOSSES)
+
+
+def test_commands_break_before_options_and_mean_the_same():
+    words = ["python", "-m", "x", *("--option", "a value") * 20, "--last"]
+    text = shell_lines(words)
+    assert shlex.split(text.replace("\\\n", "")) == words
+    lines = text.splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 96
+    assert all(line.lstrip().startswith("--") for line in lines[1:])

@@ -1,0 +1,90 @@
+"""The workspace's commands: ``nox -l`` lists them, bare ``nox`` runs lint, types and tests.
+
+``tests``, ``types``, ``integration`` and ``bench`` share one environment, ``.nox/dev``, which
+``tools/dev_env.py`` keeps equal to the working tree; ``lint`` has its own small one.
+"""
+
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+
+ROOT = Path(__file__).parent
+DEV = ROOT / ".nox" / "dev"
+RESULTS = ROOT / ".nox" / "test-results"
+
+# The folder of each project's tests, by the name that `nox -s "tests(NAME)"` takes.
+PACKAGES = {
+    path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integration")}
+
+
+def dev_env(session: nox.Session) -> str:
+    """Brings the shared environment up to date; the path of its Python."""
+    session.run(sys.executable, "-m", "tools.dev_env", str(DEV))
+    return str(DEV / "bin" / "python")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("project", [nox.param(name, id=name) for name in PROJECTS])
+def tests(session: nox.Session, project: str) -> None:
+    """One project's tests, or all: each in its own pytest process; arguments go to pytest."""
+    python = dev_env(session)
+    report = RESULTS / f"{project}.xml"
+    report.unlink(missing_ok=True)
+    # As a script, not `python -m pytest`: that would put the root on sys.path, where the folders
+    # testkit/ and integration/ could stand in for packages that failed to install.
+    pytest = Path(python).with_name("pytest")
+    folder = (PROJECTS[project] / "tests").relative_to(ROOT)
+    session.run(str(pytest), f"--junit-xml={report}", str(folder), *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's checks and format, the direction of imports, the size of modules."""
+    groups = nox.project.load_toml(ROOT / "pyproject.toml")
+    session.install("-c", "constraints.txt", *nox.project.dependency_groups(groups, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("python", "-m", "tools.check_deps")
+    session.run("python", "-m", "tools.check_size")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Mypy, strict, on every src, the tools and this file."""
+    mypy = [dev_env(session), "-m", "mypy", "--strict"]
+    sources = [folder / "src" for name, folder in PROJECTS.items() if name != "tools"]
+    checked = [*sources, *sorted(ROOT.glob("tools/*.py"))]
+    session.run(*mypy, *(str(path.relative_to(ROOT)) for path in checked))
+    # nox itself is found where it runs, not in the shared environment.
+    session.run(*mypy, "--python-executable", sys.executable, "noxfile.py")
+
+
+@nox.session(venv_backend="none")
+def wheels(session: nox.Session) -> None:
+    """Builds every package's sdist and wheel, and tries each wheel alone in a clean environment."""
+    session.run(dev_env(session), "-m", "tools.check_wheels", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def integration(session: nox.Session) -> None:
+    """The main job: trains under every system and compares; arguments go to the comparison."""
+    session.run(dev_env(session), "-m", "integration.compare", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Benchmarks of the packages named, or of all: bench-results/<package>.json and a table."""
+    session.run(dev_env(session), "-m", "tools.run_bench", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The CUDA tests, with the Python and torch of the machine; needs no network."""
+    session.run("bash", "tools/gpu.sh", *session.posargs)

@@ -1,0 +1,3 @@
+"""One collective where DTensor makes hundreds."""
+
+__version__ = "0.1.0"

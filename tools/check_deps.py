@@ -1,0 +1,94 @@
+"""Checks which way imports and declared dependencies point: ``python -m tools.check_deps``.
+
+``RULES`` is the direction of dependencies that docs/architecture.md draws. An import is lazy
+inside a function or under ``if TYPE_CHECKING``; what an extra brings is imported lazily only.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.imports import imports
+from tools.workspace import ROOT, Project, normalised, projects
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The others of ours that a project may import: its dependencies, and those of its extras."""
+
+    always: set[str] = field(default_factory=set)
+    lazily: set[str] = field(default_factory=set)
+
+
+RULES = {
+    "dist_rng": Allowed(),
+    "dtensor_rules": Allowed(),
+    "fused_comm": Allowed(),
+    "ragged_shard": Allowed(),
+    "dbuffer": Allowed({"ragged_shard"}),
+    "plan_api": Allowed(lazily={"dist_rng", "dtensor_rules", "fused_comm", "ragged_shard"}),
+    "fsdp": Allowed({"dbuffer", "fused_comm"}, lazily={"dist_rng", "dtensor_rules"}),
+    "testkit": Allowed(),
+}
+RULES["integration"] = Allowed(set(RULES))
+STDLIB_ONLY = "ragged_shard.planner"
+TORCH = "torch>=2.11,<2.16"
+TABLE = "or change RULES in tools/check_deps.py and docs/architecture.md"
+
+
+def check_module(path: Path, source: Path) -> Iterator[str]:
+    """What is wrong with one module's imports."""
+    package = ".".join(path.relative_to(source.parent).parent.parts)
+    rule = RULES[source.name]
+    for found in imports(ast.parse(path.read_text()), package):
+        top, where = found.name.partition(".")[0], f"{path}:{found.line}"
+        within = f"{found.name}.".startswith(f"{STDLIB_ONLY}.") or top in sys.stdlib_module_names
+        if f"{package}.".startswith(f"{STDLIB_ONLY}.") and not within:
+            yield f"{where}: {STDLIB_ONLY} imports {found.name}; keep it to the standard library"
+        elif top in RULES.keys() - {source.name} - rule.always - rule.lazily:
+            yield f"{where}: {source.name} must not import {top}; turn the dependency, {TABLE}"
+        elif top in rule.lazily and not found.lazy:
+            yield f"{where}: {top} is an extra of {source.name}; import it where a function uses it"
+
+
+def check_declared(project: Project, ours: set[str]) -> Iterator[str]:
+    """What is wrong with a package's requirements: others than its rule says, pins, torch."""
+    path, rule = project.folder / "pyproject.toml", RULES[project.source.name]
+    lines = path.read_text().splitlines()
+    where = (
+        f"{path}:{next((n for n, text in enumerate(lines, 1) if text[:12] == 'dependencies'), 1)}"
+    )
+    for what, requirements, allowed in (
+        ("dependencies", project.dependencies, rule.always),
+        ("extras", project.extras, rule.lazily),
+    ):
+        local = {normalised(text) for text in requirements} & ours
+        if local != (wanted := {name.replace("_", "-") for name in allowed}):
+            yield f"{where}: {what} name {sorted(local)}; declare {sorted(wanted)}, {TABLE}"
+        for text in requirements:
+            if normalised(text) in ours and (">=" not in text or ",<" not in text):
+                yield f"{where}: {text!r} is no range; write >=0.1,<0.2 (docs/adr/0001)"
+    if TORCH not in project.dependencies:
+        yield f"{where}: torch is not declared as all packages do; write {TORCH!r}"
+
+
+def main(root: Path = ROOT) -> int:
+    """Prints every fault of the workspace; the exit status."""
+    faults, all_projects = [], projects(root)
+    for project in all_projects:
+        if project.source.name not in RULES:
+            faults.append(f"{project.folder}/pyproject.toml:1: no rule for it; add one to {TABLE}")
+            continue
+        for path in sorted(project.source.rglob("*.py")):
+            faults += check_module(path, project.source)
+        if project.folder.parent.name == "packages":
+            faults += check_declared(project, {other.name for other in all_projects})
+    for fault in faults:
+        print(fault.removeprefix(f"{root}/"))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
