@@ -56,6 +56,7 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
     assert [job.system for job in comparison.jobs] == ["single", "ddp", "dtensor-tp"]
     for job in comparison.jobs:
         config = parse_config(job.arguments)
+        assert [word for word in job.arguments if word in ("True", "False", "None")] == []
         assert (config.system, config.ranks, config.out) == (job.system, job.ranks, job.folder)
         assert (config.steps, config.seed, config.data) == (7, 3, options["data"])
         assert (config.resume, config.checkpoint_every) == ("never", 0)

@@ -1,6 +1,6 @@
 """What a comparison is told on the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -68,18 +68,23 @@ class CompareOptions:
 
     def command_line(self) -> list[str]:
         """Return every option spelled out, so that other defaults would not change the result."""
-        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [
-            word
-            for name, value in named
-            if value is not None
-            for word in (option_of(name), str(value))
-        ]
+        return option_words({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def option_of(field: str) -> str:
     """Return a field's name as it is written on the command line."""
     return "--" + field.replace("_", "-")
+
+
+def option_words(values: Mapping[str, object]) -> list[str]:
+    """Return fields and values as a command line that tyro reads back; None is left out."""
+    words: list[str] = []
+    for field, value in values.items():
+        if isinstance(value, bool):
+            words.append(option_of(field if value else f"no_{field}"))
+        elif value is not None:
+            words += [option_of(field), str(value)]
+    return words
 
 
 def parse_options(arguments: Sequence[str]) -> CompareOptions:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from integration.compare.folder import RUNS, require_replaceable
-from integration.compare.options import CompareOptions, option_of
+from integration.compare.options import CompareOptions, option_of, option_words
 from integration.data import BatchLoader, BatchPlan, Corpus, load_corpus
 from integration.errors import UsageError
 from integration.models import model_shape
@@ -114,14 +114,6 @@ def _require_enough_data(options: CompareOptions, system: System, corpus: Corpus
 
 
 def _job(system: System, config: TrainConfig) -> Job:
-    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    del values["tensorboard"]
-    words = [
-        word
-        for name, value in values.items()
-        if value is not None
-        for word in (option_of(name), str(value))
-    ]
     return Job(
         system=system.name,
         ranks=system.compare_ranks,
@@ -129,5 +121,5 @@ def _job(system: System, config: TrainConfig) -> Job:
         steps=config.steps,
         folder=config.out,
         log=config.out.with_suffix(".log"),
-        arguments=(*words, "--no-tensorboard"),
+        arguments=tuple(option_words(vars(config))),
     )
