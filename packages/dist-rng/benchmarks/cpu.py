@@ -1,0 +1,175 @@
+"""CPU fills: what one rank of W takes, against its share of one device's time.
+
+    python packages/dist-rng/benchmarks/cpu.py [--numel 100000000] [--json FILE]
+
+The goal for Shard(0): a rank takes at most 1.15 x T1/W + 0.15 ns x words skipped, where T1 is one
+device's time for the whole tensor and a word is one 32-bit draw. `of_goal` is the ratio, the
+stricter way: T1 is the less of torch's time and ours. Figures are the best of some repeats, on one
+thread, as torch's own fills are.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from dist_rng import cpu
+from dist_rng.draws import Bernoulli, Distribution, Exponential, Integers, Normal, Uniform
+from dist_rng.region import Piece, Region
+
+WORLD_SIZES = (2, 8, 64)
+COLUMNS = 10_000  # of the matrix that stands for the other dims
+SMALL = 10_000
+NANOSECONDS_PER_SKIPPED_WORD = 0.15
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    draw: Distribution
+    dtype: torch.dtype
+    words: int  # per element
+    torch_fill: Callable[[torch.Tensor], object]
+
+
+OPS = (
+    Op("uniform f32", Uniform(), torch.float32, 1, lambda t: t.uniform_()),
+    Op("normal f32", Normal(), torch.float32, 1, lambda t: t.normal_()),
+    Op("normal bf16", Normal(), torch.bfloat16, 1, lambda t: t.normal_()),
+    Op("uniform f64", Uniform(), torch.float64, 2, lambda t: t.uniform_()),
+    Op("normal f64", Normal(), torch.float64, 2, lambda t: t.normal_()),
+    Op("bernoulli f32", Bernoulli(0.1), torch.float32, 2, lambda t: t.bernoulli_(0.1)),
+    Op("exponential f32", Exponential(), torch.float32, 2, lambda t: t.exponential_()),
+    Op("randint i64", Integers(0, 50_000), torch.int64, 1, lambda t: t.random_(0, 50_000)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    numel: int
+    rank: str
+    torch_ms: float  # torch, the whole tensor
+    whole_ms: float  # ours, the whole tensor
+    first_ms: float  # a rank's first call: plans, checks and a jump's polynomial are new
+    rank_ms: float
+    goal_ms: float
+    of_goal: float
+
+
+@dataclass(frozen=True)
+class SmallRow:
+    case: str
+    numel: int
+    torch_us: float
+    ours_us: float
+    ours_of_torch: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds."""
+
+    first: float
+    best: float
+
+
+def measure(repeats: int, run: Callable[[], object]) -> Times:
+    """One run, then the best of some more."""
+    times = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    return Times(first=times[0], best=min(times[1:]))
+
+
+def shard(whole: Region, dim: int, rank: int, world: int) -> Region:
+    size = whole.global_shape[dim]
+    return whole.select(dim, Piece(size * rank // world, size * (rank + 1) // world))
+
+
+def whole_times(op: Op, whole: Region) -> tuple[float, float]:
+    """Seconds for one device's tensor: torch's and ours."""
+    tensor, generator = torch.ones(whole.global_shape, dtype=op.dtype), torch.Generator()
+    torch_time = measure(1, partial(op.torch_fill, tensor)).best
+    return torch_time, measure(2, partial(cpu.fill, tensor, whole, op.draw, generator)).best
+
+
+def sharded(op: Op, numel: int, worlds: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Row]:
+    shape = (numel // COLUMNS, COLUMNS)
+    whole, generator = Region.full(shape), torch.Generator()
+    torch_time, own_time = whole_times(op, whole)
+    for dim in dims:
+        for world in worlds:
+            for rank in sorted({0, world // 2, world - 1}):
+                region = shard(whole, dim, rank, world)
+                local = torch.ones(region.grid_shape, dtype=op.dtype)
+                times = measure(5, partial(cpu.fill, local, region, op.draw, generator))
+                skipped = (whole.numel - region.numel) * op.words
+                share = 1.15 * min(torch_time, own_time) / world
+                goal = share + NANOSECONDS_PER_SKIPPED_WORD * 1e-9 * skipped
+                yield Row(
+                    case=f"{op.name} Shard({dim})",
+                    numel=whole.numel,
+                    rank=f"{rank} of {world}",
+                    torch_ms=torch_time * 1e3,
+                    whole_ms=own_time * 1e3,
+                    first_ms=times.first * 1e3,
+                    rank_ms=times.best * 1e3,
+                    goal_ms=goal * 1e3,
+                    of_goal=times.best / goal,
+                )
+
+
+def small(op: Op) -> SmallRow:
+    """A fill of 1e4 elements on the region of them all: what a call costs besides the draws."""
+    tensor, region, generator = torch.zeros(SMALL), Region.full((SMALL,)), torch.Generator()
+    tensor = tensor.to(op.dtype)
+    theirs = measure(500, lambda: op.torch_fill(tensor)).best
+    ours = measure(500, lambda: cpu.fill(tensor, region, op.draw, generator)).best
+    return SmallRow(op.name + " small", SMALL, theirs * 1e6, ours * 1e6, ours / theirs)
+
+
+def rows(numel: int, ops: tuple[Op, ...]) -> Iterator[Row | SmallRow]:
+    """Every row, as it is measured.
+
+    Args:
+        numel: elements of the global tensor of the first op; the others take a fifth of them,
+            so that everything takes less than a minute.
+        ops: what to measure; the first one on both dims.
+    """
+    first, *others = ops
+    yield small(first)
+    yield from sharded(first, numel, WORLD_SIZES, dims=(0, 1))
+    for op in others:
+        yield small(op)
+        yield from sharded(op, numel // 5, (8,), dims=(0, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU fills of dist-rng against torch's.")
+    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--only", help="the op whose name this is, e.g. 'uniform f32'")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    chosen = tuple(op for op in OPS if options.only in (None, op.name))
+    if not chosen:
+        parser.error(f"--only must be one of {[op.name for op in OPS]}")
+    torch.set_num_threads(1)
+    measured = []
+    for row in rows(options.numel, chosen):
+        measured.append(asdict(row))
+        cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in measured[-1].values())
+        print("  ".join(cell.rjust(10) for cell in cells), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

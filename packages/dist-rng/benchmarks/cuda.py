@@ -1,0 +1,142 @@
+"""CUDA fills: ours against torch's own fill of the same local size.
+
+    python packages/dist-rng/benchmarks/cuda.py [--numel 134217728] [--json FILE]
+
+The goal is a ratio of at most 1.2. Shard(0) is where the draws of a rank are consecutive; Shard(1)
+costs more, because most random calls then serve one local element instead of four. Times are the
+device's, by events over several fills; `launch_us` is what one call keeps the host busy.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from dist_rng import cuda
+from dist_rng.draws import (
+    Bernoulli,
+    Distribution,
+    Exponential,
+    FusedDropout,
+    Integers,
+    Normal,
+    Uniform,
+)
+from dist_rng.region import Piece, Region
+
+REPEATS = 20
+WORLD = 8
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    draw: Distribution
+    dtype: torch.dtype
+    torch_fill: Callable[[torch.Tensor], object]
+
+
+OPS = (
+    Op("uniform f32", Uniform(), torch.float32, lambda t: t.uniform_()),
+    Op("uniform bf16", Uniform(), torch.bfloat16, lambda t: t.uniform_()),
+    Op("uniform f64", Uniform(), torch.float64, lambda t: t.uniform_()),
+    Op("normal f32", Normal(), torch.float32, lambda t: t.normal_()),
+    Op("normal bf16", Normal(), torch.bfloat16, lambda t: t.normal_()),
+    Op("bernoulli f32", Bernoulli(0.1), torch.float32, lambda t: t.bernoulli_(0.1)),
+    Op("exponential f32", Exponential(), torch.float32, lambda t: t.exponential_()),
+    Op("randint i64", Integers(0, 50_000), torch.int64, lambda t: t.random_(0, 50_000)),
+    # torch has no operator that draws the mask alone: this one writes as much.
+    Op("dropout mask", FusedDropout(0.1, 2), torch.bool, lambda t: t.bernoulli_(0.1)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    local_numel: int
+    torch_ms: float
+    ours_ms: float
+    ours_of_torch: float
+    launch_us: float
+
+
+def device_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of one run on the device, the least of three averages."""
+    run()
+    times = []
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPEATS):
+            run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / REPEATS)
+    return min(times)
+
+
+def host_us(run: Callable[[], object]) -> float:
+    """Microseconds that a call takes before it returns."""
+    torch.cuda.synchronize()
+    start = perf_counter()
+    for _ in range(REPEATS):
+        run()
+    passed = perf_counter() - start
+    torch.cuda.synchronize()
+    return passed / REPEATS * 1e6
+
+
+def measure(op: Op, case: str, region: Region) -> Row:
+    local = torch.empty(region.grid_shape, dtype=op.dtype, device="cuda")
+
+    def ours() -> None:
+        cuda.fill(local, region, op.draw)
+
+    torch_ms, ours_ms = device_ms(lambda: op.torch_fill(local)), device_ms(ours)
+    return Row(
+        case=f"{op.name} {case}",
+        local_numel=local.numel(),
+        torch_ms=torch_ms,
+        ours_ms=ours_ms,
+        ours_of_torch=ours_ms / torch_ms,
+        launch_us=host_us(ours),
+    )
+
+
+def regions(numel: int) -> dict[str, Region]:
+    """Each holds `numel` elements; the shards, of a tensor WORLD times as large."""
+    rows, columns = WORLD * numel // 8192, 8192
+    matrix = Region.full((rows, columns))
+    start, stop = rows // WORLD, 2 * rows // WORLD
+    return {
+        "whole": Region.full((numel,)),
+        "Shard(0)": matrix.select(0, Piece(start, stop)),
+        "Shard(1)": matrix.select(1, Piece(columns // WORLD, 2 * columns // WORLD)),
+        "small": Region.full((10_000,)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CUDA fills of dist-rng against torch's.")
+    parser.add_argument("--numel", type=int, default=2**27, help="elements of the local tensor")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    if not cuda.available():
+        sys.exit("benchmarks/cuda.py: it needs a CUDA device, and dist-rng built where nvcc is")
+    measured = []
+    for op in OPS:
+        for case, region in regions(options.numel).items():
+            measured.append(asdict(measure(op, case, region)))
+            cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in measured[-1].values())
+            print("  ".join(cell.rjust(12) for cell in cells), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""From a distribution and a dtype to the compiled function that draws it on a CPU."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from dist_rng import _core
+from dist_rng._compat import cpu_release
+from dist_rng.draws import (
+    AllIntegers,
+    Bernoulli,
+    BernoulliTensor,
+    Distribution,
+    Exponential,
+    FusedDropout,
+    Integers,
+    Normal,
+    Uniform,
+)
+from dist_rng.recipe import recipe_of
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_COMMON = (
+    *_FLOATING,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+_EVERY = (*_COMMON, torch.uint16, torch.uint32, torch.uint64)
+_SUPPORTED: dict[type, tuple[torch.dtype, ...]] = {
+    Uniform: _FLOATING,
+    Normal: _FLOATING,
+    Exponential: _FLOATING,
+    Bernoulli: _COMMON,
+    BernoulliTensor: _COMMON,
+    AllIntegers: _COMMON,
+    Integers: _EVERY,
+}
+CORE_DTYPES = {dtype: getattr(_core.Dtype, str(dtype).removeprefix("torch.")) for dtype in _EVERY}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fill needs to know of a region and of its local tensor's strides.
+
+    Attributes:
+        grid: the walk over the local elements.
+        global_numel: elements of the global tensor.
+        contiguous: whether the global tensor is, in torch's sense.
+    """
+
+    grid: _core.Grid
+    global_numel: int
+    contiguous: bool
+
+
+# (plan, address of the generator's state, of the local tensor, of the local probabilities)
+Draw = Callable[[Plan, int, int, int], None]
+
+
+@lru_cache(maxsize=4096)
+def draw_of(draw: Distribution, dtype: torch.dtype, probabilities: torch.dtype | None) -> Draw:
+    """Return the function that draws ``draw`` into local tensors of ``dtype``.
+
+    Args:
+        draw: the distribution.
+        dtype: of the local tensor.
+        probabilities: dtype of the probabilities; None unless ``draw`` takes them.
+
+    Raises:
+        TypeError: torch does not draw this on a CPU.
+        ValueError: an argument is out of range.
+    """
+    _check_types(draw, dtype, probabilities)
+    core = CORE_DTYPES[dtype]
+    match draw:
+        case Uniform(low, high):
+            recipe_of(draw, dtype, 0)  # checks the bounds, which are the same on every device
+            fused, release = contracts(), cpu_release()
+            return lambda plan, state, data, _: _core.uniform(
+                state, data, core, plan.grid, plan.global_numel, low, high, fused, release
+            )
+        case Normal(mean, std):
+            _require(std >= 0.0, draw, "a standard deviation of at least 0")
+            return _normal(mean, std, core)
+        case Exponential(rate):
+            _require(rate > 0.0, draw, "a rate above 0")
+            return lambda plan, state, data, _: _core.exponential(
+                state, data, core, plan.grid, plan.global_numel, rate
+            )
+        case Bernoulli(p):
+            _require(0.0 <= p <= 1.0, draw, "a probability in [0, 1]")
+            return lambda plan, state, data, _: _core.bernoulli(
+                state, data, core, plan.grid, plan.global_numel, p
+            )
+        case BernoulliTensor():
+            assert probabilities is not None
+            return _bernoulli_tensor(core, CORE_DTYPES[probabilities])
+        case Integers():
+            # The bounds that a float cannot hold move inwards alike on CPUs and GPUs.
+            recipe = recipe_of(draw, dtype, 0)
+            modulus, base = recipe.modulus, recipe.base
+            return lambda plan, state, data, _: _core.integers(
+                state, data, core, plan.grid, plan.global_numel, modulus, base
+            )
+        case AllIntegers():
+            return lambda plan, state, data, _: _core.all_integers(
+                state, data, core, plan.grid, plan.global_numel
+            )
+        case FusedDropout():  # pragma: no cover - _check_types refuses it
+            raise AssertionError(draw)
+
+
+def contracts() -> bool:
+    """Return whether torch's kernels compute ``a * b + c`` with one rounding on this machine.
+
+    The builds for AVX2 and AVX-512 do, and that for no vectors does not (PyTorch chooses by the
+    processor and by ATEN_CPU_CAPABILITY). Compilers for aarch64 contract everywhere.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability != "DEFAULT" or platform.machine() == "aarch64"
+
+
+def _normal(mean: float, std: float, core: _core.Dtype) -> Draw:
+    fused, release = contracts(), cpu_release()
+
+    def run(plan: Plan, state: int, data: int, _: int) -> None:
+        blocks = plan.contiguous and plan.global_numel >= 16
+        _core.normal(
+            state,
+            data,
+            core,
+            plan.grid,
+            plan.global_numel,
+            mean,
+            std,
+            blocks,
+            fused,
+            release,
+        )
+
+    return run
+
+
+def _bernoulli_tensor(core: _core.Dtype, core_probabilities: _core.Dtype) -> Draw:
+    def run(plan: Plan, state: int, data: int, probabilities: int) -> None:
+        numel = plan.global_numel
+        valid = _core.bernoulli_tensor(
+            state, data, core, plan.grid, numel, probabilities, core_probabilities
+        )
+        if not valid:
+            raise ValueError("BernoulliTensor: every probability must lie in [0, 1]")
+
+    return run
+
+
+def _check_types(draw: Distribution, dtype: torch.dtype, probabilities: torch.dtype | None) -> None:
+    name = type(draw).__name__
+    if type(draw) not in _SUPPORTED:
+        raise TypeError(f"{name} is a CUDA kernel; on CPU tensors draw a Bernoulli mask")
+    supported = _SUPPORTED[type(draw)]
+    if dtype not in supported:
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in supported)
+        raise TypeError(
+            f"{name} into {dtype}: torch's CPU kernels draw it into {allowed}; draw into one of"
+            " those and convert"
+        )
+    if (probabilities is not None) != isinstance(draw, BernoulliTensor):
+        raise TypeError(f"{name}: probabilities go with BernoulliTensor, and only with it")
+    if probabilities is not None and probabilities not in _FLOATING:
+        raise TypeError(f"{name}: probabilities must be floating point, not {probabilities}")
+
+
+def _require(holds: bool, draw: Distribution, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{draw}: it takes {wanted}")

@@ -1,0 +1,275 @@
+"""Random operators, one handler each: on DTensors, and on plain tensors as the whole of them.
+
+Note [the seam]
+    ``OpDispatcher._custom_op_handlers`` maps an operator to a function that torch's DTensor
+    dispatch calls instead of its own steps, below autograd, with the DTensors as they are. An
+    entry for each random operator is all there is to install: everything else, from
+    ``nn.init`` to dropout and activation checkpointing, comes down to those operators.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dist_rng import functional
+from dist_rng.agreement import first_draw_check
+from dist_rng.draws import (
+    AllIntegers,
+    Bernoulli,
+    BernoulliTensor,
+    Distribution,
+    Exponential,
+    FusedDropout,
+    Integers,
+    Normal,
+    Uniform,
+)
+from dist_rng.emulated_device import is_active
+from dist_rng.placement import memory_order, region_of
+from dist_rng.region import Region
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Arguments = dict[str, Any]
+
+aten = torch.ops.aten
+
+
+def handlers() -> dict[Any, Handler]:
+    """Return a handler for every random operator that a DTensor can reach.
+
+    Operators that are not reproduced have one that raises: a DTensor never gets numbers of
+    another stream without a word.
+    """
+    table: dict[Any, Handler] = {}
+    for operator in _REFUSED:
+        table.update(dict.fromkeys(_overloads(operator), refuse))
+    for operator, make in _IN_PLACE.items():
+        table[operator] = _in_place(make)
+    for operator, make in _LIKE.items():
+        table[operator] = _like(make)
+    table[aten.bernoulli_.Tensor] = _bernoulli_from_
+    table[aten.bernoulli.default] = _bernoulli_from
+    table[aten.native_dropout.default] = _native_dropout
+    table[aten.normal.Tensor_float] = _normal_around
+    table[aten.normal.float_Tensor] = _normal_around
+    table[aten.normal.Tensor_Tensor] = _normal_around
+    table[aten.multinomial.default] = _on_replicas
+    return table
+
+
+def fill_tensor(
+    tensor: Tensor,
+    draw: Distribution,
+    generator: torch.Generator | None = None,
+    *,
+    probabilities: Tensor | None = None,
+) -> Tensor:
+    """Fill this rank's part of ``tensor`` with what one device would have drawn there."""
+    if isinstance(tensor, DTensor):
+        first_draw_check(tensor.device_mesh, generator)
+    functional.fill(
+        local_of(tensor),
+        held_by(tensor),
+        draw,
+        probabilities=probabilities,
+        generator=generator,
+    )
+    return tensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local tensor; a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def held_by(tensor: Tensor) -> Region:
+    """Return what ``local_of(tensor)`` holds; a plain tensor holds all of itself."""
+    if isinstance(tensor, DTensor):
+        return region_of(tensor)
+    shape = tuple(tensor.shape)
+    return Region.full(shape).with_memory_order(memory_order(shape, tensor.stride()))
+
+
+# What each in-place operator draws, from its arguments by name.
+_IN_PLACE: dict[Any, Callable[[Arguments], Distribution]] = {
+    aten.uniform_.default: lambda a: Uniform(a["from"], a["to"]),
+    aten.normal_.default: lambda a: Normal(a["mean"], a["std"]),
+    aten.bernoulli_.float: lambda a: Bernoulli(a["p"]),
+    aten.exponential_.default: lambda a: Exponential(a["lambd"]),
+    aten.random_.default: lambda a: AllIntegers(),
+    aten.random_.to: lambda a: Integers(0, a["to"]),
+    getattr(aten.random_, "from"): lambda a: Integers(a["from"], _upper_bound(a)),
+}
+
+_LIKE: dict[Any, Callable[[Arguments], Distribution]] = {
+    aten.rand_like.default: lambda a: Uniform(),
+    aten.randn_like.default: lambda a: Normal(),
+    aten.rand_like.generator: lambda a: Uniform(),
+    aten.randn_like.generator: lambda a: Normal(),
+    aten.randint_like.default: lambda a: Integers(0, a["high"]),
+    aten.randint_like.low_dtype: lambda a: Integers(a["low"], a["high"]),
+    aten.randint_like.generator: lambda a: Integers(0, a["high"]),
+    aten.randint_like.low_generator_dtype: lambda a: Integers(a["low"], a["high"]),
+    aten.bernoulli.p: lambda a: Bernoulli(a["p"]),
+}
+
+# Random operators whose stream is not reproduced: they raise on a DTensor.
+_REFUSED = (
+    *("binomial", "cauchy", "cauchy_", "exponential", "geometric", "geometric_", "log_normal"),
+    *("log_normal_", "normal_functional", "poisson", "random", "uniform", "_fused_dropout"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
+    *("_sample_dirichlet", "_standard_gamma", "bernoulli", "normal", "rand_like", "randn_like"),
+    *("randint_like", "multinomial", "native_dropout"),
+)
+
+
+def _in_place(make: Callable[[Arguments], Distribution]) -> Handler:
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        named = bind(operator, args, kwargs)
+        with _named(operator):
+            return fill_tensor(named["self"], make(named), named["generator"])
+
+    return handler
+
+
+def _like(make: Callable[[Arguments], Distribution]) -> Handler:
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        named = bind(operator, args, kwargs)
+        options = {key: value for key, value in kwargs.items() if key != "generator"}
+        with _named(operator):
+            held_by(named["self"])  # a Partial input is refused, not silently made whole
+            result = torch.empty_like(named["self"], **options)
+            return fill_tensor(result, make(named), named.get("generator"))
+
+    return handler
+
+
+def _bernoulli_from_(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    named = bind(operator, args, kwargs)
+    target, probabilities = named["self"], named["p"]
+    if isinstance(target, DTensor) and probabilities.ndim:
+        placed = getattr(probabilities, "placements", "on no mesh")
+        if placed != target.placements or probabilities.shape != target.shape:
+            raise _error(
+                operator,
+                f"the probabilities are {tuple(probabilities.shape)} placed {placed}, the tensor is"
+                f" {tuple(target.shape)} placed {target.placements}; make them alike",
+            )
+    local = local_of(probabilities).expand(local_of(target).shape)
+    with _named(operator):
+        return fill_tensor(target, BernoulliTensor(), named["generator"], probabilities=local)
+
+
+def _bernoulli_from(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    named = bind(operator, args, kwargs)
+    source = named["self"]
+    with _named(operator):
+        held_by(source)
+        # torch draws into a contiguous output, whatever the order of the probabilities.
+        result = torch.empty_like(source, memory_format=torch.contiguous_format)
+        return fill_tensor(
+            result, BernoulliTensor(), named["generator"], probabilities=local_of(source)
+        )
+
+
+def _native_dropout(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    named = bind(operator, args, kwargs)
+    source, p = named["input"], named["p"]
+    if named["train"] is False or p == 0.0 or source.numel() == 0:
+        return source.clone(), torch.ones_like(source, dtype=torch.bool)
+    with _named(operator):
+        held_by(source)
+        local = local_of(source)
+        mask = torch.empty_like(source, dtype=torch.bool)
+        if functional.fuses_dropout(local, p):
+            fill_tensor(mask, FusedDropout(p, source.dtype.itemsize))
+            values = functional.apply_fused_mask(local, local_of(mask), p)
+        else:
+            fill_tensor(mask, Bernoulli(1.0 - p))
+            # native_dropout_cpu: multiply by the mask, then by the scale.
+            scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+            values = local.mul(local_of(mask)).mul_(scale)
+        result = torch.empty_like(source)
+        local_of(result).copy_(values)
+    return result, mask
+
+
+def _normal_around(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    # ATen/native/DistributionTemplates.h, normal_out_impl: a standard normal, scaled, shifted.
+    named = bind(operator, args, kwargs)
+    mean, std = named["mean"], named["std"]
+    with _named(operator):
+        result = torch.empty_like(mean if isinstance(mean, Tensor) else std)
+        if not isinstance(std, Tensor):
+            return fill_tensor(result, Normal(0.0, std), named["generator"]).add_(mean)
+        fill_tensor(result, Normal(0.0, 1.0), named["generator"])
+        result.mul_(std).add_(mean)
+        return result
+
+
+def _on_replicas(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    # Every rank holds the whole input and an equal generator: each draws the whole result.
+    source = args[0]
+    if is_active():
+        refuse(operator, args, kwargs)  # the GPU's own algorithm is another one
+    if not all(placement.is_replicate() for placement in source.placements):
+        raise _error(
+            operator, f"the input is placed {source.placements}; redistribute it to Replicate"
+        )
+    local = operator(local_of(source), *args[1:], **kwargs)
+    result: Tensor = DTensor.from_local(
+        local, source.device_mesh, source.placements, run_check=False
+    )
+    return result
+
+
+def refuse(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Raise for an operator whose stream is not reproduced."""
+    del args, kwargs
+    raise _error(
+        operator,
+        "dist-rng does not reproduce this operator's stream; draw on a plain tensor and distribute"
+        " it, or compose it from uniform_, normal_ or exponential_",
+    )
+
+
+def _upper_bound(named: Arguments) -> int:
+    if named["to"] is not None:
+        return int(named["to"])
+    # torch reads a missing bound as the largest integer of the dtype, inclusive.
+    dtype = named["self"].dtype
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps) + 1
+    return (1 if dtype == torch.bool else torch.iinfo(dtype).max) + 1
+
+
+def bind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return the arguments by name, defaults included."""
+    schema = operator._schema.arguments
+    named = {argument.name: argument.default_value for argument in schema}
+    named.update(zip((argument.name for argument in schema), args, strict=False))
+    return named | kwargs
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name, None)  # operators come and go between torch's versions
+    return [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+
+
+def _error(operator: Any, reason: str) -> ValueError:
+    return ValueError(f"{operator}: {reason}")
+
+
+@contextmanager
+def _named(operator: Any) -> Iterator[None]:
+    """Put the operator's name before what the region or the backend refuses."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{operator}: {error}") from error

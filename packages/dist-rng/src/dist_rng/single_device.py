@@ -1,0 +1,144 @@
+"""single_device_rng(geometry=...): a GPU's random numbers, on this machine's CPU tensors.
+
+Torch operators on plain CPU tensors and on CPU DTensors are both caught, ``install()`` or not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_rng.draws import Distribution, Integers, Normal, Uniform
+from dist_rng.dtensor import Handler, bind, fill_tensor, handlers, local_of, refuse
+from dist_rng.emulated_device import emulated_device
+from dist_rng.geometry import Geometry
+from dist_rng.install import patched_initialisers
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def single_device_rng(*, geometry: Geometry) -> Iterator[None]:
+    """Draw on CPU tensors what a GPU of ``geometry`` would, inside the context.
+
+    In-place fills, ``torch.rand``, ``randn`` and ``randint``, ``*_like``, dropout and whatever
+    is made of them, on plain tensors and DTensors; the seed is ``torch.manual_seed``'s. Equal
+    to the GPU bit for bit for uniform, Bernoulli, dropout masks and integers; close, and no
+    more, for normal and exponential (``dist_rng.emulate`` says how close).
+
+    Raises:
+        ValueError: inside, by an operator that is not emulated, such as ``randperm``.
+    """
+    with emulated_device(geometry), patched_initialisers(), _fused_dropout(), _DrawsAsOnGpu():
+        yield
+
+
+# torch's own, whatever is patched: CPUs compose dropout, GPUs have one fused operator.
+_COMPOSED, _COMPOSED_TORCH = F.dropout, torch.dropout
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Send dropout to the fused operator, by whatever name it is called.
+
+    The mode also catches functions that were imported by name, but is off inside
+    ``Tensor.backward``, where activation checkpointing calls them again; the attributes are not.
+    """
+    F.dropout, torch.dropout = _dropout, _torch_dropout
+    try:
+        with _FusedDropoutMode():
+            yield
+    finally:
+        F.dropout, torch.dropout = _COMPOSED, _COMPOSED_TORCH
+
+
+class _FusedDropoutMode(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        caught = {_COMPOSED: _dropout, _COMPOSED_TORCH: _torch_dropout}
+        return caught.get(func, func)(*args, **(kwargs or {}))
+
+
+def _dropout(
+    input: Tensor,  # noqa: A002  # torch's own name and order
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    fused = training and not inplace and 0.0 < p < 1.0 and input.numel() > 0
+    if fused and local_of(input).device.type == "cpu":
+        return torch.native_dropout(input, p, True)[0]
+    return _COMPOSED(input, p, training, inplace)
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
+    return _dropout(input, p, train)
+
+
+class _DrawsAsOnGpu(TorchDispatchMode):
+    """Give random operators on CPU tensors, plain or distributed, to our handlers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handlers = handlers() | _factories()
+        for name in ("randperm", "multinomial"):
+            packet = getattr(aten, name)
+            operators = (getattr(packet, overload) for overload in packet.overloads())
+            self._handlers.update(dict.fromkeys(operators, refuse))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is None or not _on_cpu(args, kwargs):
+            return func(*args, **kwargs)
+        return handler(func, args, kwargs)
+
+
+def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if tensors:
+        return all(local_of(tensor).device.type == "cpu" for tensor in tensors)
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _factories() -> dict[Any, Handler]:
+    """Return handlers for the operators that make a tensor and draw it."""
+    table: dict[Any, Handler] = {}
+    for name, draw_of in _DRAWS.items():
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            table[getattr(packet, overload)] = refuse if "out" in overload else _factory(draw_of)
+    table[aten.normal.float_float] = _factory(lambda a: Normal(a["mean"], a["std"]))
+    return table
+
+
+_DRAWS: dict[str, Callable[[dict[str, Any]], Distribution]] = {
+    "rand": lambda a: Uniform(),
+    "randn": lambda a: Normal(),
+    "randint": lambda a: Integers(a.get("low", 0), a["high"]),
+}
+
+
+def _factory(draw_of: Callable[[dict[str, Any]], Distribution]) -> Handler:
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        named = bind(operator, args, kwargs)
+        draw, generator = draw_of(named), kwargs.pop("generator", None)
+        dtype = torch.int64 if isinstance(draw, Integers) else torch.get_default_dtype()
+        options = {"dtype": dtype} | {
+            key: value for key, value in kwargs.items() if key in _OPTIONS and value is not None
+        }
+        return fill_tensor(torch.empty(named["size"], **options), draw, generator)
+
+    return handler
+
+
+_OPTIONS = ("dtype", "layout", "device", "pin_memory")

@@ -1,0 +1,156 @@
+"""The fills without DTensor: parts of one device's tensor, given by region."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dist_rng
+from dist_rng import Piece, Region
+from dist_rng.placement import slice_of
+from testkit import assert_bitwise, run_ranks
+
+SHAPE = (9, 14)
+PARTS = {
+    "a box": Region.box(SHAPE, (2, 3), (5, 7)),
+    "rows": Region.box(SHAPE, (4, 0), (5, 14)),
+    "two bands": Region.full(SHAPE).select(0, Piece(0, 2), Piece(6, 9)),
+    "a flat range": Region.flat(SHAPE, 11, 100),
+    "all": Region.full(SHAPE),
+    "nothing": Region.box(SHAPE, (9, 0), (0, 14)),
+}
+FILLS = {
+    "uniform_": (lambda x, r: dist_rng.uniform_(x, r, -1, 3), lambda x: x.uniform_(-1, 3)),
+    "normal_": (lambda x, r: dist_rng.normal_(x, r, 2, 3), lambda x: x.normal_(2, 3)),
+    "bernoulli_": (lambda x, r: dist_rng.bernoulli_(x, r, 0.3), lambda x: x.bernoulli_(0.3)),
+    "exponential_": (lambda x, r: dist_rng.exponential_(x, r, 2), lambda x: x.exponential_(2)),
+    "randint_": (lambda x, r: dist_rng.randint_(x, r, -4, 9), lambda x: x.random_(-4, 9)),
+    "random_": (dist_rng.random_, lambda x: x.random_()),
+}
+
+
+@pytest.mark.parametrize("fills", FILLS.values(), ids=FILLS.keys())
+@pytest.mark.parametrize("region", PARTS.values(), ids=PARTS.keys())
+def test_a_part_is_the_part_of_the_whole(fills, region):
+    ours, torchs = fills
+    torch.manual_seed(0)
+    expected, state = torchs(torch.zeros(SHAPE)), torch.get_rng_state()
+    torch.manual_seed(0)
+    shape = (region.numel,) if region.windows is not None else region.grid_shape
+    local = torch.zeros(shape)
+    assert ours(local, region) is local
+    assert_bitwise(local, slice_of(expected, region).reshape(shape))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_bernoulli_takes_local_probabilities():
+    region, chances = PARTS["a box"], torch.linspace(0, 1, 126).view(SHAPE)
+    torch.manual_seed(0)
+    expected = torch.zeros(SHAPE).bernoulli_(chances)
+    torch.manual_seed(0)
+    local = dist_rng.bernoulli_(torch.zeros(5, 7), region, slice_of(chances, region))
+    assert_bitwise(local, slice_of(expected, region))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+def test_dropout_and_its_gradient_are_one_devices(p):
+    region = PARTS["a box"]
+    whole = torch.linspace(1, 2, 126).view(SHAPE).requires_grad_()
+    torch.manual_seed(0)
+    expected = F.dropout(whole, p)
+    expected.sum().backward()
+    torch.manual_seed(0)
+    part = slice_of(whole.detach(), region).clone().requires_grad_()
+    result = dist_rng.dropout(part, region, p)
+    result.sum().backward()
+    assert_bitwise(result.detach(), slice_of(expected.detach(), region))
+    assert_bitwise(part.grad, slice_of(whole.grad, region))
+    assert dist_rng.dropout(part, region, p, training=False) is part
+
+
+def test_an_explicit_generator_is_advanced_alone():
+    ours, torchs = (torch.Generator().manual_seed(5) for _ in range(2))
+    before = torch.get_rng_state()
+    dist_rng.normal_(torch.zeros(5, 7), PARTS["a box"], generator=ours)
+    torch.zeros(SHAPE).normal_(generator=torchs)
+    assert torch.equal(ours.get_state(), torchs.get_state())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_meta_tensors_draw_nothing():
+    before = torch.get_rng_state()
+    dist_rng.uniform_(torch.empty(SHAPE, device="meta"), Region.full(SHAPE))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: dist_rng.uniform_(torch.zeros(3, 3), PARTS["a box"]),
+            ValueError,
+            r"holds \(5, 7\) of \(9, 14\), the local tensor has shape \(3, 3\)",
+        ),
+        (
+            lambda: dist_rng.uniform_(torch.zeros(88), PARTS["a flat range"]),
+            ValueError,
+            "89 elements in windows needs a contiguous local tensor",
+        ),
+        (
+            lambda: dist_rng.dropout(torch.zeros(5, 7), PARTS["a box"], 1.5),
+            ValueError,
+            "dropout probability is 1.5",
+        ),
+        (
+            lambda: dist_rng.normal_(torch.zeros(5, 7, dtype=torch.int64), PARTS["a box"]),
+            TypeError,
+            "int64",
+        ),
+        (
+            lambda: dist_rng.trunc_normal_(torch.zeros(5, 7), PARTS["a box"]),
+            ValueError,
+            "35 out of 126 elements: .* give their process group",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_draws_nothing(call, error, message):
+    before = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        call()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def one_device_truncated(bounds):
+    torch.manual_seed(6)
+    full = nn.init.trunc_normal_(torch.zeros(SHAPE), 0.0, 1.0, *bounds)
+    return full, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (-0.4, 0.9), (0.5, 3.0)])
+def test_trunc_normal_of_the_whole_needs_no_group(bounds):
+    expected, state = one_device_truncated(bounds)
+    torch.manual_seed(6)
+    local = dist_rng.trunc_normal_(torch.zeros(SHAPE), Region.full(SHAPE), 0.0, 1.0, *bounds)
+    assert_bitwise(local, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.ranks
+def test_trunc_normal_of_parts_agrees_through_the_group():
+    def body(bounds):
+        import torch.distributed as dist
+
+        import dist_rng
+
+        start = 4 * dist.get_rank()
+        region = Region.box(SHAPE, (start, 0), (4 + dist.get_rank(), 14))
+        torch.manual_seed(6)
+        local = torch.zeros(region.grid_shape)
+        dist_rng.trunc_normal_(local, region, 0.0, 1.0, *bounds, group=dist.group.WORLD)
+        return local, torch.get_rng_state()
+
+    for bounds in [(-2.0, 2.0), (-0.4, 0.9), (0.5, 3.0)]:
+        expected, state = one_device_truncated(bounds)
+        results = run_ranks(body, 2, bounds)
+        assert_bitwise(torch.cat([local for local, _ in results]), expected)
+        assert all(torch.equal(end, state) for _, end in results)

@@ -1,0 +1,131 @@
+"""Regions of DTensors are what distribute_tensor hands out, rank by rank."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dist_rng.placement import memory_order, region_of, register_placement, slice_of
+from dist_rng.region import Piece, Region
+from testkit import each_rank, fake_mesh
+
+SHAPES = [(7,), (5, 4), (6, 3, 2), (1, 9), (0, 3), (13, 2)]
+
+
+class Custom(Placement):
+    """What any placement of another package must define to be used in a DTensor."""
+
+    def __init__(self):
+        super().__init__()
+
+    def __eq__(self, other):
+        return type(self) is type(other)
+
+    def __hash__(self):
+        return hash(type(self))
+
+
+def placements_of(shape):
+    return [Replicate(), _StridedShard(0, split_factor=2), *map(Shard, range(len(shape)))]
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (8,), (2, 2), (2, 3), (2, 2, 2)], ids=str)
+def test_every_rank_holds_what_distribute_tensor_gives_it(mesh_shape):
+    for _, mesh in each_rank(mesh_shape):
+        for shape in SHAPES:
+            full = torch.arange(torch.Size(shape).numel()).view(shape)
+            for placements in itertools.product(placements_of(shape), repeat=len(mesh_shape)):
+                dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+                held = slice_of(full, region_of(dtensor))
+                assert torch.equal(dtensor._local_tensor, held), (shape, placements)
+
+
+def test_five_axes():
+    shape, placements = (6, 5, 4, 3, 8), [Shard(4), Shard(0), Shard(4), Replicate(), Shard(2)]
+    full = torch.arange(torch.Size(shape).numel()).view(shape)
+    for _, mesh in each_rank((2, 2, 2, 1, 2)):
+        dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        assert torch.equal(dtensor._local_tensor, slice_of(full, region_of(dtensor)))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 1, 1), (0, 2, 3)]
+)
+def test_the_memory_order_of_a_dense_tensor_is_found(shape, order):
+    dense = torch.empty([shape[dim] for dim in order]).permute(
+        [order.index(dim) for dim in range(3)]
+    )
+    found = memory_order(shape, dense.stride())
+    relevant = [dim for dim in order if shape[dim] != 1] if 0 not in shape else []
+    assert [dim for dim in found if dim in relevant] == relevant
+
+
+@pytest.mark.parametrize("stride", [(8, 2), (4, 0), (1, 1)])
+def test_a_tensor_that_is_not_dense_is_refused(stride):
+    with pytest.raises(ValueError, match="is not dense"):
+        memory_order((2, 4), stride)
+
+
+def test_partial_and_unknown_placements_are_refused_with_the_remedy():
+    class Strange(Custom):
+        pass
+
+    with fake_mesh((2,)) as mesh:
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        with pytest.raises(ValueError, match="redistribute it to Replicate or Shard first"):
+            region_of(partial)
+        strange = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+        strange._spec.placements = (Strange(),)
+        with pytest.raises(ValueError, match=r"call dist_rng.register_placement\(.*Strange"):
+            region_of(strange)
+
+
+def test_a_registered_placement_that_keeps_windows_is_applied_last():
+    class Half(Custom):
+        """The first or the second half of the flat local tensor."""
+
+    def halves(region, placement, size, rank):
+        del placement
+        step = region.numel // size
+        return region.within(Piece(rank * step, (rank + 1) * step))
+
+    register_placement(Half, halves, last=True)
+    full = torch.arange(24).view(4, 6)
+    for _, mesh in each_rank((2, 2)):
+        dtensor = distribute_tensor(full, mesh, [Replicate(), Shard(1)], src_data_rank=None)
+        row, column = mesh.get_coordinate()
+        dtensor._spec.placements = (Half(), Shard(1))
+        expected = full.chunk(2, 1)[column].flatten().chunk(2)[row]
+        assert torch.equal(slice_of(full, region_of(dtensor)), expected)
+
+
+def test_another_package_can_be_found_by_its_entry_point(monkeypatch):
+    class Foreign(Custom):
+        pass
+
+    class Entry:
+        def load(self):
+            return lambda register: register(Foreign, lambda region, *_: region)
+
+    def find(group, name):
+        assert group == "dist_rng.placements"
+        return [Entry()] if name.endswith("Foreign") else []
+
+    monkeypatch.setattr("dist_rng.placement.entry_points", find)
+    with fake_mesh((2,)) as mesh:
+        dtensor = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+        dtensor._spec.placements = (Foreign(),)
+        assert region_of(dtensor) == Region.full((4,))
+
+
+def test_a_rank_outside_the_mesh_holds_nothing():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    with fake_mesh((4,), rank=3):
+        mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
+        dtensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False)
+        region = region_of(dtensor)
+        assert (region.numel, region.global_numel) == (0, 8)
