@@ -5,12 +5,14 @@ missing. Operators that do communicate by design run on real ranks in test_dtens
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import dist_rng
@@ -259,6 +261,23 @@ def test_native_dropout_has_the_gradient_of_its_mask():
         y, mask = torch.native_dropout(x, 0.5, True)
         y.backward(torch.ones_like(y))
         assert_bitwise(x.grad._local_tensor, mask._local_tensor.float() * 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["by batch", "by head"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(dim, causal):
+    generator = torch.Generator().manual_seed(1)
+    heads = [torch.randn(4, 4, 6, 8, generator=generator) for _ in range(3)]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=0.3, is_causal=causal)
+    torch.manual_seed(0)
+    expected, state = attend(*heads), torch.get_rng_state()
+    for _, mesh in each_rank((2,)):
+        sharded = [distribute_tensor(x, mesh, [S(dim)], src_data_rank=None) for x in heads]
+        torch.manual_seed(0)
+        with implicit_replication():  # torch makes the causal mask a plain tensor
+            result = attend(*sharded)
+        assert_bitwise(result._local_tensor, slice_of(expected, region_of(result)))
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_multinomial_draws_on_replicas_and_refuses_shards():
