@@ -178,6 +178,13 @@ def test_arguments_at_the_edge_of_their_range(draw, dtype):
         check_regions([whole, *chunks(whole, 0, 3)], draw, dtype, started())
 
 
+@pytest.mark.parametrize("modulus", [3, 7, 49, 98, 99, 103, 12_345, 50_257, 2**27 - 1, 2**28 - 1])
+def test_many_integers_of_a_range_that_floats_divide_badly(modulus):
+    # 49 * (1.0 / 49) is less than 1, and so it is for a share of all multiples of 49.
+    numel = 300_000
+    check_regions([Region.full((numel,))], Integers(0, modulus), torch.int32, started())
+
+
 @pytest.mark.parametrize(("dtype", "chance"), [*product(COMMON, FLOATS)], ids=name)
 def test_shards_take_their_probabilities_from_a_tensor(dtype, chance):
     for shape in [(), (1,), (17,), (5, 7), (2, 3, 4, 5), (700,)]:

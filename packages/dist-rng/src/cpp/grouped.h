@@ -36,7 +36,7 @@ class GroupedElements {
       const std::int64_t group = run.draw / kernel_.granularity;
       const std::int64_t inside = run.draw % kernel_.granularity;
       std::int64_t count = 0;
-      if (inside != 0 || run.count < kernel_.granularity || group == held_) {
+      if (inside != 0 || run.count < kernel_.granularity) {
         hold(group);
         count = std::min(run.count, kernel_.granularity - inside);
         put(held_elements_, inside, data, run, count);

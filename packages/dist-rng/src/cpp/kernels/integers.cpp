@@ -12,12 +12,13 @@ inline std::int64_t add(std::uint64_t value, std::int64_t base) {
   return static_cast<std::int64_t>(value + static_cast<std::uint64_t>(base));
 }
 
-// x % divisor without a division: the quotient in double is off by one at most.
+// x % divisor without a division. The quotient is off by less than 2^-20 / divisor, and one that
+// is no whole number lies 1 / divisor from the next: only an exact multiple can come out short,
+// by one (49 * (1.0 / 49) < 1), and nothing too long.
 inline std::uint32_t modulo(std::uint32_t x, double reciprocal, std::uint32_t divisor) {
   const auto quotient = static_cast<std::int32_t>(static_cast<double>(x) * reciprocal);
   const std::uint32_t rest = x - static_cast<std::uint32_t>(quotient) * divisor;
-  const auto sign = static_cast<std::int32_t>(rest);
-  return sign < 0 ? rest + divisor : rest >= divisor ? rest - divisor : rest;
+  return rest == divisor ? 0 : rest;
 }
 
 template <typename T>
