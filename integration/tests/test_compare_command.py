@@ -6,6 +6,11 @@ import sys
 
 import pytest
 
+from integration.compare.options import CompareOptions
+from integration.compare.random_jobs import random_jobs
+from integration.compare.random_numbers import RandomVerdict, collect
+from integration.compare.runner import run_jobs
+
 pytestmark = pytest.mark.ranks
 
 STEPS = 6
@@ -16,6 +21,7 @@ def finished(tmp_path_factory):
     """A comparison of DDP with the single device, and where its results lie."""
     out = tmp_path_factory.mktemp("comparison") / "results"
     options = ["--systems", "ddp", "--model", "llama-tiny", "--steps", str(STEPS)]
+    options.append("--no-random-numbers")
     command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -46,3 +52,32 @@ def test_the_results_hold_every_step_of_both_systems(finished):
     assert ddp["deviation"]["maximum"] <= ddp["tolerance"] == 1e-4
     assert (ddp["ranks"], ddp["summary"]["data_parallel_degree"]) == (2, 2)
     assert len(ddp["summary"]["peak_rss_bytes"]) == 2
+
+
+class Watcher:
+    """Is told, and does nothing."""
+
+    def started(self, job):
+        pass
+
+    def progressed(self, job, record):
+        pass
+
+    def ended(self, outcome):
+        pass
+
+
+class Stop:
+    requested = False
+
+
+def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
+    # All ten would take minutes: one case, on one device and on two ranks with dist-rng.
+    chosen = ("dropout-single-1-stock", "dropout-dtensor-tp-2-dist-rng")
+    jobs = random_jobs(CompareOptions(out=tmp_path, random_steps=3))
+    jobs = [job for job in jobs if job.job.name in chosen]
+    single, ours = collect(jobs, run_jobs([job.job for job in jobs], Watcher(), Stop()))
+    assert ours.failure is None, ours.failure
+    assert single.verdict is RandomVerdict.REFERENCE
+    assert ours.verdict is RandomVerdict.SAME
+    assert (ours.same_weights, ours.same_masks) == (True, True)

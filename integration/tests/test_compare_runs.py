@@ -1,6 +1,6 @@
 """The comparison over a stand-in for the trainer: processes, verdicts, exit codes, in no time.
 
-The stand-in writes the files of a run, as told by ``script``: one entry per system.
+The stand-in writes the files of a run, as told by ``script``: one entry per run folder's name.
 """
 
 import json
@@ -9,16 +9,18 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from integration.compare import folder, runner
 from integration.compare.__main__ import main
+from integration.compare.job import Job
 from integration.compare.options import CompareOptions
 from integration.compare.results import Verdict, collect, passes
 from integration.compare.runner import Outcome
-from integration.compare.setup import Job, prepare
+from integration.compare.setup import prepare
 from integration.train.stop import EXIT_TERMINATED
 
 STEPS = 5
@@ -26,10 +28,10 @@ LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
 
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, subprocess, sys, time
-options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
-script = json.loads(pathlib.Path({script!r}).read_text())[options["--system"]]
+options = dict(zip(sys.argv, sys.argv[1:]))
 ranks = int(options["--ranks"])
 out = pathlib.Path(options["--out"])
+script = json.loads(pathlib.Path({script!r}).read_text())[out.name]
 out.mkdir(parents=True)
 print("training", options["--system"], flush=True)
 with (out / "metrics.jsonl").open("w") as file:
@@ -47,7 +49,8 @@ if script.get("killed"):
 summary = dict(system=options["--system"], model="llama-tiny", parameters=115008,
                world_size=ranks, data_parallel_degree=ranks, accumulation=1,
                steps=len(script["losses"]), data_source="text",
-               peak_rss_bytes=[2**20 * (400 + rank) for rank in range(ranks)])
+               peak_rss_bytes=[2**20 * (400 + rank) for rank in range(ranks)],
+               initial_weights=script.get("weights"), first_masks=script.get("masks"))
 if not script.get("forgetful"):
     (out / "summary.json").write_text(json.dumps(summary))
 if "exit" in script:
@@ -75,6 +78,7 @@ def options(tmp_path):
         data=tmp_path / "text",
         model="llama-tiny",
         steps=STEPS,
+        random_numbers=False,
     )
 
 
@@ -83,7 +87,7 @@ def command(options):
     """Runs the command in this process; puts back the signal handlers that it installs."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = [signal.getsignal(number) for number in numbers]
-    yield lambda: main(options.command_line())
+    yield lambda **changes: main(replace(options, **changes).command_line())
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
 
@@ -96,14 +100,14 @@ class Watcher:
         self._on_progress = on_progress
 
     def started(self, job):
-        self.seen.append(f"{job.system} started")
+        self.seen.append(f"{job.name} started")
 
     def progressed(self, job, record):
-        self.seen.append(f"{job.system} at {record.step}")
+        self.seen.append(f"{job.name} at {record.step}")
         self._on_progress()
 
     def ended(self, outcome):
-        self.seen.append(f"{outcome.job.system} ended {outcome.exit_code}")
+        self.seen.append(f"{outcome.job.name} ended {outcome.exit_code}")
 
 
 class Stop:
@@ -281,6 +285,50 @@ def test_the_command_fails_clearly_and_still_reports(script, options, command, c
     results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert results["passes"] is False
     assert results["systems"][1]["records"][-1]["loss"] == "nan"
+
+
+def random_script(**changes):
+    """Entries for the systems and for all runs with random numbers, which go as they should."""
+    entries = {name: {"losses": LOSSES} for name in ("single", "ddp", "fsdp2")}
+    for case, drawn in (("init", "weights"), ("dropout", "masks")):
+        right = {"losses": LOSSES, "weights": "w", "masks": "m"}
+        entries[f"{case}-single-1-stock"] = right
+        for ranks in (2, 4):
+            other = {"losses": shifted(2, 0.01), drawn: "other"}
+            entries[f"{case}-dtensor-tp-{ranks}-stock"] = right | other
+            entries[f"{case}-dtensor-tp-{ranks}-dist-rng"] = right
+    return entries | changes
+
+
+def test_the_command_compares_random_numbers_after_the_systems(script, options, command, capsys):
+    script(**random_script())
+    assert command(random_numbers=True, random_steps=STEPS) == 0
+    printed = capsys.readouterr()
+    started = re.findall(r"^(\S+): \d ranks?, 5 steps$", printed.err, re.MULTILINE)
+    assert started[:3] == ["single", "ddp", "fsdp2"]
+    assert started[3:8] == [
+        "init-single-1-stock",
+        *(f"init-dtensor-tp-{n}-{source}" for n in (2, 4) for source in ("stock", "dist-rng")),
+    ]
+    assert started[8:] == [name.replace("init", "dropout") for name in started[3:8]]
+    assert "With random init, dist-rng gives 2 and 4 ranks the initial weights" in printed.out
+    out = options.out
+    results = json.loads((out / "results.json").read_text())
+    assert results["passes"] is True
+    assert [each["name"] for each in results["random_numbers"]] == started[3:]
+    for name in started[3:]:
+        assert (out / "runs" / "random" / f"{name}.log").exists()
+    assert (out / "figures" / "random.png").stat().st_size > 1000
+
+
+def test_other_random_numbers_fail_the_command_though_every_loss_is_right(
+    script, options, command, capsys
+):
+    name = "dropout-dtensor-tp-4-dist-rng"
+    entry = {"losses": LOSSES, "weights": "w", "masks": "other"}
+    script(**random_script(**{name: entry}))
+    assert command(random_numbers=True, random_steps=STEPS) == 1
+    assert f"{name} has other dropout masks than the single device." in capsys.readouterr().out
 
 
 def test_a_second_comparison_replaces_the_first(script, options, command):

@@ -1,5 +1,6 @@
 """What a comparison refuses, and that it refuses before it deletes or writes."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from integration.compare import folder
 from integration.compare.__main__ import main
 from integration.compare.options import CompareOptions, parse_options
+from integration.compare.random_jobs import Case, Source
 from integration.compare.setup import prepare
 from integration.errors import EXIT_USAGE, UsageError
 from integration.systems import SYSTEM_NAMES
@@ -64,8 +66,41 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
     assert [job.ranks for job in comparison.jobs] == [1, 2, 2]
 
 
+def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
+    given = CompareOptions(**options, random_steps=7, seed=3, global_batch=16, micro_batch=8)
+    comparison = prepare(given)
+    assert len(comparison.all_jobs) == 2 + len(comparison.random_jobs)
+    cases = {case: [job for job in comparison.random_jobs if job.case is case] for case in Case}
+    for case, jobs in cases.items():
+        assert [(job.job.system, job.job.ranks, job.source) for job in jobs] == [
+            ("single", 1, "stock"),
+            *(("dtensor-tp", ranks, source) for ranks in (2, 4) for source in Source),
+        ]
+        for job in jobs:
+            config = parse_config(job.job.arguments)
+            assert (config.system, config.ranks) == (job.job.system, job.job.ranks)
+            assert config.random == job.source
+            assert config.init == ("sharded" if case is Case.INIT else "whole")
+            assert config.attention_dropout == (0.1 if case is Case.DROPOUT else 0)
+            assert (config.model, config.steps, config.seed) == ("llama-tiny", 7, 3)
+            assert (config.global_batch, config.micro_batch) == (16, 8)
+            assert config.fingerprint
+            assert config.out == options["out"] / "runs" / "random" / job.job.name
+            assert job.job.tolerance == 1e-5
+    names = [job.name for job in comparison.all_jobs]
+    assert len(set(names)) == len(names)
+
+
+def test_random_numbers_can_be_left_out_and_nothing_about_them_matters_then(options, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    left_out = CompareOptions(**options, random_numbers=False, random_model="nope", random_steps=-1)
+    assert prepare(left_out).random_jobs == ()
+    with pytest.raises(UsageError, match=r"needs the package dist-rng.* --no-random-numbers"):
+        prepare(CompareOptions(**options))
+
+
 def test_the_spelled_out_command_line_means_the_same(options):
-    given = CompareOptions(**options, steps=7, learning_rate=3e-4)
+    given = CompareOptions(**options, steps=7, learning_rate=3e-4, random_numbers=False)
     assert parse_options(given.command_line()) == given
     assert parse_options(CompareOptions().command_line()) == CompareOptions()
 
@@ -84,6 +119,8 @@ def test_the_spelled_out_command_line_means_the_same(options):
         ({"global_batch": 9}, r"global batch 9 is not micro batch 4"),
         ({"global_batch": 4}, r"data-parallel degree 2"),
         ({"sequence_length": 5000}, r"the data has 10000 bytes, fewer than the 40000"),
+        ({"random_model": "llama-9000b"}, r"unknown model 'llama-9000b'"),
+        ({"random_steps": 0}, r"--random-steps is 0; it should be greater than or equal to 1"),
         ({"data": Path("/no/such/text")}, r"data path /no/such/text does not exist"),
     ],
 )

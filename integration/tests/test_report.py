@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 
 from integration.compare.curves import deviation
+from integration.compare.job import Job
 from integration.compare.options import CompareOptions
-from integration.compare.results import Verdict, collect
+from integration.compare.results import Results, Verdict, collect
 from integration.compare.runner import Outcome
-from integration.compare.setup import Comparison, DataFacts, Job
+from integration.compare.setup import Comparison, DataFacts
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report import write_report
 from integration.report.cost_figure import draw_cost
@@ -23,8 +24,9 @@ from integration.report.environment import cpu_model, describe_environment, git_
 from integration.report.figures import svg_of
 from integration.report.loss_figure import draw_losses
 from integration.report.palette import DARK, LIGHT, styles
+from integration.report.phrases import ABSENT, TIMES, scientific
 from integration.report.terminal import print_results
-from integration.report.wording import ABSENT, TIMES, finding, rows, scientific
+from integration.report.wording import finding, rows
 
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
 SHIFTED = [5.0, 4.00002, 3.5, 3.24999, 3.0]
@@ -47,7 +49,7 @@ def made_up(out, **curves):
         write_run(folder, system, ranks, losses or LOSSES[:2])
     options = CompareOptions(systems=",".join(curves), out=out, model="llama-tiny", steps=5)
     data = DataFacts("some text", 12345, "abc123")
-    return Comparison(options, tuple(jobs), data), collect(outcomes)
+    return Comparison(options, tuple(jobs), (), data), collect(outcomes)
 
 
 def write_run(folder, system, ranks, losses):
@@ -160,7 +162,7 @@ class Resources(HTMLParser):
 @pytest.mark.parametrize("which", ["good", "bad"])
 def test_the_html_is_whole_and_loads_nothing(which, request):
     comparison, results = request.getfixturevalue(which)
-    page = write_report(comparison, results, ["--steps", "5"]).read_text()
+    page = write_report(comparison, Results(results, ()), ["--steps", "5"]).read_text()
     found = Resources(page)
     assert found.open == []
     assert len(found.addresses) == 4
@@ -174,7 +176,7 @@ def test_the_html_is_whole_and_loads_nothing(which, request):
 
 def test_the_html_shows_a_failed_run_with_its_log_escaped(bad):
     comparison, results = bad
-    page = write_report(comparison, results, []).read_text()
+    page = write_report(comparison, Results(results, ()), []).read_text()
     assert "Does not pass" in page
     assert "<h2>fsdp1 failed</h2>" in page
     assert "Traceback: &lt;broken&gt; &amp; gone" in page
@@ -182,7 +184,7 @@ def test_the_html_shows_a_failed_run_with_its_log_escaped(bad):
 
 def test_the_markdown_refers_to_figures_that_exist(good):
     comparison, results = good
-    out = write_report(comparison, results, ["--steps", "5"]).parent
+    out = write_report(comparison, Results(results, ()), ["--steps", "5"]).parent
     page = (out / "report.md").read_text()
     figures = re.findall(r"!\[.+\]\((.+)\)", page)
     assert figures == ["figures/losses.png", "figures/cost.png"]
@@ -198,7 +200,7 @@ def test_the_markdown_refers_to_figures_that_exist(good):
 
 def test_the_markdown_shows_the_log_of_a_failed_run(bad):
     comparison, results = bad
-    page = (write_report(comparison, results, []).parent / "report.md").read_text()
+    page = (write_report(comparison, Results(results, ()), []).parent / "report.md").read_text()
     assert "## fsdp1 failed" in page
     assert "```text\nTraceback: <broken> & gone\n```" in page
 
@@ -309,7 +311,7 @@ def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path):
 
 def test_the_terminal_table_fits_eighty_columns(good, capsys):
     _, results = good
-    print_results(results, Path("there/report.html"), Console(width=80))
+    print_results(Results(results, ()), Path("there/report.html"), Console(width=80))
     printed = capsys.readouterr().out.splitlines()
     table = [line for line in printed if line.startswith(("single", "ddp", "fsdp"))][:4]
     assert [line.split()[0] for line in table] == ["single", "ddp", "fsdp1", "fsdp2"]

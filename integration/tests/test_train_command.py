@@ -1,6 +1,7 @@
 """The train command as a user runs it: processes, signals, exit codes, files."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -57,6 +58,8 @@ def undisturbed(tmp_path_factory):
 
 def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
     assert [step for step, _ in losses(undisturbed)] == list(range(1, STEPS + 1))
+    # An untrained model knows nothing of a byte: the mean over ranks is ln 256, not their sum.
+    assert losses(undisturbed)[0][1] == pytest.approx(math.log(256), abs=0.2)
     summary = read_summary(undisturbed)
     assert (summary.system, summary.world_size, summary.accumulation) == ("ddp", 2, 1)
     assert len(summary.peak_rss_bytes) == 2

@@ -33,6 +33,9 @@ class RunSummary:
 
     Attributes:
         peak_rss_bytes: the largest resident memory of each rank, in rank order.
+        initial_weights: the SHA-256 of the weights before the first step, where it was asked for.
+        first_masks: the SHA-256 of the first step's dropout masks, where it was asked for, there
+            is dropout, and the run was not resumed.
     """
 
     system: str
@@ -44,6 +47,8 @@ class RunSummary:
     steps: int
     data_source: str
     peak_rss_bytes: list[int]
+    initial_weights: str | None = None
+    first_masks: str | None = None
 
 
 class MetricsFile:

@@ -1,4 +1,4 @@
-"""``python -m integration.compare``: train under every system, compare, report."""
+"""``python -m integration.compare``: run every job, compare, report."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from rich.console import Console
 from integration.compare import folder
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
-from integration.compare.results import SystemResult, collect, passes
+from integration.compare.random_numbers import collect as collect_random_numbers
+from integration.compare.results import Results, collect
 from integration.compare.runner import run_jobs
 from integration.compare.setup import Comparison, prepare
 from integration.errors import EXIT_USAGE, UsageError
@@ -19,7 +20,7 @@ EXIT_NOT_PASSED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 where a system does not pass, 2, or 143."""
+    """Run the command; return its exit code: 0, 1 where something does not pass, 2, or 143."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         comparison = prepare(parse_options(arguments))
@@ -33,27 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped on request: no report; what the runs wrote is in {runs}", file=sys.stderr)
         return EXIT_TERMINATED
     _report(comparison, results, arguments)
-    return 0 if passes(results) else EXIT_NOT_PASSED
+    return 0 if results.passes else EXIT_NOT_PASSED
 
 
-def _run(comparison: Comparison) -> list[SystemResult] | None:
+def _run(comparison: Comparison) -> Results | None:
     """Run every job; None when SIGTERM or Ctrl-C asked to stop."""
     stop = StopRequest()
-    display = JobsDisplay(comparison.jobs, Console(stderr=True, highlight=False, soft_wrap=True))
+    jobs = comparison.all_jobs
+    display = JobsDisplay(jobs, Console(stderr=True, highlight=False, soft_wrap=True))
     with display:
-        outcomes = run_jobs(comparison.jobs, display, stop)
-    if len(outcomes) < len(comparison.jobs):
+        outcomes = run_jobs(jobs, display, stop)
+    if len(outcomes) < len(jobs):
         return None
-    results = collect(outcomes)
-    for result in results:
-        if result.failure is not None:
-            display.failed(result.system, result.failure)
+    systems, others = outcomes[: len(comparison.jobs)], outcomes[len(comparison.jobs) :]
+    results = Results(collect(systems), collect_random_numbers(comparison.random_jobs, others))
+    for failure in results.failures:
+        display.failed(failure)
     return results
 
 
-def _report(
-    comparison: Comparison, results: Sequence[SystemResult], arguments: Sequence[str]
-) -> Path:
+def _report(comparison: Comparison, results: Results, arguments: Sequence[str]) -> Path:
     # Imported late: matplotlib has no part in the runs, and memory is short on small machines.
     from integration.report import write_report
     from integration.report.terminal import print_results

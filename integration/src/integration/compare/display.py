@@ -1,4 +1,4 @@
-"""What the user sees while the jobs run: a bar per system in a terminal, lines elsewhere."""
+"""What the user sees while the jobs run: a bar per job in a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from integration.compare.results import Failure
+from integration.compare.job import Job
 from integration.compare.runner import Outcome
-from integration.compare.setup import Job
+from integration.compare.runs import Failure
 from integration.metrics import StepRecord
 
 
@@ -35,8 +35,8 @@ class JobsDisplay:
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {
-            job.system: self._progress.add_task(
-                job.system, total=job.steps, start=False, state="waiting"
+            job.name: self._progress.add_task(
+                job.name, total=job.steps, start=False, state="waiting"
             )
             for job in jobs
         }
@@ -60,11 +60,11 @@ class JobsDisplay:
         self._started_at = time.monotonic()
         ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
         self._state(job, f"starting {ranks}")
-        self._line(f"{job.system}: {ranks}, {job.steps} steps")
+        self._line(f"{job.name}: {ranks}, {job.steps} steps")
 
     def progressed(self, job: Job, record: StepRecord) -> None:
         """Show a completed step."""
-        task = self._tasks[job.system]
+        task = self._tasks[job.name]
         self._progress.start_task(task)
         self._progress.update(task, completed=record.step)
         speed = record.tokens / record.seconds
@@ -75,15 +75,17 @@ class JobsDisplay:
         seconds = time.monotonic() - self._started_at
         how = "done" if outcome.exit_code == 0 else "failed"
         self._state(outcome.job, f"{how} in {seconds:.0f} s")
-        self._line(f"{outcome.job.system}: {how} in {seconds:.0f} s")
+        self._line(f"{outcome.job.name}: {how} in {seconds:.0f} s")
 
-    def failed(self, system: str, failure: Failure) -> None:
+    def failed(self, failure: Failure) -> None:
         """Show why a job has no result, with the end of its log."""
-        self._console.print(Text(f"\n{system} {failure.reason}; its log is {failure.log}", "red"))
+        self._console.print(
+            Text(f"\n{failure.name} {failure.reason}; its log is {failure.log}", "red")
+        )
         self._console.print(Text(failure.tail, "dim"))
 
     def _state(self, job: Job, state: str) -> None:
-        self._progress.update(self._tasks[job.system], state=state)
+        self._progress.update(self._tasks[job.name], state=state)
 
     def _line(self, sentence: str) -> None:
         if self._progress.disable:

@@ -13,10 +13,11 @@ REFERENCE = "single"
 
 _DESCRIPTION = """Train under every system and compare each with one device.
 
-Trains the same model on the same global batches, one system after another, and writes loss
-curves, speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0
-when every curve stays within its tolerance, 1 when one does not or a run fails, 2 when the
-options are wrong."""
+Trains the same model on the same global batches, one system after another; then, for the random
+numbers, a small one whose weights or dropout are drawn on 2 and 4 ranks. Writes loss curves,
+speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0 when every
+curve stays within its tolerance and dist-rng's random numbers are one device's, 1 when not or
+when a run fails, 2 when the options are wrong."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class CompareOptions:
     """CPU threads per rank."""
     timeout: float = 300.0
     """Seconds after which a collective that does not finish fails its run."""
+    random_numbers: bool = True
+    """Compare random numbers drawn on shards too, after the systems."""
+    random_model: str = "llama-tiny"
+    """Which model to train for that."""
+    random_steps: int = 20
+    """Optimizer steps of each of those runs."""
 
     def system_names(self) -> tuple[str, ...]:
         """Return the systems in the order they run: the reference, then as they were given.

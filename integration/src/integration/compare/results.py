@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -11,11 +10,13 @@ from typing import Any
 
 from integration.compare.cost import Cost, cost
 from integration.compare.curves import Deviation, deviation
+from integration.compare.random_numbers import RandomResult
+from integration.compare.random_numbers import passes as random_numbers_pass
 from integration.compare.runner import Outcome
-from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
+from integration.compare.runs import Failure, Run, read_run
+from integration.metrics import RunSummary, StepRecord
 
 RESULTS_FILE = "results.json"
-_TAIL_LINES = 25
 
 
 class Verdict(StrEnum):
@@ -32,15 +33,6 @@ class Verdict(StrEnum):
     def passes(self) -> bool:
         """Whether a comparison with this verdict in it can pass."""
         return self in (Verdict.REFERENCE, Verdict.EQUAL, Verdict.WITHIN)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a run has no result: a clause that follows its system's name, and its log's end."""
-
-    reason: str
-    log: Path
-    tail: str
 
 
 @dataclass(frozen=True)
@@ -71,6 +63,31 @@ class SystemResult:
         return tuple(record.loss for record in self.records)
 
 
+@dataclass(frozen=True)
+class Results:
+    """All that a comparison found.
+
+    Attributes:
+        systems: the reference's first.
+        random_numbers: case by case, each one's reference first; empty where it was left out.
+    """
+
+    systems: Sequence[SystemResult]
+    random_numbers: Sequence[RandomResult]
+
+    @property
+    def passes(self) -> bool:
+        """Whether everything that was compared passes."""
+        return passes(self.systems) and random_numbers_pass(self.random_numbers)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Why runs have no result, in the order of the runs."""
+        found = [each.failure for each in self.systems]
+        found += [each.failure for each in self.random_numbers]
+        return [failure for failure in found if failure is not None]
+
+
 def passes(results: Sequence[SystemResult]) -> bool:
     """Return whether every run finished and every curve stayed within its tolerance."""
     return all(result.verdict.passes for result in results)
@@ -78,46 +95,23 @@ def passes(results: Sequence[SystemResult]) -> bool:
 
 def collect(outcomes: Sequence[Outcome]) -> list[SystemResult]:
     """Read the run folders and compare every curve with the first one's."""
-    finished = [_read(outcome) for outcome in outcomes]
+    finished = [read_run(outcome) for outcome in outcomes]
     return [_against(run, finished[0], is_reference=run is finished[0]) for run in finished]
 
 
-def write_results(path: Path, results: Sequence[SystemResult], about: dict[str, Any]) -> None:
+def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
     """Write everything as JSON; numbers that JSON lacks become "nan", "inf" and "-inf"."""
-    document = {"passes": passes(results), **about, "systems": [asdict(each) for each in results]}
+    document = {
+        "passes": results.passes,
+        **about,
+        "systems": [asdict(each) for each in results.systems],
+        "random_numbers": [asdict(each) for each in results.random_numbers],
+    }
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run folder as it was found, before it is compared."""
-
-    outcome: Outcome
-    records: tuple[StepRecord, ...]
-    summary: RunSummary | None
-    failure: Failure | None
-
-
-def _read(outcome: Outcome) -> _Run:
-    job = outcome.job
-    reason = _exit_reason(outcome.exit_code)
-    records: tuple[StepRecord, ...] = ()
-    summary = None
-    try:
-        records = tuple(read_metrics(job.folder))
-        if reason is None:
-            summary = read_summary(job.folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = reason or f"ended well but left unreadable files: {error}"
-    if reason is None and [each.step for each in records] != list(range(1, job.steps + 1)):
-        reason = f"ended well but recorded {len(records)} of {job.steps} steps"
-    failure = None if reason is None else Failure(reason, job.log, _tail(job.log))
-    return _Run(outcome, records, None if failure else summary, failure)
-
-
-def _against(run: _Run, reference: _Run, *, is_reference: bool) -> SystemResult:
+def _against(run: Run, reference: Run, *, is_reference: bool) -> SystemResult:
     job = run.outcome.job
-    losses = [record.loss for record in run.records]
     found: Deviation | None = None
     own_cost: Cost | None = None
     relative: float | None = None
@@ -128,7 +122,7 @@ def _against(run: _Run, reference: _Run, *, is_reference: bool) -> SystemResult:
         own = cost(reference.records, reference.summary)
         relative = own_cost.step_seconds / own.step_seconds
         if not is_reference:
-            found = deviation(losses, [record.loss for record in reference.records])
+            found = deviation(run.losses, reference.losses)
     return SystemResult(
         system=job.system,
         ranks=job.ranks,
@@ -143,7 +137,7 @@ def _against(run: _Run, reference: _Run, *, is_reference: bool) -> SystemResult:
     )
 
 
-def _verdict(run: _Run, found: Deviation | None, *, is_reference: bool) -> Verdict:
+def _verdict(run: Run, found: Deviation | None, *, is_reference: bool) -> Verdict:
     if run.failure is not None:
         return Verdict.FAILED
     if is_reference:
@@ -153,22 +147,6 @@ def _verdict(run: _Run, found: Deviation | None, *, is_reference: bool) -> Verdi
     if found.bitwise_equal:
         return Verdict.EQUAL
     return Verdict.WITHIN if found.within(run.outcome.job.tolerance) else Verdict.OUTSIDE
-
-
-def _exit_reason(code: int) -> str | None:
-    if code == 0:
-        return None
-    return f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name
-
-
-def _tail(log: Path) -> str:
-    if not log.exists():
-        return ""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _jsonable(value: Any) -> Any:

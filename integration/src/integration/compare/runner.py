@@ -11,7 +11,7 @@ from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
-from integration.compare.setup import Job
+from integration.compare.job import Job
 from integration.metrics import StepRecord, read_metrics
 from integration.train.stop import StopRequest
 
@@ -59,6 +59,7 @@ def run_jobs(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[O
         if stop.requested:
             break
         watcher.started(job)
+        job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "wb") as log, _process(job, log.fileno()) as process:
             seen = 0
             running = True

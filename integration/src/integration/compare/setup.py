@@ -1,38 +1,16 @@
 """Everything about a comparison that can be wrong before anything is deleted or started."""
 
 from dataclasses import dataclass
-from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any
 
 from integration.compare.folder import RUNS, require_replaceable
-from integration.compare.options import CompareOptions, option_of, option_words
+from integration.compare.job import Job, job_of, train_config
+from integration.compare.options import CompareOptions
+from integration.compare.random_jobs import RandomJob, random_jobs
 from integration.data import BatchLoader, BatchPlan, Corpus, load_corpus
-from integration.errors import UsageError
 from integration.models import model_shape
 from integration.systems import System, get_system
-from integration.train.config import NEVER_RESUME, TrainConfig
-
-
-@dataclass(frozen=True)
-class Job:
-    """One system's run.
-
-    Attributes:
-        ranks: processes that it trains on.
-        tolerance: the largest difference accepted, absolute, in nats per token.
-        folder: the run folder that it writes.
-        log: the file for its standard output and error.
-        arguments: of ``python -m integration.train``.
-    """
-
-    system: str
-    ranks: int
-    tolerance: float
-    steps: int
-    folder: Path
-    log: Path
-    arguments: tuple[str, ...]
+from integration.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -46,11 +24,22 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that was found to make sense; the first job is the reference."""
+    """A comparison that was found to make sense.
+
+    Attributes:
+        jobs: one per system; the first is the reference.
+        random_jobs: what runs after them; none where random numbers are left out.
+    """
 
     options: CompareOptions
     jobs: tuple[Job, ...]
+    random_jobs: tuple[RandomJob, ...]
     data: DataFacts
+
+    @property
+    def all_jobs(self) -> tuple[Job, ...]:
+        """Everything that runs, in order."""
+        return (*self.jobs, *(random.job for random in self.random_jobs))
 
 
 def prepare(options: CompareOptions) -> Comparison:
@@ -60,46 +49,32 @@ def prepare(options: CompareOptions) -> Comparison:
         UsageError: a system, model, number or path does not do.
     """
     systems = [get_system(name) for name in options.system_names()]
-    configs = [_train_config(options, system) for system in systems]
+    configs = [_system_config(options, system) for system in systems]
     shape = model_shape(options.model)
     for system in systems:
         system.check(system.compare_ranks, shape)
+    random = random_jobs(options)
     require_replaceable(options.out, options.data)
     corpus = load_corpus(options.data)
     for system in systems:
         _require_enough_data(options, system, corpus)
-    jobs = [_job(system, config) for system, config in zip(systems, configs, strict=True)]
+    jobs = [
+        job_of(config, tolerance=system.tolerance)
+        for system, config in zip(systems, configs, strict=True)
+    ]
     facts = DataFacts(corpus.source, len(corpus.data), corpus.fingerprint)
-    return Comparison(options, tuple(jobs), facts)
+    return Comparison(options, tuple(jobs), random, facts)
 
 
-def _train_config(options: CompareOptions, system: System) -> TrainConfig:
-    """Return what the trainer will be told; its own types check the numbers."""
-    try:
-        return TrainConfig(
-            system=system.name,
-            ranks=system.compare_ranks,
-            out=options.out / RUNS / system.name,
-            model=options.model,
-            data=options.data,
-            steps=options.steps,
-            global_batch=options.global_batch,
-            micro_batch=options.micro_batch,
-            sequence_length=options.sequence_length,
-            learning_rate=options.learning_rate,
-            weight_decay=options.weight_decay,
-            seed=options.seed,
-            threads=options.threads,
-            timeout=options.timeout,
-            resume=NEVER_RESUME,
-            checkpoint_every=0,
-            tensorboard=False,
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        option = option_of(str(problem["loc"][0]))
-        wanted = problem["msg"].removeprefix("Input ")
-        raise UsageError(f"{option} is {problem['input']}; it {wanted}") from error
+def _system_config(options: CompareOptions, system: System) -> TrainConfig:
+    choices: dict[str, Any] = {
+        "system": system.name,
+        "ranks": system.compare_ranks,
+        "out": options.out / RUNS / system.name,
+        "model": options.model,
+        "steps": options.steps,
+    }
+    return train_config(options, choices)
 
 
 def _require_enough_data(options: CompareOptions, system: System, corpus: Corpus) -> None:
@@ -111,15 +86,3 @@ def _require_enough_data(options: CompareOptions, system: System, corpus: Corpus
     )
     # Made only because its constructor knows how much a batch needs.
     BatchLoader(corpus.data, plan, rank=0, seed=options.seed)
-
-
-def _job(system: System, config: TrainConfig) -> Job:
-    return Job(
-        system=system.name,
-        ranks=system.compare_ranks,
-        tolerance=system.tolerance,
-        steps=config.steps,
-        folder=config.out,
-        log=config.out.with_suffix(".log"),
-        arguments=tuple(option_words(vars(config))),
-    )

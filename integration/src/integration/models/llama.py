@@ -1,6 +1,7 @@
 """LLaMA shapes for byte-level language modelling; the model itself is Hugging Face's."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
@@ -20,12 +21,21 @@ class LlamaShape:
     vocab_size: int = BYTE_VOCABULARY
     tie_word_embeddings: bool = False
 
-    def build(self) -> nn.Module:
-        """Return an unmodified fp32 ``LlamaForCausalLM``, drawn from torch's generator."""
+    def build(self, *, attention_dropout: float) -> nn.Module:
+        """Return an unmodified fp32 ``LlamaForCausalLM``, drawn from torch's generator.
+
+        With dropout its attention is the eager one, whose mask is an ordinary tensor operation.
+        """
         # Imported here: it takes seconds, and options are checked without a model.
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig(**asdict(self), max_position_embeddings=2048, use_cache=False)
+        options: dict[str, Any] = asdict(self) | {
+            "max_position_embeddings": 2048,
+            "use_cache": False,
+            "attention_dropout": attention_dropout,
+            "attn_implementation": "eager" if attention_dropout else "sdpa",
+        }
+        config = LlamaConfig(**options)
         model: nn.Module = LlamaForCausalLM(config).train()
         return model
 

@@ -6,27 +6,28 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from integration.compare.results import RESULTS_FILE, SystemResult, write_results
+from integration.compare.random_numbers import RandomResult
+from integration.compare.results import RESULTS_FILE, Results, write_results
 from integration.compare.setup import Comparison
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import save_png, svg_of
 from integration.report.loss_figure import draw_losses
-from integration.report.pages import Chart, Page, render_html, render_markdown
+from integration.report.pages import Chart, Page, RandomSection, render_html, render_markdown
 from integration.report.palette import DARK, LIGHT, Theme
+from integration.report.random_figure import draw_random
+from integration.report.random_wording import random_text
 from integration.report.wording import page_text
 
 __all__ = ["write_report"]
 
 
-def write_report(
-    comparison: Comparison, results: Sequence[SystemResult], arguments: Sequence[str]
-) -> Path:
+def write_report(comparison: Comparison, results: Results, arguments: Sequence[str]) -> Path:
     """Write every file of the report into the comparison's folder.
 
     Args:
         comparison: what was asked for; its ``out`` exists.
-        results: the reference's first.
+        results: what came out.
         arguments: the command line as it was given.
 
     Returns:
@@ -49,11 +50,16 @@ def write_report(
         losses=_chart(
             "losses",
             "Loss of every system by step, and its difference from the single device",
-            draw_losses,
-            results,
+            lambda theme: draw_losses(results.systems, theme),
             figures,
         ),
-        cost=_chart("cost", "Step time and memory of every system", draw_cost, results, figures),
+        cost=_chart(
+            "cost",
+            "Step time and memory of every system",
+            lambda theme: draw_cost(results.systems, theme),
+            figures,
+        ),
+        random=_random_section(results.random_numbers, figures),
         environment=environment,
     )
     (out / "report.md").write_text(render_markdown(page))
@@ -62,13 +68,19 @@ def write_report(
     return html
 
 
-def _chart(
-    name: str,
-    alternative: str,
-    draw: Callable[[Sequence[SystemResult], Theme], Figure],
-    results: Sequence[SystemResult],
-    folder: Path,
-) -> Chart:
-    light, dark = draw(results, LIGHT), draw(results, DARK)
+def _random_section(results: Sequence[RandomResult], figures: Path) -> RandomSection | None:
+    if not results:
+        return None
+    chart = _chart(
+        "random",
+        "Difference from the single device by step, for random init and for dropout",
+        lambda theme: draw_random(results, theme),
+        figures,
+    )
+    return RandomSection(random_text(results), results, chart)
+
+
+def _chart(name: str, alternative: str, draw: Callable[[Theme], Figure], folder: Path) -> Chart:
+    light, dark = draw(LIGHT), draw(DARK)
     save_png(light, folder / f"{name}.png")
     return Chart(name, alternative, light_svg=svg_of(light), dark_svg=svg_of(dark))

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -29,6 +30,7 @@ class Environment:
         reproduce: the same with every option spelled out.
         single_run: one system's run alone, the last one's.
         git_commit: of the source tree this package runs from; None outside of one.
+        dist_rng: its version; None where random numbers were left out.
     """
 
     date: str
@@ -39,6 +41,7 @@ class Environment:
     integration: str
     torch: str
     transformers: str
+    dist_rng: str | None
     python: str
     cpu: str
     cores: int
@@ -54,6 +57,7 @@ class Environment:
             ("integration", self.integration),
             ("torch", self.torch),
             ("transformers", self.transformers),
+            *([("dist-rng", self.dist_rng)] if self.dist_rng else []),
             ("Python", self.python),
         )
         return [
@@ -85,6 +89,7 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
         integration=integration.__version__,
         torch=torch.__version__,
         transformers=transformers.__version__,
+        dist_rng=_version("dist-rng") if comparison.random_jobs else None,
         python=f"{platform.python_implementation()} {platform.python_version()}",
         cpu=cpu_model(),
         cores=os.cpu_count() or 1,
@@ -135,6 +140,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() if found.returncode == 0 else None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _operating_system() -> str:

@@ -9,9 +9,14 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup, escape
 
-from integration.compare.results import SystemResult
+from integration.compare.random_jobs import Source
+from integration.compare.random_numbers import RandomResult
+from integration.compare.results import Results
 from integration.report.environment import Environment
 from integration.report.palette import DARK, LIGHT, styles
+from integration.report.phrases import ABSENT
+from integration.report.random_figure import source_colour
+from integration.report.random_wording import RandomRow, RandomText, random_rows
 from integration.report.wording import PageText, Row, rows
 
 _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
@@ -33,28 +38,47 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class RandomSection:
+    """The section on random numbers."""
+
+    text: RandomText
+    results: Sequence[RandomResult]
+    chart: Chart
+
+    @property
+    def rows(self) -> list[RandomRow]:
+        """A printable row per run."""
+        return random_rows(self.results)
+
+
+@dataclass(frozen=True)
 class Page:
-    """What both templates are filled from."""
+    """What both templates are filled from.
+
+    Attributes:
+        random: absent where random numbers were left out.
+    """
 
     text: PageText
-    results: Sequence[SystemResult]
+    results: Results
     losses: Chart
     cost: Chart
+    random: RandomSection | None
     environment: Environment
 
     @property
     def rows(self) -> list[Row]:
         """A printable row per system."""
-        return rows(self.results)
-
-    @property
-    def failed(self) -> list[SystemResult]:
-        """The systems whose run gave no result."""
-        return [result for result in self.results if result.failure is not None]
+        return rows(self.results.systems)
 
     def colour(self, system: str, *, dark: bool) -> str:
         """Return the colour that the figures give a system."""
-        return styles(self.results, DARK if dark else LIGHT)[system].colour
+        return styles(self.results.systems, DARK if dark else LIGHT)[system].colour
+
+    def source_colour(self, source: str, *, dark: bool) -> str:
+        """Return the colour of whoever draws random numbers; that of one device where nobody."""
+        theme = DARK if dark else LIGHT
+        return theme.reference if source == ABSENT else source_colour(Source(source), theme)
 
 
 def render_markdown(page: Page) -> str:

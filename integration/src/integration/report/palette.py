@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from integration.compare.results import SystemResult, Verdict
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
     drawn = {reference.system: Style(theme.reference, "")}
     for index, result in enumerate(others):
         colour = theme.series[index % len(theme.series)]
-        drawn[result.system] = Style(colour, _MARKERS[index % len(_MARKERS)])
+        drawn[result.system] = Style(colour, MARKERS[index % len(MARKERS)])
     return drawn
 
 

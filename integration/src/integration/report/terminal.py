@@ -1,4 +1,4 @@
-"""The short table that ends the command."""
+"""The short tables that end the command."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,31 +7,68 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from integration.compare.results import SystemResult, passes
-from integration.report.wording import TIMES, finding, rows
+from integration.compare.random_numbers import RandomResult, RandomVerdict
+from integration.compare.results import Results, SystemResult
+from integration.report.phrases import ABSENT, TIMES
+from integration.report.random_wording import random_rows
+from integration.report.wording import rows, whole_finding
 
 
-def print_results(results: Sequence[SystemResult], report: Path, console: Console) -> None:
-    """Print a line per system, what was found, and where the report lies."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("system", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for name in ("max |Δ|", "step time", f"{TIMES} single", "tokens/s", "memory"):
-        table.add_column(name, justify="right")
+def print_results(results: Results, report: Path, console: Console) -> None:
+    """Print a line per run, what was found, and where the report lies."""
+    console.print()
+    console.print(_systems_table(results.systems))
+    console.print()
+    if results.random_numbers:
+        console.print(_random_table(results.random_numbers))
+        console.print()
+    good = results.passes
+    verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
+    console.print(verdict + Text(whole_finding(results)), soft_wrap=True)
+    console.print(Text(f"report: {report}"), soft_wrap=True)
+
+
+def _systems_table(results: Sequence[SystemResult]) -> Table:
+    numbers = ("max |Δ|", "step time", f"{TIMES} single", "tokens/s", "memory")
+    table = _table("system", "verdict", numbers=numbers)
     for row in rows(results):
         table.add_row(
             row.system,
-            Text(row.verdict, style="green" if row.verdict.passes else "bold red"),
+            _verdict(row.verdict, passes=row.verdict.passes),
             row.maximum,
             row.step_time,
             row.relative.removesuffix(TIMES),
             row.tokens_per_second,
             row.memory_mean,
         )
-    console.print()
-    console.print(table)
-    console.print()
-    good = passes(results)
-    verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
-    console.print(verdict + Text(finding(results)), soft_wrap=True)
-    console.print(Text(f"report: {report}"), soft_wrap=True)
+    return table
+
+
+def _random_table(results: Sequence[RandomResult]) -> Table:
+    table = _table("on shards", "drawn by", "verdict", "weights", "masks", numbers=("max |Δ|",))
+    # A reference that finished has nothing to tell here.
+    shown = [result for result in results if result.verdict is not RandomVerdict.REFERENCE]
+    for row in random_rows(shown):
+        judged = row.verdict is not RandomVerdict.UNJUDGED
+        table.add_row(
+            f"{row.case}, {row.ranks} ranks" if row.source != ABSENT else row.case,
+            row.source,
+            _verdict(row.verdict, passes=row.verdict.passes) if judged else Text(row.verdict),
+            row.weights,
+            row.masks,
+            row.maximum,
+        )
+    return table
+
+
+def _table(*names: str, numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _verdict(verdict: str, *, passes: bool) -> Text:
+    return Text(verdict, style="green" if passes else "bold red")

@@ -1,16 +1,15 @@
 """The report's sentences and numbers, the same for every form it is written in."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.compare.cost import WARM_UP_STEPS
-from integration.compare.results import SystemResult, Verdict, passes
+from integration.compare.results import Results, SystemResult, Verdict
 from integration.compare.setup import Comparison
+from integration.report.phrases import ABSENT, TIMES, listed, out_of_tolerance, scientific, size
+from integration.report.random_wording import random_finding
 
-ABSENT = "\N{EN DASH}"
-TIMES = "\N{MULTIPLICATION SIGN}"
 _MIB = 2**20
 
 
@@ -54,21 +53,25 @@ class Row:
     memory_max: str
 
 
-def page_text(comparison: Comparison, results: Sequence[SystemResult]) -> PageText:
+def page_text(comparison: Comparison, results: Results) -> PageText:
     """Return the sentences for a comparison's results."""
-    good = passes(results)
     return PageText(
         title="Every system against one device",
-        passes=good,
-        verdict="Passes" if good else "Does not pass",
-        finding=finding(results),
-        subject=_subject(comparison, results),
+        passes=results.passes,
+        verdict="Passes" if results.passes else "Does not pass",
+        finding=whole_finding(results),
+        subject=_subject(comparison, results.systems),
         cost_note=_cost_note(comparison),
     )
 
 
+def whole_finding(results: Results) -> str:
+    """Return what was found of the systems, then what of random numbers."""
+    return f"{finding(results.systems)} {random_finding(results.random_numbers)}".rstrip()
+
+
 def finding(results: Sequence[SystemResult]) -> str:
-    """Return what the comparison found: what is wrong first, then what is right."""
+    """Return what was found of the systems: what is wrong first, then what is right."""
     reference = results[0]
     if reference.failure is not None:
         return (
@@ -88,7 +91,9 @@ def finding(results: Sequence[SystemResult]) -> str:
         )
     if equal:
         verb = "is" if len(equal) == 1 else "are"
-        sentences.append(f"{_list(equal)} {verb} bitwise equal to the single device at every step.")
+        sentences.append(
+            f"{listed(equal)} {verb} bitwise equal to the single device at every step."
+        )
     return " ".join(sentences)
 
 
@@ -97,43 +102,25 @@ def rows(results: Sequence[SystemResult]) -> list[Row]:
     return [_row(result) for result in results]
 
 
-def scientific(value: float) -> str:
-    """Return a number in few digits, a small one by its power of ten: 0, 0.5, 1e-4, nan."""
-    if value == 0 or value >= 0.01 or not math.isfinite(value):
-        return f"{value:.3g}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
 def _trouble(result: SystemResult) -> str:
     if result.failure is not None:
         return f"{result.system} {result.failure.reason}; see {result.failure.log.name}."
     assert result.deviation is not None
-    found = result.deviation
-    if math.isnan(found.maximum):
-        return f"{result.system} has no finite loss to compare from step {found.step} on."
-    return (
-        f"{result.system} leaves its tolerance: it differs by {scientific(found.maximum)} nats per"
-        f" token at step {found.step}, where {scientific(result.tolerance)} is accepted."
-    )
+    return out_of_tolerance(result.system, result.deviation, result.tolerance)
 
 
 def _stays(within: Sequence[SystemResult]) -> str:
     verb = "stays" if len(within) == 1 else "stay"
-    return f"{_list([each.system for each in within])} {verb}"
-
-
-def _list(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{listed([each.system for each in within])} {verb}"
 
 
 def _subject(comparison: Comparison, results: Sequence[SystemResult]) -> str:
     options = comparison.options
     summary = next((each.summary for each in results if each.summary is not None), None)
-    size = "" if summary is None else f" ({summary.parameters / 1e6:.1f} M parameters)"
-    others = _list([job.system for job in comparison.jobs[1:]])
+    model = options.model if summary is None else f"{options.model}{size(summary.parameters)}"
+    others = listed([job.system for job in comparison.jobs[1:]])
     return (
-        f"The same unmodified Hugging Face model, {options.model}{size}, was trained in fp32 on"
+        f"The same unmodified Hugging Face model, {model}, was trained in fp32 on"
         f" {comparison.data.source}, byte by byte, for {options.steps} steps: once on a single"
         f" device, and once each under {others}. Every run started from the same weights and saw"
         f" the same {options.global_batch} sequences of {options.sequence_length} bytes in every"

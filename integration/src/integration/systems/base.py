@@ -25,6 +25,8 @@ class System(ABC):
     name: str
     compare_ranks: int = 2
     tolerance: float
+    # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
+    takes_meta: bool = False
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
@@ -44,7 +46,7 @@ class System(ABC):
         Every rank passes the same weights.
         """
 
-    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return the context of one microbatch; gradients are reduced in the ``last`` one."""
         del model, last
         return nullcontext()

@@ -19,7 +19,7 @@ class DataParallel(System):
         del world_size
         return DistributedDataParallel(model)
 
-    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local until the last microbatch."""
         assert isinstance(model, DistributedDataParallel)
         context: AbstractContextManager[object] = nullcontext() if last else model.no_sync()

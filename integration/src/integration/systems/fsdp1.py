@@ -34,7 +34,7 @@ class FullyShardedOne(System):
             use_orig_params=True,
         )
 
-    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local, and unsharded, until the last microbatch."""
         assert isinstance(model, FullyShardedDataParallel)
         return nullcontext() if last else model.no_sync()

@@ -15,6 +15,7 @@ class FullyShardedTwo(System):
 
     name = "fsdp2"
     tolerance = 1e-4
+    takes_meta = True
 
     def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
         """Shard the model in place."""
@@ -24,7 +25,7 @@ class FullyShardedTwo(System):
         fully_shard(model, mesh=mesh)
         return model
 
-    def gradient_sync(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+    def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Reduce-scatter in the last microbatch only."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)

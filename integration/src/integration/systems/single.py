@@ -13,6 +13,7 @@ class SingleDevice(System):
     name = "single"
     compare_ranks = 1
     tolerance = 0.0
+    takes_meta = True
 
     def check(self, world_size: int, shape: LlamaShape) -> None:
         """Refuse more than one rank."""

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -50,6 +50,14 @@ class TrainConfig:
     """AdamW's decoupled weight decay."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the data."""
+    init: Literal["whole", "sharded"] = "whole"
+    """whole: every rank draws all weights and keeps its part; sharded: it draws its part only."""
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of a zero in the attention weights; above 0 attention is the eager one."""
+    random: Literal["stock", "dist-rng"] = "stock"
+    """Who draws random DTensors: torch, or dist-rng, which gives one device's numbers."""
+    fingerprint: bool = False
+    """Write hashes of the initial weights and the first step's dropout masks into the summary."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 saves only on SIGTERM."""
     resume: str = AUTO_RESUME

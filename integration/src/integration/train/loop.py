@@ -1,22 +1,24 @@
 """The training loop: the same few lines for every system."""
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import BatchLoader, load_corpus
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
-from integration.models import build_model
 from integration.systems import build_optimizer
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
+from integration.train.masks import DropoutMasks
 from integration.train.memory import peak_rss_bytes
+from integration.train.parallel import parallel_model, weights_hash
 from integration.train.progress import ProgressDisplay
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
@@ -53,9 +55,10 @@ class Trainer:
             manifest = checkpoint.read_manifest(setup.resume_from)
             checkpoint.require_same(manifest, self._identity, setup.resume_from)
             self._loader.load_state_dict({"step": manifest.step})
-        model = build_model(setup.shape, seed=config.seed)
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.model: nn.Module = setup.system.parallelize(model, world.size)
+        parallel = parallel_model(setup, world)
+        self.model, self._parameters = parallel.model, parallel.parameters
+        self._initial_weights = weights_hash(self.model) if config.fingerprint else None
+        self._first_masks: str | None = None
         self.optimizer = build_optimizer(
             setup.system.parameter_groups(self.model),
             learning_rate=config.learning_rate,
@@ -71,16 +74,26 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """Run one step and return this rank's mean loss, a float64 scalar, before the update."""
+        fingerprint = self._setup.config.fingerprint and self.step == 0
         microbatches = next(self._loader)
+        masks = DropoutMasks()
+        with masks if fingerprint else nullcontext():
+            total = self._accumulate(microbatches)
+        if fingerprint:
+            self._first_masks = masks.hexdigest()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def _accumulate(self, microbatches: Sequence[Tensor]) -> Tensor:
+        """Leave the gradients of a step in the parameters and return its mean loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index, tokens in enumerate(microbatches):
             last = index == len(microbatches) - 1
-            with self._setup.system.gradient_sync(self.model, last=last):
+            with self._setup.system.microbatch(self.model, last=last):
                 loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss / len(microbatches)
                 loss.backward()
             total += loss.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return total
 
     def save(self) -> Path:
@@ -149,6 +162,8 @@ class Trainer:
             steps=setup.config.steps,
             data_source=self._data_source,
             peak_rss_bytes=peaks,
+            initial_weights=self._initial_weights,
+            first_masks=self._first_masks,
         )
 
 

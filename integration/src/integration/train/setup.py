@@ -38,6 +38,10 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     system = get_system(config.system)
     shape = model_shape(config.model)
     system.check(world_size, shape)
+    if config.init == "sharded" and not system.takes_meta:
+        raise UsageError(
+            f"system {system.name!r} wraps weights that are there already; use --init whole"
+        )
     plan = BatchPlan(
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,

@@ -1,0 +1,88 @@
+"""The runs that compare random numbers: each case on one device, and cut over 2 and 4 ranks."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from integration.compare.folder import RUNS
+from integration.compare.job import Job, job_of, train_config
+from integration.compare.options import REFERENCE, CompareOptions
+from integration.errors import UsageError
+from integration.models import model_shape
+from integration.systems import get_system
+
+FOLDER = "random"
+PARALLEL = "dtensor-tp"
+RANKS = (2, 4)
+DROPOUT = 0.1
+# Reduction order alone costs 1.4e-6 over 20 steps, with equal weights on 2 ranks.
+TOLERANCE = 1e-5
+
+
+class Case(StrEnum):
+    """Where a run draws random numbers on shards."""
+
+    INIT = "init"
+    DROPOUT = "dropout"
+
+
+class Source(StrEnum):
+    """Who draws random DTensors: a value of the trainer's ``--random``."""
+
+    STOCK = "stock"
+    DIST_RNG = "dist-rng"
+
+
+@dataclass(frozen=True)
+class RandomJob:
+    """A run of this comparison; of each case the first is the reference."""
+
+    case: Case
+    source: Source
+    job: Job
+
+
+def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
+    """Return the runs that ``options`` ask for, case by case; none where they leave them out.
+
+    Raises:
+        UsageError: the model or a number does not do, or dist-rng is not installed.
+    """
+    if not options.random_numbers:
+        return ()
+    shape = model_shape(options.random_model)
+    for ranks in RANKS:
+        get_system(PARALLEL).check(ranks, shape)
+    if importlib.util.find_spec("dist_rng") is None:
+        raise UsageError(
+            "the comparison of random numbers needs the package dist-rng, which is not installed;"
+            " install it, or leave the comparison out with --no-random-numbers"
+        )
+    return tuple(job for case in Case for job in _jobs(options, case))
+
+
+def _jobs(options: CompareOptions, case: Case) -> Iterator[RandomJob]:
+    # One device draws with torch alone: its numbers are the definition.
+    yield _job(options, case, REFERENCE, 1, Source.STOCK)
+    for ranks in RANKS:
+        for source in Source:
+            yield _job(options, case, PARALLEL, ranks, source)
+
+
+def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: Source) -> RandomJob:
+    name = f"{case}-{system}-{ranks}-{source}"
+    choices: dict[str, Any] = {
+        "system": system,
+        "ranks": ranks,
+        "out": options.out / RUNS / FOLDER / name,
+        "model": options.random_model,
+        "steps": options.random_steps,
+        "init": "sharded" if case is Case.INIT else "whole",
+        "attention_dropout": DROPOUT if case is Case.DROPOUT else 0.0,
+        "random": str(source),
+        "fingerprint": True,
+    }
+    config = train_config(options, choices, spelled={"steps": "random_steps"})
+    return RandomJob(case, source, job_of(config, tolerance=TOLERANCE))

@@ -1,0 +1,126 @@
+"""Differences from the single device on a logarithmic scale, which has a place for zero."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+from integration.report.palette import Style, Theme
+from integration.report.phrases import scientific
+
+# Decades below the smallest difference in which each line with zeros gets a row.
+_ROW = 0.4
+# Decades above the largest number that keep it, and its label, off the title.
+_HEADROOM = 0.6
+
+
+@dataclass(frozen=True)
+class DifferenceLine:
+    """One run: |loss - reference| of every step, the style, and its name in a legend."""
+
+    differences: tuple[float, ...]
+    style: Style
+    label: str
+
+
+@dataclass(frozen=True)
+class DifferencePanel:
+    """Axes and what they show."""
+
+    axes: Axes
+    lines: Sequence[DifferenceLine]
+
+    @property
+    def with_zeros(self) -> list[DifferenceLine]:
+        """The lines that are bitwise equal at some step."""
+        return [line for line in self.lines if 0.0 in line.differences]
+
+
+def draw_differences(
+    panels: Sequence[DifferencePanel], tolerances: Collection[float], theme: Theme
+) -> None:
+    """Draw every panel to one scale, with a dashed line at each tolerance."""
+    every = [value for panel in panels for line in panel.lines for value in line.differences]
+    shown = [*(value for value in every if 0 < value < math.inf), *tolerances] or [1e-6]
+    bottom = math.floor(math.log10(min(shown)))
+    top = math.log10(max(shown)) + _HEADROOM
+    rows = max(len(panel.with_zeros) for panel in panels)
+    band = _ROW * (rows + 1)
+    for panel in panels:
+        axes = panel.axes
+        axes.set_yscale("log")
+        axes.set_ylim(10 ** (bottom - band if rows else bottom - 0.1), 10**top)
+        _draw_lines(panel, bottom, theme)
+        for tolerance in tolerances:
+            _draw_tolerance(axes, tolerance, theme)
+        if rows:
+            axes.axhspan(
+                10 ** (bottom - band), 10**bottom, color=theme.grid, alpha=0.5, linewidth=0
+            )
+        _name_decades(axes, bottom, top, zeros_at=10 ** (bottom - band / 2) if rows else None)
+
+
+def _draw_lines(panel: DifferencePanel, bottom: int, theme: Theme) -> None:
+    with_zeros = panel.with_zeros
+    for line in panel.lines:
+        row = bottom - _ROW * (with_zeros.index(line) + 1) if line in with_zeros else None
+        _draw_one(panel.axes, line, row)
+    if not panel.lines:
+        panel.axes.text(
+            *(0.5, 0.5, "nothing to compare"),
+            transform=panel.axes.transAxes,
+            ha="center",
+            color=theme.muted,
+        )
+
+
+def _name_decades(axes: Axes, bottom: int, top: float, *, zeros_at: float | None) -> None:
+    decades = range(bottom, math.floor(top) + 1)
+    ticks = [10.0**decade for decade in decades]
+    names = [f"$10^{{{decade}}}$" for decade in decades]
+    if zeros_at is not None:
+        ticks.insert(0, zeros_at)
+        names.insert(0, "0 (bitwise\nequal)")
+    axes.set_yticks(ticks, names)
+    axes.minorticks_off()
+
+
+def _draw_one(axes: Axes, line: DifferenceLine, row: float | None) -> None:
+    """Draw one line's differences: zeros in their ``row``, what is not finite at the top."""
+    found = dict(enumerate(line.differences, start=1))
+    style = line.style
+    axes.plot(
+        list(found),
+        [value if 0 < value < math.inf else math.nan for value in found.values()],
+        color=style.colour,
+        marker=style.marker,
+        markersize=4,
+        linewidth=0.9,
+        alpha=0.9,
+        label=line.label,
+    )
+    zeros = [step for step, value in found.items() if value == 0]
+    if row is not None:
+        axes.plot(zeros, [10**row] * len(zeros), style.marker, color=style.colour, markersize=4)
+    lost = [step for step, value in found.items() if not math.isfinite(value)]
+    if lost:
+        across = axes.get_xaxis_transform()
+        axes.plot(lost, [0.95] * len(lost), "x", color=style.colour, transform=across)
+        axes.text(
+            lost[0], 0.9, "not finite", color=style.colour, fontsize=9, va="top", transform=across
+        )
+
+
+def _draw_tolerance(axes: Axes, tolerance: float, theme: Theme) -> None:
+    axes.axhline(tolerance, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
+    axes.annotate(
+        f"tolerance {scientific(tolerance)}",
+        (1.0, tolerance),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        color=theme.ink,
+        fontsize=9.5,
+    )

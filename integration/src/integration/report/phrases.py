@@ -1,0 +1,37 @@
+"""Numbers and phrases that the sections of the report share."""
+
+import math
+from collections.abc import Sequence
+
+from integration.compare.curves import Deviation
+
+ABSENT = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def scientific(value: float) -> str:
+    """Return a number in few digits, a small one by its power of ten: 0, 0.5, 1e-4, nan."""
+    if value == 0 or value >= 0.01 or not math.isfinite(value):
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence lists them."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def size(parameters: int) -> str:
+    """Return a model's size as it follows the model's name."""
+    return f" ({parameters / 1e6:.1f} M parameters)"
+
+
+def out_of_tolerance(name: str, found: Deviation, tolerance: float) -> str:
+    """Return the sentence on a run whose losses are too far off."""
+    if math.isnan(found.maximum):
+        return f"{name} has no finite loss to compare from step {found.step} on."
+    return (
+        f"{name} leaves its tolerance: it differs by {scientific(found.maximum)} nats per"
+        f" token at step {found.step}, where {scientific(tolerance)} is accepted."
+    )

@@ -1,0 +1,55 @@
+"""Which elements dropout zeroes, as one hash."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
+
+
+class DropoutMasks(TorchFunctionMode):
+    """While active, notes the mask of every call of ``torch.nn.functional.dropout``, in order.
+
+    A mask is what the call zeroed: elements that were not zero before and are zero after. That of
+    a DTensor is gathered, so all ranks must make the same calls; a plain tensor's is the rank's
+    own. Nothing is drawn and no result is changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digest = hashlib.sha256()
+        self._calls = 0
+
+    def hexdigest(self) -> str | None:
+        """Return the SHA-256 of the masks and their shapes; None where nothing was dropped out."""
+        return self._digest.hexdigest() if self._calls else None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, and look at what it did if it is dropout."""
+        del types
+        kwargs = kwargs or {}
+        if func is not dropout:
+            return func(*args, **kwargs)
+        # Before the call, which may work in place.
+        before = _zeros(args[0])
+        result = func(*args, **kwargs)
+        mask = _zeros(result) & ~before
+        self._digest.update(repr(tuple(mask.shape)).encode() + mask.numpy().tobytes())
+        self._calls += 1
+        return result
+
+
+@torch.no_grad()
+def _zeros(tensor: Tensor) -> Tensor:
+    zeros = tensor == 0
+    return zeros.full_tensor() if isinstance(zeros, DTensor) else zeros

@@ -1,0 +1,54 @@
+"""From a configuration to the model that a rank trains, its weights drawn."""
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from integration.models import build_model, build_model_on_meta, draw_weights
+from integration.train.setup import Setup
+from integration.train.world import World
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model as its system wraps it.
+
+    Attributes:
+        parameters: elements of all parameters of the whole model, those of other ranks included.
+    """
+
+    model: nn.Module
+    parameters: int
+
+
+def parallel_model(setup: Setup, world: World) -> ParallelModel:
+    """Build the model, hand it to its system and draw its weights; all ranks call it."""
+    config = setup.config
+    if config.random == "dist-rng":
+        import dist_rng  # torch's own random numbers must remain when nobody asked for others
+
+        dist_rng.install()
+    dropout = config.attention_dropout
+    if config.init == "sharded":
+        model = build_model_on_meta(setup.shape, attention_dropout=dropout)
+    else:
+        model = build_model(setup.shape, seed=config.seed, attention_dropout=dropout)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = setup.system.parallelize(model, world.size)
+    if config.init == "sharded":
+        draw_weights(model, seed=config.seed)
+    return ParallelModel(model, parameters)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights, in the order of their names; gathers them all."""
+    digest = hashlib.sha256()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    for name in sorted(weights):
+        weight = weights[name]
+        assert isinstance(weight, Tensor)
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()

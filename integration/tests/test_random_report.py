@@ -1,0 +1,206 @@
+"""What the section on random numbers says and shows, from results made up here."""
+
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from integration.compare.curves import deviation
+from integration.compare.options import CompareOptions
+from integration.compare.random_jobs import Case, Source, random_jobs
+from integration.compare.random_numbers import RandomResult, RandomVerdict
+from integration.compare.results import Results, SystemResult, Verdict
+from integration.compare.runs import Failure
+from integration.compare.setup import Comparison, DataFacts
+from integration.report import write_report
+from integration.report.palette import DARK, LIGHT
+from integration.report.phrases import ABSENT
+from integration.report.random_figure import draw_random, source_colour
+from integration.report.random_wording import random_finding, random_rows
+from integration.report.terminal import print_results
+
+REFERENCE = [5.0, 4.0, 3.5]
+OURS = "dropout-dtensor-tp-4-dist-rng"
+
+
+def result(job, **changes):
+    """A run as it should be, with ``changes``."""
+    stock, shards = job.source is Source.STOCK, job.job.ranks > 1
+    drawn = (not stock) if shards else None
+    by = (0.05 if stock else 2e-7 * job.job.ranks) if shards else 0.0
+    verdict = RandomVerdict.UNJUDGED if stock else RandomVerdict.SAME
+    values = {
+        "case": job.case,
+        "source": job.source,
+        "name": job.job.name,
+        "system": job.job.system,
+        "ranks": job.job.ranks,
+        "tolerance": 1e-5,
+        "verdict": verdict if shards else RandomVerdict.REFERENCE,
+        "same_weights": drawn if job.case is Case.INIT or not shards else True,
+        "same_masks": drawn if job.case is Case.DROPOUT else None,
+        "deviation": deviation([5.0, 4.0 + by, 3.5], REFERENCE) if shards else None,
+        "records": (),
+        "summary": None,
+        "failure": None,
+    }
+    return RandomResult(**values | changes)
+
+
+def made_up(out, **changes):
+    jobs = random_jobs(CompareOptions(out=out))
+    return [result(job, **changes.get(job.job.name, {})) for job in jobs]
+
+
+def failed(out):
+    failure = Failure(OURS, "ended with exit code 7", out / f"{OURS}.log", "<broken>")
+    change = {"verdict": RandomVerdict.FAILED, "failure": failure, "same_weights": None}
+    return {OURS: change | {"same_masks": None, "deviation": None}}
+
+
+def test_the_finding_has_a_sentence_per_case(tmp_path):
+    assert random_finding(made_up(tmp_path)) == (
+        "With random init, dist-rng gives 2 and 4 ranks the initial weights of the single device,"
+        " bit for bit, and losses within 8e-7 nats per token of its own; stock DTensor's differ by"
+        " up to 0.05. With dropout, dist-rng gives 2 and 4 ranks the dropout masks of the single"
+        " device, bit for bit, and losses within 8e-7 nats per token of its own; stock DTensor's"
+        " differ by up to 0.05."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"verdict": RandomVerdict.OTHER, "same_masks": False},
+            f"{OURS} has other dropout masks than the single device.",
+        ),
+        (
+            {"verdict": RandomVerdict.OTHER, "same_masks": False, "same_weights": False},
+            f"{OURS} has other initial weights and dropout masks than the single device.",
+        ),
+        (
+            {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([5.0, 4.5, 3.5], REFERENCE)},
+            f"{OURS} leaves its tolerance: it differs by 0.5 nats per token at step 2, where 1e-5"
+            " is accepted.",
+        ),
+        (
+            {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([math.nan] * 3, REFERENCE)},
+            f"{OURS} has no finite loss to compare from step 1 on.",
+        ),
+        (
+            {"verdict": RandomVerdict.UNCOMPARED, "deviation": None},
+            f"{OURS} has no single device to be compared with.",
+        ),
+    ],
+    ids=["masks", "both", "outside", "nan", "uncompared"],
+)
+def test_the_finding_names_trouble_first_and_claims_no_more_than_was_seen(
+    tmp_path, change, sentence
+):
+    found = random_finding(made_up(tmp_path, **{OURS: change}))
+    assert found.startswith(sentence)
+    assert "With dropout, dist-rng gives 2 ranks the dropout masks" in found
+
+
+def test_the_rows_leave_out_what_does_not_apply(tmp_path):
+    rows = random_rows(made_up(tmp_path))
+    assert [row.case for row in rows] == ["random init"] * 5 + ["dropout"] * 5
+    single, stock, ours = rows[5:8]
+    assert (single.run, single.source, single.masks) == ("single", ABSENT, ABSENT)
+    assert (stock.run, stock.source, stock.mark) == ("dtensor-tp, 2 ranks", "stock", "")
+    assert (stock.weights, stock.masks, stock.tolerance) == ("equal", "differ", ABSENT)
+    assert (ours.weights, ours.masks, ours.tolerance) == ("equal", "equal", "1e-5")
+    assert (ours.maximum, ours.step) == ("4e-7", "2")
+    assert {row.masks for row in rows[:5]} == {ABSENT}
+
+
+def test_the_figure_shows_every_run_of_both_cases(tmp_path):
+    figure = draw_random(made_up(tmp_path), LIGHT)
+    panels = figure.get_axes()
+    assert [axes.get_title(loc="left") for axes in panels] == ["Random init only", "Dropout only"]
+    assert panels[0].get_ylim() == panels[1].get_ylim()
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [
+        f"{source}, {ranks} ranks" for ranks in (2, 4) for source in ("stock DTensor", "dist-rng")
+    ]
+    bottom, top = panels[0].get_ylim()
+    for axes in panels:
+        shown = [
+            *(y for line in axes.get_lines() if len(line.get_xdata()) for y in line.get_ydata())
+        ]
+        finite = [y for y in shown if math.isfinite(y)]
+        # Four runs of three steps, and both ends of the tolerance.
+        assert len(finite) == 4 * 3 + 2
+        assert all(bottom < y < top for y in finite)
+        assert len({(line.get_color(), line.get_marker()) for line in axes.get_lines()}) == 5
+
+
+def test_the_figure_survives_runs_without_numbers(tmp_path):
+    nothing = made_up(tmp_path)
+    nothing = [result for result in nothing if result.verdict is RandomVerdict.REFERENCE]
+    for axes in draw_random(nothing, DARK).get_axes():
+        assert [text.get_text() for text in axes.texts] == ["nothing to compare"]
+    draw_random(made_up(tmp_path, **failed(tmp_path)), DARK)
+
+
+def test_dist_rng_and_stock_do_not_look_alike():
+    for theme in (LIGHT, DARK):
+        colours = {source_colour(source, theme) for source in Source}
+        assert len(colours) == 2
+        assert theme.reference not in colours
+
+
+def comparison(out, random):
+    """A comparison of DDP that came to nothing but what ``random`` holds, and its results."""
+    options = CompareOptions(out=out, systems="ddp")
+    jobs = random_jobs(options)
+    single, ddp = (
+        SystemResult(name, 1, 0.0, verdict, (), None, None, found, None, None)
+        for name, verdict, found in (
+            ("single", Verdict.REFERENCE, None),
+            ("ddp", Verdict.EQUAL, deviation(REFERENCE, REFERENCE)),
+        )
+    )
+    asked = Comparison(options, (jobs[0].job, jobs[1].job), jobs, DataFacts("text", 1, "abc"))
+    return asked, Results((single, ddp), random)
+
+
+def test_the_pages_hold_the_section_and_only_where_it_ran(tmp_path):
+    html = write_report(*comparison(tmp_path, made_up(tmp_path)), []).read_text()
+    page = (tmp_path / "report.md").read_text()
+    assert "<h2>Random numbers</h2>" in html
+    assert "With dropout, dist-rng gives 2 and 4 ranks" in html
+    assert "<dt>dist-rng</dt>" in html
+    assert len(re.findall(r"<td>(?:random init|dropout)</td>", html)) == 10
+    assert html.count("✓ same numbers") == 4
+    assert "![Difference from the single device by step" in page
+    assert (tmp_path / "figures" / "random.png").read_bytes().startswith(b"\x89PNG")
+    rows = re.findall(r"^\| (?:random init|dropout) \|.*\|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    assert len({row.count("|") for row in rows}) == 1
+    without = write_report(*comparison(tmp_path, []), []).read_text()
+    assert "Random numbers" not in without
+    assert "Random numbers" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_failed_run_is_shown_with_its_log(tmp_path):
+    random = made_up(tmp_path, **failed(tmp_path))
+    html = write_report(*comparison(tmp_path, random), []).read_text()
+    assert f"<h2>{OURS} failed</h2>" in html
+    assert "&lt;broken&gt;" in html
+    assert "Does not pass" in html
+
+
+def test_the_terminal_table_fits_eighty_columns(tmp_path, capsys):
+    _, results = comparison(tmp_path, made_up(tmp_path))
+    print_results(results, tmp_path / "report.html", Console(width=80))
+    printed = capsys.readouterr().out.splitlines()
+    table = [line for line in printed if line.startswith(("random init, ", "dropout, "))]
+    assert len(table) == 8
+    assert table[-1].split() == [
+        *("dropout,", "4", "ranks", "dist-rng", "same", "numbers", "equal", "equal", "8e-7")
+    ]
+    assert any(line.startswith("passes: ddp is bitwise equal") for line in printed)
+    assert any("With dropout, dist-rng gives 2 and 4 ranks" in line for line in printed)
