@@ -1,0 +1,46 @@
+"""The README's examples run as they stand, and give one device's numbers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+# After each example: what one device draws, compared with what the example drew.
+CHECKS = {
+    "DTensor": """
+dist_rng.uninstall()
+torch.manual_seed(0)
+expected = torch.nn.init.trunc_normal_(torch.empty(512, 64))
+assert torch.equal(weight.full_tensor(), expected)
+assert torch.equal(dropped.full_tensor(), torch.nn.functional.dropout(expected, 0.1))
+dist.destroy_process_group()
+""",
+    "a region": """
+torch.manual_seed(0)
+assert torch.equal(local, torch.empty(512, 64).normal_(0.0, 0.02)[128:192])
+""",
+    # 4096 elements fit into one wave of either GPU, so another one draws the same.
+    "a geometry": """
+with single_device_rng(geometry=Geometry.A100):
+    torch.manual_seed(0)
+    assert torch.equal(mask, torch.nn.functional.dropout(torch.ones(4096), 0.1) != 0)
+assert 0.08 < (~mask).float().mean() < 0.12
+""",
+}
+
+
+def test_every_example_has_a_check():
+    assert len(EXAMPLES) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("example", "check"), list(zip(EXAMPLES, CHECKS.values(), strict=False)), ids=CHECKS
+)
+def test_an_example_runs_and_equals_one_device(example, check):
+    code = f"import torch\ntorch.manual_seed(0)\n{example}{check}"
+    subprocess.run([sys.executable, "-c", code], check=True)
