@@ -66,4 +66,4 @@ def _digest(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
     else:
         state = torch.get_rng_state()
     # 63 bits: a signed integer that no backend has trouble with.
-    return int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8]) >> 1
+    return int.from_bytes(hashlib.sha256(bytes(state.tolist())).digest()[:8]) >> 1
