@@ -1,6 +1,6 @@
 """What `nox -s bench -- dist-rng` runs: the CPU fills."""
 
-from cpu import main
+from cpu_fills import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """CPU fills: what one rank of W takes, against its share of one device's time.
 
-    python packages/dist-rng/benchmarks/cpu.py [--numel 100000000] [--json FILE]
+    python packages/dist-rng/benchmarks/cpu_fills.py [--numel 100000000] [--json FILE]
 
 The goal for Shard(0): a rank takes at most 1.15 x T1/W + 0.15 ns x words skipped, where T1 is one
 device's time for the whole tensor and a word is one 32-bit draw. `of_goal` is the ratio, the

@@ -1,6 +1,6 @@
 """CUDA fills: ours against torch's own fill of the same local size.
 
-    python packages/dist-rng/benchmarks/cuda.py [--numel 134217728] [--json FILE]
+    python packages/dist-rng/benchmarks/cuda_fills.py [--numel 134217728] [--json FILE]
 
 The goal is a ratio of at most 1.2. Shard(0) is where the draws of a rank are consecutive; Shard(1)
 costs more, because most random calls then serve one local element instead of four. Times are the
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     if not cuda.available():
-        sys.exit("benchmarks/cuda.py: it needs a CUDA device, and dist-rng built where nvcc is")
+        sys.exit("benchmarks/cuda_fills.py: it needs a CUDA device, and dist-rng built where nvcc is")
     measured = []
     for op in OPS:
         for case, region in regions(options.numel).items():
