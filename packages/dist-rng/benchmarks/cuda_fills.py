@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     if not cuda.available():
-        sys.exit("benchmarks/cuda_fills.py: it needs a CUDA device, and dist-rng built where nvcc is")
+        sys.exit("cuda_fills.py needs a CUDA device, and dist-rng built where nvcc is")
     measured = []
     for op in OPS:
         for case, region in regions(options.numel).items():
