@@ -21,6 +21,8 @@ RESULTS = ROOT / ".nox" / "test-results"
 PACKAGES = {
     path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
+# Supported, but not the one that the workspace pins (constraints.txt).
+OTHER_TORCHES = ("2.11", "2.12", "2.14", "2.15")
 PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integration")}
 
 
@@ -42,6 +44,28 @@ def tests(session: nox.Session, project: str) -> None:
     pytest = Path(python).with_name("pytest")
     folder = (PROJECTS[project] / "tests").relative_to(ROOT)
     session.run(str(pytest), f"--junit-xml={report}", str(folder), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("torch", [nox.param(version, id=version) for version in OTHER_TORCHES])
+def compat(session: nox.Session, torch: str) -> None:
+    """Tests of the packages named, or of all, with another torch: several GB from PyPI."""
+    unknown = set(session.posargs) - set(PACKAGES)
+    if unknown:
+        session.error(f"no package {sorted(unknown)}; there are {sorted(PACKAGES)}")
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    # torch 2.11 wants an older setuptools than the pinned one.
+    kept = (line for line in lines if not line.startswith(("torch==", "setuptools==")))
+    pins.write_text("".join(kept))
+    groups = nox.project.load_toml(ROOT / "pyproject.toml")
+    tools = nox.project.dependency_groups(groups, "build", "dev")
+    session.install("-c", str(pins), f"torch=={torch}.*", *tools)
+    local = [str(PACKAGES[name]) for name in PACKAGES]
+    session.install("--no-build-isolation", "-c", str(pins), *local, str(ROOT / "testkit"))
+    for name in session.posargs or PACKAGES:
+        # Other versions warn of other things; their warnings are not ours to mend.
+        session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
 
 
 @nox.session

@@ -57,6 +57,15 @@ FSDP = "packages/fsdp/src/fsdp/"
             "solve.py:2: ragged_shard.planner imports torch", id="the planner imports torch",
         ),
         pytest.param(
+            f"{PLANNER}plot.py", "import matplotlib\n",
+            "plot.py:1: ragged_shard.planner imports matplotlib",
+            id="the planner imports an extra at module level",
+        ),
+        pytest.param(
+            f"{PLANNER}plot.py", "def f():\n    import torch\n",
+            "plot.py:2: ragged_shard.planner imports torch", id="the planner imports torch lazily",
+        ),
+        pytest.param(
             f"{PLANNER}solve.py", "from ..ragged import RaggedShard\n",
             "solve.py:1: ragged_shard.planner imports ragged_shard.ragged.RaggedShard",
             id="the planner imports its parent",
@@ -85,6 +94,11 @@ def test_an_import_against_the_direction_is_named(workspace, capsys, module, tex
             f"{PLANNER}solve.py",
             "import math\nfrom . import spec\nfrom ragged_shard.planner.spec import TensorSpec\n",
             id="the planner imports the standard library and itself",
+        ),
+        pytest.param(
+            f"{PLANNER}plot.py",
+            "def draw():\n    import matplotlib.figure\n",
+            id="the planner imports an extra where a function uses it",
         ),
         pytest.param(
             "integration/src/integration/a.py", "import fsdp, testkit\n", id="integration, anything"

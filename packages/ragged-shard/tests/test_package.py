@@ -2,10 +2,12 @@
 
 import importlib.metadata
 
+import pytest
+
 import ragged_shard
 from testkit.imports import PACKAGES, loaded_by
 
-NOT_LOADED = PACKAGES - {"ragged_shard"} | {"torch"}
+OTHERS = PACKAGES - {"ragged_shard"}
 
 
 def test_version_is_that_of_the_installed_distribution():
@@ -13,8 +15,20 @@ def test_version_is_that_of_the_installed_distribution():
 
 
 def test_importing_it_loads_neither_torch_nor_another_of_our_packages():
-    assert not loaded_by("import ragged_shard") & NOT_LOADED
+    assert not loaded_by("import ragged_shard") & (OTHERS | {"torch"})
+
+
+def test_a_placement_brings_torch_and_no_other_of_our_packages():
+    assert loaded_by("from ragged_shard import RaggedShard") & (OTHERS | {"torch"}) == {"torch"}
 
 
 def test_that_check_notices_another_of_our_packages():
-    assert "dist_rng" in loaded_by("import ragged_shard, dist_rng") & NOT_LOADED
+    assert "dist_rng" in loaded_by("import ragged_shard, dist_rng") & OTHERS
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert set(ragged_shard.__all__) <= set(dir(ragged_shard))
+    for name in ragged_shard.__all__:
+        assert getattr(ragged_shard, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'RaggedShart'"):
+        ragged_shard.RaggedShart  # noqa: B018

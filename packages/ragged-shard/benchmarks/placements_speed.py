@@ -1,0 +1,104 @@
+"""Cached dispatch on a ragged tensor beside a Shard, and redistribution beside stock's."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from ragged_shard import RaggedShard
+from testkit import fake_mesh, run_ranks
+
+ROUNDS = 15
+
+
+def dispatch_rows():
+    """Microseconds per call of an operator whose sharding is in torch's cache, on (8, 4)."""
+    operators = {
+        "mul scalar": lambda x: x * 2.0,
+        "add": lambda x: x + x,
+        "add_": lambda x: x.add_(x),
+        "foreach_mul_ of 20": lambda x: torch._foreach_mul_([x] * 20, 2.0),
+    }
+    rows = []
+    with fake_mesh((2,)) as mesh:
+        placed = {
+            name: distribute_tensor(torch.ones(8, 4), mesh, [placement], src_data_rank=None)
+            for name, placement in (
+                ("shard", Shard(0)),
+                ("ragged", RaggedShard((0,), (1, 1))),
+                ("uneven", RaggedShard((0,), (3, 5))),
+            )
+        }
+        for name, operator in operators.items():
+            times = {kind: [] for kind in placed}
+            for _ in range(ROUNDS):  # in turn, so that a busy machine is busy for all
+                for kind, tensor in placed.items():
+                    times[kind].append(_per_call(operator, tensor, 500))
+            ratios = [b / a for a, b in zip(times["shard"], times["ragged"], strict=True)]
+            rows.append(
+                {
+                    "case": f"dispatch {name}",
+                    "shard_us": round(min(times["shard"]), 2),
+                    "ragged_us": round(min(times["ragged"]), 2),
+                    "uneven_us": round(min(times["uneven"]), 2),
+                    "ratio": round(statistics.median(ratios), 3),
+                    "goal": 1.1,
+                }
+            )
+    return rows
+
+
+def redistribution_rows():
+    """Milliseconds for 4 M float32 elements on two gloo ranks, the slower rank's."""
+    rows = []
+    for name, (ragged, shard) in run_ranks(_redistributions, 2, timeout=300)[0].items():
+        rows.append(
+            {
+                "case": f"redistribute {name}",
+                "shard_ms": round(shard, 2),
+                "ragged_ms": round(ragged, 2),
+                "ratio": round(ragged / shard, 3),
+            }
+        )
+    return rows
+
+
+def _redistributions():
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(2048, 2048)
+    even, uneven = RaggedShard((0,), (1, 1)), RaggedShard((0,), (3, 5))
+    pairs = {
+        "even to replicate": ((even, Replicate()), (Shard(0), Replicate())),
+        "uneven to replicate": ((uneven, Replicate()), (Shard(0), Replicate())),
+        "replicate to even": ((Replicate(), even), (Replicate(), Shard(0))),
+        "one dim to another": ((uneven, Shard(1)), (Shard(0), Shard(1))),
+    }
+    result = {}
+    for name, (ours, stock) in pairs.items():
+        times = {}
+        for kind, (source, target) in (("ours", ours), ("stock", stock)):
+            tensor = distribute_tensor(whole, mesh, [source], src_data_rank=None)
+            samples = []
+            for _ in range(ROUNDS):
+                dist.barrier()
+                start = time.perf_counter()
+                tensor.redistribute(placements=[target])
+                samples.append(time.perf_counter() - start)
+            slowest = torch.tensor(statistics.median(samples))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[kind] = 1000 * slowest.item()
+        result[name] = (times["ours"], times["stock"])
+    return result
+
+
+def _per_call(operator, tensor, count):
+    for _ in range(20):
+        operator(tensor)
+    start = time.perf_counter()
+    for _ in range(count):
+        operator(tensor)
+    return (time.perf_counter() - start) / count * 1e6

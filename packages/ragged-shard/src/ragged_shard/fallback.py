@@ -1,0 +1,81 @@
+"""Operators without a rule for our placements: they gather, warn, count, and can be refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class GatheredSpec(DTensorSpec):
+    """The spec of an input that is gathered for want of a rule, naming the operator.
+
+    Propagation is cached, redistribution is not: what must happen on every call hangs on the spec
+    that the redistribution aims at.
+    """
+
+    operator: str = "?"
+
+
+class RaggedShardFallbackWarning(UserWarning):
+    """An operator has no rule for a placement of ragged_shard, so its input was gathered."""
+
+
+_counts: Counter[str] = Counter()
+_strict = False
+
+
+def fallbacks() -> Mapping[str, int]:
+    """How often each operator gathered an input for want of a rule: name to count, a copy."""
+    return dict(_counts)
+
+
+def reset_fallbacks() -> None:
+    """Forgets the counts; an operator warns again at its next fallback."""
+    _counts.clear()
+
+
+@contextmanager
+def strict(*, enabled: bool = True) -> Iterator[None]:
+    """Within the block an operator without a rule raises instead of gathering.
+
+    The setting is the process's, for backward runs on threads of its own.
+
+    Example:
+        >>> with ragged_shard.strict():
+        ...     loss = model(batch)
+    """
+    global _strict
+    before, _strict = _strict, enabled
+    try:
+        yield
+    finally:
+        _strict = before
+
+
+def note(spec: DTensorSpec, current: DTensorSpec) -> None:
+    """Counts a redistribution if it is a fallback; called before anything is sent.
+
+    Raises:
+        RuntimeError: in strict mode.
+    """
+    if not isinstance(spec, GatheredSpec):
+        return
+    placements = ", ".join(map(repr, current.placements))
+    if _strict:
+        raise RuntimeError(
+            f"ragged_shard: {spec.operator} has no rule for [{placements}] and strict mode forbids "
+            f"gathering; redistribute the input yourself, or leave `ragged_shard.strict()`"
+        )
+    if not _counts[spec.operator]:
+        warnings.warn(
+            f"ragged_shard: {spec.operator} has no rule for [{placements}], so its input is "
+            f"gathered on every call; redistribute it yourself if that is meant "
+            f"(ragged_shard.fallbacks() counts, ragged_shard.strict() forbids)",
+            RaggedShardFallbackWarning,
+            stacklevel=3,
+        )
+    _counts[spec.operator] += 1

@@ -1,0 +1,171 @@
+"""The boxes of a tensor that a rank holds: arithmetic on shapes and placements, for any rank.
+
+A placement that cuts one dim (Shard, _StridedShard, InterleavedShard) leaves some runs of it, axis
+after axis. A ragged one comes last and takes a run of the flat base, which is a few boxes, and each
+of those is a few boxes of the global tensor where the base consists of several runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ragged_shard.boxes import Box, boxes_of_run
+from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.ragged import RaggedShard
+from ragged_shard.spec import ragged_axis, shards_dim
+from ragged_shard.strided import StridedRaggedShard
+
+_CUTS_A_DIM = (Shard, _StridedShard, InterleavedShard)
+_Runs = tuple[range, ...]  # of one dim, ascending: the global indices behind the local ones
+
+
+def rank_boxes(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[Box, ...]:
+    """What the rank at a coordinate of a mesh holds.
+
+    Args:
+        shape: of the global tensor.
+        mesh_shape: size of each axis.
+        placements: one per axis, that `check_fit` lets pass.
+        coordinate: one per axis.
+
+    Returns:
+        Boxes of the global tensor, by ascending offsets; none for an empty shard.
+
+    Raises:
+        ValueError: ragged units that do not fit the base at this coordinate.
+    """
+    runs: list[_Runs] = [(range(size),) for size in shape]
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, _CUTS_A_DIM):
+            held = runs[placement.dim]
+            wanted = _wanted(placement, sum(map(len, held)), size, index)
+            runs[placement.dim] = tuple(run for part in wanted for run in _take(held, part))
+    base = tuple(sum(map(len, of_dim)) for of_dim in runs)
+    local: tuple[Box, ...] = (Box((0,) * len(base), base),)
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, RaggedShard):
+            placement.check(base, size)
+            interval = placement.interval(base, index)
+            local = boxes_of_run(base, interval.start, interval.stop)
+    boxes = [found for box in local for found in _in_global(box, runs)]
+    return tuple(sorted(boxes, key=lambda box: box.offsets))
+
+
+def normalized(placement: Placement, ndim: int) -> Placement:
+    """The placement with a positive dim, for a tensor of so many dims."""
+    if isinstance(placement, InterleavedShard):
+        return placement.normalized(ndim)
+    if type(placement) is Shard and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    return placement
+
+
+def replicates(placement: Placement) -> bool:
+    """Whether all ranks of the axis hold the same elements: copies, or terms of them."""
+    return isinstance(placement, Replicate) or placement.is_partial()
+
+
+def check_fit(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    """What `spec.check_placements` asks, of a mesh that need not exist; units `rank_boxes` checks.
+
+    Raises:
+        ValueError: not one placement per axis; a placement that is not known here; a dim that does
+            not exist; an interleaved dim on two axes; two ragged axes; another split factor than
+            the mesh's.
+    """
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"{len(placements)} placements {list(placements)} for a mesh of {len(mesh_shape)} axes "
+            f"{mesh_shape}; give one per axis"
+        )
+    for axis, placement in enumerate(placements):
+        where = f"{placement!r} on axis {axis} of {list(placements)}"
+        if isinstance(placement, _CUTS_A_DIM):
+            _check_dim(shape, placements, axis, where)
+        elif isinstance(placement, RaggedShard):
+            _check_ragged(mesh_shape, placements, axis, where)
+        elif not replicates(placement):
+            raise ValueError(f"{where} is no placement that is known here")
+
+
+def _check_dim(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], axis: int, where: str
+) -> None:
+    placement = placements[axis]
+    assert isinstance(placement, _CUTS_A_DIM)
+    if not 0 <= placement.dim < len(shape):
+        raise ValueError(
+            f"{where}: dim {placement.dim} does not exist in a tensor of shape {shape}"
+        )
+    if isinstance(placement, InterleavedShard):
+        placement.check(shape)
+        others = (*placements[:axis], *placements[axis + 1 :])
+        if any(shards_dim(other, placement.dim) for other in others):
+            raise ValueError(
+                f"{where}: another axis shards dim {placement.dim} too; an interleaved dim can be "
+                f"on one axis only"
+            )
+
+
+def _check_ragged(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], axis: int, where: str
+) -> None:
+    placement = placements[axis]
+    if ragged_axis(placements) != axis:
+        raise ValueError(f"{where}: another axis is ragged too; at most one can be")
+    inner = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
+    pieces = math.prod(size for size, other in inner if shards_dim(other, 0))
+    if isinstance(placement, StridedRaggedShard) and placement.split_factor != pieces:
+        raise ValueError(
+            f"{where}: the axes after it cut dim 0 into {pieces} pieces, so split_factor must be "
+            f"{pieces}"
+        )
+
+
+def _wanted(placement: Placement, length: int, axis_size: int, index: int) -> Iterator[range]:
+    """The parts of a dim of this length that a rank of the axis holds."""
+    chunks = 1
+    if isinstance(placement, InterleavedShard):
+        chunks = placement.interleaves
+    elif isinstance(placement, _StridedShard):
+        chunks = int(placement.split_factor)
+    for n in range(chunks):
+        yield _chunk(_chunk(range(length), chunks, n), axis_size, index)
+
+
+def _chunk(part: range, count: int, index: int) -> range:
+    """One of so many chunks, as `torch.chunk` cuts them; the last may be short or empty."""
+    size = -(-len(part) // count)
+    return part[size * index : size * (index + 1)]
+
+
+def _take(runs: _Runs, wanted: range) -> Iterator[range]:
+    """What lies at these positions of the runs, put one behind the other."""
+    start = 0
+    for run in runs:
+        found = run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)]
+        if found:
+            yield found
+        start += len(run)
+
+
+def _in_global(box: Box, runs: list[_Runs]) -> Iterator[Box]:
+    """A box of the base, as boxes of the global tensor: one for every run of every dim."""
+    found = (
+        _take(of_dim, range(offset, offset + size))
+        for of_dim, offset, size in zip(runs, box.offsets, box.sizes, strict=True)
+    )
+    for part in itertools.product(*found):
+        yield Box(tuple(run.start for run in part), tuple(len(run) for run in part))

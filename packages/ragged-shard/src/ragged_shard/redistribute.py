@@ -1,0 +1,249 @@
+"""The seam under every redistribution, `redistribute_local_tensor`, for specs with ours in them.
+
+Axis by axis: what stock torch can do, it does, on the tensor that remains when our axes are taken
+away; ours are taken off before and put on after. One case is short: if only one axis changes, and
+besides it sums become replicas, nothing is taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ragged_shard.boxes import contiguous_strides
+from ragged_shard.fallback import note
+from ragged_shard.filled import Filled
+from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.ragged import RaggedShard
+from ragged_shard.spec import (
+    Placements,
+    any_ours,
+    base_shape,
+    check_placements,
+    is_ours,
+    meta_of,
+    put,
+    ragged_axis,
+    shards_dim,
+    with_placements,
+)
+from ragged_shard.transform import transform
+
+Stock = Callable[..., torch.Tensor]
+
+
+def redistribute_local_tensor(
+    stock: Stock,
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    **options: object,
+) -> torch.Tensor:
+    """torch/distributed/tensor/_redistribute.py's function of this name, knowing our placements.
+
+    Args:
+        stock: torch's own function.
+        local_tensor: of the current spec's local shape.
+        current_spec: what the tensor is.
+        target_spec: what it shall be; of the same mesh and shape.
+        async_op: the result may be an AsyncCollectiveTensor, which waits at its first use.
+        options: of torch's, handed on.
+
+    Raises:
+        ValueError: the target does not fit the tensor or the mesh; nothing was sent.
+        NotImplementedError: another mesh.
+    """
+    if not (any_ours(current_spec.placements) or any_ours(target_spec.placements)):
+        return stock(local_tensor, current_spec, target_spec, async_op=async_op, **options)
+    if current_spec.mesh != target_spec.mesh:
+        raise NotImplementedError(
+            f"redistribute: from mesh {current_spec.mesh} to another, {target_spec.mesh}; a tensor "
+            f"moves between placements of one mesh only"
+        )
+    mesh = current_spec.mesh
+    note(target_spec, current_spec)
+    if mesh.get_coordinate() is None:  # as stock does: such a rank holds nothing
+        return local_tensor
+    filled = _filled_axis(target_spec)
+    target: Placements = tuple(target_spec.placements)
+    if filled is not None:
+        target = put(target, filled.axis, filled.placement.ragged)
+    check_placements(meta_of(current_spec).shape, mesh, target)
+    result = _Way(current_spec, target, stock).go(local_tensor)
+    if isinstance(result, AsyncCollectiveTensor) and not (async_op and filled is None):
+        result = result.wait()
+    if filled is not None:
+        return filled.placement.prepared(result, mesh.get_local_rank(filled.axis))
+    return result
+
+
+@dataclass(frozen=True)
+class _FilledAxis:
+    axis: int
+    placement: Filled
+
+
+def _filled_axis(spec: DTensorSpec) -> _FilledAxis | None:
+    """The axis that is made ready for a reduction (filled.py), or None."""
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Filled):
+            return _FilledAxis(axis, placement)
+    return None
+
+
+@dataclass
+class _Way:
+    """One redistribution under way: where it is, and where it goes."""
+
+    spec: DTensorSpec
+    target: Placements
+    stock: Stock
+
+    def __post_init__(self) -> None:
+        self.mesh = self.spec.mesh
+        self.meta = meta_of(self.spec)
+        self.at: Placements = tuple(self.spec.placements)
+
+    def go(self, local: torch.Tensor) -> torch.Tensor:
+        self._refuse_new_sums()
+        sums = [
+            axis
+            for axis, (now, then) in enumerate(zip(self.at, self.target, strict=True))
+            if isinstance(now, Partial) and isinstance(then, Replicate)
+        ]
+        others = [axis for axis in self._differing() if axis not in sums]
+        if not others:
+            return self._reduce(local, sums)
+        if len(others) == 1 and self._is_direct(others[0]):
+            [axis] = others
+            if isinstance(self.at[axis], RaggedShard):  # the fewest elements are summed
+                return self._change(self._reduce(local, sums), axis)
+            return self._reduce(self._change(local, axis), sums)
+        return self._by_way_of_stock(local)
+
+    def _differing(self) -> list[int]:
+        return [axis for axis, now in enumerate(self.at) if now != self.target[axis]]
+
+    def _is_direct(self, axis: int) -> bool:
+        """Whether the axis can change while the others stay."""
+        now, then = self.at[axis], self.target[axis]
+        if not (is_ours(now) or is_ours(then)):
+            return False
+        others = [p for other, p in enumerate(self.at) if other != axis]
+        if any(isinstance(p, RaggedShard) for p in others):
+            return False  # it lies on top of this axis, and must come off first
+        if isinstance(now, RaggedShard) and isinstance(then, RaggedShard):
+            return True
+        # A dim cut by two axes is cut in the order of the axes; exchanges know one axis only.
+        return not any(
+            shards_dim(p, dim)
+            for p in others
+            for dim in (getattr(now, "dim", None), getattr(then, "dim", None))
+            if dim is not None
+        ) and all(type(p).__name__ != "_StridedShard" for p in (now, then))
+
+    def _change(self, local: torch.Tensor, axis: int) -> torch.Tensor:
+        base = base_shape(self.meta.shape, self.mesh, self.at, axis)
+        changed = transform(local, self.at[axis], self.target[axis], base, self.mesh, axis)
+        self.at = put(self.at, axis, self.target[axis])
+        return changed
+
+    def _reduce(self, local: torch.Tensor, axes: list[int]) -> torch.Tensor:
+        """Sums over axes: whatever else the local tensor is, it is added up element by element."""
+        if not axes:
+            return local
+        start = tuple(p if a in axes else Replicate() for a, p in enumerate(self.at))
+        end = tuple(Replicate() for _ in self.at)
+        for axis in axes:
+            self.at = put(self.at, axis, Replicate())
+        return self._stock(local, start, end, tuple(local.shape))
+
+    def _by_way_of_stock(self, local: torch.Tensor) -> torch.Tensor:
+        differing, final = self._differing(), self.target
+        ragged = ragged_axis(self.at)
+        taken_off = [a for a in differing if isinstance(self.at[a], InterleavedShard)]
+        if ragged is not None:
+            taken_off.insert(0, ragged)
+        for axis in taken_off:
+            self.target = put(self.at, axis, Replicate())
+            local = self._change(local, axis)
+        put_on = [a for a in self._differing_from(final) if is_ours(final[a])]
+        put_on.sort(key=lambda axis: isinstance(final[axis], RaggedShard))  # ragged comes last
+        waiting = final
+        for axis in put_on:  # stays a sum until its own axis is reduced and scattered at once
+            now = self.at[axis]
+            kept = now if isinstance(now, Partial) else Replicate()
+            waiting = put(waiting, axis, kept)
+        local = self._stock_around_ours(local, waiting)
+        for axis in put_on:
+            self.target = put(self.at, axis, final[axis])
+            local = self._change(local, axis)
+        return local
+
+    def _differing_from(self, final: Placements) -> list[int]:
+        return [axis for axis, now in enumerate(self.at) if now != final[axis]]
+
+    def _stock_around_ours(self, local: torch.Tensor, target: Placements) -> torch.Tensor:
+        """Stock's way to the target, on the tensor that remains without our axes."""
+        hidden = [axis for axis, now in enumerate(self.at) if is_ours(now)]
+        start, end, shape = self.at, target, tuple(self.meta.shape)
+        for axis in hidden:
+            placement = start[axis]
+            assert isinstance(placement, InterleavedShard)
+            assert placement == end[axis]
+            size, rank = self.mesh.size(axis), self.mesh.get_local_rank(axis)
+            shape = placement.local_shape(shape, size, rank)
+            start, end = put(start, axis, Replicate()), put(end, axis, Replicate())
+        self.at = target
+        return self._stock(local, start, end, shape)
+
+    def _stock(
+        self, local: torch.Tensor, start: Placements, end: Placements, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        if start == end:
+            return local
+        meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return self.stock(
+            local,
+            with_placements(self.spec, start, meta),
+            with_placements(self.spec, end, meta),
+        )
+
+    def _refuse_new_sums(self) -> None:
+        for axis in self._differing():
+            now, then = self.at[axis], self.target[axis]
+            if isinstance(then, Partial) and is_ours(now):
+                raise ValueError(
+                    f"redistribute: axis {axis} is {now!r} and cannot become {then}; a shard "
+                    f"becomes a sum only by computing one"
+                )
+
+
+def redistribute_backward(
+    stock: Callable[..., object], ctx: Any, grad_output: torch.Tensor | None
+) -> object:
+    """`Redistribute.backward` of torch/distributed/tensor/_redistribute.py, knowing ours.
+
+    The gradient of a sum is a replica: stock says so where the gradient is a Shard; here it is said
+    where it is one of ours.
+    """
+    if grad_output is not None:
+        grads: Placements = grad_output._spec.placements  # type: ignore[attr-defined]
+        before: DTensorSpec = ctx.current_spec
+        if any_ours(grads) and any(isinstance(p, Partial) for p in before.placements):
+            placements = tuple(
+                Replicate() if isinstance(then, Partial) and is_ours(now) else then
+                for now, then in zip(grads, before.placements, strict=True)
+            )
+            ctx.current_spec = with_placements(before, placements)
+    return stock(ctx, grad_output)

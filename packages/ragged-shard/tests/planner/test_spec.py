@@ -1,0 +1,56 @@
+"""TensorSpec: what it takes, and what it says of bad input."""
+
+import re
+
+import pytest
+
+from ragged_shard.planner import TensorSpec
+
+MOST = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"numel": 1},
+        {"numel": 0, "block": 7},
+        {"numel": MOST, "block": MOST},
+        {"numel": 10, "block": 3},
+        {"numel": 6, "block": 6, "shape": (2, 3)},
+        {"numel": 1, "shape": ()},
+        {"numel": 0, "shape": (3, 0)},
+    ],
+    ids=["one", "empty", "largest", "uneven last block", "whole", "scalar", "empty with a shape"],
+)
+def test_good_values_are_kept(values):
+    spec = TensorSpec("w", **values)
+    assert {name: getattr(spec, name) for name in values} == values
+
+
+def test_a_list_as_shape_becomes_a_tuple():
+    assert TensorSpec("w", 6, shape=[2, 3]) == TensorSpec("w", 6, shape=(2, 3))
+
+
+BAD = [
+    ({"name": 3, "numel": 1}, "TensorSpec name: got 3"),
+    ({"numel": -1}, "'w' numel: got -1"),
+    ({"numel": 1.0}, "'w' numel: got 1.0 of type float"),
+    ({"numel": True}, "'w' numel: got True of type bool"),
+    ({"numel": "8"}, "'w' numel: got '8' of type str"),
+    ({"numel": 2**63}, f"'w' numel: got {2**63}"),
+    ({"numel": 8, "block": 0}, "'w' block: got 0"),
+    ({"numel": 8, "block": -2}, "'w' block: got -2"),
+    ({"numel": 8, "block": 2.5}, "'w' block: got 2.5 of type float"),
+    ({"numel": 8, "block": 9}, "'w' block: got 9 for a tensor of 8 elements, wants at most 8"),
+    ({"numel": 0, "block": 0}, "'w' block: got 0"),
+    ({"numel": 6, "shape": (2, 2)}, "'w' shape: got (2, 2) of 4 elements, wants numel=6"),
+    ({"numel": 6, "shape": (-2, -3)}, "'w' shape: got -2"),
+    ({"numel": 6, "shape": (2, 3.0)}, "'w' shape: got 3.0"),
+    ({"numel": 6, "shape": 6}, "'w' shape: got 6, wants a tuple"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_values_are_named(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TensorSpec(**{"name": "w", **values})

@@ -1,0 +1,122 @@
+"""What does not fit raises before anything is sent, and names the value."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
+from testkit import CommLog, fake_mesh
+
+ROWS = (0,)
+
+ONE_AXIS = {
+    "units that do not divide": (RaggedShard(ROWS, (3, 2)), "5 units do not divide the 8 elements"),
+    "too few units": (RaggedShard(ROWS, (8,)), "1 entries for a mesh axis of 2 ranks"),
+    "too many units": (RaggedShard(ROWS, (1, 1, 2)), "3 entries for a mesh axis of 2 ranks"),
+    "dims that do not exist": (RaggedShard((0, 1, 2), (1, 1)), r"dims \(0, 1, 2\) do not exist"),
+    "an owner of another axis": (RaggedShard.owned_by(3, 4), "4 entries for a mesh axis of 2"),
+    "chunks that do not divide": (InterleavedShard(0, 3), "size 8 is not made of 3 equal chunks"),
+    "an interleaved dim too many": (InterleavedShard(2, 2), "dim 2 does not exist"),
+    "a split factor without an inner axis": (
+        StridedRaggedShard(ROWS, (1, 1), 2),
+        "split_factor must be 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AXIS)
+def test_placements_that_do_not_fit_a_tensor(name):
+    placement, message = ONE_AXIS[name]
+    tensor = torch.ones(8, 4)
+    with fake_mesh((2,)) as mesh, CommLog() as log:
+        replica = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+        with pytest.raises(ValueError, match=message):
+            distribute_tensor(tensor, mesh, [placement])
+        with pytest.raises(ValueError, match=message):
+            replica.redistribute(placements=[placement])
+        with pytest.raises(ValueError, match=message):
+            DTensor.from_local(tensor, mesh, [placement], shape=(8, 4), stride=(4, 1))
+    log.assert_counts({})
+
+
+TWO_AXES = {
+    "two ragged axes": ([RaggedShard(ROWS, (1, 1))] * 2, r"axes \[0, 1\] are both ragged"),
+    "a wrong split factor": (
+        [StridedRaggedShard(ROWS, (1, 1), 4), Shard(0)],
+        "cut dim 0 into 2 pieces, so split_factor must be 2",
+    ),
+    "units of the whole tensor": (
+        [StridedRaggedShard(ROWS, (3, 5), 2), Shard(0)],
+        "8 units do not divide the 4 elements",
+    ),
+    "an interleaved dim cut twice": (
+        [InterleavedShard(0, 2), Shard(0)],
+        "an interleaved dim can be on one axis only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_AXES)
+def test_placements_that_do_not_go_together(name):
+    placements, message = TWO_AXES[name]
+    with (
+        fake_mesh((2, 2)) as mesh,
+        CommLog() as log,
+        pytest.raises(ValueError, match=message),
+    ):
+        distribute_tensor(torch.ones(8, 4), mesh, placements)
+    log.assert_counts({})
+
+
+def test_too_few_placements():
+    with fake_mesh((2, 2)) as mesh, pytest.raises(ValueError, match="1 placements for a mesh of 2"):
+        distribute_tensor(torch.ones(8, 4), mesh, [RaggedShard(ROWS, (1, 1))])
+
+
+def test_a_tensor_that_is_not_contiguous():
+    with fake_mesh((2,)) as mesh:
+        with pytest.raises(ValueError, match=r"strides \(1, 4\).*call \.contiguous\(\)"):
+            distribute_tensor(torch.ones(8, 4).t(), mesh, [RaggedShard(ROWS, (1, 1))])
+        local = torch.ones(4, 4).t()
+        with pytest.raises(ValueError, match="a ragged shard is a run of storage"):
+            DTensor.from_local(
+                local, mesh, [RaggedShard(ROWS, (1, 1))], shape=(8, 4), stride=(4, 1)
+            )
+
+
+def test_a_local_tensor_alone_does_not_tell_the_shape():
+    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="pass shape= and stride="):
+        DTensor.from_local(torch.ones(4, 4), mesh, [RaggedShard(ROWS, (1, 1))])
+
+
+def test_a_rank_outside_the_mesh():
+    with fake_mesh((4,)) as world:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        others = DeviceMesh("cpu", [2, 3], _init_backend=False)
+        assert world.get_rank() == 0
+        with pytest.raises(ValueError, match=r"this rank is not in the mesh \[2, 3\]"):
+            distribute_tensor(torch.ones(8, 4), others, [RaggedShard(ROWS, (1, 1))])
+
+
+def test_a_shard_does_not_become_a_sum():
+    with fake_mesh((2,)) as mesh:
+        ragged = distribute_tensor(
+            torch.ones(8, 4), mesh, [RaggedShard(ROWS, (1, 1))], src_data_rank=None
+        )
+        with pytest.raises(RuntimeError, match="Can not redistribute from"):
+            ragged.redistribute(placements=[Partial()])
+
+
+def test_another_mesh():
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+    with fake_mesh((2,)) as mesh:
+        ragged = distribute_tensor(
+            torch.ones(8, 4), mesh, [RaggedShard(ROWS, (1, 1))], src_data_rank=None
+        )
+        spec = ragged._spec
+    with fake_mesh((2, 1)) as other:
+        replica = DTensor.from_local(torch.ones(8, 4), other, [Replicate()] * 2, run_check=False)
+        with pytest.raises(NotImplementedError, match="one mesh only"):
+            redistribute_local_tensor(ragged.to_local(), spec, replica._spec)

@@ -1,0 +1,109 @@
+"""InterleavedShard by itself: what it refuses, what it is equal to, and whose rows are whose."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from ragged_shard import InterleavedShard
+
+PLACEMENT = InterleavedShard(1, 3)
+
+
+@pytest.mark.parametrize("interleaves", [0, -1])
+def test_fewer_than_one_chunk_is_refused(interleaves):
+    with pytest.raises(ValueError, match=f"interleaves must be at least 1, got {interleaves}"):
+        InterleavedShard(0, interleaves)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None])
+@pytest.mark.parametrize("name", ["dim", "interleaves"])
+def test_arguments_that_are_no_integers_are_refused(name, value):
+    arguments = {"dim": 0, "interleaves": 2} | {name: value}
+    with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer, got {value!r}")):
+        InterleavedShard(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape", "message"),
+    [
+        (InterleavedShard(2, 1), (4, 4), "dim 2 does not exist in a tensor of shape (4, 4)"),
+        (InterleavedShard(0, 1), (), "dim 0 does not exist in a tensor of shape ()"),
+        (InterleavedShard(-1, 2), (4,), "dim -1 does not exist in a tensor of shape (4,)"),
+        (InterleavedShard(1, 3), (3, 8), "dim 1 of size 8 is not made of 3 equal chunks"),
+    ],
+    ids=str,
+)
+def test_a_placement_that_does_not_fit_names_what_is_wrong(placement, shape, message):
+    with pytest.raises(ValueError, match=re.escape(f"{placement!r}: {message}")):
+        placement.check(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (0, 3), (2, 0)])
+def test_a_placement_that_fits_is_let_pass(shape):
+    PLACEMENT.check(shape)
+
+
+def test_a_negative_dim_counts_from_the_end():
+    assert InterleavedShard(-1, 3).normalized(2) == PLACEMENT
+    assert PLACEMENT.normalized(2) is PLACEMENT
+
+
+def test_dim_and_chunks_are_what_it_is():
+    assert InterleavedShard(1, 3) == PLACEMENT
+    assert hash(InterleavedShard(1, 3)) == hash(PLACEMENT)
+    for other in (InterleavedShard(0, 3), InterleavedShard(1, 2), Shard(1), (1, 3)):
+        assert other != PLACEMENT
+        assert len({PLACEMENT, other}) == 2
+
+
+@pytest.mark.parametrize(
+    "way",
+    [copy.copy, copy.deepcopy, lambda placement: pickle.loads(pickle.dumps(placement))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_is_equal(way):
+    other = way(PLACEMENT)
+    assert type(other) is InterleavedShard
+    assert other == PLACEMENT
+
+
+def test_it_is_saved_and_loaded_with_weights_only():
+    file = io.BytesIO()
+    torch.save(PLACEMENT, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == PLACEMENT
+
+
+def test_its_repr_makes_it_again():
+    assert repr(PLACEMENT) == "InterleavedShard(dim=1, interleaves=3)"
+    assert eval(repr(PLACEMENT)) == PLACEMENT
+    assert str(PLACEMENT) == "IS(1,3)"
+    source, names = PLACEMENT.__fx_repr__()
+    assert eval(source, dict(names)) == PLACEMENT
+
+
+@given(
+    chunks=st.integers(1, 4),
+    chunk=st.integers(0, 7),
+    others=st.integers(0, 3),
+    axis_size=st.integers(1, 5),
+    dim=st.integers(0, 1),
+)
+def test_each_chunk_is_cut_as_torch_cuts_it(chunks, chunk, others, axis_size, dim):
+    shape = (chunks * chunk, others) if dim == 0 else (others, chunks * chunk)
+    placement = InterleavedShard(dim, chunks)
+    indices = torch.arange(chunk)
+    expected = [part.tolist() for part in indices.chunk(axis_size)]
+    expected += [[]] * (axis_size - len(expected))
+    for rank in range(axis_size):
+        assert list(placement.piece(shape, axis_size, rank)) == expected[rank]
+        local = list(shape)
+        local[dim] = chunks * len(expected[rank])
+        assert placement.local_shape(shape, axis_size, rank) == tuple(local)

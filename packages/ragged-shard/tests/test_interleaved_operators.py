@@ -1,0 +1,213 @@
+"""Operators on interleaved shards: fused projections as on one device, and no communication."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import ragged_shard
+from ragged_shard import InterleavedShard, RaggedShard
+from testkit import CommLog, assert_bitwise, assert_close, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+R = Replicate()
+
+
+def operand(*shape):
+    return ((torch.arange(torch.Size(shape).numel()).reshape(shape) * 37) % 17 - 8).float()
+
+
+def replica(tensor, mesh):
+    return DTensor.from_local(tensor, mesh, [R], run_check=False)
+
+
+# name: (function of x (12, 8) under InterleavedShard(0, 3), placement of the result)
+KEPT = {
+    "neg": (torch.neg, InterleavedShard(0, 3)),
+    "add": (lambda x: x + x, InterleavedShard(0, 3)),
+    "zeros_like": (torch.zeros_like, InterleavedShard(0, 3)),
+    "to": (lambda x: x.to(torch.float64), InterleavedShard(0, 3)),
+    "t": (torch.t, InterleavedShard(1, 3)),
+    "transpose": (lambda x: x.transpose(0, 1), InterleavedShard(1, 3)),
+    "sum of rows": (lambda x: x.sum(1), InterleavedShard(0, 3)),
+    "sum of columns": (lambda x: x.sum(0), Partial()),
+    "sum": (torch.sum, Partial()),
+    "amax": (lambda x: x.amax(0), Partial("max")),
+    "softmax": (lambda x: x.softmax(1), InterleavedShard(0, 3)),
+    "foreach": (lambda x: torch._foreach_mul([x, x], 2.0)[1], InterleavedShard(0, 3)),
+    "in place": (lambda x: x.clone().mul_(2), InterleavedShard(0, 3)),
+    "view behind": (lambda x: x.view(12, 2, 4), InterleavedShard(0, 3)),
+    "view before": (lambda x: x.view(1, 12, 8), InterleavedShard(1, 3)),
+    "unflatten": (lambda x: x.view(3, 4, 8), Shard(1)),
+    "heads": (lambda x: x.view(3, 2, 2, 8), Shard(1)),
+    "first chunk": (lambda x: x.chunk(3)[0], Shard(0)),
+    "last chunk": (lambda x: x.split(4)[2], Shard(0)),
+    "two chunks": (lambda x: x.split([8, 4])[0], InterleavedShard(0, 2)),
+    "split the other dim": (lambda x: x.split(4, 1)[1], InterleavedShard(0, 3)),
+}
+
+
+def kept(name):
+    function, expected = KEPT[name]
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(operand(12, 8), mesh, [InterleavedShard(0, 3)])
+    with CommLog() as log, ragged_shard.strict():
+        result = function(x)
+    log.assert_counts({})
+    assert result.placements == (expected,), result.placements
+    assert_close(result.full_tensor(), function(operand(12, 8)), rtol=1e-6, atol=1e-6, what=name)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_treats_rows_alike_and_what_falls_apart_at_the_seams(name):
+    run_ranks(kept, 2, name)
+
+
+def uneven():
+    """Chunks of 3 rows on 2 ranks: 2 and 1 of each."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(operand(9, 8), mesh, [InterleavedShard(0, 3)])
+    with CommLog() as log, ragged_shard.strict():
+        doubled = x * 2
+        first, *_ = x.chunk(3)
+        product = x @ replica(operand(8, 4), mesh)
+    log.assert_counts({})
+    assert_bitwise(doubled.full_tensor(), operand(9, 8) * 2, "doubled")
+    assert_bitwise(first.full_tensor(), operand(9, 8)[:3], "chunk")
+    assert_bitwise(product.full_tensor(), operand(9, 8) @ operand(8, 4), "product")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ragged_shard.RaggedShardFallbackWarning)
+        assert_bitwise(x.mean().full_tensor(), operand(9, 8).mean(), "mean")
+        assert_bitwise(x.sum(0).full_tensor(), operand(9, 8).sum(0), "sum")
+
+
+def test_chunks_that_are_cut_unevenly():
+    run_ranks(uneven, 2)
+
+
+def mixed():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(operand(4, 12), mesh, [InterleavedShard(1, 3)])
+    bias = operand(12)
+    cases = {
+        "replica": (replica(operand(4, 12), mesh), {}),
+        "bias": (replica(bias, mesh), {}),
+        "row": (replica(bias.view(1, 12), mesh), {}),
+        "column": (replica(operand(4, 1), mesh), {}),
+        "scalar": (replica(torch.tensor(2.0), mesh), {}),
+        "shard": (distribute_tensor(operand(4, 12), mesh, [Shard(1)]), {"all_to_all": 1}),
+        "interleaved": (
+            distribute_tensor(operand(4, 12), mesh, [InterleavedShard(1, 2)]),
+            {"all_to_all": 1},
+        ),
+        "bias like it": (distribute_tensor(bias, mesh, [InterleavedShard(0, 3)]), {}),
+    }
+    for name, (other, counts) in cases.items():
+        with CommLog() as log, ragged_shard.strict():
+            result = x * other
+        log.assert_counts(counts)
+        assert result.placements == (InterleavedShard(1, 3),), name
+        assert_bitwise(result.full_tensor(), operand(4, 12) * other.full_tensor(), name)
+
+
+def test_other_operands_are_brought_to_the_interleaved_one():
+    run_ranks(mixed, 2)
+
+
+def products():
+    mesh = init_device_mesh("cpu", (2,))
+    a, b = operand(4, 12), operand(12, 6)
+    rows, columns, inner = InterleavedShard(0, 2), InterleavedShard(1, 3), InterleavedShard(1, 3)
+    cases = [
+        (rows, R, rows, {}),
+        (R, columns, columns, {}),
+        (inner, InterleavedShard(0, 3), Partial(), {}),
+        (inner, R, Partial(), {}),
+        (inner, Shard(0), Partial(), {"all_to_all": 1}),
+        (R, InterleavedShard(0, 3), Partial(), {}),
+    ]
+    for left, right, expected, counts in cases:
+        x, y = distribute_tensor(a, mesh, [left]), distribute_tensor(b, mesh, [right])
+        with CommLog() as log, ragged_shard.strict():
+            result = x @ y
+        log.assert_counts(counts)
+        assert result.placements == (expected,), (left, right, result.placements)
+        assert_bitwise(result.full_tensor(), a @ b, f"{left} @ {right}")
+
+
+def test_products_keep_rows_and_columns_and_contract_alike():
+    run_ranks(products, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with one fused projection, written for one device."""
+
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.out((scores @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+def attention():
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain, parallel = Attention(), Attention()
+    parallel.load_state_dict(plain.state_dict())
+    placements = {
+        "qkv.weight": InterleavedShard(0, 3),
+        "qkv.bias": InterleavedShard(0, 3),
+        "out.weight": Shard(1),
+        "out.bias": R,
+    }
+    for name, placement in placements.items():
+        path, leaf = name.split(".")
+        module = getattr(parallel, path)
+        value = distribute_tensor(getattr(module, leaf).detach(), mesh, [placement])
+        module.register_parameter(leaf, nn.Parameter(value))
+    x = torch.randn(1, 5, 16)  # torch 2.11 cannot flatten a batch of several with sharded heads
+    with CommLog() as log, ragged_shard.strict():
+        result = parallel(replica(x, mesh))
+    log.assert_counts({"all_reduce": 1} if result.placements == (R,) else {})
+    expected = plain(x)
+    assert_close(result.full_tensor(), expected, rtol=1e-5, atol=1e-5, what="output")
+    expected.square().sum().backward()
+    result.redistribute(placements=[R]).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-5, what=name)
+
+
+def test_tensor_parallel_attention_with_a_fused_projection_equals_one_device():
+    run_ranks(attention, 2)
+
+
+def ragged_on_top():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placements = [RaggedShard((0,), (1, 2)), InterleavedShard(0, 3)]
+    x = distribute_tensor(operand(12, 8), mesh, placements)
+    with CommLog() as log, ragged_shard.strict():
+        doubled = x * 2 + x
+        torch._foreach_mul_([x], 3.0)
+    log.assert_counts({})
+    assert doubled.placements == x.placements == tuple(placements)
+    assert_bitwise(doubled.full_tensor(), operand(12, 8) * 3, "doubled")
+    assert_bitwise(x.full_tensor(), operand(12, 8) * 3, "in place")
+    total = x.sum()
+    assert_bitwise(total.full_tensor(), operand(12, 8).sum() * 3, "sum")
+
+
+def test_a_ragged_axis_over_an_interleaved_one():
+    run_ranks(ragged_on_top, 4)

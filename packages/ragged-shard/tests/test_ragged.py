@@ -1,0 +1,226 @@
+"""RaggedShard by itself: what it refuses, what it is equal to, and whose units are whose."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
+
+UNITS = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
+
+
+def refused(error, message):
+    return pytest.raises(error, match=re.escape(message))
+
+
+@pytest.mark.parametrize("dims", [(1,), (0, 2), (1, 0), (0, 0), (-1,), (0, 1, 3)])
+def test_dims_that_are_no_leading_prefix_are_refused(dims):
+    with refused(
+        ValueError, f"must be the leading dims in order, (0, 1, ..., k) or (); got {dims}"
+    ):
+        RaggedShard(dims, (1, 1))
+
+
+@pytest.mark.parametrize("units", [(1, -1), (-3,), ()])
+def test_units_that_are_negative_or_missing_are_refused(units):
+    with refused(ValueError, f"must be one non-negative integer per rank of the axis; got {units}"):
+        RaggedShard((0,), units)
+
+
+def test_units_that_are_all_zero_are_refused():
+    with refused(ValueError, "local_units (0, 0) give no rank anything"):
+        RaggedShard((0,), (0, 0))
+
+
+@pytest.mark.parametrize("units", [(2, 0), (1, 1), (1, 0, 3)])
+def test_one_whole_unit_has_one_owner(units):
+    with refused(ValueError, f"exactly one rank holds 1 and the others 0; got local_units={units}"):
+        RaggedShard((), units)
+
+
+@pytest.mark.parametrize(
+    ("dims", "units", "message"),
+    [
+        ((0.0,), (1, 1), "dims must be integers, got 0.0 in (0.0,)"),
+        ((False,), (1, 1), "dims must be integers, got False in (False,)"),
+        ((0,), (1, 1.0), "local_units must be integers, got 1.0 in (1, 1.0)"),
+        ((0,), (True, 1), "local_units must be integers, got True in (True, 1)"),
+        ((0,), ("1",), "local_units must be integers, got '1' in ('1',)"),
+    ],
+)
+def test_arguments_that_are_no_integers_are_refused(dims, units, message):
+    with refused(TypeError, message):
+        RaggedShard(dims, units)
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape", "axis_size", "message"),
+    [
+        (
+            RaggedShard((0,), (1, 1)),
+            (4,),
+            3,
+            "local_units has 2 entries for a mesh axis of 3 ranks",
+        ),
+        (
+            RaggedShard((0, 1), (1, 1)),
+            (4,),
+            2,
+            "dims (0, 1) do not exist in a tensor of shape (4,)",
+        ),
+        (RaggedShard((0,), (1, 1)), (), 2, "dims (0,) do not exist in a tensor of shape ()"),
+        (
+            RaggedShard((0,), (1, 2)),
+            (4, 3),
+            2,
+            "3 units do not divide the 4 elements of dims (0,) of shape (4, 3)",
+        ),
+        (
+            RaggedShard((0, 1), (2, 5)),
+            (4, 3, 7),
+            2,
+            "7 units do not divide the 12 elements of dims (0, 1) of shape (4, 3, 7)",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, RaggedShard | tuple) else None,
+)
+def test_a_placement_that_does_not_fit_names_what_is_wrong(placement, shape, axis_size, message):
+    with refused(ValueError, f"{placement!r}: {message}"):
+        placement.check(shape, axis_size)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (7, 3)])
+def test_a_placement_that_fits_is_let_pass(shape):
+    RaggedShard((0,), (0, 1)).check(shape, 2)
+
+
+def test_an_owner_beside_the_axis_is_refused():
+    for owner in (-1, 2):
+        with refused(ValueError, f"owner {owner} is outside an axis of 2 ranks; it must be 0 to 1"):
+            RaggedShard.owned_by(owner, 2)
+
+
+def test_one_owner_holds_the_tensor_in_its_own_shape():
+    placement = RaggedShard.owned_by(1, 3)
+    assert placement == RaggedShard((), (0, 1, 0))
+    assert placement.owner == 1
+    assert [placement.local_shape((4, 3), rank) for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
+    assert [placement.interval((4, 3), rank) for rank in range(3)] == [
+        range(0),
+        range(12),
+        range(12, 12),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("units", "owner", "even"),
+    [((1, 1), None, True), ((0, 3), 1, False), ((2, 3), None, False), ((4,), 0, True)],
+)
+def test_what_the_units_say(units, owner, even):
+    placement = RaggedShard((0,), units)
+    assert (placement.owner, placement.even, placement.total_units) == (owner, even, sum(units))
+
+
+@given(units=UNITS, row=st.integers(1, 3), columns=st.integers(0, 4))
+def test_intervals_follow_each_other_and_cover_the_base(units, row, columns):
+    placement = RaggedShard((0,), units)
+    shape = (sum(units) * row, columns)
+    intervals = [placement.interval(shape, rank) for rank in range(len(units))]
+    covered = [element for interval in intervals for element in interval]
+    assert covered == list(range(shape[0] * columns))
+    unit = placement.unit_size(shape)
+    assert unit == row * columns
+    assert [len(interval) for interval in intervals] == [count * unit for count in units]
+
+
+@given(units=UNITS, a=st.integers(1, 3), b=st.integers(1, 3), c=st.integers(0, 3))
+def test_a_local_tensor_has_one_dim_for_all_that_are_cut(units, a, b, c):
+    shape = (sum(units) * a, b, c)
+    for rank, count in enumerate(units):
+        assert RaggedShard((0,), units).local_shape(shape, rank) == (count * a, b, c)
+        assert RaggedShard((0, 1), units).local_shape(shape, rank) == (count * a * b, c)
+        assert RaggedShard((0, 1, 2), units).local_shape(shape, rank) == (count * a * b * c,)
+
+
+EQUAL = [
+    (RaggedShard((0,), (1, 2)), RaggedShard([0], [1, 2])),
+    (RaggedShard((0,), (1, 2)), RaggedShard(range(1), iter((1, 2)))),
+]
+DIFFERENT = [
+    RaggedShard((0,), (1, 2)),
+    RaggedShard((0,), (2, 1)),
+    RaggedShard((0,), (2, 4)),
+    RaggedShard((0, 1), (1, 2)),
+    StridedRaggedShard((0,), (1, 2), 1),
+    StridedRaggedShard((0,), (1, 2), 2),
+    InterleavedShard(0, 2),
+    Shard(0),
+    Replicate(),
+    ((0,), (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_equal_placements_have_equal_hashes(one, other):
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_different_placements_are_unequal_from_either_side():
+    for n, one in enumerate(DIFFERENT):
+        for m, other in enumerate(DIFFERENT):
+            assert (one == other) is (n == m), (one, other)
+    assert len(set(DIFFERENT)) == len(DIFFERENT)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda placement: pickle.loads(pickle.dumps(placement)),
+}
+PLACEMENTS = [RaggedShard((0, 1), (0, 3, 2)), RaggedShard.owned_by(2, 3)]
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_a_copy_is_equal_and_works(placement, way):
+    other = COPIES[way](placement)
+    assert type(other) is RaggedShard
+    assert other == placement
+    assert hash(other) == hash(placement)
+    assert [other.interval((5, 6), n) for n in range(3)] == [
+        placement.interval((5, 6), n) for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_it_is_saved_and_loaded_with_weights_only(placement):
+    file = io.BytesIO()
+    torch.save({"placement": placement}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"placement": placement}
+
+
+def test_its_repr_makes_it_again():
+    placement = RaggedShard((0, 1), (0, 3, 2))
+    assert repr(placement) == "RaggedShard(dims=(0, 1), local_units=(0, 3, 2))"
+    assert eval(repr(placement)) == placement
+    assert str(placement) == "Rg(0,1)(0,3,2)"
+    source, names = placement.__fx_repr__()
+    assert eval(source, dict(names)) == placement
+
+
+def test_other_units_of_the_same_kind():
+    assert RaggedShard((0,), (1, 2)).with_units((0, 1), (4, 0)) == RaggedShard((0, 1), (4, 0))
+
+
+def test_it_is_no_stock_placement():
+    placement = RaggedShard((0,), (1, 2))
+    assert not any((placement.is_shard(), placement.is_replicate(), placement.is_partial()))
