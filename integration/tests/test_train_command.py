@@ -26,8 +26,14 @@ def command(out, *options):
     return [sys.executable, "-m", "integration.train", "--out", str(out), *TINY, *options]
 
 
-def train(out, *options, check=0):
-    result = subprocess.run(command(out, *options), capture_output=True, text=True, timeout=180)
+def train(out, *options, check=0, **environment):
+    result = subprocess.run(
+        command(out, *options),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | environment,
+    )
     assert result.returncode == check, result.stderr
     return result.stderr
 
@@ -143,6 +149,19 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
     assert said.count("\n") == 1
     assert sentence in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("ranks", [[], ["--system", "dtensor-tp", "--ranks", "2"]], ids=str)
+def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(tmp_path, ranks):
+    # What every interpreter runs first: a module that is None is one that cannot be imported.
+    (tmp_path / "sitecustomize.py").write_text('import sys; sys.modules["dist_rng"] = None\n')
+    options = ["--random", "dist-rng", *ranks]
+    said = train(tmp_path / "run", *options, check=2, PYTHONPATH=str(tmp_path))
+    assert said == (
+        "error: --random dist-rng needs the package dist-rng, which is not installed; install it,"
+        " or use --random stock\n"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_cannot_be_started_is_named(tmp_path):

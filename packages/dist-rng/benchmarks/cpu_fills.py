@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from dist_rng.region import Piece, Region
 WORLD_SIZES = (2, 8, 64)
 COLUMNS = 10_000  # of the matrix that stands for the other dims
 SMALL = 10_000
+NUMEL = 100_000_000
 NANOSECONDS_PER_SKIPPED_WORD = 0.15
 
 
@@ -144,6 +146,8 @@ def rows(numel: int, ops: tuple[Op, ...]) -> Iterator[Row | SmallRow]:
             so that everything takes less than a minute.
         ops: what to measure; the first one on both dims.
     """
+    if not ops:
+        return
     first, *others = ops
     yield small(first)
     yield from sharded(first, numel, WORLD_SIZES, dims=(0, 1))
@@ -152,21 +156,30 @@ def rows(numel: int, ops: tuple[Op, ...]) -> Iterator[Row | SmallRow]:
         yield from sharded(op, numel // 5, (8,), dims=(0, 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU fills of dist-rng against torch's.")
-    parser.add_argument("--numel", type=int, default=100_000_000)
-    parser.add_argument("--only", help="the op whose name this is, e.g. 'uniform f32'")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    chosen = tuple(op for op in OPS if options.only in (None, op.name))
-    if not chosen:
-        parser.error(f"--only must be one of {[op.name for op in OPS]}")
+def report(numel: int, only: str | None) -> list[dict[str, Any]]:
+    """Measure, print every row as it comes, and return them all.
+
+    Args:
+        numel: elements of the global tensor; see `rows`.
+        only: name of the one op to measure; None for all.
+    """
     torch.set_num_threads(1)
+    chosen = tuple(op for op in OPS if only in (None, op.name))
     measured = []
-    for row in rows(options.numel, chosen):
+    for row in rows(numel, chosen):
         measured.append(asdict(row))
         cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in measured[-1].values())
         print("  ".join(cell.rjust(10) for cell in cells), flush=True)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU fills of dist-rng against torch's.")
+    parser.add_argument("--numel", type=int, default=NUMEL)
+    parser.add_argument("--only", choices=[op.name for op in OPS], help="one op")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    measured = report(options.numel, options.only)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
 

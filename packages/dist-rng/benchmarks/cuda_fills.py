@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ from dist_rng.region import Piece, Region
 
 REPEATS = 20
 WORLD = 8
+NUMEL = 2**27
+WANTS = "it needs a CUDA device, and dist-rng built where nvcc is"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def measure(op: Op, case: str, region: Region) -> Row:
 
     torch_ms, ours_ms = device_ms(lambda: op.torch_fill(local)), device_ms(ours)
     return Row(
-        case=f"{op.name} {case}",
+        case=f"cuda {op.name} {case}",
         local_numel=local.numel(),
         torch_ms=torch_ms,
         ours_ms=ours_ms,
@@ -121,19 +124,33 @@ def regions(numel: int) -> dict[str, Region]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="CUDA fills of dist-rng against torch's.")
-    parser.add_argument("--numel", type=int, default=2**27, help="elements of the local tensor")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    if not cuda.available():
-        sys.exit("cuda_fills.py needs a CUDA device, and dist-rng built where nvcc is")
+def report(numel: int, only: str | None) -> list[dict[str, Any]]:
+    """Measure, print every row as it comes, and return them all.
+
+    Args:
+        numel: elements of the local tensor.
+        only: name of the one op to measure; None for all.
+    """
     measured = []
     for op in OPS:
-        for case, region in regions(options.numel).items():
+        if only not in (None, op.name):
+            continue
+        for case, region in regions(numel).items():
             measured.append(asdict(measure(op, case, region)))
             cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in measured[-1].values())
             print("  ".join(cell.rjust(12) for cell in cells), flush=True)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CUDA fills of dist-rng against torch's.")
+    parser.add_argument("--numel", type=int, default=NUMEL, help="elements of the local tensor")
+    parser.add_argument("--only", choices=[op.name for op in OPS], help="one op")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    if not cuda.available():
+        sys.exit(f"cuda_fills.py did not run: {WANTS}")
+    measured = report(options.numel, options.only)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
 

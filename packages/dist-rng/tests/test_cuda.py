@@ -158,7 +158,7 @@ def test_permuted_tensors_equal_torch(draw):
         assert_same(part, draw, tensor, generator.get_state(), given, part.dense_strides())
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize("shape", [(8,), (1001, 3), (1002, 3), (2000, 1001), (3000, 1000)], ids=str)
 def test_fused_dropout_equals_torch(dtype, shape, p):
@@ -182,6 +182,15 @@ def test_fused_dropout_equals_torch(dtype, shape, p):
             cuda.fill(local, part, FusedDropout(p, dtype.itemsize))
             assert local.equal(wanted)
             assert torch.cuda.get_rng_state().equal(after)
+
+
+def test_torchs_native_dropout_of_everything_draws_nothing_as_the_handler_has_it():
+    torch.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    values, mask = torch.native_dropout(torch.ones(1000, device="cuda"), 1.0, True)
+    assert not values.any()
+    assert not mask.any()
+    assert torch.cuda.get_rng_state().equal(before)
 
 
 def test_a_sequence_of_mixed_draws_equals_torch():

@@ -1,14 +1,15 @@
-"""Random operators on DTensors give one device's values and leave its generator state.
+"""Modules, autograd and refusals: what random operators on DTensors do besides their values.
 
-Every rank's part is computed in its own turn on a fake mesh: nothing communicates, so nothing is
-missing. Operators that do communicate by design run on real ranks in test_dtensor_ranks.py.
+The values are compared in test_dtensor_values.py. Every rank's part is computed in its own turn on
+a fake mesh: nothing communicates, so nothing is missing. Operators that do communicate by design
+run on real ranks in test_dtensor_ranks.py.
 """
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -29,181 +30,38 @@ def _installed():
     dist_rng.uninstall()
 
 
-# What is drawn from an (m, n) float tensor; each gives a tensor of one device and of the mesh.
-OPERATORS = {
-    "uniform_": lambda x: x.uniform_(-1, 2),
-    "normal_": lambda x: x.normal_(1, 2),
-    "bernoulli_": lambda x: x.bernoulli_(0.3),
-    "bernoulli_ from tensor": lambda x: x.bernoulli_(x.sigmoid()),
-    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
-    "bernoulli of p": lambda x: torch.bernoulli(x, 0.3),
-    "exponential_": lambda x: x.exponential_(2.0),
-    "random_": lambda x: x.random_(),
-    "random_ to": lambda x: x.random_(9),
-    "random_ from to": lambda x: x.random_(3, 9),
-    "rand_like": torch.rand_like,
-    "rand_like f64": lambda x: torch.rand_like(x, dtype=torch.float64),
-    "rand_like of a transpose": lambda x: torch.rand_like(x.t()),
-    "randn_like": torch.randn_like,
-    "randint_like": lambda x: torch.randint_like(x, 7),
-    "randint_like low": lambda x: torch.randint_like(x, -3, 7, dtype=torch.int32),
-    "normal of means": lambda x: torch.normal(x, 2.0),
-    "normal of stds": lambda x: torch.normal(1.0, x.abs()),
-    "normal of both": lambda x: torch.normal(x, x.abs()),
-    "dropout": lambda x: F.dropout(x, 0.4),
-    "dropout in place": lambda x: F.dropout(x.clone(), 0.4, inplace=True),
-    "dropout of everything": lambda x: F.dropout(x, 1.0),
-    "dropout off": lambda x: F.dropout(x, 0.4, training=False),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
-    "feature dropout": lambda x: torch.feature_dropout(x.unsqueeze(-1), 0.4, True),
-    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
-    "kaiming_normal_": nn.init.kaiming_normal_,
-    "xavier_uniform_": nn.init.xavier_uniform_,
-    "orthogonal_": lambda x: nn.init.orthogonal_(x),
-    "orthogonal_ wide": lambda x: nn.init.orthogonal_(x.t()),
-    "sparse_": lambda x: nn.init.sparse_(x, 0.2),
-    "new_empty": lambda x: x.new_empty(5, 4).normal_(),
-}
-PLACEMENTS = [
-    ((1,), (S(0),)),
-    ((3,), (S(0),)),
-    ((8,), (S(0),)),
-    ((2,), (S(1),)),
-    ((4,), (R,)),
-    ((2, 2), (S(0), S(1))),
-    ((2, 2), (S(1), S(0))),
-    ((2, 2), (S(0), S(0))),
-    ((2, 3), (R, S(1))),
-    ((2, 2, 2), (S(0), R, S(0))),
-]
-
-
-def one_device(operate, full):
-    torch.manual_seed(5)
-    torch.randn(3)  # not at the start of the stream, and with a second sample in store
-    result = operate(full.clone())
-    return result, torch.get_rng_state()
-
-
-def assert_equals_one_device(operate, full, mesh, placements, what):
-    expected, state = one_device(operate, full)
-    dtensor = distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
-    torch.manual_seed(5)
-    torch.randn(3)
-    with CommLog() as log:
-        result = operate(dtensor)
-    log.assert_counts({})
-    assert isinstance(result, DTensor)
-    assert (result.shape, result.stride()) == (expected.shape, expected.stride()), what
-    local = result._local_tensor.flatten()
-    assert_bitwise(local, slice_of(expected, region_of(result)).flatten(), what)
-    assert torch.equal(torch.get_rng_state(), state), f"{what}: the generator differs"
-
-
-@pytest.mark.parametrize(("mesh_shape", "placements"), PLACEMENTS, ids=str)
-def test_operators_on_every_placement(mesh_shape, placements):
-    full = torch.linspace(-2, 2, 42).view(6, 7)
-    for rank, mesh in each_rank(mesh_shape):
-        for name, operate in OPERATORS.items():
-            assert_equals_one_device(operate, full, mesh, placements, f"{name} on rank {rank}")
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3, 4, 5])
-def test_every_dim_of_1_to_5_dims_uneven_and_empty(dims):
-    shape = (5, 3, 2, 4, 3)[:dims]
-    full = torch.zeros(shape)
-    for _, mesh in each_rank((2, 2)):
-        pairs = itertools.product([R, *map(S, range(dims))], repeat=2)
-        for placements in pairs:
-            assert_equals_one_device(torch.randn_like, full, mesh, placements, str(placements))
-            assert_equals_one_device(torch.rand_like, full, mesh, placements, str(placements))
-
-
-DTYPES = {
-    "uniform_": (torch.float64, torch.bfloat16, torch.float16),
-    "normal_": (torch.float64, torch.bfloat16, torch.float16),
-    "bernoulli_": (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool),
-    "exponential_": (torch.float64, torch.bfloat16, torch.float16),
-    "random_": (torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
-    "randint_like": (torch.int64, torch.int16, torch.float16),
-    "dropout": (torch.float64, torch.bfloat16, torch.float16),
+WITH_GENERATOR = {
+    "uniform_": lambda x, g: x.clone().uniform_(generator=g),
+    "normal_": lambda x, g: x.clone().normal_(generator=g),
+    "exponential_": lambda x, g: x.clone().exponential_(generator=g),
+    "random_": lambda x, g: x.clone().random_(generator=g),
+    "random_ to": lambda x, g: x.clone().random_(9, generator=g),
+    "bernoulli_": lambda x, g: x.clone().bernoulli_(0.3, generator=g),
+    "bernoulli_ from tensor": lambda x, g: x.clone().bernoulli_(x, generator=g),
+    "bernoulli": lambda x, g: torch.bernoulli(x, generator=g),
+    "bernoulli of p": lambda x, g: torch.bernoulli(x, 0.3, generator=g),
+    "rand_like": lambda x, g: torch.rand_like(x, generator=g),
+    "randn_like": lambda x, g: torch.randn_like(x, generator=g),
+    "randint_like": lambda x, g: torch.randint_like(x, 9, generator=g),
+    "randint_like low": lambda x, g: torch.randint_like(x, 3, 9, generator=g),
+    "normal of means": lambda x, g: torch.normal(x, 1.0, generator=g),
+    "normal of stds": lambda x, g: torch.normal(1.0, x, generator=g),
+    "normal of both": lambda x, g: torch.normal(x, x, generator=g),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name, dtypes in DTYPES.items() for dtype in dtypes]
-)
-def test_operators_in_every_dtype(name, dtype):
-    full = torch.ones(9, 5, dtype=dtype)
-    for _, mesh in each_rank((2, 2)):
-        for placements in [(S(0), S(1)), (S(0), S(0)), (R, S(1))]:
-            assert_equals_one_device(OPERATORS[name], full, mesh, placements, name)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_global_tensors_whose_dims_are_permuted_in_memory(order):
-    full = torch.zeros([(4, 3, 5)[dim] for dim in order]).permute(
-        [order.index(dim) for dim in range(3)]
-    )
-    for _, mesh in each_rank((2, 2)):
-        for placements in [(S(0), S(2)), (S(1), R), (S(2), S(2))]:
-            assert_equals_one_device(lambda x: x.uniform_(), full, mesh, placements, str(order))
-            assert_equals_one_device(lambda x: x.normal_(), full, mesh, placements, str(order))
-
-
-def fifty_operations(x):
-    """A sequence in which every operator meets the state that the others left."""
-    names = [name for name in OPERATORS if name not in ("orthogonal_ wide", "new_empty")]
-    values = []
-    for index in range(50):
-        name = names[index * 7 % len(names)]
-        values.append(OPERATORS[name](x.clone()))
-        if index % 3 == 0:  # plain tensors draw from the same generator in between
-            values.append(torch.randn(index % 5 + 1))
-    return values
-
-
-def test_a_sequence_of_fifty_operations_is_one_stream():
-    full = torch.linspace(-1, 1, 35).view(7, 5)
-    torch.manual_seed(1)
-    expected = fifty_operations(full)
-    state = torch.get_rng_state()
-    for _, mesh in each_rank((2, 2)):
-        dtensor = distribute_tensor(full, mesh, (S(0), S(1)), src_data_rank=None)
-        torch.manual_seed(1)
-        for index, (actual, wanted) in enumerate(
-            zip(fifty_operations(dtensor), expected, strict=True)
-        ):
-            if isinstance(actual, DTensor):
-                wanted = slice_of(wanted, region_of(actual)).flatten()
-                actual = actual._local_tensor.flatten()
-            assert_bitwise(actual, wanted, f"operation {index}")
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("name", ["rand", "randn"])
-def test_factories_of_torch_distributed_tensor(name):
-    import torch.distributed.tensor as dt
-
-    torch.manual_seed(0)
-    expected = getattr(torch, name)(5, 6, dtype=torch.float64)
-    for _, mesh in each_rank((2, 2)):
-        torch.manual_seed(0)
-        result = getattr(dt, name)(
-            5, 6, dtype=torch.float64, device_mesh=mesh, placements=(S(1), S(0)), requires_grad=True
-        )
-        assert result.requires_grad
-        assert_bitwise(result._local_tensor.detach(), slice_of(expected, region_of(result)))
-
-
-def test_an_explicit_generator_is_used_and_the_default_left_alone():
-    expected = torch.empty(9).uniform_(generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("draw", WITH_GENERATOR.values(), ids=WITH_GENERATOR.keys())
+def test_an_explicit_generator_is_used_and_the_default_left_alone(draw):
+    full = torch.linspace(0, 1, 9)
+    single = torch.Generator().manual_seed(3)
+    expected = draw(full, single)
     for _, mesh in each_rank((2,)):
         generator = torch.Generator().manual_seed(3)
         before = torch.get_rng_state()
-        dtensor = distribute_tensor(torch.zeros(9), mesh, [S(0)], src_data_rank=None)
-        dtensor.uniform_(generator=generator)
-        assert_bitwise(dtensor._local_tensor, slice_of(expected, region_of(dtensor)))
+        dtensor = distribute_tensor(full, mesh, [S(0)], src_data_rank=None)
+        result = draw(dtensor, generator)
+        assert_bitwise(result._local_tensor, slice_of(expected, region_of(result)))
+        assert torch.equal(generator.get_state(), single.get_state())
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -291,6 +149,10 @@ def test_multinomial_draws_on_replicas_and_refuses_shards():
         sharded = distribute_tensor(weights, mesh, [S(0)], src_data_rank=None)
         with pytest.raises(ValueError, match=r"aten\.multinomial.*redistribute it to Replicate"):
             torch.multinomial(sharded, 3)
+    with fake_mesh((2, 2)) as mesh:
+        sharded = distribute_tensor(weights, mesh, [R, S(0)], src_data_rank=None)
+        with pytest.raises(ValueError, match="redistribute it to Replicate"):
+            torch.multinomial(sharded, 3)
 
 
 @pytest.mark.parametrize(
@@ -329,9 +191,93 @@ def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
 def test_probabilities_that_are_placed_otherwise_are_refused():
     with fake_mesh((2,)) as mesh:
         dtensor = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
-        other = distribute_tensor(torch.ones(4, 4), mesh, [S(1)], src_data_rank=None)
-        with pytest.raises(ValueError, match="make them alike"):
-            dtensor.bernoulli_(other)
+        placed = distribute_tensor(torch.ones(4, 4), mesh, [S(1)], src_data_rank=None)
+        shaped = distribute_tensor(torch.ones(2, 4), mesh, [S(0)], src_data_rank=None)
+        for other in (placed, shaped, torch.ones(4, 4)):
+            with pytest.raises(ValueError, match=r"aten\.bernoulli_.*make them alike"):
+                dtensor.bernoulli_(other)
+
+
+def test_standard_deviations_that_do_not_fit_are_refused_and_draw_nothing():
+    with fake_mesh((2,)) as mesh:
+        mean = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
+        stds = distribute_tensor(torch.ones(3, 4, 4), mesh, [R], src_data_rank=None)
+        negative = distribute_tensor(-torch.eye(4), mesh, [S(0)], src_data_rank=None)
+        before = torch.get_rng_state()
+        with pytest.raises(ValueError, match=r"std has shape \(3, 4, 4\).*; expand mean"):
+            torch.normal(mean, stds)
+        for draw in (lambda: torch.normal(mean, negative), lambda: torch.normal(1.0, negative)):
+            with pytest.raises(ValueError, match="an element of std is below 0 or NaN"):
+                draw()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_mean_of_more_dims_than_its_standard_deviations():
+    mean, std = torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 3, 4)
+    torch.manual_seed(0)
+    expected = torch.normal(mean, std)
+    for _, mesh in each_rank((2,)):
+        means = distribute_tensor(mean, mesh, [S(0)], src_data_rank=None)
+        stds = distribute_tensor(std, mesh, [R], src_data_rank=None)
+        torch.manual_seed(0)
+        result = torch.normal(means, stds)
+        assert_bitwise(result._local_tensor, slice_of(expected, region_of(result)))
+
+
+def test_normals_of_meta_tensors_draw_nothing():
+    with fake_mesh((2,)) as mesh, torch.device("meta"):
+        x = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
+        before = torch.get_rng_state()
+        assert torch.normal(x, x)._local_tensor.is_meta
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_initialisers_of_whole_matrices_draw_nothing_on_meta():
+    with fake_mesh((2,)) as mesh:
+        x = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [S(0)], src_data_rank=None)
+        before = torch.get_rng_state()
+        assert nn.init.orthogonal_(x)._local_tensor.is_meta
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trunc_normal_of_a_replica_agrees_with_nobody_and_leaves_any_alone():
+    torch.manual_seed(0)
+    expected = nn.init.trunc_normal_(torch.zeros(9, 5), a=-0.5, b=0.5)
+    for _, mesh in each_rank((2,)):
+        replica = distribute_tensor(torch.zeros(9, 5), mesh, [R], src_data_rank=None)
+        torch.manual_seed(0)
+        with CommLog() as log:
+            nn.init.trunc_normal_(replica, a=-0.5, b=0.5)
+        log.assert_counts({})
+        assert_bitwise(replica._local_tensor, expected)
+        assert torch.ops.aten.any.default not in DTensor._op_dispatcher._custom_op_handlers
+
+
+def test_factories_that_draw_nothing_are_torchs():
+    with fake_mesh((2,)) as mesh:
+        assert_bitwise(dt.ones(4, device_mesh=mesh, placements=[S(0)])._local_tensor, torch.ones(2))
+
+
+def test_handlers_that_were_there_come_back():
+    table = DTensor._op_dispatcher._custom_op_handlers
+    dist_rng.uninstall()
+    table[torch.ops.aten.uniform_.default] = there = lambda *_: None
+    try:
+        dist_rng.install()
+        assert table[torch.ops.aten.uniform_.default] is not there
+        dist_rng.uninstall()
+        assert table[torch.ops.aten.uniform_.default] is there
+    finally:
+        del table[torch.ops.aten.uniform_.default]
+
+
+def test_generators_are_compared_from_an_install_that_asks_for_it_to_the_uninstall():
+    from dist_rng.agreement import first_draw_check
+
+    dist_rng.install(check_generators=True)
+    assert first_draw_check.enabled
+    dist_rng.uninstall()
+    assert not first_draw_check.enabled
 
 
 def test_uninstall_restores_stock_and_install_may_be_called_twice():

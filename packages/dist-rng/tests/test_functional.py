@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dist_rng
-from dist_rng import Piece, Region
+from dist_rng import Piece, Region, truncated
 from dist_rng.placement import slice_of
 from testkit import assert_bitwise, run_ranks
 
@@ -59,9 +59,11 @@ def test_dropout_and_its_gradient_are_one_devices(p):
     torch.manual_seed(0)
     expected = F.dropout(whole, p)
     expected.sum().backward()
+    state = torch.get_rng_state()
     torch.manual_seed(0)
     part = slice_of(whole.detach(), region).clone().requires_grad_()
     result = dist_rng.dropout(part, region, p)
+    assert torch.equal(torch.get_rng_state(), state)
     result.sum().backward()
     assert_bitwise(result.detach(), slice_of(expected.detach(), region))
     assert_bitwise(part.grad, slice_of(whole.grad, region))
@@ -133,6 +135,26 @@ def test_trunc_normal_of_the_whole_needs_no_group(bounds):
     local = dist_rng.trunc_normal_(torch.zeros(SHAPE), Region.full(SHAPE), 0.0, 1.0, *bounds)
     assert_bitwise(local, expected)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_trunc_normal_draws_from_an_explicit_generator():
+    expected = nn.init.trunc_normal_(torch.zeros(SHAPE), generator=torch.Generator().manual_seed(3))
+    before = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(3)
+    local = dist_rng.trunc_normal_(torch.zeros(SHAPE), Region.full(SHAPE), generator=generator)
+    assert_bitwise(local, expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("draw", [lambda x: x.uniform_(-1, 3), lambda x: x.normal_(2, 3)])
+def test_whatever_trunc_normal_is_composed_of_is_drawn_by_region(draw):
+    """torch 2.11 takes uniform_, later ones normal_."""
+    torch.manual_seed(0)
+    expected = draw(torch.zeros(SHAPE))
+    torch.manual_seed(0)
+    with truncated._ByRegion(PARTS["a box"], None, None):
+        local = draw(torch.zeros(5, 7))
+    assert_bitwise(local, slice_of(expected, PARTS["a box"]))
 
 
 @pytest.mark.ranks

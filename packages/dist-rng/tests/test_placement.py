@@ -63,6 +63,44 @@ def test_the_memory_order_of_a_dense_tensor_is_found(shape, order):
     assert [dim for dim in found if dim in relevant] == relevant
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 1, 4), (3, 4, 1), (1, 3, 1), (1, 1)], ids=str)
+def test_dims_of_size_one_stay_in_place_whatever_their_stride(shape):
+    """Windows, which other packages' placements keep, need the dims in their own order."""
+    dims = tuple(range(len(shape)))
+    contiguous = torch.empty(shape).stride()
+    assert memory_order(shape, contiguous) == dims
+    for odd in (0, 1, 1000):
+        stride = [odd if size == 1 else one for size, one in zip(shape, contiguous, strict=True)]
+        assert memory_order(shape, tuple(stride)) == dims
+
+
+def test_axes_cut_one_dim_in_the_order_of_the_spec():
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+    full = torch.arange(84).view(12, 7)
+    for _, mesh in each_rank((2, 2, 3)):
+        dtensor = distribute_tensor(full, mesh, [Shard(0)] * 3, src_data_rank=None)
+        x, y, z = mesh.get_coordinate()
+        dtensor._spec.shard_order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 2, 0)),)
+        expected = full.chunk(2)[y].chunk(3)[z].chunk(2)[x]
+        assert torch.equal(slice_of(full, region_of(dtensor)), expected)
+
+
+def test_a_registered_placement_takes_what_the_axes_before_it_left():
+    class Fixed(Custom):
+        """Rows 1 and 2 of what it is given."""
+
+    register_placement(Fixed, lambda region, *_: region.select(0, Piece(1, 3)))
+    full = torch.arange(40).view(10, 4)
+    for _, mesh in each_rank((1, 2)):
+        dtensor = distribute_tensor(full, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        _, rank = mesh.get_coordinate()
+        dtensor._spec.placements = (Fixed(), Shard(0))
+        assert torch.equal(slice_of(full, region_of(dtensor)), full[1 + rank : 2 + rank])
+        dtensor._spec.placements = (Shard(0), Fixed())
+        assert torch.equal(slice_of(full, region_of(dtensor)), full[1:3])
+
+
 @pytest.mark.parametrize("stride", [(8, 2), (4, 0), (1, 1)])
 def test_a_tensor_that_is_not_dense_is_refused(stride):
     with pytest.raises(ValueError, match="is not dense"):
@@ -100,6 +138,19 @@ def test_a_registered_placement_that_keeps_windows_is_applied_last():
         dtensor._spec.placements = (Half(), Shard(1))
         expected = full.chunk(2, 1)[column].flatten().chunk(2)[row]
         assert torch.equal(slice_of(full, region_of(dtensor)), expected)
+
+
+def test_what_is_registered_last_counts():
+    class Changed(Custom):
+        pass
+
+    first, second = Piece(0, 2), Piece(2, 4)
+    with fake_mesh((2,)) as mesh:
+        dtensor = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+        dtensor._spec.placements = (Changed(),)
+        for piece in (first, second):
+            register_placement(Changed, lambda region, *_, piece=piece: region.select(0, piece))
+            assert region_of(dtensor).pieces == ((piece,),)
 
 
 def test_another_package_can_be_found_by_its_entry_point(monkeypatch):

@@ -14,6 +14,7 @@ from testkit import assert_bitwise, each_rank, fake_mesh
 
 # One SM of one block: small tensors already need several calls of a thread.
 TINY = Geometry(sm_count=1, max_threads_per_sm=256)
+STOCK = (F.dropout, torch.dropout, nn.init.orthogonal_)
 
 OPERATORS = {
     "rand": lambda x: torch.rand(37, 41),
@@ -51,6 +52,75 @@ def test_an_operator_draws_the_emulated_stream_and_not_the_cpus(operate):
     assert_bitwise(again, first)
     assert not torch.equal(second, first)
     assert not torch.equal(on_cpu, first)
+
+
+FACTORIES = {
+    "rand": (lambda **o: torch.rand(37, 41, **o), lambda x, **g: x.uniform_(**g)),
+    "randn": (lambda **o: torch.randn(37, 41, **o), lambda x, **g: x.normal_(**g)),
+    "normal": (
+        lambda **o: torch.normal(1.0, 2.0, (37, 41), **o),
+        lambda x, **g: x.normal_(1.0, 2.0, **g),
+    ),
+    "randint": (lambda **o: torch.randint(9, (37, 41), **o), lambda x, **g: x.random_(0, 9, **g)),
+    "randint low": (
+        lambda **o: torch.randint(-5, 9, (37, 41), **o),
+        lambda x, **g: x.random_(-5, 9, **g),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_draws_what_a_fill_of_its_dtype_draws(name):
+    make, fill = FACTORIES[name]
+    default = torch.int64 if "randint" in name else torch.float64
+    torch.set_default_dtype(torch.float64)
+    try:
+        for dtype in (None, torch.float32):
+            wanted = torch.empty(37, 41, dtype=dtype or default)
+            with single_device_rng(geometry=TINY):
+                torch.manual_seed(2)
+                fill(wanted)
+                torch.manual_seed(2)
+                assert_bitwise(make(dtype=dtype), wanted)
+                fill(wanted, generator=torch.Generator().manual_seed(4))
+                drawn = make(dtype=dtype, generator=torch.Generator().manual_seed(4))
+                assert_bitwise(drawn, wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_operator_called_by_its_own_name_has_the_dtype_that_torch_gives():
+    calls = (
+        lambda: torch.ops.aten.randint.default(9, [3]),
+        lambda: torch.ops.aten.randint.default(9, [3], dtype=None),
+        lambda: torch.ops.aten.rand.default([3], dtype=None, device=None, pin_memory=False),
+    )
+    for call in calls:
+        expected = call().dtype
+        with single_device_rng(geometry=TINY):
+            assert call().dtype == expected
+
+
+def test_meta_tensors_are_left_to_torch():
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        x = torch.empty(4, device="meta")
+        for drawn in (x.cauchy_(), torch.randperm(4, device="meta"), torch.rand(4, device="meta")):
+            assert drawn.is_meta
+        assert F.dropout(x, 0.5).is_meta
+        assert_bitwise(torch.rand(3), expected)
+
+
+def test_torch_dropout_is_the_same_as_the_functions():
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        expected = F.dropout(ones(), 0.4)
+        torch.manual_seed(0)
+        assert_bitwise(torch.dropout(ones(), 0.4, True), expected)
+        assert_bitwise(torch.dropout(ones(), 0.4, False), ones())
+        assert_bitwise(F.dropout(ones(), 0.4, training=False), ones())
 
 
 def test_the_first_uniforms_are_those_of_the_philox_definition():
@@ -128,6 +198,72 @@ def test_activation_checkpointing_draws_the_mask_again():
         assert_bitwise(gradient(inside=True), gradient(inside=False))
 
 
+def test_native_dropout_draws_where_nothing_is_dropped_and_not_where_everything_is():
+    """As native_dropout_cuda: it returns before its kernel for p = 1 alone."""
+
+    def drawn(p):
+        with single_device_rng(geometry=TINY):
+            torch.manual_seed(0)
+            values, mask = torch.native_dropout(ones(), p, True)
+            return values, mask, torch.rand(5)
+
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        undisturbed = torch.rand(5)
+    for p, kept in ((0.0, True), (1.0, False)):
+        values, mask, after = drawn(p)
+        assert_bitwise(mask, torch.full((37, 41), kept))
+        assert_bitwise(values, torch.full((37, 41), float(kept)))
+        assert torch.equal(after, undisturbed) is not kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_dropout_draws_the_mask_of_its_inputs_dtype(dtype):
+    whole = torch.linspace(1, 2, 37 * 8).view(37, 8).to(dtype)
+    part = Region.box((37, 8), (20, 0), (17, 8))
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        dropped = F.dropout(whole, 0.4)
+        kept = dropped != 0
+        scaled = whole.double() if dtype == torch.float64 else whole.float()
+        assert_bitwise(dropped[kept], (scaled * (1.0 / (1.0 - 0.4))).to(dtype)[kept])
+        torch.manual_seed(0)
+        assert_bitwise(dist_rng.dropout(whole[20:], part, 0.4), dropped[20:])
+
+
+@pytest.mark.parametrize(("shape", "p"), [((37, 41), 0.0), ((0, 41), 0.5)], ids=str)
+def test_dropout_of_nothing_draws_nothing(shape, p):
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        assert_bitwise(F.dropout(torch.ones(shape), p), torch.ones(shape))
+        assert_bitwise(torch.rand(3), expected)
+
+
+def test_dropout_of_everything_is_a_product_with_zero_as_on_a_gpu():
+    x = torch.tensor([-1.0, 1.0, float("inf")])
+    expected = F.dropout(x, 1.0)
+    with single_device_rng(geometry=TINY):
+        assert_bitwise(F.dropout(x, 1.0), expected)
+
+
+def test_fused_dropout_of_what_is_not_dense_is_refused_with_the_remedy():
+    with (
+        single_device_rng(geometry=TINY),
+        pytest.raises(ValueError, match=r"native_dropout.*is not dense.*make it contiguous first"),
+    ):
+        F.dropout(ones()[:, 1:], 0.5)
+
+
+def test_a_slice_is_drawn_like_its_dense_copy():
+    with single_device_rng(geometry=TINY):
+        torch.manual_seed(0)
+        expected = torch.rand_like(ones()[:, 1:].contiguous())
+        torch.manual_seed(0)
+        assert_bitwise(torch.rand_like(ones()[:, 1:]), expected)
+
+
 def test_dropout_imported_by_name_is_fused_too():
     from torch.nn.functional import dropout  # before the context patches the module
 
@@ -159,6 +295,8 @@ def test_the_cpus_own_stream_goes_on_undisturbed():
         lambda: torch.randperm(9),
         lambda: torch.ones(4).multinomial(2),
         lambda: torch.ones(4).cauchy_(),
+        lambda: torch.rand(4, out=torch.ones(4)),
+        lambda: torch.randint(3, (4,), out=torch.ones(4, dtype=torch.int64)),
     ],
 )
 def test_what_is_not_emulated_raises(operate):
@@ -174,6 +312,7 @@ def test_an_error_inside_restores_everything():
     expected = torch.rand(4)
     with pytest.raises(KeyError), single_device_rng(geometry=TINY):
         raise KeyError
+    assert (F.dropout, torch.dropout, nn.init.orthogonal_) == STOCK
     torch.manual_seed(0)
     assert_bitwise(torch.rand(4), expected)
     with fake_mesh((2,)) as mesh:

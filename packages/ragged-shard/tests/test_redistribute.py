@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from testkit import CommLog, assert_bitwise, run_ranks
@@ -89,6 +90,10 @@ def every_pair():
                 log.calls,
             )
             assert len(log.calls) <= 1, log.calls
+            if getattr(source, "owner", None) is not None and target == R:
+                log.assert_counts({"broadcast": 1})  # no copy per receiver
+            if isinstance(source, RaggedShard) and isinstance(target, RaggedShard) and not sent:
+                log.assert_counts({})
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -175,6 +180,23 @@ def test_a_hybrid_gradient_is_scattered_before_it_is_reduced_across():
     run_ranks(hybrid_gradient, 4)
 
 
+def sum_beside_a_moving_axis():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mine = whole().chunk(2)[mesh.get_local_rank(1)].contiguous()
+    partial = DTensor.from_local(
+        mine, mesh, [Partial(), S0], shape=(12, 8), stride=(8, 1), run_check=False
+    )
+    with CommLog() as log:
+        reduced = partial.redistribute(placements=[RaggedShard(ROWS, (1, 1)), R])
+    assert "all_reduce" not in log.counts(), log.calls
+    assert log.counts()["reduce_scatter"] == 1
+    assert_bitwise(reduced.full_tensor(), 2 * whole(), "sum")
+
+
+def test_a_sum_stays_one_until_its_axis_is_cut():
+    run_ranks(sum_beside_a_moving_axis, 4)
+
+
 def gradients():
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.linspace(-1, 1, 96).reshape(12, 8)
@@ -202,6 +224,10 @@ def gradient_of_a_sum():
     moved = partial.redistribute(placements=[RaggedShard(ROWS, (5, 7))])
     (moved * 3).sum().full_tensor().backward()
     assert_bitwise(mine.grad, torch.full((12, 8), 3.0), "gradient of a partial")
+    mine.grad = None
+    moved = DTensor.from_local(mine, mesh, [Partial()]).redistribute(placements=moved.placements)
+    (moved * moved).sum().full_tensor().backward()  # here the gradient comes back ragged
+    assert_bitwise(mine.grad, 4 * whole(), "ragged gradient of a partial")
 
 
 def test_the_gradient_of_a_sum_is_whole_on_every_rank():
@@ -227,6 +253,34 @@ def waits_later():
 
 def test_async_op_returns_before_the_collective_has_ended():
     run_ranks(waits_later, 2)
+
+
+def flattened():
+    """What torch makes of a dim that is flattened behind another, in torch's own words and ours."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = whole()
+    for interleaved, strided in (
+        (InterleavedShard(0, 3), _StridedShard(0, split_factor=3)),
+        (InterleavedShard(1, 2), _StridedShard(1, split_factor=2)),
+    ):
+        ours = distribute_tensor(tensor, mesh, [interleaved])
+        meta = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+        stock = DTensor.from_local(ours.to_local(), mesh, [strided], **meta)
+        with CommLog() as log:
+            there = stock.redistribute(placements=[interleaved])
+            back = ours.redistribute(placements=[strided])
+        log.assert_counts({})
+        assert (there.placements, back.placements) == ((interleaved,), (strided,))
+        assert_bitwise(there.to_local(), ours.to_local(), f"{strided} -> {interleaved}")
+        assert_bitwise(back.to_local(), ours.to_local(), f"{interleaved} -> {strided}")
+        with CommLog() as log:
+            ragged = stock.redistribute(placements=[RaggedShard(ROWS, (5, 7))])
+        log.assert_counts({"all_to_all": 1})
+        assert_bitwise(ragged.full_tensor(), tensor, f"{strided} -> ragged")
+
+
+def test_torchs_strided_shard_of_one_axis_is_an_interleaved_one():
+    run_ranks(flattened, 2)
 
 
 def other_dtypes():

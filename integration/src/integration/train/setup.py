@@ -1,5 +1,6 @@
 """Everything about a run that can be wrong before a rank, a model or a file exists."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     """Check ``config`` for ``world_size`` ranks, reading only; nothing is written.
 
     Raises:
-        UsageError: the system, model, batch, data path, run folder or checkpoint does not do.
+        UsageError: the system, model, batch, data path, run folder or checkpoint does not do, or
+            dist-rng is asked for and not installed.
     """
     system = get_system(config.system)
     shape = model_shape(config.model)
@@ -41,6 +43,11 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     if config.init == "sharded" and not system.takes_meta:
         raise UsageError(
             f"system {system.name!r} wraps weights that are there already; use --init whole"
+        )
+    if config.random == "dist-rng" and importlib.util.find_spec("dist_rng") is None:
+        raise UsageError(
+            "--random dist-rng needs the package dist-rng, which is not installed; install it, or"
+            " use --random stock"
         )
     plan = BatchPlan(
         global_batch=config.global_batch,

@@ -16,11 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dist_rng import _core
 from dist_rng.cpu_check import check
 from dist_rng.cpu_draws import Plan, draw_of
 from dist_rng.draws import Distribution
-from dist_rng.region import Piece, Region
+from dist_rng.layout import layout_of, require_fit
+from dist_rng.region import Region
 
 
 def fill(
@@ -99,45 +99,8 @@ def plan_of(region: Region, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     Raises:
         ValueError: the local tensor does not fit the region, or its elements overlap.
     """
-    _check_fit(region, shape, strides)
-    order = region.memory_order
-    draw_strides = Region.full(region.global_shape).with_memory_order(order).dense_strides()
-    if region.windows is not None:
-        strides = region.dense_strides()
-    grid = _core.Grid(
-        [_pairs(region.pieces[dim]) for dim in order],
-        [draw_strides[dim] for dim in order],
-        [strides[dim] for dim in order],
-        None if region.windows is None else _pairs(region.windows),
-    )
+    require_fit(region, shape, strides)
     # torch.Tensor.is_contiguous looks at no dim of size 1.
-    longer = [dim for dim in order if region.global_shape[dim] != 1]
+    longer = [dim for dim in region.memory_order if region.global_shape[dim] != 1]
+    grid = layout_of(region, strides).grid()
     return Plan(grid, region.global_numel, contiguous=longer == sorted(longer))
-
-
-def _check_fit(region: Region, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    numel = Region.full(shape).numel
-    if numel == region.numel == 0:
-        return
-    if region.windows is not None:
-        dense = Region.full(shape).dense_strides()
-        contiguous = all(
-            size == 1 or stride == wanted
-            for size, stride, wanted in zip(shape, strides, dense, strict=True)
-        )
-        if numel != region.numel or not contiguous:
-            raise ValueError(
-                f"a region of {region.numel} elements in windows needs a contiguous local tensor"
-                f" of as many, not one of shape {shape} and strides {strides}"
-            )
-    elif shape != region.grid_shape:
-        raise ValueError(
-            f"the region holds {region.grid_shape} of {region.global_shape}, the local tensor has"
-            f" shape {shape}; give the region of this very tensor"
-        )
-    if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
-        raise ValueError(f"a local tensor with strides {strides} is expanded: clone it first")
-
-
-def _pairs(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
-    return [(piece.start, piece.stop) for piece in pieces]

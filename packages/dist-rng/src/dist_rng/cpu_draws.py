@@ -9,6 +9,7 @@ import torch
 
 from dist_rng import _core
 from dist_rng._compat import cpu_release
+from dist_rng.bounds import check_arguments, integer_range
 from dist_rng.draws import (
     AllIntegers,
     Bernoulli,
@@ -20,7 +21,6 @@ from dist_rng.draws import (
     Normal,
     Uniform,
 )
-from dist_rng.recipe import recipe_of
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMMON = (
@@ -79,23 +79,20 @@ def draw_of(draw: Distribution, dtype: torch.dtype, probabilities: torch.dtype |
     """
     _check_types(draw, dtype, probabilities)
     core = CORE_DTYPES[dtype]
+    check_arguments(draw, dtype)
     match draw:
         case Uniform(low, high):
-            recipe_of(draw, dtype, 0)  # checks the bounds, which are the same on every device
             fused, release = contracts(), cpu_release()
             return lambda plan, state, data, _: _core.uniform(
                 state, data, core, plan.grid, plan.global_numel, low, high, fused, release
             )
         case Normal(mean, std):
-            _require(std >= 0.0, draw, "a standard deviation of at least 0")
             return _normal(mean, std, core)
         case Exponential(rate):
-            _require(rate > 0.0, draw, "a rate above 0")
             return lambda plan, state, data, _: _core.exponential(
                 state, data, core, plan.grid, plan.global_numel, rate
             )
         case Bernoulli(p):
-            _require(0.0 <= p <= 1.0, draw, "a probability in [0, 1]")
             return lambda plan, state, data, _: _core.bernoulli(
                 state, data, core, plan.grid, plan.global_numel, p
             )
@@ -103,11 +100,9 @@ def draw_of(draw: Distribution, dtype: torch.dtype, probabilities: torch.dtype |
             assert probabilities is not None
             return _bernoulli_tensor(core, CORE_DTYPES[probabilities])
         case Integers():
-            # The bounds that a float cannot hold move inwards alike on CPUs and GPUs.
-            recipe = recipe_of(draw, dtype, 0)
-            modulus, base = recipe.modulus, recipe.base
+            values = integer_range(draw, dtype)
             return lambda plan, state, data, _: _core.integers(
-                state, data, core, plan.grid, plan.global_numel, modulus, base
+                state, data, core, plan.grid, plan.global_numel, values.modulus, values.base
             )
         case AllIntegers():
             return lambda plan, state, data, _: _core.all_integers(
@@ -175,8 +170,3 @@ def _check_types(draw: Distribution, dtype: torch.dtype, probabilities: torch.dt
         raise TypeError(f"{name}: probabilities go with BernoulliTensor, and only with it")
     if probabilities is not None and probabilities not in _FLOATING:
         raise TypeError(f"{name}: probabilities must be floating point, not {probabilities}")
-
-
-def _require(holds: bool, draw: Distribution, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{draw}: it takes {wanted}")

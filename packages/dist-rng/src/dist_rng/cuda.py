@@ -16,7 +16,7 @@ from dist_rng.cuda_library import Job, JobDim
 from dist_rng.draws import Distribution
 from dist_rng.emulate import counts_in_logical_order, prepared_probabilities
 from dist_rng.geometry import Geometry, policy_of
-from dist_rng.layout import layout_of
+from dist_rng.layout import layout_of, require_fit
 from dist_rng.philox import Launch, Schedule, schedule
 from dist_rng.recipe import Recipe, recipe_of
 from dist_rng.region import Region
@@ -53,6 +53,7 @@ def fill(
             captured and this torch cannot say where its generator will stand.
     """
     library = cuda_library.load()
+    require_fit(region, tuple(local.shape), local.stride())
     recipe = recipe_of(draw, local.dtype, region.global_numel)
     given = prepared_probabilities(local, draw, probabilities)
     geometry = emulate.active_geometry() or Geometry.of_device(local.device)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_rng import functional
 from dist_rng.agreement import first_draw_check
+from dist_rng.bounds import largest_integer
 from dist_rng.draws import (
     AllIntegers,
     Bernoulli,
@@ -28,7 +29,7 @@ from dist_rng.draws import (
     Normal,
     Uniform,
 )
-from dist_rng.emulated_device import is_active
+from dist_rng.empty_like import empty_like
 from dist_rng.placement import memory_order, region_of
 from dist_rng.region import Region
 
@@ -53,6 +54,7 @@ def handlers() -> dict[Any, Handler]:
         table[operator] = _like(make)
     table[aten.bernoulli_.Tensor] = _bernoulli_from_
     table[aten.bernoulli.default] = _bernoulli_from
+    table[aten.bernoulli.p] = _bernoulli_of_p
     table[aten.native_dropout.default] = _native_dropout
     table[aten.normal.Tensor_float] = _normal_around
     table[aten.normal.float_Tensor] = _normal_around
@@ -114,7 +116,6 @@ _LIKE: dict[Any, Callable[[Arguments], Distribution]] = {
     aten.randint_like.low_dtype: lambda a: Integers(a["low"], a["high"]),
     aten.randint_like.generator: lambda a: Integers(0, a["high"]),
     aten.randint_like.low_generator_dtype: lambda a: Integers(a["low"], a["high"]),
-    aten.bernoulli.p: lambda a: Bernoulli(a["p"]),
 }
 
 # Random operators whose stream is not reproduced: they raise on a DTensor.
@@ -141,8 +142,7 @@ def _like(make: Callable[[Arguments], Distribution]) -> Handler:
         named = bind(operator, args, kwargs)
         options = {key: value for key, value in kwargs.items() if key != "generator"}
         with _named(operator):
-            held_by(named["self"])  # a Partial input is refused, not silently made whole
-            result = torch.empty_like(named["self"], **options)
+            result = empty_like(named["self"], **options)
             return fill_tensor(result, make(named), named.get("generator"))
 
     return handler
@@ -168,12 +168,18 @@ def _bernoulli_from(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     named = bind(operator, args, kwargs)
     source = named["self"]
     with _named(operator):
-        held_by(source)
         # torch draws into a contiguous output, whatever the order of the probabilities.
-        result = torch.empty_like(source, memory_format=torch.contiguous_format)
+        result = empty_like(source, memory_format=torch.contiguous_format)
         return fill_tensor(
             result, BernoulliTensor(), named["generator"], probabilities=local_of(source)
         )
+
+
+def _bernoulli_of_p(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    named = bind(operator, args, kwargs)
+    with _named(operator):
+        result = empty_like(named["self"], memory_format=torch.contiguous_format)
+        return fill_tensor(result, Bernoulli(named["p"]), named["generator"])
 
 
 def _native_dropout(
@@ -181,31 +187,42 @@ def _native_dropout(
 ) -> tuple[Tensor, Tensor]:
     named = bind(operator, args, kwargs)
     source, p = named["input"], named["p"]
-    if named["train"] is False or p == 0.0 or source.numel() == 0:
+    if named["train"] is False:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
     with _named(operator):
-        held_by(source)
-        local = local_of(source)
-        mask = torch.empty_like(source, dtype=torch.bool)
-        if functional.fuses_dropout(local, p):
-            fill_tensor(mask, FusedDropout(p, source.dtype.itemsize))
-            values = functional.apply_fused_mask(local, local_of(mask), p)
-        else:
-            fill_tensor(mask, Bernoulli(1.0 - p))
-            # native_dropout_cpu: multiply by the mask, then by the scale.
-            scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-            values = local.mul(local_of(mask)).mul_(scale)
-        result = torch.empty_like(source)
-        local_of(result).copy_(values)
+        mask = empty_like(source, dtype=torch.bool)
+        result = empty_like(source)
+        dropped = _dropped_on_gpu if functional.draws_as_gpu(local_of(source)) else _dropped_on_cpu
+        local_of(result).copy_(dropped(source, mask, p))
     return result, mask
+
+
+def _dropped_on_cpu(source: Tensor, mask: Tensor, p: float) -> Tensor:
+    # native_dropout_cpu: multiply by the mask, then by the scale. It draws where p is 0 or 1, too.
+    fill_tensor(mask, Bernoulli(1.0 - p))
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    dropped = local_of(source).mul(local_of(mask))
+    # As C++ multiplies by a Scalar: rounded to the dtype first, unlike Tensor.mul_ in Python.
+    return aten.mul_.Scalar(dropped, scale)  # type: ignore[no-any-return]
+
+
+def _dropped_on_gpu(source: Tensor, mask: Tensor, p: float) -> Tensor:
+    held_by(source)  # another map serves inputs that are not dense: they are refused
+    if p == 1.0:  # native_dropout_cuda returns before it draws
+        local_of(mask).zero_()
+        return torch.zeros_like(local_of(source))
+    fill_tensor(mask, FusedDropout(p, source.dtype.itemsize))
+    return functional.apply_fused_mask(local_of(source), local_of(mask), p)
 
 
 def _normal_around(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     # ATen/native/DistributionTemplates.h, normal_out_impl: a standard normal, scaled, shifted.
     named = bind(operator, args, kwargs)
     mean, std = named["mean"], named["std"]
+    source = mean if isinstance(mean, Tensor) else std
     with _named(operator):
-        result = torch.empty_like(mean if isinstance(mean, Tensor) else std)
+        _check_std(std, source.shape)
+        result = empty_like(source, memory_format=torch.contiguous_format)
         if not isinstance(std, Tensor):
             return fill_tensor(result, Normal(0.0, std), named["generator"]).add_(mean)
         fill_tensor(result, Normal(0.0, 1.0), named["generator"])
@@ -213,11 +230,20 @@ def _normal_around(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return result
 
 
+def _check_std(std: Tensor | float, shape: torch.Size) -> None:
+    if not isinstance(std, Tensor):
+        return
+    if torch.broadcast_shapes(std.shape, shape) != shape:
+        raise ValueError(
+            f"std has shape {tuple(std.shape)}, mean {tuple(shape)}; expand mean to both"
+        )
+    if not std.is_meta and not bool((local_of(std) >= 0.0).all()):
+        raise ValueError("an element of std is below 0 or NaN; give standard deviations")
+
+
 def _on_replicas(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     # Every rank holds the whole input and an equal generator: each draws the whole result.
     source = args[0]
-    if is_active():
-        refuse(operator, args, kwargs)  # the GPU's own algorithm is another one
     if not all(placement.is_replicate() for placement in source.placements):
         raise _error(
             operator, f"the input is placed {source.placements}; redistribute it to Replicate"
@@ -240,13 +266,8 @@ def refuse(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRe
 
 
 def _upper_bound(named: Arguments) -> int:
-    if named["to"] is not None:
-        return int(named["to"])
     # torch reads a missing bound as the largest integer of the dtype, inclusive.
-    dtype = named["self"].dtype
-    if dtype.is_floating_point:
-        return int(2 / torch.finfo(dtype).eps) + 1
-    return (1 if dtype == torch.bool else torch.iinfo(dtype).max) + 1
+    return int(named["to"]) if named["to"] is not None else largest_integer(named["self"].dtype) + 1
 
 
 def bind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

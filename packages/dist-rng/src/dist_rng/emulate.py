@@ -21,7 +21,7 @@ from dist_rng.emulated_device import (
     emulated_device,
     is_active,
 )
-from dist_rng.layout import layout_of
+from dist_rng.layout import layout_of, require_fit
 from dist_rng.philox import Schedule, schedule
 from dist_rng.recipe import Kind, Recipe, recipe_of
 from dist_rng.region import Region
@@ -73,6 +73,7 @@ def fill(
     device = active_device()
     if device is None:
         raise RuntimeError("no GPU is emulated: use single_device_rng(geometry=...)")
+    require_fit(region, tuple(local.shape), local.stride())
     generator = torch.default_generator if generator is None else generator
     recipe = recipe_of(draw, local.dtype, region.global_numel)
     given = prepared_probabilities(local, draw, probabilities)

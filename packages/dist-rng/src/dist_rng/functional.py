@@ -118,20 +118,21 @@ def dropout(
         raise ValueError(f"dropout probability is {p}; it must lie in [0, 1]")
     if not training or p == 0.0 or region.global_numel == 0:
         return local
-    if fuses_dropout(local, p):
+    if p == 1.0:
+        return local * torch.zeros((), dtype=local.dtype, device=local.device)  # draws nothing
+    if draws_as_gpu(local):
         mask = torch.empty_like(local, dtype=torch.bool)
         fill(mask, region, FusedDropout(p, local.itemsize), generator=generator)
         return apply_fused_mask(local, mask, p)
     noise = torch.empty_like(local)
     fill(noise, region, Bernoulli(1.0 - p), generator=generator)
     # The order of torch's _dropout_impl (aten/src/ATen/native/Dropout.cpp): divide, then scale.
-    return local * (noise if p == 1.0 else noise.div_(1.0 - p))
+    return local * noise.div_(1.0 - p)
 
 
-def fuses_dropout(local: Tensor, p: float) -> bool:
-    """Return whether the device that is reproduced runs dropout as one kernel, with one mask."""
-    on_gpu = local.is_cuda or (local.device.type == "cpu" and is_active())
-    return on_gpu and 0.0 < p < 1.0
+def draws_as_gpu(local: Tensor) -> bool:
+    """Return whether a GPU is reproduced, which runs dropout as one kernel, with one mask."""
+    return local.is_cuda or (local.device.type == "cpu" and is_active())
 
 
 def apply_fused_mask(local: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -154,7 +155,6 @@ def fill(
     """
     if local.is_meta:
         return local
-    _check_fit(local, region)
     with torch.no_grad():
         if local.is_cuda:
             cuda.fill(local, region, draw, generator, probabilities=probabilities)
@@ -168,19 +168,3 @@ def fill(
         else:
             cpu.fill(local, region, draw, generator, probabilities=probabilities)
     return local
-
-
-def _check_fit(local: Tensor, region: Region) -> None:
-    if region.numel == local.numel() == 0:
-        return
-    if region.windows is not None:
-        if local.numel() != region.numel or not local.is_contiguous():
-            raise ValueError(
-                f"a region of {region.numel} elements in windows needs a contiguous local tensor of"
-                f" as many, not one of shape {tuple(local.shape)} and strides {local.stride()}"
-            )
-    elif tuple(local.shape) != region.grid_shape:
-        raise ValueError(
-            f"the region holds {region.grid_shape} of {region.global_shape}, the local tensor has"
-            f" shape {tuple(local.shape)}; give the region of this very tensor"
-        )

@@ -96,8 +96,7 @@ def _init_helper(stock: Any) -> Any:
         if init_op not in draws:
             return stock(init_op, size, *args, **kwargs)  # type: ignore[no-any-return]
         result: DTensor = stock(torch.empty, size, *args, **kwargs)
-        with torch.no_grad():
-            fill_tensor(result, draws[init_op])
+        fill_tensor(result, draws[init_op])
         return result
 
     return helper
@@ -108,7 +107,7 @@ def _whole_then_slice(stock: Any) -> Any:
 
     @wraps(stock)
     def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(tensor, DTensor) or tensor._local_tensor.is_meta:
+        if not isinstance(tensor, DTensor):
             return stock(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         local, region = tensor._local_tensor, region_of(tensor)
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from dist_rng.region import Piece, Region
@@ -52,11 +53,47 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
+def require_fit(region: Region, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Refuse a local tensor that is not what ``region`` says: a fill would write elsewhere.
+
+    Args:
+        region: what the local tensor is said to hold.
+        shape: the local tensor's.
+        strides: the local tensor's, in elements.
+
+    Raises:
+        ValueError: it has another shape, with windows also another number of elements or strides
+            that are not contiguous, or its elements overlap.
+    """
+    numel = prod(shape)
+    if numel == region.numel == 0:
+        return
+    if region.windows is not None:
+        dense = _dense_strides(shape, range(len(shape)))
+        contiguous = all(
+            size == 1 or stride == wanted
+            for size, stride, wanted in zip(shape, strides, dense, strict=True)
+        )
+        if numel != region.numel or not contiguous:
+            raise ValueError(
+                f"a region of {region.numel} elements in windows needs a contiguous local tensor"
+                f" of as many, not one of shape {tuple(shape)} and strides {strides}"
+            )
+    elif shape != region.grid_shape:
+        raise ValueError(
+            f"the region holds {region.grid_shape} of {region.global_shape}, the local tensor has"
+            f" shape {tuple(shape)}; give the region of this very tensor"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"a local tensor with strides {strides} is expanded: clone it first")
+
+
+@lru_cache(maxsize=4096)
 def layout_of(region: Region, local_strides: tuple[int, ...], *, logical: bool = False) -> Layout:
     """Return how a local tensor lies in the draws.
 
     Args:
-        region: what it holds; not empty.
+        region: what it holds.
         local_strides: its strides, in elements; of no meaning with windows.
         logical: whether the device counts elements in the order of the dims, not of memory.
     """

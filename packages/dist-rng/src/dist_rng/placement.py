@@ -134,10 +134,12 @@ def _effective_stride(shape: tuple[int, ...], stride: tuple[int, ...], dim: int)
 
 
 def _in_order(placements: tuple[Placement, ...], shard_order: Any) -> list[int]:
-    """Return the mesh axes in the order in which they cut."""
-    cutting = [axis for entry in shard_order or () for axis in entry.mesh_dims]
-    rest = [axis for axis in range(len(placements)) if axis not in cutting]
-    return sorted([*cutting, *rest], key=lambda axis: _lookup(placements[axis]).last)
+    """Return the mesh axes in the order in which they cut: theirs, but for dims with their own."""
+    order = list(range(len(placements)))
+    for entry in shard_order or ():
+        for position, axis in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
+            order[position] = axis
+    return sorted(order, key=lambda axis: _lookup(placements[axis]).last)
 
 
 def _lookup(placement: Placement) -> _Known:
@@ -178,7 +180,7 @@ def _strided_shard(region: Region, placement: Any, axis_size: int, axis_rank: in
     factor = int(placement.split_factor)
     outer = [chunk(Piece(0, size), factor, index) for index in range(factor)]
     kept = (chunk(part, axis_size, axis_rank) for part in outer)
-    return region.select(placement.dim, *(piece for piece in kept if len(piece)))
+    return region.select(placement.dim, *kept)
 
 
 def chunk(piece: Piece, count: int, index: int) -> Piece:

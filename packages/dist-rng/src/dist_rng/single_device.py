@@ -71,8 +71,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    fused = training and not inplace and 0.0 < p < 1.0 and input.numel() > 0
-    if fused and local_of(input).device.type == "cpu":
+    if training and not inplace and 0.0 < p < 1.0:
         return torch.native_dropout(input, p, True)[0]
     return _COMPOSED(input, p, training, inplace)
 
@@ -87,7 +86,7 @@ class _DrawsAsOnGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handlers = handlers() | _factories()
-        for name in ("randperm", "multinomial"):
+        for name in ("randperm", "multinomial"):  # the GPU's own algorithms are others
             packet = getattr(aten, name)
             operators = (getattr(packet, overload) for overload in packet.overloads())
             self._handlers.update(dict.fromkeys(operators, refuse))
@@ -105,7 +104,7 @@ class _DrawsAsOnGpu(TorchDispatchMode):
 def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if tensors:
-        return all(local_of(tensor).device.type == "cpu" for tensor in tensors)
+        return local_of(tensors[0]).device.type == "cpu"  # the first one is drawn, or tells where
     device = kwargs.get("device")
     return device is None or torch.device(device).type == "cpu"
 
@@ -134,7 +133,7 @@ def _factory(draw_of: Callable[[dict[str, Any]], Distribution]) -> Handler:
         draw, generator = draw_of(named), kwargs.pop("generator", None)
         dtype = torch.int64 if isinstance(draw, Integers) else torch.get_default_dtype()
         options = {"dtype": dtype} | {
-            key: value for key, value in kwargs.items() if key in _OPTIONS and value is not None
+            key: value for key, value in kwargs.items() if key in _OPTIONS
         }
         return fill_tensor(torch.empty(named["size"], **options), draw, generator)
 

@@ -7,7 +7,7 @@ besides it sums become replicas, nothing is taken off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.fallback import note
@@ -99,6 +100,22 @@ def _filled_axis(spec: DTensorSpec) -> _FilledAxis | None:
     return None
 
 
+def _in_our_words(placements: Placements, shape: Sequence[int]) -> Placements:
+    """The placements with InterleavedShard for a `_StridedShard` that is the same.
+
+    It is where no other axis cuts the dim: what torch makes of a sharded dim that is flattened
+    behind another. Where another does, `_StridedShard` says in which order they cut.
+    """
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _StridedShard):
+            continue
+        dim, factor = placement.dim, int(placement.split_factor)
+        others = put(placements, axis, Replicate())
+        if shape[dim] % factor == 0 and not any(shards_dim(other, dim) for other in others):
+            placements = put(placements, axis, InterleavedShard(dim, factor))
+    return placements
+
+
 @dataclass
 class _Way:
     """One redistribution under way: where it is, and where it goes."""
@@ -110,7 +127,8 @@ class _Way:
     def __post_init__(self) -> None:
         self.mesh = self.spec.mesh
         self.meta = meta_of(self.spec)
-        self.at: Placements = tuple(self.spec.placements)
+        self.at: Placements = _in_our_words(tuple(self.spec.placements), self.meta.shape)
+        self.target = _in_our_words(self.target, self.meta.shape)
 
     def go(self, local: torch.Tensor) -> torch.Tensor:
         self._refuse_new_sums()
@@ -148,7 +166,7 @@ class _Way:
             for p in others
             for dim in (getattr(now, "dim", None), getattr(then, "dim", None))
             if dim is not None
-        ) and all(type(p).__name__ != "_StridedShard" for p in (now, then))
+        ) and not any(isinstance(p, _StridedShard) for p in (now, then))
 
     def _change(self, local: torch.Tensor, axis: int) -> torch.Tensor:
         base = base_shape(self.meta.shape, self.mesh, self.at, axis)
