@@ -38,6 +38,7 @@ FUNCTIONS = {
     "gathered": moved,
     "other units": lambda x: x.redistribute(placements=[RaggedShard((0, 1), (1, 1))]) * 2,
     "interleaved": lambda x: product(x.redistribute(placements=[InterleavedShard(0, 2)])),
+    "strided pieces": lambda x: x.redistribute(placements=[InterleavedShard(1, 2)]) * 2,
     "local": lambda x: x.to_local() * 2,
     "from local": lambda x: DTensor.from_local(
         x.to_local() * 2, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()

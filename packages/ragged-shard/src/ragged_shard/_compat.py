@@ -27,6 +27,8 @@ reduce_scatter: _Collective = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
 
+is_tracing: Callable[[], bool] = funcol._are_we_tracing
+
 _FIELDS = {field.name for field in dataclasses.fields(DTensorSpec)}
 
 

@@ -6,6 +6,7 @@ other wants. The plan is arithmetic on shapes, computed once per placement pair 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from ragged_shard import _compat
 from ragged_shard.holdings import Window, are_one_run, held, held_shape
 from ragged_shard.ragged import RaggedShard
 
@@ -121,12 +123,15 @@ def write(
     """
     if are_one_run(windows):
         return buffer.view(shape)
-    result = buffer.new_empty(shape)
-    flat = result.view(-1)
+    flat = buffer.new_empty(math.prod(shape))
     parts = buffer.split([window.numel for window in windows])
     for window, part in zip(windows, parts, strict=True):
-        _view(flat, window).copy_(part.view(window.sizes))
-    return result
+        values = part.view(window.sizes)
+        if _compat.is_tracing():  # torch.compile knows no writes through as_strided
+            flat = flat.as_strided_scatter(values, window.sizes, window.strides, window.offset)
+        else:
+            _view(flat, window).copy_(values)
+    return flat.view(shape)
 
 
 def _view(flat: torch.Tensor, window: Window) -> torch.Tensor:

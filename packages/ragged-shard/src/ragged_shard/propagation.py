@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
 from ragged_shard.fallback import GatheredSpec
@@ -104,9 +104,11 @@ class _Layer:
         ):
             placements: Placements = tuple(want.placements)
             if on_axis is not None:
-                if placements[on_axis.axis] != asked.placements[on_axis.axis]:
+                moved = placements[on_axis.axis] != asked.placements[on_axis.axis]
+                if moved and not _is_shard(on_axis):
                     return None  # stock would move this axis: it has its reasons, and gathers
-                placements = put(placements, on_axis.axis, on_axis.placement)
+                if not moved:
+                    placements = put(placements, on_axis.axis, on_axis.placement)
             inputs.append(with_placements(before, placements))
         outputs = _outputs(result, answer)
         arguments = {
@@ -137,6 +139,12 @@ class _Layer:
                 spec = _named(spec, question)
             inputs.append(spec)
         return _output_sharding(question, result, inputs, result.output_spec, {})
+
+
+def _is_shard(on_axis: OnAxis) -> bool:
+    """Whether an answer's placement holds what a Shard of stock's holds, so stock may move it."""
+    placement = on_axis.placement
+    return isinstance(placement, InterleavedShard) and placement.interleaves == 1
 
 
 def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
@@ -201,7 +209,9 @@ def _placed(spec: DTensorSpec, on_axis: OnAxis | None, answer: Answer) -> DTenso
     if answer.as_shard:
         assert isinstance(placement, InterleavedShard)
         interleaves, placement = placement.interleaves, stock
-        if isinstance(stock, Shard):
+        if isinstance(stock, _StridedShard):  # a dim flattened behind another; no Shard in 2.12+
+            placement = InterleavedShard(stock.dim, interleaves * int(stock.split_factor))
+        elif isinstance(stock, Shard):
             placement = InterleavedShard(stock.dim, interleaves)
     return with_placements(spec, put(spec.placements, on_axis.axis, placement))
 

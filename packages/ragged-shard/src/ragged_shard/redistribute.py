@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -101,12 +101,15 @@ def _filled_axis(spec: DTensorSpec) -> _FilledAxis | None:
 
 
 def _in_our_words(placements: Placements, shape: Sequence[int]) -> Placements:
-    """The placements with InterleavedShard for a `_StridedShard` that is the same.
+    """The placements with one name for what is the same.
 
-    It is where no other axis cuts the dim: what torch makes of a sharded dim that is flattened
-    behind another. Where another does, `_StridedShard` says in which order they cut.
+    A `_StridedShard` is an InterleavedShard where no other axis cuts the dim: what torch makes of a
+    sharded dim that is flattened behind another. Where another axis does, `_StridedShard` says in
+    which order they cut. An InterleavedShard of one chunk is a Shard.
     """
     for axis, placement in enumerate(placements):
+        if isinstance(placement, InterleavedShard) and placement.interleaves == 1:
+            placements = put(placements, axis, Shard(placement.dim))
         if not isinstance(placement, _StridedShard):
             continue
         dim, factor = placement.dim, int(placement.split_factor)

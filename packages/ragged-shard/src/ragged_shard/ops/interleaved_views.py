@@ -17,7 +17,8 @@ from ragged_shard.spec import local_shape, meta_of
 def split(question: Question) -> Answer | None:
     """`split` and `split_with_sizes`: along the interleaved dim at the seams of its chunks.
 
-    A part of several chunks is interleaved, a part of one is a Shard.
+    A part of one chunk is what a Shard holds; it is said as ``InterleavedShard(dim, 1)``, so that
+    the gradients of the parts are known for what they are where they are put together (`join`).
     """
     found = _only(question)
     if found is None:
@@ -36,17 +37,42 @@ def split(question: Question) -> Answer | None:
     mine = len(placement.piece(shape, spec.mesh.size(on_axis.axis), _rank(spec, on_axis)))
     local = [size // chunk * mine for size in sizes]
     outputs = tuple(
-        OnAxis(on_axis.axis, _of_chunks(placement.dim, size // chunk)) for size in sizes
+        OnAxis(on_axis.axis, InterleavedShard(placement.dim, size // chunk)) for size in sizes
     )
     given = question.args[1]
     value: object = local if isinstance(given, list | tuple) else local[0]
     return Answer((on_axis,), outputs, {1: value})
 
 
-def view(question: Question) -> Answer | None:
-    """`view`: dims before and after the interleaved one may change, and its chunks may fall apart.
+def join(question: Question) -> Answer | None:
+    """`cat` along the interleaved dim, as the backward of a split has it: the reverse of `split`.
 
-    ``(3 * h) -> (3, h)`` makes a Shard of ``h``, ``(3 * h) -> (3, heads, size)`` one of the heads.
+    Parts of equal chunks are one tensor of all their chunks. Along another dim, tensors placed
+    alike stay so.
+    """
+    tensors, dim = question.operands, question.argument("dim", default=0)
+    [lead, *_] = (found for spec in question.specs for found in _found(spec))
+    assert isinstance(lead.placement, InterleavedShard)
+    assert isinstance(dim, int)
+    parts = [_on(operand.spec.placements[lead.axis]) for operand in tensors]
+    if any(part is None or part.dim != lead.placement.dim for part in parts):
+        return None
+    found = [part for part in parts if part is not None]
+    inputs = tuple(OnAxis(lead.axis, part) for part in found)
+    if dim % tensors[0].spec.ndim != lead.placement.dim:
+        alike = all(part == lead.placement for part in found)
+        return Answer(inputs, (lead,), as_shard=True) if alike else None
+    chunks = {part.chunk(t.shape) for part, t in zip(found, tensors, strict=True)}
+    if len(chunks) != 1:
+        return None
+    joined = InterleavedShard(lead.placement.dim, sum(part.interleaves for part in found))
+    return Answer(inputs, (OnAxis(lead.axis, joined),))
+
+
+def view(question: Question) -> Answer | None:
+    """`view`: other dims may change, dims before may join the interleaved one, chunks fall apart.
+
+    ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads.
     """
     found = _only(question)
     if found is None:
@@ -62,7 +88,8 @@ def view(question: Question) -> Answer | None:
         return None
     target = _after(placement, shape, size, axis_size)
     if target is None:
-        return None
+        one_chunk = Answer((on_axis,), (on_axis,), as_shard=True)
+        return one_chunk if placement.interleaves == 1 else None
 
     def local_size(output: DTensorSpec) -> Sequence[int]:
         return local_shape(meta_of(output).shape, output.mesh, output.placements)
@@ -74,21 +101,28 @@ def view(question: Question) -> Answer | None:
 
 def _after(
     placement: InterleavedShard, old: tuple[int, ...], new: tuple[int, ...], axis_size: int
-) -> Placement | None:
+) -> InterleavedShard | None:
     """The placement of the viewed tensor, or None where a rank's part is no such view."""
-    before = math.prod(old[: placement.dim])
-    after = math.prod(old[placement.dim + 1 :])
-    length, chunk = old[placement.dim], placement.chunk(old)
-    for dim in range(len(new) + 1):
-        if math.prod(new[:dim]) != before:
+    dim, count = placement.dim, placement.interleaves
+    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
+    length, chunk = old[dim], placement.chunk(old)
+    for place in range(len(new)):
+        ahead, behind = math.prod(new[:place]), math.prod(new[place + 1 :])
+        if (
+            behind == after
+            and ahead
+            and before % ahead == 0
+            and new[place] * ahead == before * length
+        ):
+            return InterleavedShard(place, count * (before // ahead))  # alone, or joined by dims
+        if ahead != before or not new[place] or count % new[place] or place + 1 == len(new):
             continue
-        if dim < len(new) and new[dim] == length and math.prod(new[dim + 1 :]) == after:
-            return InterleavedShard(dim, placement.interleaves)
-        if dim + 1 < len(new) and new[dim] == placement.interleaves:
-            heads = new[dim + 1]
-            whole = heads > 0 and chunk % heads == 0
-            if whole and chunk % axis_size == 0 and heads % axis_size == 0:
-                return Shard(dim + 1)
+        inner, left = new[place + 1], count // new[place]
+        if inner * new[place] == length:
+            return InterleavedShard(place + 1, left)
+        heads = left == 1 and inner > 0 and chunk % inner == 0  # a chunk falls apart itself
+        if heads and chunk % axis_size == 0 and inner % axis_size == 0:
+            return InterleavedShard(place + 1, 1)
     return None
 
 
@@ -102,16 +136,27 @@ def _only(question: Question) -> tuple[OnAxis, InterleavedShard] | None:
     return None
 
 
+def _found(spec: DTensorSpec) -> list[OnAxis]:
+    return [
+        OnAxis(axis, placement)
+        for axis, placement in enumerate(spec.placements)
+        if isinstance(placement, InterleavedShard)
+    ]
+
+
+def _on(placement: Placement) -> InterleavedShard | None:
+    """A placement as an interleaved one, a Shard being one of a single chunk."""
+    if isinstance(placement, Shard):
+        return InterleavedShard(placement.dim, 1)
+    return placement if isinstance(placement, InterleavedShard) else None
+
+
 def _sizes(question: Question, length: int) -> list[int]:
     given = question.args[1]
     if isinstance(given, int):
         return [min(given, length - start) for start in range(0, length, given)]
     assert isinstance(given, list | tuple)
     return list(given)
-
-
-def _of_chunks(dim: int, count: int) -> Placement:
-    return Shard(dim) if count == 1 else InterleavedShard(dim, count)
 
 
 def _rank(spec: DTensorSpec, on_axis: OnAxis) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from ragged_shard.interleaved import InterleavedShard
-from ragged_shard.ops.interleaved_views import split, view
+from ragged_shard.ops.interleaved_views import join, split, view
 from ragged_shard.question import Answer, OnAxis, Operand, Question, Rule
 from ragged_shard.spec import meta_of
 
@@ -71,8 +71,12 @@ def rule_for(question: Question) -> Rule | None:
     if question.op.namespace != "aten":
         return None
     name = question.op._schema.name.removeprefix("aten::")
+    if name == "cat":
+        return join
     if name in ("view", "_unsafe_view", "reshape"):
         return view
+    if _all_of_one_chunk(question):
+        return as_shard
     if name in ("split", "split_with_sizes"):
         return split
     if name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -84,6 +88,16 @@ def rule_for(question: Question) -> Rule | None:
     if name in _POINTWISE or torch.Tag.pointwise in question.op.tags:
         return elementwise
     return None
+
+
+def as_shard(question: Question) -> Answer:
+    """Any operator where every interleaved input has one chunk, and so holds what a Shard does.
+
+    Stock decides everything; its shards are called interleaved ones again, for `join`.
+    """
+    inputs = tuple(_interleaved(operand) for operand in question.operands)
+    lead = next(on_axis for on_axis in inputs if on_axis is not None)
+    return Answer(inputs, (lead,), as_shard=True)
 
 
 def like(question: Question) -> Answer | None:
@@ -141,6 +155,12 @@ def product(question: Question) -> Answer | None:
         on_right = _with_dim(on_left, contracted[1])
     elif on_right is not None and _dim(on_right) == contracted[1]:
         on_left = _with_dim(on_right, contracted[0])
+    elif left.spec.ndim == 3 and any(
+        on is not None and _dim(on) == 0 for on in (on_left, on_right)
+    ):
+        if on_left is not None and on_right is not None and on_left != on_right:
+            return None
+        on_left = on_right = on_left or on_right  # the batch, cut alike
     elif on_left is not None and on_right is not None:
         return None  # rows and columns on one axis
     lead = on_left or on_right
@@ -150,6 +170,12 @@ def product(question: Question) -> Answer | None:
     inputs = [_addend(operand, left, lead, replicated, contracted) for operand in addends]
     inputs += [on_left or replicated, on_right or replicated]
     return None if None in inputs else Answer(tuple(inputs), (lead,), as_shard=True)
+
+
+def _batch_is_cut(left: OnAxis | None, right: OnAxis | None) -> bool:
+    """Whether the first dim is interleaved, in both operands alike if in both."""
+    found = [on_axis for on_axis in (left, right) if on_axis is not None]
+    return all(on_axis == found[0] and _dim(on_axis) == 0 for on_axis in found) and bool(found)
 
 
 def _addend(
@@ -163,6 +189,15 @@ def _addend(
     if aligned < 0 or operand.shape[aligned] == 1:
         return replicated
     return _with_dim(lead, aligned)
+
+
+def _all_of_one_chunk(question: Question) -> bool:
+    return all(
+        placement.interleaves == 1
+        for spec in question.specs
+        for placement in spec.placements
+        if isinstance(placement, InterleavedShard)
+    )
 
 
 def _interleaved(operand: Operand) -> OnAxis | None:
