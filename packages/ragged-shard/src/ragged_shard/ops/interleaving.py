@@ -155,12 +155,8 @@ def product(question: Question) -> Answer | None:
         on_right = _with_dim(on_left, contracted[1])
     elif on_right is not None and _dim(on_right) == contracted[1]:
         on_left = _with_dim(on_right, contracted[0])
-    elif left.spec.ndim == 3 and any(
-        on is not None and _dim(on) == 0 for on in (on_left, on_right)
-    ):
-        if on_left is not None and on_right is not None and on_left != on_right:
-            return None
-        on_left = on_right = on_left or on_right  # the batch, cut alike
+    elif left.spec.ndim == 3 and _batch_is_cut(on_left, on_right):
+        on_left = on_right = on_left or on_right
     elif on_left is not None and on_right is not None:
         return None  # rows and columns on one axis
     lead = on_left or on_right
