@@ -227,3 +227,18 @@ def ragged_on_top():
 
 def test_a_ragged_axis_over_an_interleaved_one():
     run_ranks(ragged_on_top, 4)
+
+
+def along_the_cut_dim():
+    mesh = init_device_mesh("cpu", (2,))
+    ragged_shard.reset_fallbacks()
+    x = distribute_tensor(operand(12, 8), mesh, [InterleavedShard(0, 3)])
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="_softmax"):
+        result = x.softmax(0)
+    assert_close(
+        result.full_tensor(), operand(12, 8).softmax(0), rtol=1e-6, atol=1e-6, what="softmax"
+    )
+
+
+def test_what_needs_the_whole_cut_dim_gathers_and_says_so():
+    run_ranks(along_the_cut_dim, 2)
