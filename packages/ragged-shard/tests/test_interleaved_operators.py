@@ -239,6 +239,11 @@ def along_the_cut_dim():
         result.full_tensor(), operand(12, 8).softmax(0), rtol=1e-6, atol=1e-6, what="softmax"
     )
 
+    other = distribute_tensor(operand(4, 8), mesh, [InterleavedShard(0, 2)])
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="cat"):
+        result = torch.cat([x, other])  # chunks of 4 rows and of 2
+    assert_bitwise(result.full_tensor(), torch.cat([operand(12, 8), operand(4, 8)]), "cat")
+
 
 def test_what_needs_the_whole_cut_dim_gathers_and_says_so():
     run_ranks(along_the_cut_dim, 2)
