@@ -108,13 +108,9 @@ def _after(
     length, chunk = old[dim], placement.chunk(old)
     for place in range(len(new)):
         ahead, behind = math.prod(new[:place]), math.prod(new[place + 1 :])
-        if (
-            behind == after
-            and ahead
-            and before % ahead == 0
-            and new[place] * ahead == before * length
-        ):
-            return InterleavedShard(place, count * (before // ahead))  # alone, or joined by dims
+        whole = behind == after and new[place] * ahead == before * length
+        if whole and ahead and before % ahead == 0:  # alone, or with dims before it
+            return InterleavedShard(place, count * (before // ahead))
         if ahead != before or not new[place] or count % new[place] or place + 1 == len(new):
             continue
         inner, left = new[place + 1], count // new[place]
