@@ -243,6 +243,14 @@ def along_the_cut_dim():
     with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="cat"):
         result = torch.cat([x, other])  # chunks of 4 rows and of 2
     assert_bitwise(result.full_tensor(), torch.cat([operand(12, 8), operand(4, 8)]), "cat")
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="view"):
+        result = x.view(3, 1, 4, 8)  # one head for two ranks
+    assert_bitwise(result.full_tensor(), operand(12, 8).view(3, 1, 4, 8), "view")
+    # Chunks of 3 rows: 4 rows on one rank and 2 on the other, though 6 would make 3 and 3.
+    uneven = distribute_tensor(operand(6, 8), mesh, [InterleavedShard(0, 2)])
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="mean"):
+        result = uneven.mean(0)
+    assert_close(result.full_tensor(), operand(6, 8).mean(0), rtol=1e-6, atol=1e-6, what="mean")
 
 
 def test_what_needs_the_whole_cut_dim_gathers_and_says_so():
