@@ -318,6 +318,12 @@ def source_of_truth():
         mine.add_(1)
         assert_bitwise(own.to_local(), kept, "the tensor's memory is not shared")
         mine.sub_(1)
+    mesh = init_device_mesh("cpu", (1, 2))
+    placements = [R, RaggedShard.owned_by(dist.get_world_size() - 1, 2)]
+    own = distribute_tensor(mine, mesh, placements, src_data_rank=None)
+    kept = own.to_local().clone()
+    mine.add_(1)
+    assert_bitwise(own.to_local(), kept, "nor on two axes, where one rank holds all of it")
 
 
 def test_distribute_tensor_takes_the_first_ranks_data_or_each_ranks_own():
