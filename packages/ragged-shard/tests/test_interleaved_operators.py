@@ -46,6 +46,10 @@ KEPT = {
     "heads": (lambda x: x.view(3, 2, 2, 8), InterleavedShard(1, 1)),
     "flattened again": (lambda x: x.view(3, 4, 8).view(12, 8), InterleavedShard(0, 3)),
     "split in two": (lambda x: torch.cat([x, x]).view(2, 12, 8), InterleavedShard(1, 3)),
+    "joined with a dim before": (
+        lambda x: torch.cat([x, x]).view(2, 12, 8).view(24, 8),
+        InterleavedShard(0, 6),
+    ),
     "chunks of chunks": (lambda x: torch.cat([x, x]).view(6, 4, 8), InterleavedShard(1, 1)),
     "batch flattened": (
         lambda x: x.view(3, 4, 8).transpose(0, 2).reshape(32, 3),
