@@ -259,3 +259,27 @@ def along_the_cut_dim():
 
 def test_what_needs_the_whole_cut_dim_gathers_and_says_so():
     run_ranks(along_the_cut_dim, 2)
+
+
+def scaled_dot_product():
+    """Forward only: torch's DTensor has no strategy for the backward on a CPU, sharded or not."""
+    mesh = init_device_mesh("cpu", (2,))
+    fused = operand(2, 5, 48) / 8
+    for placement in (InterleavedShard(2, 3), RaggedShard((0,), (1, 1))):
+        x = distribute_tensor(fused, mesh, [placement])
+
+        def attend(tensor, **options):
+            heads = (part.view(2, 5, 4, 4).transpose(1, 2) for part in tensor.chunk(3, -1))
+            return nn.functional.scaled_dot_product_attention(*heads, **options)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ragged_shard.RaggedShardFallbackWarning)
+            result = attend(x)
+        assert_close(result.full_tensor(), attend(fused), rtol=1e-5, atol=1e-5, what="attention")
+    heads = distribute_tensor(operand(2, 4, 5, 4), mesh, [InterleavedShard(1, 1)])
+    with pytest.raises(RuntimeError, match=r"dist_rng\.install"):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+
+
+def test_attention_without_dropout_draws_nothing_and_is_not_refused():
+    run_ranks(scaled_dot_product, 2)

@@ -128,12 +128,17 @@ def three_dims():
         "last kept": (lambda x: x.sum(2, keepdim=True), (placement,)),
         "leading": (lambda x: x.sum((0, 1)), (Partial(),)),
         "all": (lambda x: x.mean((0, 1, 2)), (Partial(),)),
+        "last by number": (lambda x: x.prod(2), (placement,)),
     }
     for name, (function, placements) in cases.items():
         with ragged_shard.strict():
             result = function(ragged)
         assert result.placements == placements, name
         assert_close(result.full_tensor(), function(tensor), rtol=1e-6, atol=1e-6, what=name)
+    owned = distribute_tensor(torch.tensor(3.0), mesh, [RaggedShard.owned_by(1, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ragged_shard.RaggedShardFallbackWarning)
+        assert owned.softmax(0).full_tensor() == 1.0
     ragged_shard.reset_fallbacks()
     with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="sum"):
         result = ragged.sum(1)

@@ -281,8 +281,16 @@ def _first(outputs: object) -> DTensorSpec:
     return first
 
 
+def _draws(question: Question) -> bool:
+    """Whether the call draws random numbers; attention without dropout is tagged, but does not."""
+    if torch.Tag.nondeterministic_seeded not in question.op.tags:
+        return False
+    has_dropout = any(p.name == "dropout_p" for p in question.op._schema.arguments)
+    return not has_dropout or question.argument("dropout_p", default=0.0) != 0.0
+
+
 def _refuse_random(question: Question) -> None:
-    if torch.Tag.nondeterministic_seeded in question.op.tags:
+    if _draws(question):
         placements = [s.placements for s in question.specs if any(map(is_ours, s.placements))]
         raise RuntimeError(
             f"{question.name}: stock torch cannot draw random numbers for placements "

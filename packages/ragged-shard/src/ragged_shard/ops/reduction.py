@@ -45,7 +45,7 @@ def along_whole_dims(question: Question) -> Answer | None:
     on_axis = ragged_of(operand.spec)
     assert on_axis is not None
     dim = question.argument("dim")
-    if not isinstance(dim, int) or cut_dims(on_axis.placement) > 1:
+    if not isinstance(dim, int) or cut_dims(on_axis.placement) > 1 or operand.spec.ndim == 0:
         return None
     return None if dim % operand.spec.ndim == 0 else Answer((on_axis,), (on_axis,))
 
@@ -66,10 +66,12 @@ def _reduce(question: Question, kind: str) -> Answer | None:
         return None
     else:
         given, outputs = on_axis, (on_axis,)
-    if cut == 1 or not question.argument("dim"):
+    asked = question.argument("dim")
+    if cut == 1 or asked is None or asked == []:
         return Answer((given,), outputs)
     local = sorted({max(dim - cut + 1, 0) for dim in dims})
-    return Answer((given,), outputs, {question.position("dim"): local})
+    value: object = local[0] if isinstance(asked, int) else local
+    return Answer((given,), outputs, {question.position("dim"): value})
 
 
 def _whole(operand: Operand, kind: str) -> tuple[OnAxis | None, OnAxis | None]:
