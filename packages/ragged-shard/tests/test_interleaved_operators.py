@@ -214,6 +214,22 @@ def test_tensor_parallel_attention_with_a_fused_projection_equals_one_device():
     run_ranks(attention, 2)
 
 
+def two_interleaved_axes():
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [InterleavedShard(0, 3), InterleavedShard(1, 2)]
+    x = distribute_tensor(operand(12, 8), mesh, placements)
+    ragged_shard.reset_fallbacks()
+    with pytest.warns(ragged_shard.RaggedShardFallbackWarning, match="mul"):
+        result = x * 2
+    assert_bitwise(result.full_tensor(), operand(12, 8) * 2, "two axes")
+    with ragged_shard.strict(), pytest.raises(RuntimeError, match="strict mode forbids"):
+        x * 2
+
+
+def test_a_second_interleaved_axis_is_not_gathered_in_silence():
+    run_ranks(two_interleaved_axes, 4)
+
+
 def ragged_on_top():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     placements = [RaggedShard((0,), (1, 2)), InterleavedShard(0, 3)]

@@ -2,17 +2,17 @@
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
-from ragged_shard.rank_boxes import check_fit, normalized, rank_boxes, replicates
+from ragged_shard.fit import check_fit
+from ragged_shard.rank_boxes import normalized, rank_boxes, replicates
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -126,25 +126,6 @@ STRIDED = StridedRaggedShard((0, 1), (5, 7), 2)
 def test_the_boxes_of_a_rank(shape, mesh_shape, placements, coordinate, expected):
     boxes = rank_boxes(shape, mesh_shape, placements, coordinate)
     assert [[box.offsets, box.sizes] for box in boxes] == expected
-
-
-@pytest.mark.parametrize(
-    ("placements", "message"),
-    [
-        ((R,), "1 placements [Replicate()] for a mesh of 2 axes (2, 2); give one per axis"),
-        ((RaggedShard((0,), (1, 1)), RaggedShard((0,), (1, 1))), "another axis is ragged too"),
-        ((Shard(2), R), "Shard(dim=2) on axis 0 of [Shard(dim=2), Replicate()]: dim 2 does not"),
-        ((R, InterleavedShard(0, 5)), "dim 0 of size 6 is not made of 5 equal chunks"),
-        ((S0, InterleavedShard(0, 2)), "another axis shards dim 0 too"),
-        ((InterleavedShard(0, 2), InterleavedShard(0, 2)), "another axis shards dim 0 too"),
-        ((STRIDED, S1), "cut dim 0 into 1 pieces, so split_factor must be 1"),
-        ((StridedRaggedShard((0,), (1, 2), 3), S0), "so split_factor must be 2"),
-        ((Placement(), R), "is no placement that is known here"),
-    ],
-)
-def test_placements_that_do_not_fit_the_mesh_are_refused(placements, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_fit((6, 8), (2, 2), placements)
 
 
 def test_units_that_do_not_fit_a_base_are_refused():

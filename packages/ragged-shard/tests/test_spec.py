@@ -1,26 +1,22 @@
 """Placements of a spec: which are refused, and what shape they leave, against index tensors."""
 
 import itertools
-import re
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, local_shape
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, fit, local_shape
 from ragged_shard.spec import (
     any_ours,
     base_shape,
-    check_contiguous,
-    check_placements,
+    dim_of,
     is_ours,
     meta_of,
     put,
     ragged_axis,
-    shards_dim,
     with_placements,
 )
 from testkit import fake_mesh
@@ -100,7 +96,7 @@ def test_the_local_shape_is_that_of_cutting_a_tensor(case):
         with fake_mesh(mesh_shape, rank=rank) as mesh:
             expected = tuple(local(numbers, placements, mesh_shape, coordinate).shape)
             assert local_shape(shape, mesh, placements) == expected, coordinate
-            check_placements(shape, mesh, placements)
+            fit.check_placements(shape, mesh, placements)
 
 
 def test_the_base_of_an_axis_is_what_the_others_leave():
@@ -108,104 +104,6 @@ def test_the_base_of_an_axis_is_what_the_others_leave():
         assert base_shape((12, 6), mesh, (ROWS, S1), 0) == (12, 3)
         assert base_shape((12, 6), mesh, (ROWS, S1), 1) == (3, 6)
         assert base_shape((12, 6), mesh, (InterleavedShard(0, 3), ROWS), 1) == (6, 6)
-
-
-def refused(message):
-    return pytest.raises(ValueError, match=re.escape(message))
-
-
-@pytest.mark.parametrize(
-    ("placements", "message"),
-    [
-        ((ROWS,), "1 placements for a mesh of 2 axes"),
-        ((ROWS, R, R), "3 placements for a mesh of 2 axes"),
-        ((ROWS, ROWS), "axes [0, 1] are both ragged; a tensor has at most one ragged axis"),
-        (
-            (ROWS, OWNED),
-            "axes [0, 1] are both ragged; a tensor has at most one ragged axis",
-        ),
-        (
-            (RaggedShard((0,), (1, 1, 2)), R),
-            "local_units has 3 entries for a mesh axis of 2 ranks; give one per rank",
-        ),
-        (
-            (RaggedShard((0, 1, 2), (1, 1)), R),
-            "dims (0, 1, 2) do not exist in a tensor of shape (12, 6)",
-        ),
-        (
-            (RaggedShard((0,), (2, 3)), R),
-            "5 units do not divide the 12 elements of dims (0,) of shape (12, 6)",
-        ),
-        (
-            (StridedRaggedShard((0,), (5, 7), 2), S0),
-            "12 units do not divide the 6 elements of dims (0,) of shape (6, 6)",
-        ),
-        (
-            (RaggedShard((0, 1), (35, 37)), S1),
-            "72 units do not divide the 36 elements of dims (0, 1) of shape (12, 3)",
-        ),
-        (
-            (StridedRaggedShard((0,), (1, 2), 2), S1),
-            "the axes after it cut dim 0 into 1 pieces, so split_factor must be 1",
-        ),
-        (
-            (StridedRaggedShard((0,), (1, 2), 3), S0),
-            "the axes after it cut dim 0 into 2 pieces, so split_factor must be 2",
-        ),
-        (
-            (S0, StridedRaggedShard((0,), (1, 2), 2)),
-            "the axes after it cut dim 0 into 1 pieces, so split_factor must be 1",
-        ),
-        ((InterleavedShard(2, 1), R), "dim 2 does not exist in a tensor of shape (12, 6)"),
-        ((InterleavedShard(0, 5), R), "dim 0 of size 12 is not made of 5 equal chunks"),
-        ((InterleavedShard(0, 2), S0), "an interleaved dim can be on one axis only"),
-        (
-            (_StridedShard(0, split_factor=2), InterleavedShard(0, 2)),
-            "an interleaved dim can be on one axis only",
-        ),
-        (
-            (InterleavedShard(0, 2), InterleavedShard(0, 3)),
-            "an interleaved dim can be on one axis only",
-        ),
-    ],
-    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
-)
-def test_placements_that_do_not_fit_are_refused_on_every_rank(placements, message):
-    for rank in range(4):
-        with fake_mesh((2, 2), rank=rank) as mesh, refused(message):
-            check_placements((12, 6), mesh, placements)
-
-
-def test_a_rank_beside_the_mesh_places_nothing():
-    with fake_mesh((4,), rank=3):
-        mesh = DeviceMesh("cpu", [0, 1])
-        with refused("this rank is not in the mesh [0, 1]"):
-            check_placements((12, 6), mesh, (ROWS,))
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride"),
-    [((4, 3), (1, 4)), ((4, 3), (6, 1)), ((2, 2, 2), (4, 1, 2)), ((4,), (2,))],
-)
-def test_a_ragged_tensor_must_be_contiguous(shape, stride):
-    with refused(f"{ROWS!r}: the tensor of shape {shape} has strides {stride}"):
-        check_contiguous(shape, stride, (R, ROWS))
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "placements"),
-    [
-        ((4, 3), (3, 1), (ROWS,)),
-        ((1, 4), (9, 1), (ROWS,)),
-        ((0, 4), (1, 7), (ROWS,)),
-        ((), (), (OWNED,)),
-        ((4, 3), (1, 4), (S0,)),
-        ((4, 3), (1, 4), (InterleavedShard(0, 2),)),
-    ],
-    ids=["contiguous", "size-one", "empty", "scalar", "shard", "interleaved"],
-)
-def test_strides_that_change_nothing_are_let_pass(shape, stride, placements):
-    check_contiguous(shape, stride, placements)
 
 
 def test_which_placements_are_ours():
@@ -232,13 +130,12 @@ def test_another_placement_on_an_axis():
     "placement", [S1, _StridedShard(1, split_factor=2), InterleavedShard(1, 2)]
 )
 def test_what_cuts_a_dim_on_its_own(placement):
-    assert shards_dim(placement, 1)
-    assert not shards_dim(placement, 0)
+    assert dim_of(placement) == 1
 
 
 @pytest.mark.parametrize("placement", [R, P, ROWS, ELEMENTS])
 def test_what_cuts_no_dim_on_its_own(placement):
-    assert not shards_dim(placement, 0)
+    assert dim_of(placement) is None
 
 
 def test_a_spec_with_other_placements_is_of_the_same_tensor():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
 
 
 class GatheredSpec(DTensorSpec):
@@ -18,6 +19,15 @@ class GatheredSpec(DTensorSpec):
     """
 
     operator: str = "?"
+
+    @classmethod
+    def of(
+        cls, spec: DTensorSpec, placements: tuple[Placement, ...], operator: str
+    ) -> GatheredSpec:
+        """What a spec is gathered to, and for which operator."""
+        gathered = cls(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        gathered.operator = operator
+        return gathered
 
 
 class RaggedShardFallbackWarning(UserWarning):

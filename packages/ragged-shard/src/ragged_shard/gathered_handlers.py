@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ragged_shard.fallback import GatheredSpec, note
 from ragged_shard.ops import table
 from ragged_shard.question import Question
-from ragged_shard.spec import any_ours, is_ours, meta_of
+from ragged_shard.spec import any_ours, is_ours
 
 #: Handlers that are right for every placement: they look at the local tensor or at Replicate only.
 _SAFE = {
@@ -86,8 +86,6 @@ def _replicated(op: torch._ops.OpOverload, tensor: DTensor) -> DTensor:
     if not _has_ours(tensor):
         return tensor
     placements = tuple(Replicate() if is_ours(p) else p for p in spec.placements)
-    wanted = GatheredSpec(spec.mesh, placements, tensor_meta=meta_of(spec))
-    wanted.operator = str(op)
-    note(wanted, spec)
+    note(GatheredSpec.of(spec, placements, str(op)), spec)
     with torch.no_grad():
         return tensor.redistribute(placements=placements)

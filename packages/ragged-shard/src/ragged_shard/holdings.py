@@ -82,15 +82,10 @@ def held(
             Piece(box, Window(box.sizes, strides, _flat(box, strides) - run.start))
             for box in boxes_of_run(base, run.start, run.stop)
         )
+    placement = _in_chunks(placement)
     if isinstance(placement, InterleavedShard):
         part = placement.piece(base, axis_size, rank)
         return _slabs(base, placement.dim, part, placement.interleaves, placement.chunk(base))
-    if isinstance(placement, Shard):
-        length = base[placement.dim]
-        size = -(-length // axis_size)
-        start = min(size * rank, length)
-        part = range(start, min(start + size, length))
-        return _slabs(base, placement.dim, part, 1, length)
     assert isinstance(placement, Replicate), placement
     whole = Box((0,) * len(base), base)
     return (Piece(whole, Window(base, contiguous_strides(base), 0)),) if whole.numel else ()
@@ -119,14 +114,15 @@ def held_shape(
     """The shape of a rank's local tensor."""
     if isinstance(placement, RaggedShard):
         return placement.local_shape(base, rank)
+    placement = _in_chunks(placement)
     if isinstance(placement, InterleavedShard):
         return placement.local_shape(base, axis_size, rank)
-    if isinstance(placement, Shard):
-        length = base[placement.dim]
-        size = -(-length // axis_size)
-        mine = max(min(size, length - size * rank), 0)
-        return (*base[: placement.dim], mine, *base[placement.dim + 1 :])
     return base
+
+
+def _in_chunks(placement: Placement) -> Placement:
+    """A Shard as what it is, an interleaved shard of one chunk; others as they are."""
+    return InterleavedShard(placement.dim, 1) if type(placement) is Shard else placement
 
 
 def are_one_run(windows: Sequence[Window]) -> bool:

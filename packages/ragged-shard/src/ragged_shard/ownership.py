@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_shard.boxes import Box
-from ragged_shard.rank_boxes import check_fit, normalized, rank_boxes, replicates
+from ragged_shard.fit import check_fit
+from ragged_shard.rank_boxes import normalized, rank_boxes, replicates
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_shard.boxes import contiguous_strides
-from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.fit import check_contiguous, check_placements
 from ragged_shard.ragged import RaggedShard
+from ragged_shard.rank_boxes import normalized
 from ragged_shard.spec import (
     Placements,
     any_ours,
     base_shape,
-    check_contiguous,
-    check_placements,
     is_ours,
     local_shape,
     put,
@@ -48,7 +47,7 @@ def distribute_tensor(
     if placements is None or not any_ours(placements) or isinstance(tensor, DTensor):
         return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     mesh = device_mesh or _mesh_resources.get_current_mesh()
-    placements = normalized(placements, tensor.ndim)
+    placements = tuple(normalized(placement, tensor.ndim) for placement in placements)
     check_placements(tensor.shape, mesh, placements)
     check_contiguous(tensor.shape, tensor.stride(), placements)
     others = tuple(Replicate() if is_ours(p) else p for p in placements)
@@ -92,7 +91,7 @@ def from_torch_tensor(
                 f"from_local: {placements} do not tell the global tensor's size from a local "
                 f"tensor of {tuple(local.shape)}; pass shape= and stride="
             )
-        placements = normalized(placements, len(shape))
+        placements = tuple(normalized(placement, len(shape)) for placement in placements)
         check_placements(shape, device_mesh, placements)
         check_contiguous(shape, stride, placements)
         wanted = local_shape(shape, device_mesh, placements)
@@ -130,14 +129,6 @@ def to_local_backward(
         grad_output.contiguous(), spec.mesh, placements, shape=meta.shape, stride=meta.stride
     )
     return grad, None
-
-
-def normalized(placements: Sequence[Placement], ndim: int) -> Placements:
-    """The placements with positive dims."""
-    return tuple(
-        placement.normalized(ndim) if isinstance(placement, InterleavedShard) else placement
-        for placement in placements
-    )
 
 
 def _put_on(

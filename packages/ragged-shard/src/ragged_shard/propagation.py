@@ -27,7 +27,6 @@ from ragged_shard.spec import (
     Placements,
     any_ours,
     is_ours,
-    meta_of,
     put,
     with_placements,
 )
@@ -98,7 +97,7 @@ class _Layer:
             return None
         schema = result.redistribute_schema
         wanted = given if schema is None else _specs_of(schema, question)
-        inputs = []
+        inputs: list[DTensorSpec] = []
         for before, asked, want, on_axis in zip(
             question.specs, given, wanted, answer.inputs, strict=True
         ):
@@ -109,6 +108,11 @@ class _Layer:
                     return None  # stock would move this axis: it has its reasons, and gathers
                 if not moved:
                     placements = put(placements, on_axis.axis, on_axis.placement)
+                others = put(before.placements, on_axis.axis, Replicate())
+                if any(isinstance(placement, self.kind) for placement in others):
+                    # A rule decides one axis; a second one of its kind is gathered.
+                    inputs.append(GatheredSpec.of(before, placements, question.name))
+                    continue
             inputs.append(with_placements(before, placements))
         outputs = _outputs(result, answer)
         arguments = {
@@ -132,12 +136,13 @@ class _Layer:
         result = self.inner(_with_specs(question.schema, given))
         schema = result.redistribute_schema
         wanted = given if schema is None else _specs_of(schema, question)
-        inputs = []
+        inputs: list[DTensorSpec] = []
         for before, want in zip(question.specs, wanted, strict=True):
-            spec = with_placements(before, tuple(want.placements))
+            placements = tuple(want.placements)
             if any(isinstance(p, self.kind) for p in before.placements):
-                spec = _named(spec, question)
-            inputs.append(spec)
+                inputs.append(GatheredSpec.of(before, placements, question.name))
+            else:
+                inputs.append(with_placements(before, placements))
         return _output_sharding(question, result, inputs, result.output_spec, {})
 
 
@@ -267,12 +272,6 @@ def _specs_of(schema: OpSchema, question: Question) -> list[DTensorSpec]:
     """The specs that stock wants; its suggestions may leave the keywords out."""
     specs = list(Question(schema).specs)
     return specs + list(question.specs[len(specs) :])
-
-
-def _named(spec: DTensorSpec, question: Question) -> DTensorSpec:
-    named = GatheredSpec(spec.mesh, spec.placements, tensor_meta=meta_of(spec))
-    named.operator = question.name
-    return named
 
 
 def _first(outputs: object) -> DTensorSpec:

@@ -8,7 +8,6 @@ of those is a few boxes of the global tensor where the base consists of several 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 from torch.distributed.tensor import Replicate, Shard
@@ -17,8 +16,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ragged_shard.boxes import Box, boxes_of_run
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
-from ragged_shard.spec import ragged_axis, shards_dim
-from ragged_shard.strided import StridedRaggedShard
 
 _CUTS_A_DIM = (Shard, _StridedShard, InterleavedShard)
 _Runs = tuple[range, ...]  # of one dim, ascending: the global indices behind the local ones
@@ -35,7 +32,7 @@ def rank_boxes(
     Args:
         shape: of the global tensor.
         mesh_shape: size of each axis.
-        placements: one per axis, that `check_fit` lets pass.
+        placements: one per axis, that fit.py's `check_fit` lets pass.
         coordinate: one per axis.
 
     Returns:
@@ -75,63 +72,11 @@ def replicates(placement: Placement) -> bool:
     return isinstance(placement, Replicate) or placement.is_partial()
 
 
-def check_fit(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
-    """What `spec.check_placements` asks, of a mesh that need not exist; units `rank_boxes` checks.
-
-    Raises:
-        ValueError: not one placement per axis; a placement that is not known here; a dim that does
-            not exist; an interleaved dim on two axes; two ragged axes; another split factor than
-            the mesh's.
-    """
-    if len(placements) != len(mesh_shape):
-        raise ValueError(
-            f"{len(placements)} placements {list(placements)} for a mesh of {len(mesh_shape)} axes "
-            f"{mesh_shape}; give one per axis"
-        )
-    for axis, placement in enumerate(placements):
-        where = f"{placement!r} on axis {axis} of {list(placements)}"
-        if isinstance(placement, _CUTS_A_DIM):
-            _check_dim(shape, placements, axis, where)
-        elif isinstance(placement, RaggedShard):
-            _check_ragged(mesh_shape, placements, axis, where)
-        elif not replicates(placement):
-            raise ValueError(f"{where} is no placement that is known here")
-
-
-def _check_dim(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], axis: int, where: str
-) -> None:
-    placement = placements[axis]
-    assert isinstance(placement, _CUTS_A_DIM)
-    if not 0 <= placement.dim < len(shape):
-        raise ValueError(
-            f"{where}: dim {placement.dim} does not exist in a tensor of shape {shape}"
-        )
-    if isinstance(placement, InterleavedShard):
-        placement.check(shape)
-        others = (*placements[:axis], *placements[axis + 1 :])
-        if any(shards_dim(other, placement.dim) for other in others):
-            raise ValueError(
-                f"{where}: another axis shards dim {placement.dim} too; an interleaved dim can be "
-                f"on one axis only"
-            )
-
-
-def _check_ragged(
-    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], axis: int, where: str
-) -> None:
-    placement = placements[axis]
-    if ragged_axis(placements) != axis:
-        raise ValueError(f"{where}: another axis is ragged too; at most one can be")
-    inner = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
-    pieces = math.prod(size for size, other in inner if shards_dim(other, 0))
-    if isinstance(placement, StridedRaggedShard) and placement.split_factor != pieces:
-        raise ValueError(
-            f"{where}: the axes after it cut dim 0 into {pieces} pieces, so split_factor must be "
-            f"{pieces}"
-        )
+def held_lengths(placement: Placement, length: int, axis_size: int) -> set[int]:
+    """How much of a dim of this length the ranks of an axis hold, where a placement cuts it."""
+    return {
+        sum(map(len, _wanted(placement, length, axis_size, index))) for index in range(axis_size)
+    }
 
 
 def _wanted(placement: Placement, length: int, axis_size: int, index: int) -> Iterator[range]:

@@ -20,18 +20,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.fallback import note
 from ragged_shard.filled import Filled
+from ragged_shard.fit import check_placements
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.spec import (
     Placements,
     any_ours,
     base_shape,
-    check_placements,
+    dim_of,
     is_ours,
     meta_of,
     put,
     ragged_axis,
-    shards_dim,
     with_placements,
 )
 from ragged_shard.transform import transform
@@ -114,7 +114,7 @@ def _in_our_words(placements: Placements, shape: Sequence[int]) -> Placements:
             continue
         dim, factor = placement.dim, int(placement.split_factor)
         others = put(placements, axis, Replicate())
-        if shape[dim] % factor == 0 and not any(shards_dim(other, dim) for other in others):
+        if shape[dim] % factor == 0 and all(dim_of(other) != dim for other in others):
             placements = put(placements, axis, InterleavedShard(dim, factor))
     return placements
 
@@ -164,12 +164,10 @@ class _Way:
         if isinstance(now, RaggedShard) and isinstance(then, RaggedShard):
             return True
         # A dim cut by two axes is cut in the order of the axes; exchanges know one axis only.
-        return not any(
-            shards_dim(p, dim)
-            for p in others
-            for dim in (getattr(now, "dim", None), getattr(then, "dim", None))
-            if dim is not None
-        ) and not any(isinstance(p, _StridedShard) for p in (now, then))
+        if any(isinstance(p, _StridedShard) for p in (now, then)):
+            return False
+        cut = {dim for p in (now, then) if (dim := dim_of(p)) is not None}
+        return not any(dim_of(p) in cut for p in others)
 
     def _change(self, local: torch.Tensor, axis: int) -> torch.Tensor:
         base = base_shape(self.meta.shape, self.mesh, self.at, axis)

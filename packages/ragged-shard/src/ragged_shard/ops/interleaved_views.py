@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.ops.sizes import local_size, resolved
 from ragged_shard.question import Answer, OnAxis, Question
-from ragged_shard.spec import local_shape, meta_of
+from ragged_shard.spec import cut_a_dim, meta_of
 
 
 def split(question: Question) -> Answer | None:
@@ -20,11 +20,11 @@ def split(question: Question) -> Answer | None:
     A part of one chunk is what a Shard holds; it is said as ``InterleavedShard(dim, 1)``, so that
     the gradients of the parts are known for what they are where they are put together (`join`).
     """
-    found = _only(question)
-    if found is None:
-        return None
-    on_axis, placement = found
     [spec] = question.specs
+    on_axis = interleaved_of(spec)
+    assert on_axis is not None
+    placement = on_axis.placement
+    assert isinstance(placement, InterleavedShard)
     shape = meta_of(spec).shape
     dim = question.argument("dim", default=0)
     assert isinstance(dim, int)
@@ -34,7 +34,8 @@ def split(question: Question) -> Answer | None:
     sizes = _sizes(question, length)
     if chunk == 0 or any(size % chunk or size == 0 for size in sizes):
         return None
-    mine = len(placement.piece(shape, spec.mesh.size(on_axis.axis), _rank(spec, on_axis)))
+    size, rank = spec.mesh.size(on_axis.axis), spec.mesh.get_local_rank(on_axis.axis)
+    mine = len(placement.piece(shape, size, rank))
     local = [size // chunk * mine for size in sizes]
     outputs = tuple(
         OnAxis(on_axis.axis, InterleavedShard(placement.dim, size // chunk)) for size in sizes
@@ -51,7 +52,7 @@ def join(question: Question) -> Answer | None:
     alike stay so.
     """
     tensors, dim = question.operands, question.argument("dim", default=0)
-    [lead, *_] = (found for spec in question.specs for found in _found(spec))
+    lead = next(on for spec in question.specs if (on := interleaved_of(spec)) is not None)
     assert isinstance(lead.placement, InterleavedShard)
     assert isinstance(dim, int)
     parts = [_on(operand.spec.placements[lead.axis]) for operand in tensors]
@@ -74,25 +75,20 @@ def view(question: Question) -> Answer | None:
 
     ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads.
     """
-    found = _only(question)
-    if found is None:
-        return None
-    on_axis, placement = found
     [spec] = question.specs
+    on_axis = interleaved_of(spec)
+    assert on_axis is not None
+    placement = on_axis.placement
+    assert isinstance(placement, InterleavedShard)
     shape = tuple(meta_of(spec).shape)
-    size, axis_size = (
-        _resolved(question.argument("size"), math.prod(shape)),
-        spec.mesh.size(on_axis.axis),
-    )
-    if any(hasattr(p, "dim") for a, p in enumerate(spec.placements) if a != on_axis.axis):
+    others = (*spec.placements[: on_axis.axis], *spec.placements[on_axis.axis + 1 :])
+    if cut_a_dim(others):
         return None
-    target = _after(placement, shape, size, axis_size)
+    size = resolved(question.argument("size"), math.prod(shape))
+    target = _after(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
         one_chunk = Answer((on_axis,), (on_axis,), as_shard=True)
         return one_chunk if placement.interleaves == 1 else None
-
-    def local_size(output: DTensorSpec) -> Sequence[int]:
-        return local_shape(meta_of(output).shape, output.mesh, output.placements)
 
     return Answer(
         (on_axis,), (OnAxis(on_axis.axis, target),), {question.position("size"): local_size}
@@ -122,22 +118,12 @@ def _after(
     return None
 
 
-def _only(question: Question) -> tuple[OnAxis, InterleavedShard] | None:
-    if len(question.specs) != 1:
-        return None
-    [spec] = question.specs
+def interleaved_of(spec: DTensorSpec) -> OnAxis | None:
+    """The first interleaved placement of a spec, with its axis."""
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, InterleavedShard):
-            return OnAxis(axis, placement), placement
+            return OnAxis(axis, placement)
     return None
-
-
-def _found(spec: DTensorSpec) -> list[OnAxis]:
-    return [
-        OnAxis(axis, placement)
-        for axis, placement in enumerate(spec.placements)
-        if isinstance(placement, InterleavedShard)
-    ]
 
 
 def _on(placement: Placement) -> InterleavedShard | None:
@@ -153,13 +139,3 @@ def _sizes(question: Question, length: int) -> list[int]:
         return [min(given, length - start) for start in range(0, length, given)]
     assert isinstance(given, list | tuple)
     return list(given)
-
-
-def _rank(spec: DTensorSpec, on_axis: OnAxis) -> int:
-    return spec.mesh.get_local_rank(on_axis.axis)
-
-
-def _resolved(size: object, numel: int) -> tuple[int, ...]:
-    assert isinstance(size, list | tuple)
-    known = math.prod(length for length in size if length != -1)
-    return tuple(numel // known if length == -1 else length for length in size)

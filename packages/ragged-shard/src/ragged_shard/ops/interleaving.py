@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from ragged_shard.interleaved import InterleavedShard
-from ragged_shard.ops.interleaved_views import join, split, view
+from ragged_shard.ops.interleaved_views import interleaved_of, join, split, view
 from ragged_shard.question import Answer, OnAxis, Operand, Question, Rule
 from ragged_shard.spec import meta_of
 
@@ -95,14 +95,14 @@ def as_shard(question: Question) -> Answer:
 
     Stock decides everything; its shards are called interleaved ones again, for `join`.
     """
-    inputs = tuple(_interleaved(operand) for operand in question.operands)
+    inputs = tuple(interleaved_of(operand.spec) for operand in question.operands)
     lead = next(on_axis for on_axis in inputs if on_axis is not None)
     return Answer(inputs, (lead,), as_shard=True)
 
 
 def like(question: Question) -> Answer | None:
     """One or more inputs of which only the first is interleaved."""
-    found = [_interleaved(operand) for operand in question.operands]
+    found = [interleaved_of(operand.spec) for operand in question.operands]
     if found[0] is None:
         return None
     uneven = not _even(question.operands[0], found[0])
@@ -119,9 +119,9 @@ def elementwise(question: Question) -> Answer | None:
     """One tensor out: every operand cut as the interleaved one along the same dim."""
     lead = question.operands[0]
     if not question.in_place:
-        candidates = [o for o in question.operands if _interleaved(o) is not None]
+        candidates = [o for o in question.operands if interleaved_of(o.spec) is not None]
         lead = max(candidates, key=lambda operand: operand.spec.ndim)
-    on_axis = _interleaved(lead)
+    on_axis = interleaved_of(lead.spec)
     if on_axis is None:
         return Answer((None,) * len(question.operands), (None,))
     placed = tuple(_beside(operand, lead, on_axis) for operand in question.operands)
@@ -134,7 +134,7 @@ def elementwise_lists(question: Question) -> Answer | None:
     inputs: list[OnAxis | None] = []
     for operand in question.operands:
         lead = leads[operand.item or 0]
-        on_axis = _interleaved(lead)
+        on_axis = interleaved_of(lead.spec)
         if on_axis is None:
             inputs.append(None)
             continue
@@ -142,14 +142,14 @@ def elementwise_lists(question: Question) -> Answer | None:
         if placed is None:
             return None
         inputs.append(placed)
-    outputs = tuple(_interleaved(lead) for lead in leads)
+    outputs = tuple(interleaved_of(lead.spec) for lead in leads)
     return Answer(tuple(inputs), outputs, as_shard=True)
 
 
 def product(question: Question) -> Answer | None:
     """Matrix products: rows or columns stay interleaved, a contraction needs both sides alike."""
     *addends, left, right = question.operands
-    on_left, on_right = _interleaved(left), _interleaved(right)
+    on_left, on_right = interleaved_of(left.spec), interleaved_of(right.spec)
     contracted = left.spec.ndim - 1, right.spec.ndim - 2
     if on_left is not None and _dim(on_left) == contracted[0]:
         on_right = _with_dim(on_left, contracted[1])
@@ -179,7 +179,7 @@ def _addend(
 ) -> OnAxis | None:
     """How the addend of `addmm` is placed: as the result, where a dim of it is interleaved."""
     dim, ndim = _dim(lead), left.spec.ndim
-    if dim == contracted[0] and lead == _interleaved(left):
+    if dim == contracted[0] and lead == interleaved_of(left.spec):
         return None  # stock would have to add it once only
     aligned = dim - ndim + operand.spec.ndim
     if aligned < 0 or operand.shape[aligned] == 1:
@@ -194,13 +194,6 @@ def _all_of_one_chunk(question: Question) -> bool:
         for placement in spec.placements
         if isinstance(placement, InterleavedShard)
     )
-
-
-def _interleaved(operand: Operand) -> OnAxis | None:
-    for axis, placement in enumerate(operand.spec.placements):
-        if isinstance(placement, InterleavedShard):
-            return OnAxis(axis, placement)
-    return None
 
 
 def _beside(operand: Operand, lead: Operand, on_axis: OnAxis) -> OnAxis | None:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.ops.conform import ragged_of
 from ragged_shard.question import Answer, OnAxis, Question
-from ragged_shard.spec import local_shape, meta_of
+from ragged_shard.spec import cut_a_dim, local_shape, meta_of
 
 
 def like(question: Question) -> Answer | None:
@@ -27,7 +27,7 @@ def new(question: Question) -> Answer | None:
     assert on_axis is not None
     size = question.argument("size")
     assert isinstance(size, list | tuple)
-    if tuple(size) != tuple(meta_of(spec).shape) or any(hasattr(p, "dim") for p in spec.placements):
+    if tuple(size) != tuple(meta_of(spec).shape) or cut_a_dim(spec.placements):
         return Answer((on_axis,), (OnAxis(on_axis.axis, Replicate()),))
     local = local_shape(size, spec.mesh, spec.placements)
     arguments: dict[int, object] = {question.position("size"): local}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.ops.conform import cut_dims, ragged_of
+from ragged_shard.ops.sizes import local_size, resolved
 from ragged_shard.question import Answer, OnAxis, Question
 from ragged_shard.ragged import RaggedShard
-from ragged_shard.spec import local_shape, meta_of
+from ragged_shard.spec import cut_a_dim, meta_of
 
 
 def view(question: Question) -> Answer | None:
@@ -27,13 +26,13 @@ def view(question: Question) -> Answer | None:
     meta = meta_of(spec)
     if tuple(meta.stride) != contiguous_strides(meta.shape):
         return None
-    shape = _resolved(question.argument("size"), meta.shape.numel())
-    if any(hasattr(placement, "dim") for placement in spec.placements):
+    shape = resolved(question.argument("size"), meta.shape.numel())
+    if cut_a_dim(spec.placements):
         return None  # stock may move what the other axes cut, and the units are of what is left
     dims = _dims(ragged, meta.shape, shape)
     result = OnAxis(on_axis.axis, ragged.with_units(dims, ragged.local_units))
 
-    return Answer((on_axis,), (result,), {question.position("size"): _local_size})
+    return Answer((on_axis,), (result,), {question.position("size"): local_size})
 
 
 def unsqueeze(question: Question) -> Answer | None:
@@ -70,13 +69,9 @@ def expand(question: Question) -> Answer | None:
     rows = meta_of(spec).shape[:1]
     if cut_dims(on_axis.placement) > 1 or len(size) != spec.ndim or size[0] not in (-1, *rows):
         return None
-    if any(hasattr(placement, "dim") for placement in spec.placements):
+    if cut_a_dim(spec.placements):
         return None
-    return Answer((on_axis,), (on_axis,), {question.position("size"): _local_size})
-
-
-def _local_size(output: DTensorSpec) -> Sequence[int]:
-    return local_shape(meta_of(output).shape, output.mesh, output.placements)
+    return Answer((on_axis,), (on_axis,), {question.position("size"): local_size})
 
 
 def _dims(ragged: RaggedShard, old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
@@ -89,9 +84,3 @@ def _dims(ragged: RaggedShard, old: Sequence[int], new: Sequence[int]) -> tuple[
         if row == 0 or unit % row == 0:
             return tuple(range(count))
     return tuple(range(len(new)))
-
-
-def _resolved(size: object, numel: int) -> tuple[int, ...]:
-    assert isinstance(size, list | tuple)
-    known = math.prod(length for length in size if length != -1)
-    return tuple(numel // known if length == -1 else length for length in size)
