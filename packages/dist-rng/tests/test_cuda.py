@@ -261,7 +261,7 @@ def test_a_device_gives_another_ones_numbers(draw, dtype, geometry):
 )
 def test_tensors_beyond_32_bit_indexing(numel, dtype):
     if torch.cuda.mem_get_info()[0] < 3 * numel * dtype.itemsize:
-        pytest.skip("needs more device memory")
+        pytest.skip(f"needs {3 * numel * dtype.itemsize / 2**30:.0f} GiB of free device memory")
     draw = Uniform() if dtype.is_floating_point else AllIntegers()
     expected, after = single_device(draw, dtype, (numel,))
     assert_same(Region.full((numel,)), draw, expected, after)
@@ -288,7 +288,10 @@ def test_a_generator_of_the_cpu_is_refused():
         cuda.fill(torch.empty(3, device="cuda"), Region.full((3,)), Uniform(), torch.Generator())
 
 
-@pytest.mark.skipif(hasattr(torch.Generator, "philox_state"), reason="this torch can")
+@pytest.mark.skipif(
+    hasattr(torch.Generator, "philox_state"),
+    reason="torch 2.14 and later say where a captured generator stands",
+)
 def test_capture_is_refused_where_torch_cannot_say_where_its_generator_stands():
     tensor = torch.empty(3, device="cuda")
 

@@ -50,6 +50,6 @@ def test_the_library_links_no_torch(built):
 @pytest.mark.slow
 def test_a_launch_without_a_device_is_an_error_not_silence(built):
     if "CUDA_VISIBLE_DEVICES" in os.environ or Path("/dev/nvidia0").exists():
-        pytest.skip("there may be a device")
+        pytest.skip("this is about machines without a CUDA driver, and here one may be")
     with pytest.raises(RuntimeError, match=r"dist-rng's CUDA kernel was not launched: .* \(\d+\)"):
         Library(built).fill(Job(kind=0, dtype=0, unroll=4, threads=256, stop=1, count=1), 0)
