@@ -98,9 +98,11 @@ def _is_plain(src: DTensorSpec, dst: DTensorSpec) -> bool:
 
 
 def _is_known(placement: Placement, dims: int) -> bool:
-    if type(placement) in (Shard, _StridedShard):
-        return 0 <= placement.dim < dims  # type: ignore[attr-defined]
-    return type(placement) in (Replicate, Partial)
+    kind: Any = type(placement)
+    if kind in (Shard, _StridedShard):
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        return 0 <= dim < dims
+    return kind in (Replicate, Partial)
 
 
 def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
