@@ -25,6 +25,7 @@ from testkit import Case, CommLog, assert_bitwise, each_rank, fake_mesh, run_ran
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SUM, AVG, MAX = Partial("sum"), Partial("avg"), Partial("max")
 PLACEMENTS = (R, SUM, AVG, MAX, S0, S1, S2)
+STRIDED = tuple(_StridedShard(dim, split_factor=3) for dim in (0, 1))
 ON_TWO_AXES = tuple(itertools.product((R, SUM, MAX, S0, S1), repeat=2))
 # Even, uneven and empty shards on 2 and on 4 ranks.
 SHAPES = ((8,), (5,), (1,), (0,), (8, 4), (5, 7), (3, 2), (0, 3), (1, 4), (4, 8, 12), (5, 1, 3))
@@ -46,7 +47,7 @@ def spec(mesh, placements, tensor, **kwargs):
 
 
 def fits(placements, shape):
-    return all(p.dim < len(shape) for p in placements if isinstance(p, Shard))
+    return all(p.dim < len(shape) for p in placements if isinstance(p, Shard | _StridedShard))
 
 
 def layouts(local, *, every):
@@ -238,7 +239,7 @@ class OtherSpec(DTensorSpec):
         (OtherShard(0), R),
         (R, OtherShard(0)),
         (_MaskPartial(offset_shape=torch.Size([4, 4])), R),
-        (_StridedShard(0, split_factor=3), R),
+        (_StridedShard(0, split_factor=3), R),  # unequal pieces
         (R, Partial("product")),
         (S0, SUM),
         (SUM, MAX),
@@ -327,6 +328,42 @@ def test_strides_and_collectives_on_a_four_dimensional_tensor():
 
 
 # Gloo ranks: values.
+
+
+def compare_strided(shape):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    pairs = [pair for pair in pairs_of([*STRIDED, R, SUM, S0, S1]) if set(pair) & set(STRIDED)]
+    for (source, target), transposed in itertools.product(pairs, (False, True)):
+        src, dst = spec(mesh, [source], whole), spec(mesh, [target], whole)
+        plan = plan_redistribution(src, dst)
+        assert (plan is not None) == (target != SUM), (source, target)
+        if plan is None:
+            continue
+        local = (
+            source._select_split_tensor(whole, mesh.size(), mesh.get_rank(), with_padding=False)
+            if isinstance(source, Shard | _StridedShard)
+            else whole
+        )
+        if transposed:
+            local = local.mT.contiguous().mT
+        with CommLog() as log:
+            torchs = stock.redistribute_local_tensor(local, src, dst)
+        with CommLog() as our_log:
+            ours = plan.apply(local)
+        assert our_log.calls == log.calls, (source, target)
+        assert_same(
+            Outcome(tensor=ours, is_input=ours is local),
+            Outcome(tensor=torchs, is_input=torchs is local),
+            f"{source} to {target} of {shape}",
+            values=True,
+        )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [(12, 6), (6, 12, 3), (6, 6, 1, 2), (0, 6)], ids=str)
+def test_strided_shards_with_equal_pieces(shape):
+    run_ranks(compare_strided, 2, shape, timeout=120)
 
 
 def compare_on_one_axis(shapes, dtype):

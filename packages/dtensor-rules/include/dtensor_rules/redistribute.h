@@ -54,13 +54,30 @@ struct Chunk {
   int64_t dim;
 };
 
+// _StridedShard(dim, split_factor) to Replicate, where all pieces are equal: the dim is split into
+// `split_factor` parts, each part into a piece for each rank, and a rank's shard are its pieces.
+struct StridedGather {
+  Axis axis;
+  int64_t dim;
+  int64_t size;  // of `dim` once gathered
+  int64_t split_factor;
+};
+
+// Replicate to _StridedShard(dim, split_factor), where all pieces are equal.
+struct StridedChunk {
+  Axis axis;
+  int64_t dim;
+  int64_t split_factor;
+};
+
 // Replicate to Partial("sum"), and the mean that several axes are reduced to at once.
 struct Divide {
   int64_t divisor;
 };
 
 // The first is one that can be made from nothing, as pybind11 asks of a variant.
-using Step = std::variant<Divide, Chunk, AllGather, ReduceScatter, AllReduce, AllToAll>;
+using Step = std::variant<
+    Divide, Chunk, StridedChunk, AllGather, StridedGather, ReduceScatter, AllReduce, AllToAll>;
 
 class Redistribution final : public Transform {
  public:

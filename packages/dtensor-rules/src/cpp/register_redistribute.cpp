@@ -53,6 +53,20 @@ std::string text(const Chunk& step) {
   return out.str();
 }
 
+std::string text(const StridedGather& step) {
+  std::ostringstream out;
+  out << "strided_gather(dim=" << step.dim << ", size=" << step.size
+      << ", parts=" << step.split_factor << ", axis=" << step.axis.size() << ")";
+  return out.str();
+}
+
+std::string text(const StridedChunk& step) {
+  std::ostringstream out;
+  out << "strided_chunk(dim=" << step.dim << ", parts=" << step.split_factor
+      << ", piece=" << step.axis.rank() << " of " << step.axis.size() << ")";
+  return out.str();
+}
+
 std::string text(const Divide& step) {
   return "divide(" + std::to_string(step.divisor) + ")";
 }
@@ -95,6 +109,12 @@ void register_redistribute(py::module_& module) {
            py::arg("to_size"), py::arg("by_gather"));
   bind<Chunk>(module, "Chunk", "Replicate to Shard(dim).")
       .def(py::init<Axis, int64_t>(), py::arg("axis"), py::kw_only(), py::arg("dim"));
+  bind<StridedGather>(module, "StridedGather", "Equal pieces of a _StridedShard to Replicate.")
+      .def(py::init<Axis, int64_t, int64_t, int64_t>(), py::arg("axis"), py::kw_only(),
+           py::arg("dim"), py::arg("size"), py::arg("split_factor"));
+  bind<StridedChunk>(module, "StridedChunk", "Replicate to equal pieces of a _StridedShard.")
+      .def(py::init<Axis, int64_t, int64_t>(), py::arg("axis"), py::kw_only(), py::arg("dim"),
+           py::arg("split_factor"));
   bind<Divide>(module, "Divide", "Replicate to Partial('sum').")
       .def(py::init<int64_t>(), py::arg("divisor"));
 

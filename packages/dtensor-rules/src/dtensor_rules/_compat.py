@@ -6,10 +6,11 @@ Importing this module checks that torch is the one that the extension module was
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute, _utils
 
 from dtensor_rules._built_for import TORCH_VERSION
 
@@ -73,10 +74,6 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] |
     Raises:
         Exception: whatever torch raises for specs that it cannot redistribute between.
     """
-    import weakref
-
-    from torch.distributed.tensor import _redistribute, _utils
-
     plan = getattr(_redistribute, "_gen_transform_infos_non_cached", None)
     if plan is None:
         return None

@@ -32,43 +32,6 @@ class Transform:
     @property
     def communicates(self) -> bool: ...
 
-class Axis:
-    def __init__(self, *, group: str, size: int, rank: int) -> None: ...
-
-class AllGather:
-    def __init__(self, axis: Axis, *, dim: int, size: int) -> None: ...
-
-class ReduceScatter:
-    def __init__(self, axis: Axis, *, dim: int, reduce_op: str) -> None: ...
-
-class AllReduce:
-    def __init__(self, axis: Axis, *, reduce_op: str) -> None: ...
-
-class AllToAll:
-    def __init__(
-        self,
-        axis: Axis,
-        *,
-        from_dim: int,
-        to_dim: int,
-        from_size: int,
-        to_size: int,
-        by_gather: bool,
-    ) -> None: ...
-
-class Chunk:
-    def __init__(self, axis: Axis, *, dim: int) -> None: ...
-
-class Divide:
-    def __init__(self, divisor: int) -> None: ...
-
-Step: TypeAlias = AllGather | ReduceScatter | AllReduce | AllToAll | Chunk | Divide
-
-class Redistribution(Transform):
-    def __init__(self, steps: Sequence[Step]) -> None: ...
-    @property
-    def steps(self) -> list[Step]: ...
-
 class Finish: ...
 
 class LogicalAnd(Finish):
@@ -105,3 +68,48 @@ def known_addresses() -> int: ...
 def known_specs() -> int: ...
 def counts() -> list[tuple[str, int, int, int, dict[str, int]]]: ...
 def clear_counts() -> None: ...
+
+class Axis:
+    def __init__(self, *, group: str, size: int, rank: int) -> None: ...
+
+class AllGather:
+    def __init__(self, axis: Axis, *, dim: int, size: int) -> None: ...
+
+class ReduceScatter:
+    def __init__(self, axis: Axis, *, dim: int, reduce_op: str) -> None: ...
+
+class AllReduce:
+    def __init__(self, axis: Axis, *, reduce_op: str) -> None: ...
+
+class AllToAll:
+    def __init__(
+        self,
+        axis: Axis,
+        *,
+        from_dim: int,
+        to_dim: int,
+        from_size: int,
+        to_size: int,
+        by_gather: bool,
+    ) -> None: ...
+
+class Chunk:
+    def __init__(self, axis: Axis, *, dim: int) -> None: ...
+
+class StridedGather:
+    def __init__(self, axis: Axis, *, dim: int, size: int, split_factor: int) -> None: ...
+
+class StridedChunk:
+    def __init__(self, axis: Axis, *, dim: int, split_factor: int) -> None: ...
+
+class Divide:
+    def __init__(self, divisor: int) -> None: ...
+
+Step: TypeAlias = (
+    AllGather | ReduceScatter | AllReduce | AllToAll | Chunk | StridedGather | StridedChunk | Divide
+)
+
+class Redistribution(Transform):
+    def __init__(self, steps: Sequence[Step]) -> None: ...
+    @property
+    def steps(self) -> list[Step]: ...

@@ -33,6 +33,8 @@ from dtensor_rules._core import (
     Divide,
     Redistribution,
     ReduceScatter,
+    StridedChunk,
+    StridedGather,
 )
 
 from dtensor_rules.plan import Transform
@@ -41,6 +43,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dtensor_rules._core import Step
+
+_KINDS: dict[type, str] = {
+    Replicate: "replicate",
+    Partial: "partial",
+    Shard: "shard",
+    _StridedShard: "strided",
+}
 
 #: Partial reductions of a replicated value that give it back, so that it is partial as it is.
 _IDEMPOTENT = frozenset({"avg", "min", "max"})
@@ -79,8 +88,9 @@ def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | 
 
     Returns:
         None where it must be left to torch: subclasses of specs and placements, masked partials,
-        strided shards that are no shard order, symbolic sizes, tracing, a `LocalTensorMode`, a rank
-        outside the mesh, several meshes, and what torch cannot redistribute either.
+        strided shards that are no shard order and whose pieces differ or whose mesh has several
+        axes, symbolic sizes, tracing, a `LocalTensorMode`, a rank outside the mesh, two meshes,
+        and what torch cannot redistribute either.
     """
     if not _is_plain(src, dst):
         return None
@@ -118,15 +128,15 @@ def _is_plain(src: DTensorSpec, dst: DTensorSpec) -> bool:
 
 
 def _is_known(placement: Placement, dims: int) -> bool:
-    kind: Any = type(placement)
-    if kind in (Shard, _StridedShard):
+    kind = _KINDS.get(type(placement))
+    if kind in ("shard", "strided"):
         dim: int = placement.dim  # type: ignore[attr-defined]
         return 0 <= dim < dims
-    return kind in (Replicate, Partial)
+    return kind is not None
 
 
 def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
-    """One of torch's transforms as steps: two for a mean over several axes, none for no change.
+    """One of torch's transforms as steps: none where the mesh axis has one rank.
 
     Raises:
         _LeftToTorch: for a transform that is none of those below.
@@ -134,45 +144,83 @@ def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
     mesh = getattr(transform, "mesh", mesh)  # that of merged axes, where they are
     dim, count = transform.mesh_dim, mesh.size(transform.mesh_dim)
     src, dst = transform.src_dst_placements
-    shape = transform.logical_shape
     if count == 1:
         return []
     steps: list[Step]
     match _kind(src), _kind(dst):
-        case "partial", "replicate":
-            steps = [AllReduce(_axis(mesh, dim), reduce_op=src.reduce_op.lower())]
         case "partial", "shard":
             reduce_op = src.reduce_op.lower()
             steps = [ReduceScatter(_axis(mesh, dim), dim=dst.dim, reduce_op=reduce_op)]
-        case "shard", "replicate":
-            return [AllGather(_axis(mesh, dim), dim=src.dim, size=shape[src.dim])]
         case "shard", "shard":
-            return [
+            steps = [
                 AllToAll(
                     _axis(mesh, dim),
                     from_dim=src.dim,
                     to_dim=dst.dim,
-                    from_size=shape[src.dim],
-                    to_size=shape[dst.dim],
+                    from_size=transform.logical_shape[src.dim],
+                    to_size=transform.logical_shape[dst.dim],
                     by_gather=_compat.all_to_all_gathers(mesh),
                 )
             ]
-        case "replicate", "shard":
-            return [Chunk(_axis(mesh, dim), dim=dst.dim)]
-        case "replicate", "partial" if dst.reduce_op == "sum":
-            return [Divide(count)]
-        case "replicate", "partial" if dst.reduce_op in _IDEMPOTENT:
-            return []
-        case _:
+        case (("shard" | "strided" | "partial"), "partial"):
             raise _LeftToTorch
+        case _:
+            steps = _to_replicate(transform, mesh) + _from_replicate(transform, mesh)
     if (scale := getattr(transform, "avg_scale", None)) is not None:
         steps.append(Divide(scale))
     return steps
 
 
+def _to_replicate(transform: Any, mesh: DeviceMesh) -> list[Step]:
+    dim, src = transform.mesh_dim, transform.src_dst_placements[0]
+    match _kind(src):
+        case "replicate":
+            return []
+        case "partial":
+            return [AllReduce(_axis(mesh, dim), reduce_op=src.reduce_op.lower())]
+        case "shard":
+            size = transform.logical_shape[src.dim]
+            return [AllGather(_axis(mesh, dim), dim=src.dim, size=size)]
+        case "strided":
+            size, parts = transform.logical_shape[src.dim], _parts(transform, mesh, src)
+            return [StridedGather(_axis(mesh, dim), dim=src.dim, size=size, split_factor=parts)]
+    raise _LeftToTorch
+
+
+def _from_replicate(transform: Any, mesh: DeviceMesh) -> list[Step]:
+    dim, dst = transform.mesh_dim, transform.src_dst_placements[1]
+    match _kind(dst):
+        case "replicate":
+            return []
+        case "shard":
+            return [Chunk(_axis(mesh, dim), dim=dst.dim)]
+        case "strided":
+            parts = _parts(transform, mesh, dst)
+            return [StridedChunk(_axis(mesh, dim), dim=dst.dim, split_factor=parts)]
+        case "partial" if dst.reduce_op == "sum":
+            return [Divide(mesh.size(dim))]
+        case "partial" if dst.reduce_op in _IDEMPOTENT:
+            return []
+    raise _LeftToTorch
+
+
+def _parts(transform: Any, mesh: DeviceMesh, placement: Any) -> int:
+    """The split factor of a strided shard whose pieces are all equal.
+
+    Raises:
+        _LeftToTorch: they are not, or another mesh axis may shard the same dim: torch then works
+            with sizes that other ranks' shards need not have.
+    """
+    parts, count = placement.split_factor, mesh.size(transform.mesh_dim)
+    if type(parts) is not int or mesh.ndim > 1:
+        raise _LeftToTorch
+    if transform.logical_shape[placement.dim] % (parts * count) != 0:
+        raise _LeftToTorch
+    return parts
+
+
 def _kind(placement: Placement) -> str:
-    """A placement's class in a word; a strided shard's is none of the words that have steps."""
-    return type(placement).__name__.lower()
+    return _KINDS[type(placement)]
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> Axis:
