@@ -51,7 +51,7 @@ def test_tensors_lists_and_missing_ones(tensors):
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(range(6), 2), ids=str)
+@pytest.mark.parametrize("pair", list(itertools.combinations(range(6), 2)), ids=str)
 def test_tensors_of_different_specs_have_different_keys(tensors, pair):
     one, other = (agree(aten.neg.default, tensors[index]) for index in pair)
     assert one != other

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_rules import Call, Rule
@@ -97,8 +97,7 @@ def test_its_name_is_that_of_its_action_unless_it_has_one():
 
 def test_the_four_fields_have_to_fit():
     with fake_mesh((2, 2)) as mesh:
-        partial = distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Replicate()])
-        partial = partial.redistribute(placements=[Shard(0), Partial()])
+        partial = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0), Partial()])
         whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()])
         call = Call(aten.add.Tensor, (partial, whole), {})
         flipped = Call(aten.add.Tensor, (whole, partial), {})

@@ -1,4 +1,4 @@
-// What every file here takes from torch; compiled once, as a precompiled header.
+// What every file here takes from torch.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -11,13 +11,13 @@ struct Watched {
   uint64_t version;
 };
 
-struct State {
+struct Watching {
   std::vector<Watched> tables;
   py::object changed;
 };
 
-State& state() {
-  static auto* instance = new State;  // outlives the interpreter's end
+Watching& watching() {
+  static auto* instance = new Watching;  // outlives the interpreter's end
   return *instance;
 }
 
@@ -32,25 +32,25 @@ uint64_t version_of(const py::dict& table) {
 }  // namespace
 
 void watch(const std::vector<py::dict>& tables, py::object changed) {
-  state().tables.clear();
+  watching().tables.clear();
   for (const auto& table : tables) {
-    state().tables.push_back({table, version_of(table)});
+    watching().tables.push_back({table, version_of(table)});
   }
-  state().changed = std::move(changed);
+  watching().changed = std::move(changed);
 }
 
 void check_watched() {
   bool same = true;
-  for (auto& [table, version] : state().tables) {
+  for (auto& [table, version] : watching().tables) {
     same = same && version == version_of(table);
   }
   if (same) [[likely]] {
     return;
   }
-  for (auto& [table, version] : state().tables) {
+  for (auto& [table, version] : watching().tables) {
     version = version_of(table);
   }
-  const py::object changed = state().changed;
+  const py::object changed = watching().changed;
   changed();
 }
 

@@ -32,6 +32,7 @@ at::Tensor wrap(const at::Tensor& local, const Spec& spec, const at::Tensor* bas
   at::Tensor wrapper = at::detail::make_tensor<at::TensorImpl>(
       std::move(storage), keys_of(local), local.dtype());
   wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
+  wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
   auto object = py::reinterpret_steal<py::object>(
       THPVariable_Wrap(wrapper, torch_classes().dtensor));
   PyObject* local_object = THPVariable_Wrap(local);
