@@ -70,13 +70,15 @@ def test_a_local_tensor_that_belies_its_spec_is_named(mesh):
     liar = DTensor(
         x.to_local(), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False
     )
-    with pytest.raises(RuntimeError, match=r"argument 'other': its local tensor has shape \(2, 2\)"):
+    with pytest.raises(
+        RuntimeError, match=r"argument 'other': its local tensor has shape \(2, 2\)"
+    ):
         torch.mul(liar.to_local().new_ones(()), liar)
 
 
 def test_torchs_own_errors_stay_torchs(mesh):
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         torch.mul(x, torch.ones(4, 2))
 
 

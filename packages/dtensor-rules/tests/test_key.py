@@ -80,6 +80,12 @@ def test_scalars_are_in_the_key_where_torch_reads_them(tensors, one, other):
     assert (keys[0] == keys[1]) == (reference._bits(one) == reference._bits(other))
 
 
+def test_scalar_tensors_by_dtype(tensors):
+    dtypes = (torch.float32, torch.float64, torch.int64, torch.bool)
+    keys = {agree(aten.mul.Tensor, tensors[0], torch.ones((), dtype=dtype)) for dtype in dtypes}
+    assert len(keys) == len(dtypes)
+
+
 def test_the_type_of_a_scalar_is_always_in_the_key(tensors):
     x = tensors[0]
     keys = {agree(aten.add.Tensor, x, x, alpha) for alpha in (1, 1.0, True, 1j)}
@@ -89,9 +95,7 @@ def test_the_type_of_a_scalar_is_always_in_the_key(tensors):
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_strings(tensors, one, other):
-    keys = [
-        agree(aten.gelu.default, tensors[0], text) for text in (one, other)
-    ]
+    keys = [agree(aten.gelu.default, tensors[0], text) for text in (one, other)]
     assert (keys[0] == keys[1]) == (one == other)
 
 

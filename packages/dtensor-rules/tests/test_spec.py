@@ -20,7 +20,10 @@ def mesh():
         yield mesh
 
 
-def spec(mesh, placements=(Shard(0), Replicate()), shape=(4, 4), dtype=torch.float32, **fields):
+ROWS = (Shard(0), Replicate())
+
+
+def spec(mesh, placements=ROWS, shape=(4, 4), dtype=torch.float32, **fields):
     stride = (shape[1], 1)
     meta = TensorMeta(torch.Size(shape), stride, dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta, **fields)

@@ -3,6 +3,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/PyInterpreter.h>
 
 #include <unordered_map>
@@ -39,6 +40,8 @@ State& state() {
 }
 
 thread_local Path path = Path::kAsSet;
+// A plan is being made on this thread.
+thread_local bool planning = false;
 
 c10::ArrayRef<c10::IValue> arguments_of(const Operator& op, const Stack& stack) {
   return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - op.arguments);
@@ -46,12 +49,17 @@ c10::ArrayRef<c10::IValue> arguments_of(const Operator& op, const Stack& stack) 
 
 // Torch's own dispatch, as its fallback at this key would do it.
 void leave(Operator& op, Reason reason, Stack& stack) {
-  op.stats.count_left(reason);
+  // What torch does on fake tensors of its own, to learn a shape, is nobody's call.
+  if (!planning && !(reason == Reason::kMode && path != Path::kAsSet)) {
+    op.stats.count_left(reason);
+  }
   (*getPyInterpreter())->dispatch(op.handle, &stack);
 }
 
 PlanPtr make_plan(const Operator& op, Call& call, const Stack& stack) {
   const auto arguments = python_arguments(op.handle.schema(), arguments_of(op, stack));
+  const bool outer = std::exchange(planning, true);
+  const auto restore = c10::make_scope_exit([outer] { planning = outer; });
   PlanPtr plan = read_plan(op, state().planner(op.overload, arguments.args, arguments.kwargs));
   if (plan->keep) {
     plans().insert(std::move(call.key), plan);

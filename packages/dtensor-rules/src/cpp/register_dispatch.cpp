@@ -25,6 +25,9 @@ void register_dispatch(py::module_& module) {
   module.def("set_planner", &set_planner);
   module.def("watch", &watch);
   module.def("key_words", &key_words);
+  module.def("scalar_type", [](c10::ScalarType dtype) { return static_cast<int>(dtype); });
+  module.def(
+      "device_type", [](const at::Device& device) { return static_cast<int>(device.type()); });
   py::native_enum<Path>(module, "Path", "enum.Enum")
       .value("AS_SET", Path::kAsSet)
       .value("UNCHECKED", Path::kUnchecked)

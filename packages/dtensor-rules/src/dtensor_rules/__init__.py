@@ -29,7 +29,27 @@ _HOMES = {
     "stats": "counts",
     "stats_clear": "counts",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = [
+    "CacheInfo",
+    "Call",
+    "ListedRule",
+    "Move",
+    "OpStats",
+    "Plan",
+    "Rule",
+    "cache_clear",
+    "cache_info",
+    "disable",
+    "enable",
+    "enabled",
+    "is_enabled",
+    "register_rule",
+    "remove_rule",
+    "rules",
+    "set_cache_capacity",
+    "stats",
+    "stats_clear",
+]
 
 
 def __getattr__(name: str) -> Any:

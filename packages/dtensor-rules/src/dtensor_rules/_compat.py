@@ -49,7 +49,7 @@ def strategy_tables() -> list[dict[Any, Any]]:
 
 
 def schema_info(op: torch._ops.OpOverload) -> Any:
-    """The `RuntimeSchemaInfo` registered for an operator, or None, as `unwrap_to_op_info` finds it."""
+    """The `RuntimeSchemaInfo` of an operator, or None, as `unwrap_to_op_info` finds it."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     info = propagator.op_to_schema_info.get(op)
     if info is None:

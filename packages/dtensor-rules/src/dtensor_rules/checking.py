@@ -33,9 +33,7 @@ def wanted() -> bool:
     return value == "1"
 
 
-def check(
-    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> object:
+def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Makes a call both ways and compares.
 
     Returns:
@@ -110,8 +108,7 @@ def _copied(
     }
     names = [argument.name for argument in op._schema.arguments]
     copies = [
-        _copy(value) if name in written else value
-        for name, value in zip(names, args, strict=False)
+        _copy(value) if name in written else value for name, value in zip(names, args, strict=False)
     ]
     return copies, {name: _copy(v) if name in written else v for name, v in kwargs.items()}
 
@@ -119,7 +116,7 @@ def _copied(
 def _copy(value: object) -> object:
     def copy(leaf: object) -> object:
         if isinstance(leaf, DTensor):
-            return DTensor(leaf._local_tensor.clone(), leaf._spec, requires_grad=False)  # type: ignore[call-arg]
+            return DTensor(leaf._local_tensor.clone(), leaf._spec, requires_grad=False)
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(copy, value)

@@ -47,7 +47,9 @@ class CacheInfo:
 
 def stats() -> dict[str, OpStats]:
     """The counts of every operator that was called, by its name, as ``aten.add.Tensor``."""
-    return {name: OpStats(*counts) for name, *counts in _core.counts()}
+    return {
+        name: OpStats(rule, cache, miss, left) for name, rule, cache, miss, left in _core.counts()
+    }
 
 
 def stats_clear() -> None:

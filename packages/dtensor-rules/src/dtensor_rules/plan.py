@@ -62,5 +62,5 @@ class Plan:
     instead: torch._ops.OpOverload | None = None
     outputs: Sequence[Output] = ()
     given: Mapping[int, DTensorSpec] = field(default_factory=dict)
-    finish: Callable[[Any], Any] | None = None
+    finish: _core.Finish | Callable[[Any], Any] | None = None
     rule: _core.RuleCounter | None = None

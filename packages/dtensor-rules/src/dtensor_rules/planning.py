@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, 
         return Plan(reason="random")
     call = Call(op, args, kwargs)
     try:
-        schema = call.info.schema
+        schema: Any = call.info.schema
     except Exception:
         return _torch_says_why()
     if (made := table.match(call)) is not None:
@@ -71,13 +72,13 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
             values = _values(wanted)
         if wanted.op != op:
             instead = wanted.op
-    spec = sharding.output_spec
+    spec: Any = sharding.output_spec
     outs = [index for index, argument in enumerate(op._schema.arguments) if argument.is_out]
     if outs:
         specs = spec if isinstance(spec, (tuple, list)) else (spec,)
         if len(specs) != len(outs) or not all(isinstance(one, DTensorSpec) for one in specs):
             return Plan(reason="unsupported")
-        given = dict(zip(outs, specs, strict=True))
+        given: dict[int, DTensorSpec] = dict(zip(outs, specs, strict=True))
         return Plan(moves=moves, values=values, instead=instead, given=given)
     if is_in_place(op):
         # squeeze_ and its like change what self is: torch does them.
@@ -98,6 +99,7 @@ def _moves(call: Call, wanted: OpSchema) -> list[Move]:
     ):
         for element, source, target in _pairs(given, want):
             if isinstance(source, DTensorSpec) and source != target:
+                assert isinstance(target, DTensorSpec)
                 moves.append(Move(index, element, transform_between(source, target)))
     return moves
 
@@ -128,5 +130,6 @@ def _outputs(op: torch._ops.OpOverload, spec: object) -> list[Output]:
         return [list(spec) if isinstance(spec, (tuple, list)) else spec]  # type: ignore[list-item]
     if isinstance(spec, DTensorSpec):
         return [spec] * len(returns)
-    assert isinstance(spec, (tuple, list)) and len(spec) == len(returns)
+    assert isinstance(spec, (tuple, list))
+    assert len(spec) == len(returns)
     return list(spec)

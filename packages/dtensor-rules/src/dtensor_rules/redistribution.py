@@ -36,7 +36,6 @@ from dtensor_rules._core import (
     StridedChunk,
     StridedGather,
 )
-
 from dtensor_rules.plan import Transform
 
 if TYPE_CHECKING:

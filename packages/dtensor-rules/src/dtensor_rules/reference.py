@@ -103,12 +103,13 @@ def _string(text: bytes) -> list[int]:
 
 
 def _scalar_tensor(tensor: torch.Tensor) -> list[int]:
+    # Bit 8 says that it is a number of the user's, which torch has wrapped: none that Python sees.
     if tensor.dim() != 0:
         raise TypeError(f"key_words: a plain tensor of shape {tuple(tensor.shape)} is in no key")
+    index: int | None = tensor.device.index
     value = (
         _core.scalar_type(tensor.dtype)
-        | int(tensor._is_wrapped_number()) << 8  # type: ignore[attr-defined]
         | _core.device_type(tensor.device) << 9
-        | ((tensor.device.index if tensor.device.index is not None else -1) & 0xFF) << 17
+        | ((-1 if index is None else index) & 0xFF) << 17
     )
     return _tagged(Tag.SCALAR_TENSOR, value)

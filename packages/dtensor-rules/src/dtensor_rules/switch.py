@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dtensor_rules import _compat, _core, checking, hooks, operators, planning, table
+# _compat comes first: it refuses a torch that _core was not compiled for.
+from dtensor_rules import _compat, _core, checking, hooks, operators, planning, table  # noqa: F401
 from dtensor_rules.builtin import BUILTIN
-
-assert _compat  # imported first: it refuses a torch that _core was not compiled for
 
 _on = False
 

@@ -23,7 +23,7 @@ def equal(call: Call) -> Plan | None:
         return Plan(finish=_never)
     if all(type(placement) is Replicate for placement in left.placements):
         return Plan(outputs=[None])  # every rank has compared the same
-    # Torch reduces over the whole world, ranks outside the mesh included: so must we, or not at all.
+    # Torch reduces over the whole world, ranks outside the mesh included: all of it, or none.
     if left.mesh.size() != dist.get_world_size():
         return None
     world = dist.group.WORLD
