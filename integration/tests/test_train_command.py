@@ -110,6 +110,21 @@ def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
     assert losses(tmp_path) == losses(undisturbed)
 
 
+def test_under_torchrun_bad_input_is_one_sentence_too(tmp_path):
+    result = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *["-m", "integration.train", "--out", str(tmp_path / "run"), "--system", "fsdp3"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.stderr.count("error: unknown system 'fsdp3'; choose one of: ") == 1
+    assert "exitcode: 2" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(undisturbed, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
