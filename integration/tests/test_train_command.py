@@ -154,6 +154,8 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
         (["--data", "EMPTY"], "holds no bytes to train on"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
+        (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
+        (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
@@ -163,7 +165,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert sentence in said
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("ranks", [[], ["--system", "dtensor-tp", "--ranks", "2"]], ids=str)
