@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from integration.metrics import read_metrics, read_summary
@@ -75,14 +76,16 @@ def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
 
 def test_a_killed_run_resumes_with_the_losses_of_an_undisturbed_one(undisturbed, tmp_path):
     process = start_and_wait_for_step(tmp_path, 6, "--system", "ddp", "--ranks", "2")
-    os.killpg(process.pid, signal.SIGKILL)
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
     process.wait()
-    # torchrun puts its ranks into sessions of their own: they end when their peer is gone.
-    time.sleep(1)
+    # The ranks are in sessions of their own; going on they would write beside the resumed run.
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
     reached = losses(tmp_path)[-1][0]
     said = train(tmp_path, "--system", "ddp", "--ranks", "2")
     assert 6 <= reached < STEPS, "the kill came too late to prove anything"
-    assert "resumed from" in said
+    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", said)[1])
+    assert 4 <= resumed_at <= reached
     assert losses(tmp_path) == losses(undisturbed)
 
 
