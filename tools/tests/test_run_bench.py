@@ -24,10 +24,10 @@ def bench(workspace, monkeypatch):
 
 
 def test_rows_are_written_with_what_they_were_measured_on_and_printed(bench, workspace, capfd):
-    assert bench(["fsdp", "--quick"]) == 0
+    assert bench(["fsdp", "--quick", "--only=normal f32"]) == 0
     result = json.loads((workspace / "bench-results/fsdp.json").read_text())
-    assert result["rows"][1] == {"case": "['--quick']", "bytes": 4}
-    assert result["environment"]["command"] == "nox -s bench -- fsdp --quick"
+    assert result["rows"][1] == {"case": "['--quick', '--only=normal f32']", "bytes": 4}
+    assert result["environment"]["command"] == "nox -s bench -- fsdp --quick '--only=normal f32'"
     assert {"date", "torch", "python", "cpu"} <= result["environment"].keys()
     printed = capfd.readouterr().out
     assert "0.1235" in printed
@@ -44,3 +44,11 @@ def test_an_unknown_package_is_refused(bench, capfd):
     with pytest.raises(SystemExit, match="2"):
         bench(["nothing"])
     assert "no package ['nothing']" in capfd.readouterr().err
+
+
+def test_a_benchmark_that_fails_is_named_without_a_traceback(bench, workspace, monkeypatch):
+    monkeypatch.setattr(run_bench, "ROOT", workspace)
+    (workspace / "packages/fsdp/benchmarks/run.py").write_text("raise SystemExit(2)")
+    with pytest.raises(SystemExit, match=r"fsdp/benchmarks/run\.py failed \(exit code 2\)"):
+        bench(["fsdp"])
+    assert not (workspace / "bench-results").exists()
