@@ -86,7 +86,9 @@ def main(arguments: list[str]) -> int:
         RESULTS.mkdir(exist_ok=True)
         result = {"package": name, "environment": environment(command), "rows": rows}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        Console().print(table(name, rows))
+        drawn = table(name, rows)
+        # As wide as it is, in a narrow terminal too: figures that are cut say nothing.
+        Console(width=Console(width=10_000).measure(drawn).maximum).print(drawn)
         print(f"written: bench-results/{name}.json")
     return 0
 
