@@ -34,11 +34,7 @@ RULES = {
 }
 RULES["integration"] = Allowed(set(RULES))
 STDLIB_ONLY = "ragged_shard.planner"
-STDLIB_ONLY_EXTRAS = {
-    "huggingface_hub",
-    "matplotlib",
-    "rich",
-}  # for its pictures and tables, lazily
+STDLIB_ONLY_EXTRAS = {"huggingface_hub", "matplotlib", "rich"}  # for its pictures, lazily
 TORCH = "torch>=2.11,<2.16"
 TABLE = "or change RULES in tools/check_deps.py and docs/architecture.md"
 

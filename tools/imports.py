@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
 
 @dataclass(frozen=True)
 class Import:
@@ -26,7 +28,9 @@ def imports(node: ast.AST, package: str, *, lazy: bool = False) -> Iterator[Impo
     elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
         names = [text.value for text in node.args[:1] if isinstance(text, ast.Constant)]
         yield from (Import(str(name), node.lineno, lazy) for name in names)
-    typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-    inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or typing_only
+    inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    unrun: list[ast.stmt] = []  # the body of `if TYPE_CHECKING`, but not its `else`
+    if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING:
+        unrun = node.body
     for child in ast.iter_child_nodes(node):
-        yield from imports(child, package, lazy=lazy or inside)
+        yield from imports(child, package, lazy=lazy or inside or child in unrun)

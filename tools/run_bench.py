@@ -60,7 +60,9 @@ def measure(script: Path, arguments: list[str]) -> list[dict[str, Any]]:
     """Runs one package's benchmarks; their rows."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        subprocess.run([sys.executable, script, "--json", output, *arguments], check=True)
+        command: list[str | Path] = [sys.executable, script, "--json", output, *arguments]
+        if (status := subprocess.run(command, check=False).returncode) != 0:
+            sys.exit(f"{script.relative_to(ROOT)} failed (exit code {status}), see above")
         rows: list[dict[str, Any]] = json.loads(output.read_text())
     return rows
 
@@ -70,7 +72,9 @@ def main(arguments: list[str]) -> int:
     scripts = {p.folder.name: p.folder / "benchmarks" / "run.py" for p in packages()}
     parser = argparse.ArgumentParser(prog="nox -s bench --")
     parser.add_argument("packages", nargs="*", help="default: all that have benchmarks")
-    known, passed_on = parser.parse_known_args(arguments)
+    # Not parse_known_args: it takes an option whose value has a space in it for a name.
+    passed_on = [text for text in arguments if text.startswith("--") and text != "--help"]
+    known = parser.parse_args([text for text in arguments if text not in passed_on])
     if unknown := set(known.packages) - scripts.keys():
         parser.error(f"no package {sorted(unknown)}; there are {sorted(scripts)}")
     for name in known.packages or scripts:
@@ -82,7 +86,9 @@ def main(arguments: list[str]) -> int:
         RESULTS.mkdir(exist_ok=True)
         result = {"package": name, "environment": environment(command), "rows": rows}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        Console().print(table(name, rows))
+        drawn = table(name, rows)
+        # As wide as it is, in a narrow terminal too: figures that are cut say nothing.
+        Console(width=Console(width=10_000).measure(drawn).maximum).print(drawn)
         print(f"written: bench-results/{name}.json")
     return 0
 

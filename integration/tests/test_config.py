@@ -37,8 +37,17 @@ def test_bad_toml_is_refused_with_key_and_value(tmp_path, text, message):
         parse_config(["--config", write(tmp_path, text)])
 
 
+def test_a_toml_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\x8f\x00")
+    with pytest.raises(UsageError, match=r"run\.toml is not valid TOML: .*can't decode byte 0x8f"):
+        parse_config(["--config", str(path)])
+
+
 def test_a_missing_toml_file_is_refused():
-    with pytest.raises(UsageError, match=r"cannot read the configuration nowhere\.toml"):
+    with pytest.raises(
+        UsageError, match=r"cannot read the configuration nowhere\.toml.*; give another --config"
+    ):
         parse_config(["--config", "nowhere.toml"])
 
 

@@ -1,7 +1,7 @@
 """What prepare() refuses, before anything is written."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
         ({"system": "dtensor-tp"}, 3, "3 tensor-parallel ranks do not divide num_attention_heads"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),
+        ({"data": Path("/dev/null")}, 1, "data path /dev/null is neither a file nor a folder"),
         ({"resume": "/no/such"}, 1, "/no/such is not a complete checkpoint"),
     ],
 )
@@ -49,10 +50,26 @@ def test_a_configuration_that_cannot_run_is_refused(tmp_path, options, ranks, me
     assert not (tmp_path / "run").exists()
 
 
-def test_the_run_folder_must_not_be_a_file(tmp_path):
+@pytest.mark.parametrize("out", ["run", "run/below/it"])
+def test_the_run_folder_must_not_be_a_file_nor_lie_below_one(tmp_path, out):
     (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match="is a file; give --out a folder"):
-        prepare(TrainConfig(out=tmp_path / "run"), 1)
+    with pytest.raises(UsageError, match="run is a file, not a folder; give another --out"):
+        prepare(TrainConfig(out=tmp_path / out), 1)
+
+
+def test_a_run_folder_with_an_impossible_name_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot write .*File name too long.*give another --out"):
+        prepare(TrainConfig(out=tmp_path / ("x" * 300)), 1)
+
+
+@pytest.mark.parametrize("out", ["text", "text/runs/a"])
+def test_a_run_folder_inside_the_data_is_refused(tmp_path, out):
+    # Its files would be training data from the next start on, and a resume another run's.
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("text")
+    with pytest.raises(UsageError, match=r"--out .* lies inside --data .*; give another --out"):
+        prepare(TrainConfig(out=tmp_path / out, data=tmp_path / "text"), 1)
+    assert prepare(TrainConfig(out=tmp_path / "text2", data=tmp_path / "text"), 1).notices == ()
 
 
 def test_never_resuming_refuses_a_folder_that_holds_a_run(tmp_path):
@@ -78,7 +95,16 @@ def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_
     setup = prepare(TrainConfig(out=tmp_path), 1)
     assert setup.resume_from == expected
     (notice,) = setup.notices
-    assert "step-00000009 is truncated: __0_0.distcp has 7 bytes instead of 8" in notice
+    assert notice.endswith("step-00000009 is truncated: __0_0.distcp has 7 bytes instead of 8")
+
+
+def test_automatic_resume_does_not_start_over_where_every_checkpoint_is_damaged(tmp_path):
+    for step in (3, 6):
+        write_checkpoint(tmp_path, step, payload=b"1234567")
+    with pytest.raises(
+        UsageError, match=r"no complete checkpoint to resume \(.*step-00000006 is truncated.* start"
+    ):
+        prepare(TrainConfig(out=tmp_path), 1)
 
 
 @pytest.mark.parametrize("cut", range(8))
@@ -114,12 +140,6 @@ def test_a_checkpoint_of_another_model_is_named_by_what_differs(tmp_path):
     path = write_checkpoint(tmp_path, 9)
     manifest = checkpoint.read_manifest(path)
     checkpoint.require_same(manifest, IDENTITY, path)
-    other = checkpoint.Identity(
-        model={"name": "llama-tiny", "hidden_size": 96},
-        data_fingerprint="f",
-        sequence_length=64,
-        global_batch=8,
-        seed=0,
-    )
+    other = replace(IDENTITY, model={"name": "llama-tiny", "hidden_size": 96})
     with pytest.raises(UsageError, match=r"its model\.hidden_size is 64, this run's is 96"):
         checkpoint.require_same(manifest, other, path)

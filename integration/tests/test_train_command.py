@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from integration.metrics import read_metrics, read_summary
@@ -75,14 +76,16 @@ def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
 
 def test_a_killed_run_resumes_with_the_losses_of_an_undisturbed_one(undisturbed, tmp_path):
     process = start_and_wait_for_step(tmp_path, 6, "--system", "ddp", "--ranks", "2")
-    os.killpg(process.pid, signal.SIGKILL)
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
     process.wait()
-    # torchrun puts its ranks into sessions of their own: they end when their peer is gone.
-    time.sleep(1)
+    # The ranks are in sessions of their own; going on they would write beside the resumed run.
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
     reached = losses(tmp_path)[-1][0]
     said = train(tmp_path, "--system", "ddp", "--ranks", "2")
     assert 6 <= reached < STEPS, "the kill came too late to prove anything"
-    assert "resumed from" in said
+    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", said)[1])
+    assert 4 <= resumed_at <= reached
     assert losses(tmp_path) == losses(undisturbed)
 
 
@@ -108,6 +111,21 @@ def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
         timeout=180,
     )
     assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_under_torchrun_bad_input_is_one_sentence_too(tmp_path):
+    result = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *["-m", "integration.train", "--out", str(tmp_path / "run"), "--system", "fsdp3"],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.stderr.count("error: unknown system 'fsdp3'; choose one of: ") == 1
+    assert "exitcode: 2" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(undisturbed, tmp_path):
@@ -139,6 +157,8 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
         (["--data", "EMPTY"], "holds no bytes to train on"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
+        (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
+        (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
@@ -148,7 +168,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert sentence in said
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("ranks", [[], ["--system", "dtensor-tp", "--ranks", "2"]], ids=str)

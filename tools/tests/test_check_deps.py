@@ -45,6 +45,15 @@ FSDP = "packages/fsdp/src/fsdp/"
             id="an extra at module level",
         ),
         pytest.param(
+            f"{PLAN_API}hooks.py",
+            "if TYPE_CHECKING:\n    pass\nelse:\n    import dist_rng\n",
+            "hooks.py:4: dist_rng is an extra of plan_api", id="an extra where no type is checked",
+        ),
+        pytest.param(
+            f"{PLAN_API}hooks.py", "if not TYPE_CHECKING:\n    import dist_rng\n",
+            "hooks.py:2: dist_rng is an extra of plan_api", id="the same by not",
+        ),
+        pytest.param(
             f"{FSDP}api.py", "from testkit import run_ranks\n",
             "api.py:1: fsdp must not import testkit", id="a package imports testkit",
         ),

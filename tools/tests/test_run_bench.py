@@ -24,14 +24,25 @@ def bench(workspace, monkeypatch):
 
 
 def test_rows_are_written_with_what_they_were_measured_on_and_printed(bench, workspace, capfd):
-    assert bench(["fsdp", "--quick"]) == 0
+    assert bench(["fsdp", "--only=normal f32", "--quick"]) == 0
     result = json.loads((workspace / "bench-results/fsdp.json").read_text())
-    assert result["rows"][1] == {"case": "['--quick']", "bytes": 4}
-    assert result["environment"]["command"] == "nox -s bench -- fsdp --quick"
+    assert result["rows"][1] == {"case": "['--only=normal f32', '--quick']", "bytes": 4}
+    assert result["environment"]["command"] == "nox -s bench -- fsdp '--only=normal f32' --quick"
     assert {"date", "torch", "python", "cpu"} <= result["environment"].keys()
     printed = capfd.readouterr().out
     assert "0.1235" in printed
     assert "bytes" in printed
+
+
+def test_a_wide_table_is_not_cut(bench, workspace, capfd):
+    row = {"case": "a case with a long name"} | {f"microseconds_{i}": 0.123456 for i in range(12)}
+    write = f"import json, sys; json.dump([{row}], open(sys.argv[2], 'w'))"
+    (workspace / "packages/fsdp/benchmarks/run.py").write_text(write)
+    assert bench(["fsdp"]) == 0
+    printed = capfd.readouterr().out
+    assert printed.count("0.1235") == 12
+    assert "a case with a long name" in printed
+    assert "microseconds_11" in printed
 
 
 def test_a_package_without_benchmarks_is_said_so(bench, workspace, capfd):
@@ -44,3 +55,11 @@ def test_an_unknown_package_is_refused(bench, capfd):
     with pytest.raises(SystemExit, match="2"):
         bench(["nothing"])
     assert "no package ['nothing']" in capfd.readouterr().err
+
+
+def test_a_benchmark_that_fails_is_named_without_a_traceback(bench, workspace, monkeypatch):
+    monkeypatch.setattr(run_bench, "ROOT", workspace)
+    (workspace / "packages/fsdp/benchmarks/run.py").write_text("raise SystemExit(2)")
+    with pytest.raises(SystemExit, match=r"fsdp/benchmarks/run\.py failed \(exit code 2\)"):
+        bench(["fsdp"])
+    assert not (workspace / "bench-results").exists()

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -12,10 +10,11 @@ from rich.text import Text
 from integration.compare.job import Job
 from integration.compare.runner import Outcome
 from integration.compare.runs import Failure
+from integration.live import LiveDisplay
 from integration.metrics import StepRecord
 
 
-class JobsDisplay:
+class JobsDisplay(LiveDisplay):
     """Shows how the jobs are getting on; a ``runner.Watcher``.
 
     Args:
@@ -26,7 +25,7 @@ class JobsDisplay:
     def __init__(self, jobs: Sequence[Job], console: Console) -> None:
         self._console = console
         self._started_at = 0.0
-        self._progress = Progress(
+        bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -35,25 +34,10 @@ class JobsDisplay:
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {
-            job.name: self._progress.add_task(
-                job.name, total=job.steps, start=False, state="waiting"
-            )
+            job.name: bars.add_task(job.name, total=job.steps, start=False, state="waiting")
             for job in jobs
         }
-
-    def __enter__(self) -> Self:
-        """Start drawing."""
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop drawing."""
-        self._progress.stop()
+        super().__init__(bars)
 
     def started(self, job: Job) -> None:
         """Show that a job's process starts."""
@@ -65,8 +49,8 @@ class JobsDisplay:
     def progressed(self, job: Job, record: StepRecord) -> None:
         """Show a completed step."""
         task = self._tasks[job.name]
-        self._progress.start_task(task)
-        self._progress.update(task, completed=record.step)
+        self._bars.start_task(task)
+        self._bars.update(task, completed=record.step)
         speed = record.tokens / record.seconds
         self._state(job, f"loss {record.loss:.4f}  {speed:,.0f} tokens/s")
 
@@ -85,8 +69,8 @@ class JobsDisplay:
         self._console.print(Text(failure.tail, "dim"))
 
     def _state(self, job: Job, state: str) -> None:
-        self._progress.update(self._tasks[job.name], state=state)
+        self._bars.update(self._tasks[job.name], state=state)
 
     def _line(self, sentence: str) -> None:
-        if self._progress.disable:
+        if self._bars.disable:
             self._console.print(sentence, markup=False)

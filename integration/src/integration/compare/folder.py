@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from integration.errors import UsageError
+from integration.paths import require_folder
 
 RUNS = "runs"
 # Written before anything else, so that an interrupted comparison is recognised too.
@@ -18,12 +19,10 @@ def require_replaceable(out: Path, data: Path | None) -> None:
         UsageError: ``out`` is a file, cannot be made, holds files that no comparison wrote, or
             overlaps with the training data.
     """
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UsageError(f"--out {out}: {existing} is a file, not a folder; give another --out")
+    require_folder(out)
     if data is not None:
         _require_apart(out.resolve(), data.resolve(), f"--out {out}", f"--data {data}")
-    if existing == out and any(out.iterdir()) and not (out / MARKER).exists():
+    if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         raise UsageError(
             f"--out {out} holds files that no comparison wrote (it has no {MARKER});"
             " empty it yourself or give another --out"

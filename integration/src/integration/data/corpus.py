@@ -2,6 +2,8 @@
 
 import hashlib
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,22 +40,38 @@ def load_corpus(path: Path | None) -> Corpus:
     Raises:
         UsageError: ``path`` does not exist, cannot be read, or holds no bytes.
     """
-    files = _standard_library() if path is None else _files_of(path)
-    source = "the Python standard library's sources" if path is None else str(path)
+    files = corpus_files(path)
+    with _readable():
+        text = DOCUMENT_END.join(file.read_bytes() for file in files)
+    return Corpus(
+        data=torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        source="the Python standard library's sources" if path is None else str(path),
+        fingerprint=hashlib.sha256(text).hexdigest(),
+    )
+
+
+def corpus_files(path: Path | None) -> list[Path]:
+    """Return the files that ``load_corpus`` reads, empty ones left out, in its order.
+
+    Raises:
+        UsageError: as ``load_corpus``, but for files that turn out to be unreadable.
+    """
+    with _readable():
+        found = _standard_library() if path is None else _files_of(path)
+        files = [file for file in found if file.stat().st_size]
+    if not files:
+        raise UsageError(f"{path} holds no bytes to train on; give a --data that has text in it")
+    return files
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
     try:
-        documents = [file.read_bytes() for file in files]
+        yield
     except OSError as error:
         raise UsageError(
             f"cannot read {error.filename}: {error.strerror}; give another --data"
         ) from error
-    text = DOCUMENT_END.join(document for document in documents if document)
-    if not text:
-        raise UsageError(f"{source} holds no bytes to train on; give a --data that has text in it")
-    return Corpus(
-        data=torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        source=source,
-        fingerprint=hashlib.sha256(text).hexdigest(),
-    )
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -61,7 +79,8 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file())
-    raise UsageError(f"data path {path} does not exist; give --data an existing file or folder")
+    problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise UsageError(f"data path {path} {problem}; give --data an existing file or folder")
 
 
 def _standard_library() -> list[Path]:

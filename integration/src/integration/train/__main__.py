@@ -1,6 +1,7 @@
 """``python -m integration.train``: on one rank, on ``--ranks N``, or under torchrun."""
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -62,7 +63,9 @@ def _refuse(sentence: str) -> None:
     if leave_word(world.rank, "refused", sentence):
         return
     if not world.is_main:
-        # torchrun ends the other ranks as soon as the first has exited; speak only if it has not.
+        # torchrun ends the other ranks as soon as the first has exited: by SIGTERM, which must not
+        # be noted any more. Speak only if it has not.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)
     print(f"error: {sentence}", file=sys.stderr)
 

@@ -114,20 +114,29 @@ def read_manifest(path: Path) -> Manifest:
         UsageError: there is no checkpoint, or a file is missing or has another size.
     """
     try:
+        return _complete_manifest(path)
+    except _IncompleteError as error:
+        raise UsageError(f"{error}; name another one, or use --resume auto") from error
+
+
+class _IncompleteError(Exception):
+    """Says of a folder why it is no complete checkpoint."""
+
+
+def _complete_manifest(path: Path) -> Manifest:
+    try:
         values = json.loads((path / MANIFEST).read_text())
         values["identity"] = Identity(**values["identity"])
         manifest = Manifest(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read; "
-            "name another one, or use --resume auto"
+        raise _IncompleteError(
+            f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read"
         ) from error
     for name, size in manifest.files.items():
         found = (path / name).stat().st_size if (path / name).exists() else 0
         if found != size:
-            raise UsageError(
-                f"checkpoint {path} is truncated: {name} has {found} bytes instead of {size}; "
-                "name another one, or use --resume auto"
+            raise _IncompleteError(
+                f"checkpoint {path} is truncated: {name} has {found} bytes instead of {size}"
             )
     return manifest
 
@@ -166,8 +175,8 @@ def newest_complete(folder: Path) -> Found:
     passed_over: list[str] = []
     for path in sorted((folder / FOLDER).glob("step-*"), reverse=True):
         try:
-            read_manifest(path)
-        except UsageError as error:
+            _complete_manifest(path)
+        except _IncompleteError as error:
             passed_over.append(str(error))
         else:
             return Found(path, tuple(passed_over))

@@ -16,6 +16,7 @@ from integration.errors import UsageError
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
 
+_PROGRAM = "python -m integration.train"
 _DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
 
 --config FILE.toml gives the same options from a file (keys with underscores); the command line
@@ -79,14 +80,14 @@ def parse_config(arguments: Sequence[str]) -> TrainConfig:
         UsageError: an option or a TOML key is unknown, or a value does not fit its type.
         SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
     """
-    pre_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    pre_parser = argparse.ArgumentParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
     pre_parser.add_argument("--config", type=Path)
     known, rest = pre_parser.parse_known_args(arguments)
     default = TrainConfig() if known.config is None else read_toml(known.config)
     try:
         parsed = tyro.cli(
             TrainConfig,
-            prog="python -m integration.train",
+            prog=_PROGRAM,
             description=_DESCRIPTION,
             args=rest,
             default=default,
@@ -103,11 +104,13 @@ def read_toml(path: Path) -> TrainConfig:
         UsageError: the file cannot be read or parsed, or holds an unknown key or a bad value.
     """
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from error
+        raise UsageError(
+            f"cannot read the configuration {path}: {error.strerror}; give another --config"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}; mend it there") from error
     try:
         return TypeAdapter(TrainConfig).validate_python(values)
     except ValidationError as error:

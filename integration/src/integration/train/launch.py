@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from integration.errors import EXIT_USAGE, UsageError
+from integration.paths import make_folder
 
 # Names the folder in which ranks leave word for the launcher: `N.started`, `N.refused`.
 STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
@@ -43,7 +44,7 @@ def launch(
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    log_folder.mkdir(parents=True, exist_ok=True)
+    make_folder(log_folder)
     with tempfile.TemporaryDirectory(prefix="spmd-train-") as status:
         os.environ[STATUS_VARIABLE] = status
         config = LaunchConfig(

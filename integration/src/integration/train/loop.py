@@ -13,6 +13,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import BatchLoader, load_corpus
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.paths import make_folder
 from integration.systems import build_optimizer
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
@@ -174,7 +175,7 @@ class _Outputs(AbstractContextManager["_Outputs"]):
         self._metrics: MetricsFile | None = None
         self._writer: SummaryWriter | None = None
         if enabled:
-            config.out.mkdir(parents=True, exist_ok=True)
+            make_folder(config.out)
             self._metrics = MetricsFile(config.out, keep_steps=done)
             if config.tensorboard:
                 self._writer = SummaryWriter(config.out / "tensorboard", purge_step=done + 1)

@@ -1,15 +1,13 @@
 """What the user sees while a run goes on: a bar in a terminal, lines elsewhere."""
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from integration.live import LiveDisplay
 from integration.metrics import StepRecord
 
 
-class ProgressDisplay:
+class ProgressDisplay(LiveDisplay):
     """Shows the steps of one run; silent on ranks other than the first.
 
     Args:
@@ -21,7 +19,7 @@ class ProgressDisplay:
     def __init__(self, *, enabled: bool, total: int, done: int) -> None:
         self._console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
         self._total = total
-        self._bar = Progress(
+        bars = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -30,21 +28,8 @@ class ProgressDisplay:
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
         )
-        self._task = self._bar.add_task("", total=total, completed=done, loss="-", speed="-")
-
-    def __enter__(self) -> Self:
-        """Start drawing."""
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop drawing."""
-        self._bar.stop()
+        self._task = bars.add_task("", total=total, completed=done, loss="-", speed="-")
+        super().__init__(bars)
 
     def say(self, sentence: str) -> None:
         """Print one sentence."""
@@ -53,8 +38,8 @@ class ProgressDisplay:
     def show(self, record: StepRecord) -> None:
         """Show that a step is done."""
         speed = f"{record.tokens / record.seconds:,.0f}"
-        if not self._bar.disable:
-            self._bar.update(
+        if not self._bars.disable:
+            self._bars.update(
                 self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=speed
             )
         elif record.step in (1, self._total) or record.step % 10 == 0:

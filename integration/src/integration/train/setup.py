@@ -4,10 +4,11 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.data import BatchPlan
+from integration.data import BatchPlan, corpus_files
 from integration.errors import UsageError
 from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import LlamaShape, model_shape
+from integration.paths import require_folder, require_outside
 from integration.systems import System, get_system
 from integration.train import checkpoint
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
@@ -55,18 +56,15 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         degree=system.data_parallel_degree(world_size),
         sequence_length=config.sequence_length,
     )
-    if config.data is not None and not config.data.exists():
-        raise UsageError(
-            f"data path {config.data} does not exist; give --data an existing file or folder"
-        )
+    corpus_files(config.data)
+    require_folder(config.out)
+    require_outside(config.out, config.data)
     resume_from, notices = _find_checkpoint(config)
     return Setup(config, system, shape, plan, resume_from, notices)
 
 
 def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]:
     out = config.out
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"run folder {out} is a file; give --out a folder")
     has_run = (out / METRICS_FILE).exists()
     if config.resume == NEVER_RESUME:
         if has_run:
@@ -81,6 +79,11 @@ def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]
             raise UsageError(f"{out} already holds another run than {path}'s; give another --out")
         return path, ()
     found = checkpoint.newest_complete(out)
+    if found.path is None and found.passed_over:
+        raise UsageError(
+            f"{out} holds no complete checkpoint to resume ({found.passed_over[0]});"
+            " give another --out, or remove it to start over"
+        )
     # A run that ended before its first checkpoint starts over; one that finished is kept.
     if found.path is None and (out / SUMMARY_FILE).exists():
         raise UsageError(

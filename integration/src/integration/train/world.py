@@ -1,12 +1,16 @@
 """This process's place among the ranks."""
 
+import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ def process_group(timeout_seconds: float) -> Iterator[World]:
     world = declared_world()
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
+        _end_with_launcher()
         dist.init_process_group("gloo", timeout=timeout)
     else:
         dist.init_process_group(
@@ -42,3 +47,9 @@ def process_group(timeout_seconds: float) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    # Otherwise ranks outlive a launcher that was killed, and write beside the run that resumes
+    # theirs. One that is gone already is noticed on joining: the ranks meet in its store.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
