@@ -4,10 +4,16 @@ import argparse
 import json
 from pathlib import Path
 
+import ablation
+import lengths_speed
 import ops_speed
+import step_speed
 
 PARTS = {
     "ops": ops_speed.rows,
+    "step": step_speed.rows,
+    "ablation": ablation.rows,
+    "lengths": lengths_speed.rows,
 }
 
 
