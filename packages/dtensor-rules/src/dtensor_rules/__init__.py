@@ -1,3 +1,60 @@
-"""DTensor dispatch in under a microsecond."""
+"""DTensor dispatch in C++: rules, a cache of sharding decisions, and their execution."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Loaded at first use: importing the package needs neither torch nor the extension module.
+_HOMES = {
+    "CacheInfo": "counts",
+    "Call": "rule",
+    "ListedRule": "table",
+    "Move": "plan",
+    "OpStats": "counts",
+    "Plan": "plan",
+    "Rule": "rule",
+    "cache_clear": "counts",
+    "cache_info": "counts",
+    "disable": "switch",
+    "enable": "switch",
+    "enabled": "switch",
+    "is_enabled": "switch",
+    "register_rule": "table",
+    "remove_rule": "table",
+    "rules": "table",
+    "set_cache_capacity": "counts",
+    "stats": "counts",
+    "stats_clear": "counts",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dtensor_rules' has no attribute {name!r}")
+    for public, home in _HOMES.items():
+        globals()[public] = getattr(importlib.import_module(f"dtensor_rules.{home}"), public)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from dtensor_rules.counts import (
+        CacheInfo,
+        OpStats,
+        cache_clear,
+        cache_info,
+        set_cache_capacity,
+        stats,
+        stats_clear,
+    )
+    from dtensor_rules.plan import Move, Plan
+    from dtensor_rules.rule import Call, Rule
+    from dtensor_rules.switch import disable, enable, enabled, is_enabled
+    from dtensor_rules.table import ListedRule, register_rule, remove_rule, rules

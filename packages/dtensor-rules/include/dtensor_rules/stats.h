@@ -1,0 +1,57 @@
+// What happened to the calls of one operator. Written under the GIL, but for `mode`, which is
+// counted where no Python object has been touched yet.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace dtensor_rules {
+
+// Why a call was left to torch; the names are those that stats() shows (reason_name).
+enum class Reason : uint8_t {
+  kNone,
+  kMode,            // a torch-dispatch mode, functorch included, or InferenceMode is on
+  kSubclass,        // an argument is a tensor subclass other than DTensor itself
+  kLocalSubclass,   // a local tensor is one: asynchronous collectives, fake tensors
+  kPlainTensor,     // a plain tensor that is no scalar beside a DTensor
+  kNoDTensor,       // no argument is a DTensor
+  kSymInt,          // a size is symbolic
+  kNotInMesh,       // this rank is not part of the mesh
+  kHandler,         // torch, or a library, has a handler of its own for the operator
+  kRandom,          // random numbers are torch's, or dist-rng's
+  kUnsupported,     // an argument or a result of a kind that no plan can hold
+  kPropagation,     // torch's propagation raised; torch says so itself
+  kExplicitOnly,    // torch's ExplicitRedistributionContext watches redistributions
+  kChecking,        // the stock half of a check (DTENSOR_RULES_CHECK)
+  kCount,
+};
+
+const char* reason_name(Reason reason);
+// The reason of that name. Raises std::invalid_argument for another.
+Reason reason_of(const char* name);
+
+struct OpStats {
+  using Counter = std::atomic<uint64_t>;
+  Counter rule = 0;   // hits of plans that a rule made
+  Counter cache = 0;  // hits of the others
+  Counter miss = 0;   // plans made
+  std::array<Counter, static_cast<size_t>(Reason::kCount)> left = {};
+
+  void clear() {
+    rule = cache = miss = 0;
+    for (auto& count : left) {
+      count = 0;
+    }
+  }
+  void count_left(Reason reason) {
+    left[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  }
+};
+
+// One more, by the holder of the GIL: no locked instruction.
+inline void count(OpStats::Counter& counter) {
+  counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+
+}  // namespace dtensor_rules

@@ -1,0 +1,37 @@
+#include <pybind11/native_enum.h>
+
+#include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/plan.h"
+#include "dtensor_rules/register.h"
+#include "dtensor_rules/watch.h"
+
+namespace dtensor_rules {
+
+void register_dispatch(py::module_& module) {
+  py::class_<Transform, std::shared_ptr<Transform>>(module, "Transform")
+      .def("apply", &Transform::apply)
+      .def_property_readonly("communicates", &Transform::communicates);
+  py::class_<Finish, std::shared_ptr<Finish>>(module, "Finish");
+  py::class_<LogicalAnd, Finish, std::shared_ptr<LogicalAnd>>(module, "LogicalAnd")
+      .def(py::init<std::string, std::string>(), py::arg("group_name"), py::arg("device"));
+  py::class_<RuleCounter, std::shared_ptr<RuleCounter>>(module, "RuleCounter")
+      .def(py::init<>())
+      .def_property(
+          "hits", [](const RuleCounter& counter) { return counter.hits.load(); },
+          [](RuleCounter& counter, uint64_t hits) { counter.hits = hits; });
+  module.def("find_torch_classes", &find_torch_classes);
+  module.def("install_kernel", &install_kernel);
+  module.def("remove_kernels", &remove_kernels);
+  module.def("set_planner", &set_planner);
+  module.def("watch", &watch);
+  module.def("key_words", &key_words);
+  py::native_enum<Path>(module, "Path", "enum.Enum")
+      .value("AS_SET", Path::kAsSet)
+      .value("UNCHECKED", Path::kUnchecked)
+      .value("TORCH", Path::kTorch)
+      .finalize();
+  module.def("set_checker", &set_checker);
+  module.def("set_path", &set_path);
+}
+
+}  // namespace dtensor_rules

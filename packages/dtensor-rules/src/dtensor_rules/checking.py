@@ -1,0 +1,155 @@
+"""The checking mode: torch's own dispatch beside every call, and both results compared.
+
+On with `DTENSOR_RULES_CHECK=1` when the library is enabled. Everything is done twice, collectives
+included, so it is for finding a wrong rule, not for training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from dtensor_rules import _core
+
+VARIABLE = "DTENSOR_RULES_CHECK"
+
+
+def wanted() -> bool:
+    """Whether the environment asks for the checking mode.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}={value!r} must be 1 (check every call) or 0")
+    return value == "1"
+
+
+def check(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Makes a call both ways and compares.
+
+    Returns:
+        the library's own result.
+
+    Raises:
+        RuntimeError: an argument's local tensor disagrees with its spec, or the results differ in
+            placements, global or local shapes, strides, dtypes, or, but for partial sums, values.
+    """
+    _check_arguments(op, args, kwargs)
+    copies, named_copies = _copied(op, args, kwargs)
+    with _on(_core.Path.TORCH):
+        expected = op(*copies, **named_copies)
+    with _on(_core.Path.UNCHECKED):
+        result = op(*args, **kwargs)
+    ours, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
+    if len(ours) != len(theirs):
+        raise RuntimeError(f"{op}: {len(ours)} results where torch has {len(theirs)}")
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if difference := _difference(one, other):
+            raise RuntimeError(
+                f"{op}: result {index} has {difference}; a rule or the cache is wrong "
+                f"(rules() lists the rules, remove_rule() takes one out)"
+            )
+    return result
+
+
+@contextlib.contextmanager
+def _on(path: _core.Path) -> Iterator[None]:
+    before = _core.set_path(path)
+    try:
+        yield
+    finally:
+        _core.set_path(before)
+
+
+def _check_arguments(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, DTensor) and (wrong := _disagreement(tensor)):
+                raise RuntimeError(f"{op}: argument {name!r}: {wrong}")
+
+
+def _disagreement(tensor: DTensor) -> str | None:
+    """What a tensor's spec says that its local tensor does not; None if they agree."""
+    spec, local = tensor._spec, tensor._local_tensor
+    assert spec.tensor_meta is not None
+    if local.dtype != spec.tensor_meta.dtype:
+        return f"its local tensor is {local.dtype}, its spec says {spec.tensor_meta.dtype}"
+    if not all(type(placement) in (Replicate, Shard, Partial) for placement in spec.placements):
+        return None  # only the placement itself knows what it holds
+    shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if tuple(local.shape) != tuple(shape):
+        return (
+            f"its local tensor has shape {tuple(local.shape)}; global shape {tuple(spec.shape)} "
+            f"with {spec.placements} is {tuple(shape)} on this rank"
+        )
+    return None
+
+
+def _copied(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[list[object], dict[str, object]]:
+    """The arguments, with copies of those that the operator writes."""
+    written = {
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    names = [argument.name for argument in op._schema.arguments]
+    copies = [
+        _copy(value) if name in written else value
+        for name, value in zip(names, args, strict=False)
+    ]
+    return copies, {name: _copy(v) if name in written else v for name, v in kwargs.items()}
+
+
+def _copy(value: object) -> object:
+    def copy(leaf: object) -> object:
+        if isinstance(leaf, DTensor):
+            return DTensor(leaf._local_tensor.clone(), leaf._spec, requires_grad=False)  # type: ignore[call-arg]
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map(copy, value)
+
+
+def _difference(ours: object, theirs: object) -> str | None:
+    """How two results differ, in words; None if they do not."""
+    if type(ours) is not type(theirs):
+        return f"type {type(ours).__name__} where torch has {type(theirs).__name__}"
+    if not isinstance(ours, DTensor) or not isinstance(theirs, DTensor):
+        return _value_difference(ours, theirs)
+    for what, one, other in (
+        ("placements", ours.placements, theirs.placements),
+        ("global shape", tuple(ours.shape), tuple(theirs.shape)),
+        ("spec", ours._spec, theirs._spec),
+        ("stride", ours.stride(), theirs.stride()),
+        ("dtype", ours.dtype, theirs.dtype),
+        ("local shape", tuple(ours._local_tensor.shape), tuple(theirs._local_tensor.shape)),
+    ):
+        if one != other:
+            return f"{what} {one} where torch has {other}"
+    if any(isinstance(placement, Partial) for placement in ours.placements):
+        return None  # ranks may share out a sum in another way
+    return _value_difference(ours._local_tensor, theirs._local_tensor)
+
+
+def _value_difference(ours: object, theirs: object) -> str | None:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if same and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True):
+            return None
+        return "other values than torch's"
+    return None if ours == theirs else f"value {ours!r} where torch has {theirs!r}"

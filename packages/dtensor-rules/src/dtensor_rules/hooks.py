@@ -1,0 +1,74 @@
+"""Where torch's own state changes under the cache: what is listened to while the library is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from dtensor_rules import _compat, _core, operators
+
+_REGISTRATIONS = (
+    "register_op_strategy",
+    "register_single_dim_op_strategy",
+    "register_sharding_prop_rule",
+)
+_CLEAR = "_clear_DTensor_sharding_propagator_cache"
+
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Listens to registrations, to cleared caches and to specs that are changed."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = [*_compat.strategy_tables(), DTensor._op_dispatcher._custom_op_handlers]
+    _core.watch(tables, _tables_changed)
+    _undo.append(lambda: _core.watch([], None))
+    for name in _REGISTRATIONS:
+        if hasattr(propagator, name):
+            _after(propagator, name, _tables_changed)
+    if hasattr(torch._C, _CLEAR):
+        _after(torch._C, _CLEAR, _core.cache_clear)
+    _watch_specs()
+
+
+def remove() -> None:
+    """Puts everything back that `install` has replaced."""
+    while _undo:
+        _undo.pop()()
+
+
+def _tables_changed() -> None:
+    _core.cache_clear()
+    operators.install_kernels()
+
+
+def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
+    """Makes an attribute of an object or module call ``then`` when it has done its own work."""
+    own = name in vars(owner)
+    stock = getattr(owner, name)
+
+    def both(*args: object, **kwargs: object) -> object:
+        result = stock(*args, **kwargs)
+        then()
+        return result
+
+    setattr(owner, name, both)
+    _undo.append(lambda: setattr(owner, name, stock) if own else delattr(owner, name))
+
+
+def _watch_specs() -> None:
+    """A spec that is changed is no longer the one that was interned."""
+    stock = DTensorSpec.__setattr__
+    forget, clear = _core.forget_spec, _core.cache_clear
+
+    def __setattr__(self: DTensorSpec, attr: str, value: Any) -> None:  # noqa: N807
+        if attr != "_hash" and forget(self):
+            clear()  # plans may hand this very object out
+        stock(self, attr, value)
+
+    DTensorSpec.__setattr__ = __setattr__  # type: ignore[method-assign]
+    _undo.append(lambda: setattr(DTensorSpec, "__setattr__", stock))

@@ -1,0 +1,132 @@
+"""Makes the plan of a call: from the first rule that answers, or from torch's propagation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.utils import _pytree as pytree
+
+from dtensor_rules import table
+from dtensor_rules.pattern import is_in_place
+from dtensor_rules.plan import Move, Output, Plan
+from dtensor_rules.redistribution import transform_between
+from dtensor_rules.rule import Call
+
+
+def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
+    """The plan for calls like this one; C++ asks once per key.
+
+    Args:
+        op: the operator.
+        args: its positional arguments, DTensors among them.
+        kwargs: its keyword-only arguments that are no defaults.
+
+    Returns:
+        a plan; one with a reason where torch has to do the call, its errors included.
+    """
+    dispatcher = DTensor._op_dispatcher
+    if op in dispatcher._custom_op_handlers:
+        return Plan(reason="handler")
+    if op in dispatcher._random_ops:
+        return Plan(reason="random")
+    call = Call(op, args, kwargs)
+    try:
+        schema = call.info.schema
+    except Exception:
+        return _torch_says_why()
+    if (made := table.match(call)) is not None:
+        return made
+    try:
+        sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    except Exception:
+        return _torch_says_why()
+    return from_sharding(call, sharding)
+
+
+def _torch_says_why() -> Plan:
+    """Torch meets the same error on its own way, and words it for its users."""
+    return Plan(reason="propagation", keep=False)
+
+
+def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
+    """The plan that does what torch's dispatch does with its decision.
+
+    Args:
+        call: the call.
+        sharding: what `ShardingPropagator.propagate_op_sharding_non_cached` decided about it.
+    """
+    op = call.op
+    moves: list[Move] = []
+    values: dict[int, object] = {}
+    instead = None
+    if sharding.needs_redistribute:
+        wanted = sharding.redistribute_schema
+        assert wanted is not None
+        moves = _moves(call, wanted)
+        if sharding.use_val_from_redistribute_schema:
+            values = _values(wanted)
+        if wanted.op != op:
+            instead = wanted.op
+    spec = sharding.output_spec
+    outs = [index for index, argument in enumerate(op._schema.arguments) if argument.is_out]
+    if outs:
+        specs = spec if isinstance(spec, (tuple, list)) else (spec,)
+        if len(specs) != len(outs) or not all(isinstance(one, DTensorSpec) for one in specs):
+            return Plan(reason="unsupported")
+        given = dict(zip(outs, specs, strict=True))
+        return Plan(moves=moves, values=values, instead=instead, given=given)
+    if is_in_place(op):
+        # squeeze_ and its like change what self is: torch does them.
+        if isinstance(spec, DTensorSpec) and spec.placements != call.specs[0].placements:
+            return Plan(reason="unsupported")
+        return Plan(moves=moves, values=values, instead=instead)
+    if op == torch.ops.aten.equal.default:
+        return Plan(reason="unsupported")  # torch adds an all-reduce, and so does the rule for it
+    return Plan(moves=moves, values=values, instead=instead, outputs=_outputs(op, spec))
+
+
+def _moves(call: Call, wanted: OpSchema) -> list[Move]:
+    """The redistributions of positional arguments; torch leaves keyword arguments as they are."""
+    assert call.info.schema is not None
+    moves = []
+    for index, (given, want) in enumerate(
+        zip(call.info.schema.args_schema, wanted.args_schema, strict=False)
+    ):
+        for element, source, target in _pairs(given, want):
+            if isinstance(source, DTensorSpec) and source != target:
+                moves.append(Move(index, element, transform_between(source, target)))
+    return moves
+
+
+def _pairs(given: object, want: object) -> Iterator[tuple[int, object, object]]:
+    if isinstance(given, (list, tuple)) and isinstance(want, (list, tuple)):
+        for element, (source, target) in enumerate(zip(given, want, strict=True)):
+            yield element, source, target
+    else:
+        yield -1, given, want
+
+
+def _values(wanted: OpSchema) -> dict[int, object]:
+    """The arguments without tensors, which torch has rewritten from global to local sizes."""
+    return {
+        index: value
+        for index, value in enumerate(wanted.args_schema)
+        if not any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(value))
+    }
+
+
+def _outputs(op: torch._ops.OpOverload, spec: object) -> list[Output]:
+    """What becomes of each result in the operator's schema."""
+    returns = op._schema.returns
+    if spec is None:
+        return [None] * len(returns)
+    if len(returns) == 1:
+        return [list(spec) if isinstance(spec, (tuple, list)) else spec]  # type: ignore[list-item]
+    if isinstance(spec, DTensorSpec):
+        return [spec] * len(returns)
+    assert isinstance(spec, (tuple, list)) and len(spec) == len(returns)
+    return list(spec)

@@ -1,0 +1,73 @@
+"""Switching the library on and off, for the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from dtensor_rules import _compat, _core, checking, hooks, operators, planning, table
+from dtensor_rules.builtin import BUILTIN
+
+assert _compat  # imported first: it refuses a torch that _core was not compiled for
+
+_on = False
+
+
+def enable() -> None:
+    """Sends DTensor operators through the library from here on; a second call does nothing.
+
+    With DTENSOR_RULES_CHECK=1 in the environment every call is made by torch as well, and compared.
+
+    Raises:
+        RuntimeError: torch is not as expected; nothing has been installed then.
+        ValueError: DTENSOR_RULES_CHECK is neither 0 nor 1.
+    """
+    global _on
+    if _on:
+        return
+    try:
+        _core.find_torch_classes()
+        _core.set_planner(planning.plan)
+        _core.set_checker(checking.check if checking.wanted() else None)
+        hooks.install()
+        operators.install_kernels()
+    except BaseException:
+        _remove()
+        raise
+    _on = True
+
+
+def disable() -> None:
+    """Gives DTensor operators back to torch, as if the library had never been enabled."""
+    global _on
+    _remove()
+    _on = False
+
+
+def is_enabled() -> bool:
+    """Whether DTensor operators go through the library."""
+    return _on
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Enables the library for a block; one that was enabled before stays so after."""
+    before = _on
+    enable()
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+def _remove() -> None:
+    _core.remove_kernels()
+    _core.set_checker(None)
+    hooks.remove()
+    _core.cache_clear()
+    _core.clear_specs()
+
+
+for _rule in BUILTIN:
+    table.register_rule(_rule)
