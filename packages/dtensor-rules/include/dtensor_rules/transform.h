@@ -16,6 +16,15 @@ class Transform {
   virtual bool communicates() const = 0;
 };
 
+// Applies it with the GIL given up where other threads should run. Needs the GIL.
+inline at::Tensor transformed(const Transform& transform, const at::Tensor& local) {
+  if (!transform.communicates()) {
+    return transform.apply(local);
+  }
+  const py::gil_scoped_release others_run;
+  return transform.apply(local);
+}
+
 using TransformPtr = std::shared_ptr<const Transform>;
 
 // A Python function of the local tensor: redistributions that C++ does not know, rules of users.

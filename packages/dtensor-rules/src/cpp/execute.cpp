@@ -10,14 +10,6 @@ namespace {
 
 using torch::jit::Stack;
 
-at::Tensor transformed(const Transform& transform, const at::Tensor& local) {
-  if (!transform.communicates()) {
-    return transform.apply(local);
-  }
-  const py::gil_scoped_release others_run;
-  return transform.apply(local);
-}
-
 // Puts local tensors where the DTensors are. Lists are copied: the caller's own stay as they are.
 void place_locals(const Plan& plan, const Call& call, c10::IValue* arguments) {
   auto move = plan.moves.begin();

@@ -9,7 +9,7 @@ namespace dtensor_rules {
 
 void register_dispatch(py::module_& module) {
   py::class_<Transform, std::shared_ptr<Transform>>(module, "Transform")
-      .def("apply", &Transform::apply)
+      .def("apply", &transformed, py::arg("local"))
       .def_property_readonly("communicates", &Transform::communicates);
   py::class_<Finish, std::shared_ptr<Finish>>(module, "Finish");
   py::class_<LogicalAnd, Finish, std::shared_ptr<LogicalAnd>>(module, "LogicalAnd")

@@ -65,10 +65,24 @@ py::object strided_flag(const py::object& spec) {
   return py::getattr(spec, "use_strided_shard_as_shard_order", py::none());
 }
 
+// One mesh object, or two of the same ranks over the same process groups. Torch's == does not see
+// groups, nor where in the mesh this rank is: both change when a process joins another world.
+bool same_mesh(const py::object& known, const py::object& mesh) {
+  if (known.is(mesh)) {
+    return true;
+  }
+  const auto groups = [](const py::object& of) {
+    return py::getattr(of, "_dim_group_names", py::none());
+  };
+  return groups(known).equal(groups(mesh)) &&
+      known.attr("get_coordinate")().equal(mesh.attr("get_coordinate")());
+}
+
 // Equal values: Python's ==, and the flag that decides how _StridedShard is read, which == omits.
 bool same(const Spec& known, const py::object& object) {
   return Py_TYPE(known.object.ptr()) == Py_TYPE(object.ptr()) && known.object.equal(object) &&
-      strided_flag(known.object).equal(strided_flag(object));
+      strided_flag(known.object).equal(strided_flag(object)) &&
+      same_mesh(known.object.attr("mesh"), object.attr("mesh"));
 }
 
 // Drops the values that nobody holds any more, each time their number has doubled.

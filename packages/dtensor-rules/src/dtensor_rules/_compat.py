@@ -5,12 +5,18 @@ Importing this module checks that torch is the one that the extension module was
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute, _utils
 
 from dtensor_rules._built_for import TORCH_VERSION
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def minor(version: str) -> str:
@@ -50,3 +56,65 @@ def schema_info(op: torch._ops.OpOverload) -> Any:
         single = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
         info = single.get(op)
     return info
+
+
+def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] | None:
+    """The transforms that torch would redistribute by, collectives over flattened meshes merged.
+
+    Nothing stays in torch's caches, which have no bound: a caller that plans often remembers what
+    it made of the plan instead.
+
+    Args:
+        src: of the tensor as it is; this rank is in its mesh.
+        dst: of the tensor as it should be, on the same mesh.
+
+    Returns:
+        torch's ``_TransformInfo``, in order; None where this torch plans in another way.
+
+    Raises:
+        Exception: whatever torch raises for specs that it cannot redistribute between.
+    """
+    plan = getattr(_redistribute, "_gen_transform_infos_non_cached", None)
+    if plan is None:
+        return None
+    if check := getattr(_utils, "assert_no_mixed_partial_types", None):
+        check(src.placements)
+        check(dst.placements)
+    planners: dict[Any, Any] = getattr(_redistribute, "_planner_cache", {})
+    key = (weakref.ref(src.mesh), src.tensor_meta)
+    known = key in planners
+    try:
+        transforms: list[Any] = plan(src, dst)
+    finally:
+        if not known:
+            planners.pop(key, None)
+    merge = getattr(_redistribute, "_optimize_transform_infos", None)
+    if merge is not None:
+        transforms = merge(transforms, src.mesh, src.placements, dst.placements)
+    return transforms
+
+
+def compiles_for_other_ranks() -> bool:
+    """Whether coordinates and groups are symbols, for torch compiles on one rank for all."""
+    from torch.distributed import config
+
+    return bool(getattr(config, "compile_on_one_rank", False))
+
+
+def all_to_all_gathers(mesh: DeviceMesh) -> bool:
+    """Whether torch gathers and chunks instead of an all-to-all on this mesh.
+
+    It logs this once a process, and so does this function, through the same logger: together they
+    log it once.
+    """
+    if mesh.device_type != "cpu":
+        return False
+    from torch._logging import warning_once
+    from torch.distributed.tensor import _collective_utils
+
+    logger: logging.Logger = _collective_utils.logger
+    warning_once(
+        logger,
+        "CPU process group does not support alltoall yet, falling back with allgather + chunk!",
+    )
+    return True

@@ -1,7 +1,8 @@
 """The extension module, compiled for one minor version of torch."""
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -67,3 +68,48 @@ def known_addresses() -> int: ...
 def known_specs() -> int: ...
 def counts() -> list[tuple[str, int, int, int, dict[str, int]]]: ...
 def clear_counts() -> None: ...
+
+class Axis:
+    def __init__(self, *, group: str, size: int, rank: int) -> None: ...
+
+class AllGather:
+    def __init__(self, axis: Axis, *, dim: int, size: int) -> None: ...
+
+class ReduceScatter:
+    def __init__(self, axis: Axis, *, dim: int, reduce_op: str) -> None: ...
+
+class AllReduce:
+    def __init__(self, axis: Axis, *, reduce_op: str) -> None: ...
+
+class AllToAll:
+    def __init__(
+        self,
+        axis: Axis,
+        *,
+        from_dim: int,
+        to_dim: int,
+        from_size: int,
+        to_size: int,
+        by_gather: bool,
+    ) -> None: ...
+
+class Chunk:
+    def __init__(self, axis: Axis, *, dim: int) -> None: ...
+
+class StridedGather:
+    def __init__(self, axis: Axis, *, dim: int, size: int, split_factor: int) -> None: ...
+
+class StridedChunk:
+    def __init__(self, axis: Axis, *, dim: int, split_factor: int) -> None: ...
+
+class Divide:
+    def __init__(self, divisor: int) -> None: ...
+
+Step: TypeAlias = (
+    AllGather | ReduceScatter | AllReduce | AllToAll | Chunk | StridedGather | StridedChunk | Divide
+)
+
+class Redistribution(Transform):
+    def __init__(self, steps: Sequence[Step]) -> None: ...
+    @property
+    def steps(self) -> list[Step]: ...

@@ -31,7 +31,7 @@ def install() -> None:
         if hasattr(propagator, name):
             _after(propagator, name, _tables_changed)
     if hasattr(torch._C, _CLEAR):
-        _after(torch._C, _CLEAR, _core.cache_clear)
+        _after(torch._C, _CLEAR, _forget_all)
     _watch_specs()
 
 
@@ -44,6 +44,11 @@ def remove() -> None:
 def _tables_changed() -> None:
     _core.cache_clear()
     operators.install_kernels()
+
+
+def _forget_all() -> None:
+    _core.cache_clear()
+    _core.clear_specs()
 
 
 def _after(owner: Any, name: str, then: Callable[[], object]) -> None:

@@ -1,0 +1,475 @@
+"""Redistributions in C++ beside torch's own: values bitwise, strides, aliasing, collectives.
+
+Cheapest first: what is planned and what is left to torch; every pair of placements on every rank of
+fake meshes (strides, collectives); the same pairs on gloo ranks (values).
+"""
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import _redistribute as stock
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dtensor_rules._core import Axis, Chunk, Divide, Redistribution
+from dtensor_rules.redistribution import plan_redistribution
+from testkit import Case, CommLog, assert_bitwise, each_rank, fake_mesh, run_ranks
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+SUM, AVG, MAX = Partial("sum"), Partial("avg"), Partial("max")
+PLACEMENTS = (R, SUM, AVG, MAX, S0, S1, S2)
+STRIDED = tuple(_StridedShard(dim, split_factor=3) for dim in (0, 1))
+ON_TWO_AXES = tuple(itertools.product((R, SUM, MAX, S0, S1), repeat=2))
+# Even, uneven and empty shards on 2 and on 4 ranks.
+SHAPES = ((8,), (5,), (1,), (0,), (8, 4), (5, 7), (3, 2), (0, 3), (1, 4), (4, 8, 12), (5, 1, 3))
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one redistribution: a tensor, or the error in a word."""
+
+    error: str = ""
+    tensor: torch.Tensor | None = None
+    is_input: bool = False
+
+
+def spec(mesh, placements, tensor, **kwargs):
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    return DTensorSpec(mesh, tuple(placements), meta, **kwargs)
+
+
+def fits(placements, shape):
+    return all(p.dim < len(shape) for p in placements if isinstance(p, Shard | _StridedShard))
+
+
+def layouts(local, *, every):
+    """A local tensor, or all memory layouts of it that a step might take differently."""
+    yield local
+    if every and local.ndim > 1:
+        yield local.mT.contiguous().mT
+        yield torch.cat([local, local], -1).narrow(-1, 0, local.shape[-1])  # of a larger storage
+
+
+def outcome(function, local):
+    try:
+        result = function(local)
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+        return Outcome(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    return Outcome(tensor=result, is_input=result is local)
+
+
+def assert_same(ours, torchs, what, *, values):
+    assert ours.error == torchs.error, what
+    assert ours.is_input == torchs.is_input, what
+    if ours.tensor is None:
+        return
+    assert type(ours.tensor) is torch.Tensor, what
+    assert ours.tensor.shape == torchs.tensor.shape, what
+    assert ours.tensor.dtype == torchs.tensor.dtype, what
+    assert ours.tensor.stride() == torchs.tensor.stride(), what
+    assert ours.tensor.storage_offset() == torchs.tensor.storage_offset(), what
+    assert not ours.tensor.requires_grad, what
+    if values:
+        assert_bitwise(ours.tensor, torchs.tensor, what)
+
+
+def redistributions(mesh, pairs, shapes, dtype, *, every_layout):
+    """Every redistribution of the table that this rank can plan: what it is, specs, plan, local."""
+    for shape, (source, target) in itertools.product(shapes, pairs):
+        if not fits((*source, *target), shape):
+            continue
+        case = Case(tuple(mesh.shape), source, shape, dtype)
+        if dtype is torch.bool and case.partial:
+            continue
+        whole = case.tensor()
+        src, dst = spec(mesh, source, whole), spec(mesh, target, whole)
+        plan = plan_redistribution(src, dst)
+        assert (plan is not None) == possible(source, target), (source, target)
+        if plan is None:
+            with pytest.raises((RuntimeError, ValueError, AssertionError)):
+                stock.redistribute_local_tensor(case.local(mesh, whole), src, dst)
+            continue
+        for local in layouts(case.local(mesh, whole), every=every_layout):
+            yield f"{source} to {target} of {shape} with {local.stride()}", src, dst, plan, local
+
+
+def possible(source, target):
+    """Whether torch has a way between placements of these tests."""
+    for placements in (source, target):
+        reduce_ops = {p.reduce_op for p in placements if p.is_partial()}
+        if len(reduce_ops) > 1 and reduce_ops != {"sum", "avg"}:
+            return False
+    return not any(
+        new.is_partial() and not old.is_replicate() and old != new
+        for old, new in zip(source, target, strict=True)
+    )
+
+
+def compare(mesh, pairs, shapes, dtype=torch.float32, *, values, every_layout=False):
+    """Runs all of torch's and then all of ours, on every rank in the same order; how many ran."""
+    table = list(redistributions(mesh, pairs, shapes, dtype, every_layout=every_layout))
+    kept = [local.clone() for *_, local in table]
+    with CommLog() as log:
+        torchs = [
+            outcome(lambda local, s=src, d=dst: stock.redistribute_local_tensor(local, s, d), local)
+            for _, src, dst, _, local in table
+        ]
+    with CommLog() as our_log:
+        ours = [outcome(plan.apply, local) for _, _, _, plan, local in table]
+    assert our_log.calls == log.calls
+    for row, our, theirs, before in zip(table, ours, torchs, kept, strict=True):
+        what, _, _, plan, local = row
+        assert_same(our, theirs, what, values=values or not plan.communicates)
+        assert_bitwise(local, before, f"the input of {what}")
+    return len(table)
+
+
+def pairs_of(placements):
+    return tuple(itertools.product(placements, repeat=2))
+
+
+ONE_AXIS = pairs_of([(placement,) for placement in PLACEMENTS])
+TWO_AXES = pairs_of(ON_TWO_AXES)
+
+
+# What is planned.
+
+
+def test_a_plan_says_what_it_does():
+    with fake_mesh((2, 4), rank=5) as mesh:
+        whole = torch.zeros(6, 10)
+        plan = plan_redistribution(spec(mesh, (SUM, R), whole), spec(mesh, (R, S1), whole))
+        assert repr(plan) == (
+            "Redistribution(all_reduce(op=sum, axis=2) -> chunk(dim=1, piece=1 of 4))"
+        )
+        assert plan.communicates
+        plan = plan_redistribution(spec(mesh, (S0, R), whole), spec(mesh, (S1, SUM), whole))
+        assert repr(plan) == (
+            "Redistribution(divide(4) -> all_to_all_by_gather(dim=0, size=6 to dim=1, size=10, "
+            "axis=2))"
+        )
+
+
+def test_a_plan_without_collectives_says_so():
+    with fake_mesh((2,)) as mesh:
+        whole = torch.zeros(4)
+        chunk = plan_redistribution(spec(mesh, (R,), whole), spec(mesh, (S0,), whole))
+        assert not chunk.communicates
+        nothing = plan_redistribution(spec(mesh, (S0,), whole), spec(mesh, (S0,), whole))
+        assert repr(nothing) == "Redistribution()"
+        assert nothing.apply(whole) is whole
+
+
+def test_a_mesh_axis_of_one_rank_needs_nothing():
+    with fake_mesh((1, 2)) as mesh:
+        whole = torch.zeros(4, 4)
+        plan = plan_redistribution(spec(mesh, (SUM, R), whole), spec(mesh, (S0, R), whole))
+        assert repr(plan) == "Redistribution()"
+
+
+def test_no_autograd_is_recorded():
+    local = torch.ones(4, requires_grad=True)
+    plan = Redistribution([Divide(2), Chunk(Axis(group="", size=2, rank=0), dim=0)])
+    assert not plan.apply(local).requires_grad
+
+
+def test_an_axis_outside_which_the_rank_lies_is_refused():
+    with pytest.raises(ValueError, match="rank 4 is outside an axis of 4 ranks"):
+        Axis(group="0", size=4, rank=4)
+
+
+def test_a_cuda_mesh_uses_the_real_all_to_all():
+    with fake_mesh((2,), device_type="cuda") as mesh:
+        whole = torch.zeros(4, 4)
+        plan = plan_redistribution(spec(mesh, (S0,), whole), spec(mesh, (S1,), whole))
+        assert repr(plan) == "Redistribution(all_to_all(dim=0, size=4 to dim=1, size=4, axis=2))"
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 7), (1, 3), (6, 4, 2), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(("source", "target"), [(S0, S1), (S1, S0)], ids=str)
+def test_the_real_all_to_all(source, target, shape):
+    for _, mesh in each_rank((2,)):
+        cuda = DeviceMesh("cuda", mesh.mesh, _init_backend=False, _rank=mesh.get_rank())
+        cuda._dim_group_names = mesh._dim_group_names  # a CUDA mesh, but tensors that exist here
+        compare(cuda, [((source,), (target,))], [shape], values=False, every_layout=True)
+
+
+def test_torchs_planner_keeps_nothing():
+    with fake_mesh((2,)) as mesh:
+        before = len(stock._planner_cache), stock._gen_transform_infos.cache_info().currsize
+        for length in range(2, 50):
+            whole = torch.zeros(length)
+            plan_redistribution(spec(mesh, (S0,), whole), spec(mesh, (R,), whole))
+        after = len(stock._planner_cache), stock._gen_transform_infos.cache_info().currsize
+        assert after == before
+
+
+def test_a_local_tensor_that_belies_its_spec_is_noticed():
+    with fake_mesh((2,)) as mesh:
+        whole = torch.zeros(8)
+        src, dst = spec(mesh, (S0,), whole), spec(mesh, (R,), whole)
+        with pytest.raises(RuntimeError):
+            stock.redistribute_local_tensor(torch.zeros(5), src, dst)
+        with pytest.raises(RuntimeError, match="the shards of dim 0 make 10 where the spec says 8"):
+            plan_redistribution(src, dst).apply(torch.zeros(5))
+
+
+# What is left to torch.
+
+
+class OtherShard(Shard):
+    pass
+
+
+class OtherSpec(DTensorSpec):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (OtherShard(0), R),
+        (R, OtherShard(0)),
+        (_MaskPartial(offset_shape=torch.Size([4, 4])), R),
+        (_StridedShard(0, split_factor=3), R),  # unequal pieces
+        (R, Partial("product")),
+        (S0, SUM),
+        (SUM, MAX),
+    ],
+    ids=str,
+)
+def test_what_is_not_plain_is_left_to_torch(source, target):
+    with fake_mesh((2,)) as mesh:
+        whole = torch.zeros(4, 4)
+        src, dst = spec(mesh, (source,), whole), spec(mesh, (target,), whole)
+        assert plan_redistribution(src, dst) is None
+
+
+def test_an_odd_placement_on_an_axis_that_stays_is_left_to_torch():
+    with fake_mesh((2, 2)) as mesh:
+        whole = torch.zeros(4, 4)
+        src, dst = spec(mesh, (OtherShard(0), S1), whole), spec(mesh, (OtherShard(0), R), whole)
+        assert plan_redistribution(src, dst) is None
+
+
+def test_a_subclass_of_specs_is_left_to_torch():
+    with fake_mesh((2,)) as mesh:
+        whole = torch.zeros(4)
+        plain = spec(mesh, (R,), whole)
+        other = OtherSpec(mesh, (S0,), plain.tensor_meta)
+        assert plan_redistribution(plain, other) is None
+        assert plan_redistribution(other, plain) is None
+
+
+def test_a_spec_without_shape_is_left_to_torch():
+    with fake_mesh((2,)) as mesh:
+        assert plan_redistribution(DTensorSpec(mesh, (R,)), DTensorSpec(mesh, (S0,))) is None
+
+
+def test_another_mesh_is_left_to_torch():
+    with fake_mesh((2, 2)) as mesh:
+        whole = torch.zeros(4)
+        flat = DeviceMesh("cpu", torch.arange(4))
+        src, dst = spec(mesh, (R, R), whole), spec(flat, (S0,), whole)
+        assert plan_redistribution(src, dst) is None
+
+
+def test_a_rank_outside_the_mesh_is_left_to_torch():
+    with fake_mesh((4,), rank=3):
+        mesh = DeviceMesh("cpu", [0, 1])
+        whole = torch.zeros(4)
+        assert plan_redistribution(spec(mesh, (R,), whole), spec(mesh, (S0,), whole)) is None
+
+
+def test_symbolic_sizes_are_left_to_torch():
+    with fake_mesh((2,)) as mesh:
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        whole = fake.from_tensor(torch.zeros(6, 4), static_shapes=False)
+        assert isinstance(whole.shape[0], torch.SymInt)
+        assert plan_redistribution(spec(mesh, (R,), whole), spec(mesh, (S0,), whole)) is None
+
+
+def test_tracing_is_left_to_torch():
+    with fake_mesh((2,)) as mesh, FakeTensorMode():
+        whole = torch.zeros(6, 4)
+        assert plan_redistribution(spec(mesh, (R,), whole), spec(mesh, (S0,), whole)) is None
+
+
+# Fake meshes: every rank's strides and collectives.
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_strides_and_collectives_on_one_axis(world_size):
+    ran = [
+        compare(mesh, ONE_AXIS, SHAPES, values=False, every_layout=world_size == 2)
+        for _, mesh in each_rank((world_size,))
+    ]
+    assert min(ran) > 200
+
+
+def test_strides_and_collectives_on_two_axes():
+    ran = [compare(mesh, TWO_AXES, [(5, 3)], values=False) for _, mesh in each_rank((2, 2))]
+    assert min(ran) > 300
+
+
+def test_strides_and_collectives_on_a_four_dimensional_tensor():
+    pairs = pairs_of([(R,), (SUM,), (S0,), (S1,), (S2,), (Shard(3),)])
+    for _, mesh in each_rank((2,)):
+        shapes = [(2, 4, 2, 6), (3, 1, 5, 1), (2, 1, 1, 3)]
+        compare(mesh, pairs, shapes, values=False, every_layout=True)
+
+
+# Gloo ranks: values.
+
+
+def compare_strided(shape):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    pairs = [pair for pair in pairs_of([*STRIDED, R, SUM, S0, S1]) if set(pair) & set(STRIDED)]
+    for (source, target), transposed in itertools.product(pairs, (False, True)):
+        src, dst = spec(mesh, [source], whole), spec(mesh, [target], whole)
+        plan = plan_redistribution(src, dst)
+        assert (plan is not None) == (target != SUM), (source, target)
+        if plan is None:
+            continue
+        local = (
+            source._select_split_tensor(whole, mesh.size(), mesh.get_rank(), with_padding=False)
+            if isinstance(source, Shard | _StridedShard)
+            else whole
+        )
+        if transposed:
+            local = local.mT.contiguous().mT
+        with CommLog() as log:
+            torchs = stock.redistribute_local_tensor(local, src, dst)
+        with CommLog() as our_log:
+            ours = plan.apply(local)
+        assert our_log.calls == log.calls, (source, target)
+        assert_same(
+            Outcome(tensor=ours, is_input=ours is local),
+            Outcome(tensor=torchs, is_input=torchs is local),
+            f"{source} to {target} of {shape}",
+            values=True,
+        )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [(12, 6), (6, 12, 3), (6, 6, 1, 2), (0, 6)], ids=str)
+def test_strided_shards_with_equal_pieces(shape):
+    run_ranks(compare_strided, 2, shape, timeout=120)
+
+
+def compare_on_one_axis(shapes, dtype):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    every_layout = dtype is torch.float32 and mesh.size() == 2
+    return compare(mesh, ONE_AXIS, shapes, dtype, values=True, every_layout=every_layout)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_values_on_one_axis(world_size):
+    assert min(run_ranks(compare_on_one_axis, world_size, SHAPES, torch.float32, timeout=300)) > 200
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_other_dtypes(dtype):
+    assert min(run_ranks(compare_on_one_axis, 2, [(8, 4), (5, 7)], dtype, timeout=120)) > 20
+
+
+def compare_on_two_axes(shape):
+    mesh = init_device_mesh("cpu", (2, 2))
+    return compare(mesh, TWO_AXES, [shape], values=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)
+def test_values_on_two_axes(shape):
+    assert min(run_ranks(compare_on_two_axes, 4, shape, timeout=300)) > 300
+
+
+def compare_on_merged_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh._flatten("ab")
+    placements = [(R, R), (SUM, SUM), (AVG, AVG), (SUM, AVG), (S0, S0), (S1, S1), (MAX, MAX)]
+    pairs = [
+        pair for pair in pairs_of(placements) if pair[1][0] in (R, S0, S1) or pair[0] == (R, R)
+    ]
+    return sum(compare(mesh, pairs, [shape], values=True) for shape in ((8, 4), (5, 7)))
+
+
+@pytest.mark.ranks
+def test_collectives_over_several_axes_are_merged_where_torch_merges_them():
+    assert min(run_ranks(compare_on_merged_axes, 4, timeout=120)) == 50
+
+
+def ordered_specs(mesh, whole):
+    """Specs whose shards lie in another order than the mesh's axes."""
+    reverse = (ShardOrderEntry(0, (1, 0)),)
+    return {
+        "replicate": spec(mesh, (R, R), whole),
+        "sum": spec(mesh, (SUM, SUM), whole),
+        "default order": spec(mesh, (S0, S0), whole),
+        "reverse order": spec(mesh, (S0, S0), whole, shard_order=reverse),
+        "reverse order, dim 1": spec(
+            mesh, (S1, S1), whole, shard_order=(ShardOrderEntry(1, (1, 0)),)
+        ),
+        "strided": spec(mesh, (_StridedShard(0, split_factor=2), S0), whole),
+        "dim 0 and 1": spec(mesh, (S0, S1), whole),
+        "no order": spec(mesh, (_StridedShard(0, split_factor=3), R), whole),
+    }
+
+
+def compare_orders(shape):
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    specs = ordered_specs(mesh, whole)
+    left = []
+    for (source, src), (target, dst) in itertools.permutations(specs.items(), 2):
+        local = whole
+        if source not in ("sum", "replicate"):
+            local = stock.redistribute_local_tensor(whole, specs["replicate"], src)
+        plan = plan_redistribution(src, dst)
+        if plan is None:
+            left.append((source, target))
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                stock.redistribute_local_tensor(local, src, dst)
+            continue
+        with CommLog() as log:
+            torchs = stock.redistribute_local_tensor(local, src, dst)
+        with CommLog() as our_log:
+            ours = plan.apply(local)
+        assert our_log.calls == log.calls, (source, target)
+        assert_same(
+            Outcome(tensor=ours), Outcome(tensor=torchs), f"{source} to {target}", values=True
+        )
+    return left
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)
+def test_shard_orders_and_strided_shards(shape):
+    for left in run_ranks(compare_orders, 4, shape, timeout=120):
+        into_sum = {("default order", "sum"), ("dim 0 and 1", "sum")}
+        no_order = {pair for pair in itertools.permutations(ORDERED, 2) if "no order" in pair}
+        assert set(left) == into_sum | no_order
+
+
+ORDERED = (
+    "replicate",
+    "sum",
+    "default order",
+    "reverse order",
+    "reverse order, dim 1",
+    "strided",
+    "dim 0 and 1",
+    "no order",
+)

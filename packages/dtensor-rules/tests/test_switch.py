@@ -1,0 +1,106 @@
+"""On, off, and never half on."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+import dtensor_rules
+from dtensor_rules import hooks, operators
+from testkit import fake_mesh
+
+ADD = "aten::add.Tensor"
+
+
+def has_kernel():
+    return torch._C._dispatch_has_kernel_for_dispatch_key(ADD, "Python")
+
+
+def state():
+    """Everything of torch's that the library replaces."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return (
+        has_kernel(),
+        DTensorSpec.__setattr__,
+        {name: id(value) for name, value in vars(propagator).items()},
+        torch._C._clear_DTensor_sharding_propagator_cache,
+    )
+
+
+@pytest.fixture(autouse=True)
+def off():
+    dtensor_rules.disable()
+    yield
+    dtensor_rules.disable()
+
+
+def test_disable_restores_torch():
+    before = state()
+    assert not has_kernel()
+    dtensor_rules.enable()
+    assert has_kernel()
+    assert state()[1] is not before[1]
+    dtensor_rules.disable()
+    assert state() == before
+
+
+def test_twice_is_once():
+    before = state()
+    dtensor_rules.enable()
+    dtensor_rules.enable()
+    assert dtensor_rules.is_enabled()
+    dtensor_rules.disable()
+    assert not dtensor_rules.is_enabled()
+    assert state() == before
+    dtensor_rules.disable()
+    assert state() == before
+
+
+def test_a_block_leaves_things_as_it_found_them():
+    with dtensor_rules.enabled():
+        assert dtensor_rules.is_enabled()
+    assert not dtensor_rules.is_enabled()
+    dtensor_rules.enable()
+    with dtensor_rules.enabled():
+        pass
+    assert dtensor_rules.is_enabled()
+
+
+def test_the_block_ends_when_its_body_raises():
+    with pytest.raises(KeyError), dtensor_rules.enabled():
+        raise KeyError
+    assert not dtensor_rules.is_enabled()
+
+
+@pytest.mark.parametrize("part", [(operators, "install_kernels"), (hooks, "_watch_specs")])
+def test_a_failure_on_the_way_leaves_nothing_behind(part, monkeypatch):
+    before = state()
+    module, name = part
+    real = getattr(module, name)
+
+    def fails():
+        real()
+        raise OSError("no more")
+
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises(OSError, match="no more"):
+        dtensor_rules.enable()
+    assert not dtensor_rules.is_enabled()
+    assert state() == before
+
+
+def test_off_means_off():
+    with fake_mesh((2,)) as mesh:
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with dtensor_rules.enabled():
+            torch.neg(x)
+        dtensor_rules.stats_clear()
+        torch.neg(x)
+    assert "aten.neg.default" not in dtensor_rules.stats()
+
+
+def test_plain_tensors_never_meet_it():
+    with dtensor_rules.enabled():
+        dtensor_rules.stats_clear()
+        torch.ones(2) + torch.ones(2)
+        assert dtensor_rules.stats() == {}
