@@ -120,7 +120,7 @@ def test_fake_local_tensors_outside_of_their_mode(mesh):
 def test_inference_mode(mesh):
     def infer():
         with torch.inference_mode():
-            return placed(mesh) @ placed(mesh, Replicate(), rows=4)
+            return placed(mesh).mul(2)
 
     stock, ours = both(infer)
     assert_same(stock, ours)
@@ -188,15 +188,15 @@ def test_a_plain_tensor_beside_a_dtensor_is_refused_in_the_same_words(mesh):
     assert left("plain tensor") > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_forward_mode_derivatives(mesh):
-    def tangent():
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(placed(mesh), placed(mesh, seed=1))
-            primal, tangent = forward_ad.unpack_dual(dual * dual)
-        return primal, tangent
+    def refuse():  # torch 2.13 has no sharding strategy for what make_dual asks
+        with pytest.raises(NotImplementedError) as error, forward_ad.dual_level():
+            forward_ad.make_dual(placed(mesh), placed(mesh, seed=1))
+        return str(error.value)
 
-    for stock, ours in zip(*both(tangent), strict=True):
-        assert_same(stock, ours)
+    stock, ours = both(refuse)
+    assert ours == stock
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
@@ -241,6 +241,7 @@ def test_an_asynchronous_collective_is_awaited_when_it_is_used(mesh):
     assert left("local subclass") > 0
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 def test_random_operators_are_torchs(mesh):
     def draw():
         torch.manual_seed(0)
@@ -258,9 +259,11 @@ def test_operators_with_handlers_of_their_own_are_torchs(mesh):
 
 
 def test_an_operator_without_a_strategy_raises_as_ever(mesh):
+    heads = placed(mesh, Replicate(), rows=64).view(2, 4, 8, 4)
+
     def refuse():
         with pytest.raises(NotImplementedError) as error:
-            torch.ops.aten.cholesky_inverse.default(placed(mesh, Replicate(), rows=4))
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         return str(error.value)
 
     stock, ours = both(refuse)
