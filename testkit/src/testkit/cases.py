@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-_SHORT = {
+#: The name of a dtype in a test id.
+SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.bfloat16: "bf16",
@@ -55,7 +56,7 @@ class Case:
         """The test id, e.g. ``mesh2x2-S0.R-shape5x7-f32``."""
         mesh = "x".join(map(str, self.mesh_shape))
         shape = f"shape{'x'.join(map(str, self.shape))}" if self.shape else "scalar"
-        return f"mesh{mesh}-{'.'.join(map(_name, self.placements))}-{shape}-{_SHORT[self.dtype]}"
+        return f"mesh{mesh}-{'.'.join(map(_name, self.placements))}-{shape}-{SHORT[self.dtype]}"
 
     @property
     def world_size(self) -> int:
@@ -176,6 +177,15 @@ def cases(
     return found
 
 
+def placements_named(names: str) -> tuple[Placement, ...]:
+    """Placements from their names in a test id: ``"S0.R"``, ``"Psum.S1"``.
+
+    Args:
+        names: one per mesh axis, joined by dots.
+    """
+    return tuple(_placement(name) for name in names.split("."))
+
+
 def _name(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
@@ -216,10 +226,7 @@ def _rows(
     dtype: torch.dtype = torch.float32,
 ) -> list[Case]:
     """Cases from a line such as ``"S0.R Psum.S1"``."""
-    return [
-        Case(mesh_shape, tuple(_placement(name) for name in names.split(".")), shape, dtype)
-        for names in placements.split()
-    ]
+    return [Case(mesh_shape, placements_named(names), shape, dtype) for names in placements.split()]
 
 
 def _placement(name: str) -> Placement:

@@ -1,0 +1,103 @@
+"""One operator at a time: what DTensor adds to the local call, stock's and ours."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from timing import interleaved
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dtensor_rules
+from testkit import fake_mesh
+
+CALLS, ROUNDS = 200, 20
+# The bars of the project: microseconds over the local call, and how many times less than stock.
+MOST_US, LEAST_RATIO = 1.0, 5.0
+MOST_US_OF = {"native_layer_norm": 2.0}
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+# Operator: the function, and the placement and local shape of each operand.
+OPERATORS = {
+    "add": (torch.add, [(S0, (4, 4)), (S0, (4, 4))]),
+    "mul": (torch.mul, [(S0, (4, 4)), (S0, (4, 4))]),
+    "mul scalar": (lambda x: x * 2.0, [(S0, (4, 4))]),
+    "mm": (torch.mm, [(R, (4, 4)), (S1, (4, 4))]),
+    "t": (torch.t, [(S0, (4, 4))]),
+    "view": (lambda x: x.view(x.shape[0], 2, 2), [(S0, (4, 4))]),
+    "sum": (torch.sum, [(S0, (4, 4))]),
+    "softmax": (lambda x: x.softmax(-1), [(S0, (4, 4))]),
+    "gelu": (F.gelu, [(S0, (4, 4))]),
+    "slice": (lambda x: x[:, 1:3], [(S0, (4, 4))]),
+    "cat": (lambda x, y: torch.cat((x, y), 1), [(S0, (4, 4)), (S0, (4, 4))]),
+    "transpose": (lambda x: x.transpose(0, 1), [(S0, (4, 4))]),
+    "embedding": (lambda w, i: F.embedding(i, w), [(R, (4, 4)), (S0, "indices")]),
+    "native_layer_norm": (
+        lambda x, w, b: torch.native_layer_norm(x, (4,), w, b, 1e-5),
+        [(S0, (4, 4)), (R, (4,)), (R, (4,))],
+    ),
+}
+# These write to their operands or give no tensor: in grad mode their operands require none.
+WITHOUT_GRADIENT = {
+    "add_": (torch.Tensor.add_, [(S0, (4, 4)), (S0, (4, 4))]),
+    "equal": (torch.equal, [(R, (4, 4)), (R, (4, 4))]),
+    "_foreach_add_": (
+        lambda *xs: torch._foreach_add_(xs[:5], xs[5:]),
+        [(S0, (4, 4))] * 10,
+    ),
+    "_fused_adamw_": (
+        lambda step, *xs: torch._fused_adamw_(
+            xs[:5], xs[5:10], xs[10:15], xs[15:], [], [step] * 5, lr=1e-3, beta1=0.9, beta2=0.99,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        ),
+        [(R, ()), *[(S0, (4, 4))] * 20],
+    ),
+}  # fmt: skip
+
+
+def rows():
+    """One row an operator and grad mode, in microseconds."""
+    table = [(name, *row, True) for name, row in OPERATORS.items()]
+    table += [(name, *row, False) for name, row in WITHOUT_GRADIENT.items()]
+    with fake_mesh((8,)) as mesh:
+        return [
+            _row(mesh, name, function, operands, grad=grad, differentiable=differentiable)
+            for grad in (False, True)
+            for name, function, operands, differentiable in table
+        ]
+
+
+def _row(mesh, name, function, operands, *, grad, differentiable):
+    local = [_local(shape) for _, shape in operands]
+    placed = [
+        DTensor.from_local(x, mesh, [placement], run_check=False)
+        for x, (placement, _) in zip(local, operands, strict=True)
+    ]
+    for tensor in (*local, *placed):
+        tensor.requires_grad_(grad and differentiable and tensor.is_floating_point())
+    with torch.set_grad_enabled(grad):
+        best = interleaved(
+            {
+                "local": (contextlib.nullcontext, lambda: function(*local)),
+                "stock": (contextlib.nullcontext, lambda: function(*placed)),
+                "ours": (dtensor_rules.enabled, lambda: function(*placed)),
+            },
+            calls=CALLS,
+            rounds=ROUNDS,
+        )
+    stock, ours = best["stock"] - best["local"], best["ours"] - best["local"]
+    most = MOST_US_OF.get(name, MOST_US)
+    ratio = stock / ours if ours > 0 else float("inf")
+    return {
+        "case": f"{name}, {'grad' if grad else 'no_grad'}",
+        "local_us": round(best["local"], 2),
+        "stock_over_us": round(stock, 2),
+        "ours_over_us": round(ours, 2),
+        "ratio": round(ratio, 1),
+        "most_us": most,
+        "least_ratio": LEAST_RATIO,
+        "met": "yes" if ours <= most and ratio >= LEAST_RATIO else "no",
+    }
+
+
+def _local(shape):
+    return torch.arange(4) if shape == "indices" else torch.ones(shape)

@@ -1,0 +1,31 @@
+"""What `nox -s bench -- dtensor-rules` runs: operators, training steps, changing lengths."""
+
+import argparse
+import json
+from pathlib import Path
+
+import ablation
+import lengths_speed
+import ops_speed
+import step_speed
+
+PARTS = {
+    "ops": ops_speed.rows,
+    "step": step_speed.rows,
+    "ablation": ablation.rows,
+    "lengths": lengths_speed.rows,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
+    parser.add_argument("--only", choices=PARTS, help="one part; by default all")
+    options = parser.parse_args()
+    parts = [options.only] if options.only else list(PARTS)
+    rows = [row for part in parts for row in PARTS[part]()]
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

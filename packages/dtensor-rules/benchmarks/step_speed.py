@@ -1,0 +1,50 @@
+"""A training step of a small block, tensor-parallel on 8: plain shards, stock DTensor, ours."""
+
+import contextlib
+
+from blocks import BLOCKS, LocalEdges, PlacedEdges, step_of
+from timing import interleaved
+
+import dtensor_rules
+from testkit import CommLog, fake_mesh
+
+RANKS, CALLS, ROUNDS = 8, 3, 12
+MOST_TIMES_LOCAL, LEAST_RATIO = 2.0, 6.0
+
+
+def rows():
+    """One row a model, in milliseconds a step."""
+    return [_row(name, build) for name, build in BLOCKS.items()]
+
+
+def _row(name, build):
+    with fake_mesh((RANKS,)) as mesh:
+        steps = {
+            "local": (contextlib.nullcontext, step_of(build, LocalEdges(mesh))),
+            "stock": (contextlib.nullcontext, step_of(build, PlacedEdges(mesh))),
+            "ours": (dtensor_rules.enabled, step_of(build, PlacedEdges(mesh))),
+        }
+        best = {k: v / 1000 for k, v in interleaved(steps, calls=CALLS, rounds=ROUNDS).items()}
+        sent = {kind: _collectives(context, step) for kind, (context, step) in steps.items()}
+    over_stock, over_ours = best["stock"] - best["local"], best["ours"] - best["local"]
+    ratio = over_stock / over_ours if over_ours > 0 else float("inf")
+    times = best["ours"] / best["local"]
+    return {
+        "case": f"step of {name}",
+        "local_ms": round(best["local"], 2),
+        "stock_ms": round(best["stock"], 2),
+        "ours_ms": round(best["ours"], 2),
+        "stock_times_local": round(best["stock"] / best["local"], 2),
+        "ours_times_local": round(times, 2),
+        "overhead_ratio": round(ratio, 2),
+        "most_times_local": MOST_TIMES_LOCAL,
+        "least_ratio": LEAST_RATIO,
+        "met": "yes" if times <= MOST_TIMES_LOCAL and ratio >= LEAST_RATIO else "no",
+        "collectives": "/".join(str(sum(counts.values())) for counts in sent.values()),
+    }
+
+
+def _collectives(context, step):
+    with context(), CommLog() as log:
+        step()
+    return log.counts()

@@ -1,0 +1,100 @@
+"""Nothing grows, however many calls there are and however many threads make them."""
+
+import gc
+import threading
+
+import psutil
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dtensor_rules
+from testkit import fake_mesh
+
+CALLS = 100_000
+MOST_MB = 10
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((4,)) as mesh, dtensor_rules.enabled():
+        yield mesh
+
+
+def placed(mesh, placement, *shape):
+    return DTensor.from_local(torch.ones(shape), mesh, [placement], run_check=False)
+
+
+def mixed(mesh, count):
+    """So many calls: pointwise, in place, views, lists, reductions; with errors among them."""
+    x, y = placed(mesh, Shard(0), 2, 4), placed(mesh, Shard(0), 2, 4)
+    weight, other = placed(mesh, Replicate(), 4, 4), placed(mesh, Replicate(), 3, 3)
+    for index in range(count // 10):
+        (x * 2 + y).t().view(4, 8)
+        (x @ weight).softmax(-1).sum()
+        y.add_(x).mul_(0.5)
+        torch.cat([x, y], 1)
+        if index % 1000 == 0:
+            with pytest.raises(RuntimeError):
+                x @ other
+
+
+def resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss / 2**20
+
+
+@pytest.mark.slow
+def test_memory_and_cache_after_many_calls(mesh):
+    with torch.no_grad():
+        mixed(mesh, CALLS // 10)
+        size, memory = dtensor_rules.cache_info().size, resident()
+        mixed(mesh, CALLS)
+        assert dtensor_rules.cache_info().size == size
+        assert resident() - memory < MOST_MB
+    assert dtensor_rules.cache_info().hits > CALLS / 2
+
+
+def test_the_cache_is_bounded_whatever_the_scalars_and_shapes_are(mesh):
+    info = dtensor_rules.cache_info()
+    dtensor_rules.set_cache_capacity(64)
+    try:
+        x = placed(mesh, Shard(0), 2, 4)
+        for length in range(1, 201):
+            placed(mesh, Replicate(), 1, length) * 2
+            x * float(length)
+        assert dtensor_rules.cache_info().size <= 64
+        assert dtensor_rules.cache_info().evictions >= 100
+    finally:
+        dtensor_rules.set_cache_capacity(info.capacity)
+
+
+def test_eight_threads_at_one_small_cache(mesh):
+    info = dtensor_rules.cache_info()
+    dtensor_rules.set_cache_capacity(16)
+    wrong = []
+
+    def work(seed):
+        try:
+            for step in range(200):
+                rows = 1 + (seed + step) % 40
+                x = placed(mesh, Shard(0), rows, 4)
+                result = (x * 3 + x).t()
+                if not torch.equal(result.to_local(), torch.full((4, rows), 4.0)):
+                    wrong.append((seed, step))
+                if step % 50 == seed:
+                    dtensor_rules.cache_clear()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        dtensor_rules.set_cache_capacity(info.capacity)
+    assert wrong == []
+    assert dtensor_rules.cache_info().size <= 16
+    assert sum(op.rule + op.cache for op in dtensor_rules.stats().values()) > 0
