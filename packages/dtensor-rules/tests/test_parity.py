@@ -24,7 +24,6 @@ ON_TWO_AXES = (
     "slice", "chunk", "cat", "softmax", "layer_norm", "embedding", "where", "gather", "zeros_like",
     "_foreach_add_",
 )  # fmt: skip
-CASES = [*operator_cases((4,)), *operator_cases((2, 2), ON_TWO_AXES)]
 
 
 @dataclass(frozen=True)
@@ -164,31 +163,24 @@ def two_calls(case, mesh, *, grad):
     return calls, counts
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def mesh_and_stock(request):
     """A fake mesh, and what stock torch does there in the tests that are going to run.
 
     The fast path is then on for all of them: to switch it on takes longer than a case. A case is
     new to its cache when it comes without gradients, and known when it comes with them.
     """
-    shape, stock = request.param, {}
+    shape, stock = request.cls.SHAPE, {}
     with fake_mesh(shape, rank=RANKS[shape]) as mesh:
         for item in request.session.items:
-            asked = getattr(item, "callspec", None)
-            if asked and asked.params.get("mesh_and_stock") == shape:
-                case, grad = asked.params["case"], asked.params["grad"]
+            if item.cls is request.cls:
+                case, grad = item.callspec.params["case"], item.callspec.params["grad"]
                 stock[case, grad] = two_calls(case, mesh, grad=grad)[0]
         with dtensor_rules.enabled():
             yield mesh, stock
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize(
-    ("case", "mesh_and_stock"),
-    [pytest.param(case, case.mesh_shape, id=str(case)) for case in CASES],
-    indirect=["mesh_and_stock"],
-)
-def test_two_calls(case, mesh_and_stock, grad):
+def check(case, mesh_and_stock, *, grad):
     mesh, stock = mesh_and_stock
     ours, counts = two_calls(case, mesh, grad=grad)
     for number, (expected, got) in enumerate(zip(stock[case, grad], ours, strict=True), 1):
@@ -197,3 +189,24 @@ def test_two_calls(case, mesh_and_stock, grad):
         assert any(op.rule + op.cache for op in counts.values()), "nothing took the fast path"
         slow = {name: op for name, op in counts.items() if op.miss or op.fallthrough}
         assert slow == {}, "the second call did not take the fast path everywhere"
+
+
+with_and_without_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+
+
+class TestOnFourRanks:
+    SHAPE = (4,)
+
+    @with_and_without_grad
+    @pytest.mark.parametrize("case", operator_cases(SHAPE), ids=str)
+    def test_two_calls(self, case, grad, mesh_and_stock):
+        check(case, mesh_and_stock, grad=grad)
+
+
+class TestOnTwoAxes:
+    SHAPE = (2, 2)
+
+    @with_and_without_grad
+    @pytest.mark.parametrize("case", operator_cases(SHAPE, ON_TWO_AXES), ids=str)
+    def test_two_calls(self, case, grad, mesh_and_stock):
+        check(case, mesh_and_stock, grad=grad)
