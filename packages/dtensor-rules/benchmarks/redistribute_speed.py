@@ -87,9 +87,9 @@ def measure_methods() -> list[SpeedRow]:
         placed, with_grad = _placed(mesh, S0), _placed(mesh, S0, requires_grad=True)
         shards = [S0]
         calls["from_local"] = lambda: DTensor.from_local(whole, mesh, shards)
-        calls["to_local"] = placed.to_local
+        calls["to_local"] = lambda: placed.to_local()
         calls["from_local, grad"] = lambda: DTensor.from_local(leaf, mesh, shards)
-        calls["to_local, grad"] = with_grad.to_local
+        calls["to_local, grad"] = lambda: with_grad.to_local()
         calls["redistribute S(0) to R, grad"] = lambda: with_grad.redistribute(placements=[R])
 
         def there_and_back() -> None:

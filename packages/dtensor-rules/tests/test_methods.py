@@ -43,7 +43,9 @@ def describe(tensor):
         "is_view": tensor._is_view(),
     }
     if isinstance(tensor, DTensor):
-        about |= {"spec": tensor._spec, "local": describe(tensor._local_tensor)}
+        # Whether torch marks its local tensor as a view of what was received is chance.
+        local = describe(tensor._local_tensor) | {"is_view": None}
+        about |= {"spec": tensor._spec, "local": local}
     return about
 
 

@@ -57,19 +57,9 @@ PlanPtr find_plan(Half half, const Key& key);
 // stays. `own`: the spec is handed out as the object that it is, not as one that equals it.
 void learn(const Key& key, const py::object& spec, const py::object& transform, bool own = false);
 
-// What a backward has to know, for as long as the graph lives; its end takes the GIL.
-struct Saved final : torch::CustomClassHolder {
-  Saved(SpecPtr of, c10::ScalarType type) : spec(std::move(of)), dtype(type) {}
-  ~Saved() override;
-  SpecPtr spec;
-  c10::ScalarType dtype;
-};
-
 // Python's halves: functions of (gradient, saved spec, dtype) that return the result, and what a
 // key is to mean from then on, or None: (spec or None, transform or None). See methods.py.
 void set_backward(Half half, py::object function);
-// Has torch do a backward. `key`: to be learned from it; null where the call is not plain.
-at::Tensor torchs_backward(Half half, const at::Tensor& grad, const Saved& saved, const Key* key);
 
 // The methods. What they return is a new reference: the result, None where the call is torch's, or
 // NotImplemented where it is torch's and then to be learned. They throw what torch throws.

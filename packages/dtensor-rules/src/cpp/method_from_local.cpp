@@ -1,16 +1,9 @@
-#include <torch/csrc/autograd/custom_function.h>
-
-#include "dtensor_rules/methods.h"
+#include "dtensor_rules/method_graph.h"
 #include "dtensor_rules/wrap.h"
 
 namespace dtensor_rules {
 
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr const char* kSaved = "saved";
 
 at::Tensor wrap_view(const at::Tensor& local, const Spec& spec) {
   // A tensor of its own, as torch makes it: autograd's marks on one are not on the other.
@@ -22,21 +15,12 @@ at::Tensor wrap_view(const at::Tensor& local, const Spec& spec) {
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& local, const PlanPtr& plan) {
     const SpecPtr& spec = plan->outputs[0].spec;
-    context->set_materialize_grads(false);
-    context->saved_data[kSaved] =
-        c10::IValue::make_capsule(c10::make_intrusive<Saved>(spec, local.scalar_type()));
+    remember(*context, spec, local.scalar_type());
     return wrap_view(local, *spec);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const at::Tensor& grad = grads[0];
-    if (!grad.defined()) {
-      return {at::Tensor(), at::Tensor()};
-    }
-    const auto capsule = context->saved_data[kSaved].toCapsule();
-    const auto& saved = static_cast<const Saved&>(*capsule);
-    const py::gil_scoped_acquire gil;
-    return {local_grad(grad, saved), at::Tensor()};
+    return give_back(*context, grads, &local_grad);
   }
 
   static at::Tensor local_grad(const at::Tensor& grad, const Saved& saved) {
@@ -87,7 +71,7 @@ bool add_given(Key& key, PyObject* numbers) {
 }
 
 // The key of a call, or why it is torch's. The mesh is known by its address: plans hold their mesh.
-Reason read_call(
+Reason read_from_local(
     PyObject* local, PyObject* mesh, PyObject* placements, PyObject* shape, PyObject* stride,
     Key& key) {
   if (const Reason reason = unusual_state(); reason != Reason::kNone) {
@@ -113,7 +97,7 @@ py::object from_local(
     PyObject* local, PyObject* mesh, PyObject* placements, PyObject* shape, PyObject* stride) {
   constexpr Half kHalf = Half::kFromLocal;
   Key key = key_of(kHalf);
-  const Reason reason = read_call(local, mesh, placements, shape, stride, key);
+  const Reason reason = read_from_local(local, mesh, placements, shape, stride, key);
   if (reason != Reason::kNone) {
     half_stats(kHalf).count_left(reason);
     return py::none();
@@ -137,7 +121,7 @@ void learn_from_local(
     PyObject* local, PyObject* mesh, PyObject* placements, PyObject* shape, PyObject* stride,
     const py::object& spec) {
   Key key = key_of(Half::kFromLocal);
-  if (read_call(local, mesh, placements, shape, stride, key) == Reason::kNone) {
+  if (read_from_local(local, mesh, placements, shape, stride, key) == Reason::kNone) {
     // Its own object: the mesh that the user gave is the mesh of the result.
     learn(key, spec, py::none(), /*own=*/true);
   }

@@ -4,7 +4,7 @@ namespace dtensor_rules {
 
 namespace {
 
-enum class Kind : uint64_t { kReplicate, kShard, kPartial };
+enum class PlacementKind : uint64_t { kReplicate, kShard, kPartial };
 
 struct PlacementClasses {
   PyObject* replicate;
@@ -14,7 +14,7 @@ struct PlacementClasses {
   PyObject* reduce_op;
 };
 
-const PlacementClasses& classes() {
+const PlacementClasses& placement_classes() {
   // Held for the life of the process.
   static const PlacementClasses found = [] {
     const auto types = py::module_::import("torch.distributed.tensor.placement_types");
@@ -36,16 +36,16 @@ py::object attribute(PyObject* object, PyObject* name) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-void add(Key& key, Kind kind, int64_t number) {
+void add_kind(Key& key, PlacementKind kind, int64_t number) {
   // In 32 bits: dims, and lengths of names.
   key.add_word(static_cast<uint64_t>(kind) | static_cast<uint64_t>(number) << 32);
 }
 
 bool add_placement(Key& key, PyObject* placement) {
-  const PlacementClasses& known = classes();
+  const PlacementClasses& known = placement_classes();
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(placement));
   if (type == known.replicate) {
-    add(key, Kind::kReplicate, 0);
+    add_kind(key, PlacementKind::kReplicate, 0);
     return true;
   }
   if (type == known.shard) {
@@ -53,14 +53,14 @@ bool add_placement(Key& key, PyObject* placement) {
     if (!PyLong_CheckExact(dim.ptr())) {
       return false;
     }
-    add(key, Kind::kShard, PyLong_AsLongLong(dim.ptr()));
+    add_kind(key, PlacementKind::kShard, PyLong_AsLongLong(dim.ptr()));
     return true;
   }
   if (type != known.partial) {
     return false;
   }
   const auto name = py::cast<std::string>(attribute(placement, known.reduce_op));
-  add(key, Kind::kPartial, static_cast<int64_t>(name.size()));
+  add_kind(key, PlacementKind::kPartial, static_cast<int64_t>(name.size()));
   for (const char letter : name) {
     key.add_word(static_cast<uint64_t>(letter));
   }

@@ -1,16 +1,9 @@
-#include <torch/csrc/autograd/custom_function.h>
-
-#include "dtensor_rules/methods.h"
+#include "dtensor_rules/method_graph.h"
 #include "dtensor_rules/wrap.h"
 
 namespace dtensor_rules {
 
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr const char* kSaved = "saved";
 
 at::Tensor carry_out(const Plan& plan, const at::Tensor& local) {
   const SpecPtr& spec = plan.outputs[0].spec;
@@ -18,7 +11,7 @@ at::Tensor carry_out(const Plan& plan, const at::Tensor& local) {
                             : wrap(transformed(*plan.moves[0].transform, local), *spec);
 }
 
-struct Work {
+struct Redistributing {
   PlanPtr plan;
   at::Tensor local;
   SpecPtr source;
@@ -27,22 +20,13 @@ struct Work {
 // As torch.distributed.tensor._redistribute.Redistribute, which sends the gradient back to the
 // placements that the input had, replicated where the input was partial and it is not.
 struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Work& work) {
-    context->set_materialize_grads(false);
-    context->saved_data[kSaved] = c10::IValue::make_capsule(
-        c10::make_intrusive<Saved>(work.source, work.local.scalar_type()));
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Redistributing& work) {
+    remember(*context, work.source, work.local.scalar_type());
     return carry_out(*work.plan, work.local);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const at::Tensor& grad = grads[0];
-    if (!grad.defined()) {
-      return {at::Tensor(), at::Tensor()};
-    }
-    const auto capsule = context->saved_data[kSaved].toCapsule();
-    const auto& saved = static_cast<const Saved&>(*capsule);
-    const py::gil_scoped_acquire gil;
-    return {send_back(grad, saved), at::Tensor()};
+    return give_back(*context, grads, &send_back);
   }
 
   static at::Tensor send_back(const at::Tensor& grad, const Saved& saved) {
@@ -72,7 +56,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
 };
 
 // The key of a call, or why it is torch's.
-Reason read_call(PyObject* dtensor, PyObject* placements, Parts& parts, Key& key) {
+Reason read_redistribute(PyObject* dtensor, PyObject* placements, Parts& parts, Key& key) {
   if (const Reason reason = unusual_state(); reason != Reason::kNone) {
     return reason;
   }
@@ -93,7 +77,7 @@ py::object redistribute(PyObject* dtensor, PyObject* mesh, PyObject* placements)
   constexpr Half kHalf = Half::kRedistribute;
   Parts parts;
   Key key = key_of(kHalf);
-  Reason reason = read_call(dtensor, placements, parts, key);
+  Reason reason = read_redistribute(dtensor, placements, parts, key);
   if (reason == Reason::kNone && !is_its_mesh(dtensor, mesh)) {
     reason = Reason::kUnsupported;
   }
@@ -109,9 +93,10 @@ py::object redistribute(PyObject* dtensor, PyObject* mesh, PyObject* placements)
     return py::none();
   }
   if (at::GradMode::is_enabled() && parts.tensor->requires_grad()) {
-    const Work work{std::move(plan), *parts.local, intern_shared(spec_slot(dtensor))};
+    const Redistributing work{std::move(plan), *parts.local, intern_shared(spec_slot(dtensor))};
     return py::cast(Redistribute::apply(*parts.tensor, work));
   }
+  const at::NoGradGuard no_grad;  // as torch's autograd function runs its forward
   // A copy: others may run while it is sent, and give the DTensor another local tensor.
   return py::cast(carry_out(*plan, at::Tensor(*parts.local)));
 }
@@ -120,7 +105,7 @@ void learn_redistribute(
     PyObject* dtensor, PyObject* placements, const py::object& spec, const py::object& transform) {
   Parts parts;
   Key key = key_of(Half::kRedistribute);
-  if (read_call(dtensor, placements, parts, key) == Reason::kNone) {
+  if (read_redistribute(dtensor, placements, parts, key) == Reason::kNone) {
     learn(key, spec, transform);
   }
 }

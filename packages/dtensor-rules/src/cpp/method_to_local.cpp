@@ -1,18 +1,11 @@
-#include <torch/csrc/autograd/custom_function.h>
-
-#include "dtensor_rules/methods.h"
+#include "dtensor_rules/method_graph.h"
 #include "dtensor_rules/wrap.h"
 
 namespace dtensor_rules {
 
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr const char* kSaved = "saved";
-
-struct Work {
+struct Unwrapping {
   at::Tensor local;
   SpecPtr spec;
 };
@@ -20,22 +13,13 @@ struct Work {
 // As torch.distributed.tensor._api._ToTorchTensor, whose gradient is a DTensor with the placements
 // of the input, replicated where that is partial.
 struct ToLocal : torch::autograd::Function<ToLocal> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Work& work) {
-    context->set_materialize_grads(false);
-    context->saved_data[kSaved] =
-        c10::IValue::make_capsule(c10::make_intrusive<Saved>(work.spec, work.local.scalar_type()));
+  static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Unwrapping& work) {
+    remember(*context, work.spec, work.local.scalar_type());
     return work.local.view_as(work.local);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const at::Tensor& grad = grads[0];
-    if (!grad.defined()) {
-      return {at::Tensor(), at::Tensor()};
-    }
-    const auto capsule = context->saved_data[kSaved].toCapsule();
-    const auto& saved = static_cast<const Saved&>(*capsule);
-    const py::gil_scoped_acquire gil;
-    return {distributed_grad(grad, saved), at::Tensor()};
+    return give_back(*context, grads, &distributed_grad);
   }
 
   static at::Tensor distributed_grad(const at::Tensor& grad, const Saved& saved) {
@@ -89,7 +73,7 @@ py::object to_local(PyObject* dtensor) {
   if (!at::GradMode::is_enabled()) {
     return py::reinterpret_borrow<py::object>(local_tensor_slot(dtensor));
   }
-  const Work work{*parts.local, intern_shared(spec_slot(dtensor))};
+  const Unwrapping work{*parts.local, intern_shared(spec_slot(dtensor))};
   return py::cast(ToLocal::apply(*parts.tensor, work));
 }
 

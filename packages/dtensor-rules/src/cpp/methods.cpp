@@ -12,48 +12,43 @@ namespace dtensor_rules {
 namespace {
 
 constexpr size_t kHalves = static_cast<size_t>(Half::kCount);
-constexpr std::array<const char*, kHalves> kNames = {
+constexpr std::array<const char*, kHalves> kHalfNames = {
     "DTensor.redistribute", "DTensor.redistribute backward", "DTensor.from_local",
     "DTensor.from_local backward", "DTensor.to_local", "DTensor.to_local backward",
 };
 // Operators count from 1, so their keys and these never begin alike.
-constexpr uint64_t kFirstId = uint64_t{1} << 62;
+constexpr uint64_t kFirstHalfId = uint64_t{1} << 62;
 
-struct State {
+struct Methods {
   std::array<OpStats, kHalves> stats;
-  std::array<py::object, kHalves> backward;
   bool on = false;
 };
 
-State& state() {
-  static auto* instance = new State;  // outlives the interpreter's end
+Methods& methods() {
+  static auto* instance = new Methods;  // outlives the interpreter's end
   return *instance;
-}
-
-bool has_python(const at::Tensor& tensor) {
-  return tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 }  // namespace
 
 const char* half_name(Half half) {
-  return kNames[static_cast<size_t>(half)];
+  return kHalfNames[static_cast<size_t>(half)];
 }
 
 OpStats& half_stats(Half half) {
-  return state().stats[static_cast<size_t>(half)];
+  return methods().stats[static_cast<size_t>(half)];
 }
 
 Key key_of(Half half) {
-  return Key(kFirstId + static_cast<uint64_t>(half));
+  return Key(kFirstHalfId + static_cast<uint64_t>(half));
 }
 
 void set_methods_on(bool on) {
-  state().on = on;
+  methods().on = on;
 }
 
 Reason unusual_state() {
-  const bool unusual = !state().on || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+  const bool unusual = !methods().on || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
       c10::InferenceMode::is_enabled() || at::functorch::functorchTLSAccessor() != nullptr ||
       at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher);
@@ -71,7 +66,7 @@ Reason read_parts(PyObject* object, Parts& parts) {
   }
   parts.tensor = &THPVariable_Unpack(object);
   parts.local = &THPVariable_Unpack(local_object);
-  if (has_python(*parts.local)) {
+  if (parts.local->key_set().has(c10::DispatchKey::Python)) {
     return Reason::kLocalSubclass;
   }
   parts.spec = &intern(spec_object);
@@ -132,29 +127,6 @@ void learn(const Key& key, const py::object& spec, const py::object& transform, 
     plan->moves.push_back({0, -1, py::cast<std::shared_ptr<Redistribution>>(transform)});
   }
   plans().insert(key, std::move(plan));
-}
-
-Saved::~Saved() {
-  if (Py_IsInitialized() == 0) {
-    new SpecPtr(std::move(spec));  // never destroyed: there is no Python left to do it
-    return;
-  }
-  const py::gil_scoped_acquire gil;
-  spec.reset();
-}
-
-void set_backward(Half half, py::object function) {
-  state().backward[static_cast<size_t>(half)] = std::move(function);
-}
-
-at::Tensor torchs_backward(Half half, const at::Tensor& grad, const Saved& saved, const Key* key) {
-  const py::object function = state().backward[static_cast<size_t>(half)];
-  const auto answer = py::cast<py::tuple>(function(grad, saved.spec->object, saved.dtype));
-  if (key != nullptr && !py::object(answer[1]).is_none()) {
-    const auto meaning = py::cast<py::tuple>(answer[1]);
-    learn(*key, meaning[0], meaning[1]);
-  }
-  return py::cast<at::Tensor>(answer[0]);
 }
 
 }  // namespace dtensor_rules

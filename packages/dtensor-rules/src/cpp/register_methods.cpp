@@ -9,7 +9,7 @@ namespace {
 
 // A method as a C function of positional arguments: half the cost of pybind11's own calls.
 template <auto Method, size_t... Index>
-PyObject* called(PyObject* const* arguments, std::index_sequence<Index...>) {
+PyObject* call_method(PyObject* const* arguments, std::index_sequence<Index...>) {
   try {
     const torch::PyWarningHandler warnings_become_python;
     return Method(arguments[Index]...).release().ptr();
@@ -20,18 +20,18 @@ PyObject* called(PyObject* const* arguments, std::index_sequence<Index...>) {
 }
 
 template <auto Method, size_t Count>
-PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* method_function(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != static_cast<Py_ssize_t>(Count)) {
     PyErr_Format(PyExc_TypeError, "%zu arguments wanted, %zd given", Count, count);
     return nullptr;
   }
-  return called<Method>(arguments, std::make_index_sequence<Count>());
+  return call_method<Method>(arguments, std::make_index_sequence<Count>());
 }
 
 template <auto Method, size_t Count>
-PyMethodDef definition(const char* name) {
+PyMethodDef method_definition(const char* name) {
   return {
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call<Method, Count>)),
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method_function<Method, Count>)),
       METH_FASTCALL, nullptr};
 }
 
@@ -39,9 +39,9 @@ PyMethodDef definition(const char* name) {
 
 void register_methods(py::module_& module) {
   static std::array<PyMethodDef, 4> methods = {
-      definition<redistribute, 3>("redistribute"),
-      definition<from_local, 5>("from_local"),
-      definition<to_local, 1>("to_local"),
+      method_definition<redistribute, 3>("redistribute"),
+      method_definition<from_local, 5>("from_local"),
+      method_definition<to_local, 1>("to_local"),
       PyMethodDef{nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods.data()) != 0) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -156,7 +157,7 @@ def _is_around(dtensor: DTensor, local: torch.Tensor) -> bool:
 
 
 def _redistribute_backward(
-    grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype
+    grad: Any, spec: DTensorSpec, dtype: torch.dtype
 ) -> tuple[object, object]:
     result = Redistribute.backward(_compat.redistribute_context(spec, dtype), grad)[0]
     if torch.is_grad_enabled() or type(grad) is not DTensor:
@@ -165,9 +166,7 @@ def _redistribute_backward(
     return result, (result._spec if plan else None, plan)
 
 
-def _from_local_backward(
-    grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype
-) -> tuple[object, object]:
+def _from_local_backward(grad: Any, spec: DTensorSpec, dtype: torch.dtype) -> tuple[object, object]:
     context = types.SimpleNamespace(
         forward_input_placements=spec.placements,
         forward_input_device_mesh=spec.mesh,
