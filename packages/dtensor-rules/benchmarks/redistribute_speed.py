@@ -1,8 +1,9 @@
-"""What a redistribution of a local tensor costs in Python, torch's and ours, on a fake group of 8.
+"""What redistributions, and DTensor's methods, cost on a fake group of 8: torch's and ours.
 
 Nothing is sent and the tensors are small, so what is left is the planning, the calls and the
 allocations. Figures are microseconds of this thread, the least of some repeats taken in turn.
-Goal: at most 2.5 for one collective.
+Goals: at most 2.5 for one collective, 5 for `DTensor.redistribute`. The fake group's all_gather and
+reduce_scatter copy every piece, which is most of what is left of theirs.
 """
 
 import gc
@@ -13,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+import dtensor_rules
 from dtensor_rules.redistribution import plan_redistribution
 from testkit import fake_mesh
 
@@ -69,6 +72,47 @@ def measure() -> list[SpeedRow]:
         return rows
 
 
+def measure_methods() -> list[SpeedRow]:
+    """A row for each public method, without and with gradients."""
+    with fake_mesh((RANKS,)) as mesh, _quiet_thread():
+        whole = torch.randn(SHAPE)
+        leaf = whole.clone().requires_grad_()
+        calls: dict[str, Callable[[], object]] = {}
+        for name, (source, target) in PAIRS.items():
+            if target != P:
+                placed = _placed(mesh, source)
+                calls[f"redistribute {name}"] = lambda d=placed, t=target: d.redistribute(
+                    placements=[t]
+                )
+        placed, with_grad = _placed(mesh, S0), _placed(mesh, S0, requires_grad=True)
+        shards = [S0]
+        calls["from_local"] = lambda: DTensor.from_local(whole, mesh, shards)
+        calls["to_local"] = lambda: placed.to_local()
+        calls["from_local, grad"] = lambda: DTensor.from_local(leaf, mesh, shards)
+        calls["to_local, grad"] = lambda: with_grad.to_local()
+        calls["redistribute S(0) to R, grad"] = lambda: with_grad.redistribute(placements=[R])
+
+        def there_and_back() -> None:
+            out = DTensor.from_local(leaf, mesh, shards).redistribute(placements=[R]).to_local()
+            torch.autograd.grad(out, leaf, whole_grad)
+
+        whole_grad = torch.ones(SHAPE[0] * RANKS, SHAPE[1])
+        calls["all three and backward"] = there_and_back
+        (stock,) = zip(*[_least(call) for call in calls.values()], strict=True)
+        with dtensor_rules.enabled():
+            (ours,) = zip(*[_least(call) for call in calls.values()], strict=True)
+        return [
+            SpeedRow(name, torchs, us, torchs / us)
+            for name, torchs, us in zip(calls, stock, ours, strict=True)
+        ]
+
+
+def _placed(mesh: DeviceMesh, placement: Placement, *, requires_grad: bool = False) -> DTensor:
+    whole = torch.randn(SHAPE)
+    local = whole.chunk(RANKS, placement.dim)[0] if isinstance(placement, Shard) else whole
+    return DTensor.from_local(local.contiguous().requires_grad_(requires_grad), mesh, [placement])
+
+
 def _least(*functions: Callable[[], object]) -> list[float]:
     """Microseconds a call of each, the least of the repeats."""
     least = [float("inf")] * len(functions)
@@ -98,6 +142,6 @@ def _quiet_thread() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    print(f"{'redistribution':14}  stock us  ours us  ratio")
-    for row in measure():
-        print(f"{row.name:14}  {row.stock_us:8.1f}  {row.ours_us:7.2f}  {row.ratio:5.1f}")
+    print(f"{'redistribution':28}  stock us  ours us  ratio")
+    for row in (*measure(), *measure_methods()):
+        print(f"{row.name:28}  {row.stock_us:8.1f}  {row.ours_us:7.2f}  {row.ratio:5.1f}")

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, module) {
   dtensor_rules::register_cache(module);
   dtensor_rules::register_dispatch(module);
   dtensor_rules::register_redistribute(module);
+  dtensor_rules::register_methods(module);
   dtensor_rules::register_specs(module);
   dtensor_rules::register_stats(module);
 }

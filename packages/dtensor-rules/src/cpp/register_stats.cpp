@@ -1,4 +1,5 @@
 #include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/methods.h"
 #include "dtensor_rules/register.h"
 
 namespace dtensor_rules {
@@ -15,15 +16,22 @@ py::dict reasons(const OpStats& stats) {
   return counts;
 }
 
-// (name, rule, cache, miss, {reason: count}) of every operator that was called.
+void append(py::list& result, const std::string& name, const OpStats& stats) {
+  const uint64_t rule = stats.rule, cache = stats.cache, miss = stats.miss;
+  const py::dict left = reasons(stats);
+  if (rule + cache + miss + left.size() != 0) {
+    result.append(py::make_tuple(name, rule, cache, miss, left));
+  }
+}
+
+// (name, rule, cache, miss, {reason: count}) of every operator and method that was called.
 py::list counts() {
   py::list result;
   for (const auto& op : operators()) {
-    const uint64_t rule = op->stats.rule, cache = op->stats.cache, miss = op->stats.miss;
-    const py::dict left = reasons(op->stats);
-    if (rule + cache + miss + left.size() != 0) {
-      result.append(py::make_tuple(op->name, rule, cache, miss, left));
-    }
+    append(result, op->name, op->stats);
+  }
+  for (size_t half = 0; half < static_cast<size_t>(Half::kCount); ++half) {
+    append(result, half_name(static_cast<Half>(half)), half_stats(static_cast<Half>(half)));
   }
   return result;
 }
@@ -31,6 +39,9 @@ py::list counts() {
 void clear_counts() {
   for (const auto& op : operators()) {
     op->stats.clear();
+  }
+  for (size_t half = 0; half < static_cast<size_t>(Half::kCount); ++half) {
+    half_stats(static_cast<Half>(half)).clear();
   }
 }
 

@@ -6,6 +6,7 @@ Importing this module checks that torch is the one that the extension module was
 from __future__ import annotations
 
 import logging
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -118,3 +119,28 @@ def all_to_all_gathers(mesh: DeviceMesh) -> bool:
         "CPU process group does not support alltoall yet, falling back with allgather + chunk!",
     )
     return True
+
+
+def gradient_placements(placements: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The placements that `from_local` wants of its gradient; None where this torch has no rule."""
+    from torch.distributed.tensor import _api
+
+    normalize = getattr(_api, "_normalize_placements_for_grad", None)
+    return None if normalize is None else normalize(placements)
+
+
+def redistribute_context(spec: DTensorSpec, dtype: torch.dtype) -> Any:
+    """What `Redistribute.backward` finds in its context after a plain forward.
+
+    Args:
+        spec: of the forward's input.
+        dtype: of its local tensor.
+    """
+    return types.SimpleNamespace(
+        current_spec=spec,
+        async_op=False,
+        bwd_op_dtype=dtype,
+        bwd_out_dtype=dtype,
+        backward_dtype=dtype,  # its names before 2.13
+        original_dtype=dtype,
+    )

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -113,3 +113,27 @@ class Redistribution(Transform):
     def __init__(self, steps: Sequence[Step]) -> None: ...
     @property
     def steps(self) -> list[Step]: ...
+
+Backward: TypeAlias = Callable[[torch.Tensor, DTensorSpec, torch.dtype], tuple[object, object]]
+
+def redistribute(dtensor: torch.Tensor, mesh: object, placements: object, /) -> Any: ...
+def from_local(
+    local: torch.Tensor, mesh: object, placements: object, shape: object, stride: object, /
+) -> Any: ...
+def to_local(dtensor: torch.Tensor, /) -> Any: ...
+def learn_redistribute(
+    dtensor: torch.Tensor,
+    placements: object,
+    spec: DTensorSpec | None,
+    transform: Redistribution | None,
+) -> None: ...
+def learn_from_local(
+    local: torch.Tensor,
+    mesh: object,
+    placements: object,
+    shape: object,
+    stride: object,
+    spec: DTensorSpec | None,
+) -> None: ...
+def set_methods_on(on: bool) -> None: ...
+def set_backwards(*, redistribute: Backward, from_local: Backward, to_local: Backward) -> None: ...

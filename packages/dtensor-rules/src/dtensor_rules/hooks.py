@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from dtensor_rules import _compat, _core, operators
+from dtensor_rules import _compat, _core, methods, operators
 
 _REGISTRATIONS = (
     "register_op_strategy",
@@ -33,6 +33,8 @@ def install() -> None:
     if hasattr(torch._C, _CLEAR):
         _after(torch._C, _CLEAR, _forget_all)
     _watch_specs()
+    methods.install()
+    _undo.append(methods.remove)
 
 
 def remove() -> None:

@@ -1,0 +1,447 @@
+"""DTensor.redistribute, from_local and to_local beside torch's own, forward and backward."""
+
+import copy
+import inspect
+import threading
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
+
+import dtensor_rules
+from testkit import CommLog, assert_bitwise, fake_mesh, run_ranks
+
+R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial()
+PLACEMENTS = (R, SUM, S0, S1)
+NAMES = ("redistribute", "from_local", "to_local")
+
+
+@pytest.fixture(autouse=True)
+def _enabled():
+    with dtensor_rules.enabled():
+        dtensor_rules.cache_clear()
+        dtensor_rules.stats_clear()
+        yield
+
+
+def describe(tensor):
+    """All that can be seen of a tensor but its values."""
+    if tensor is None:
+        return None
+    about = {
+        "type": type(tensor),
+        "shape": tensor.shape,
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "has grad_fn": tensor.grad_fn is not None,
+        "is_view": tensor._is_view(),
+    }
+    if isinstance(tensor, DTensor):
+        # Whether torch marks its local tensor as a view of what was received is chance.
+        local = describe(tensor._local_tensor) | {"is_view": None}
+        about |= {"spec": tensor._spec, "local": local}
+    return about
+
+
+def both(function, *, times=3):
+    """What a function gives with torch alone, and with the library at its first and later calls."""
+    dtensor_rules.disable()
+    expected = function()
+    dtensor_rules.enable()
+    return expected, [function() for _ in range(times)]
+
+
+def assert_equal(actual, expected, what=""):
+    assert describe(actual) == describe(expected), what
+    if expected is None:
+        return
+    if isinstance(expected, DTensor):
+        actual, expected = actual._local_tensor, expected._local_tensor
+    assert_bitwise(actual.detach(), expected.detach(), what)
+
+
+def hits(name):
+    return dtensor_rules.stats()[name].cache
+
+
+def local_of(mesh, placement, shape=(8, 4)):
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    if isinstance(placement, Shard):
+        return whole.chunk(mesh.size(), placement.dim)[mesh.get_rank()].contiguous()
+    return whole + mesh.get_rank()
+
+
+def forward_and_backward(mesh, source, target, *, grad_target=None):
+    """Every method once, with gradients: a list of the tensors that come out."""
+    local = local_of(mesh, source).requires_grad_()
+    placed = DTensor.from_local(local, mesh, [source])
+    moved = placed.redistribute(placements=[target])
+    out = moved.to_local()
+    moved.retain_grad()
+    placed.retain_grad()
+    (out * torch.arange(float(out.numel())).reshape(out.shape)).sum().backward()
+    with torch.no_grad():
+        quiet = placed.redistribute(placements=[target])
+        assert quiet.to_local() is quiet._local_tensor
+    return [placed, moved, out, moved.grad, placed.grad, local.grad, quiet]
+
+
+def compare_on_ranks():
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for source in PLACEMENTS:
+        for target in (R, S0, S1) if source != SUM else PLACEMENTS:
+            with CommLog() as log:
+                dtensor_rules.disable()
+                expected = forward_and_backward(mesh, source, target)
+            dtensor_rules.enable()
+            for call in range(3):
+                with CommLog() as our_log:
+                    actual = forward_and_backward(mesh, source, target)
+                assert our_log.calls == log.calls, (source, target)
+                for index, pair in enumerate(zip(actual, expected, strict=True)):
+                    assert_equal(*pair, f"{index} of {source} to {target}, call {call}")
+    counted = {name: counts.cache for name, counts in dtensor_rules.stats().items()}
+    dtensor_rules.disable()
+    return counted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_pair_of_placements_with_gradients(world_size):
+    for counted in run_ranks(compare_on_ranks, world_size, timeout=120):
+        for method in NAMES:
+            assert counted[f"DTensor.{method}"] >= 13
+            assert counted[f"DTensor.{method} backward"] >= 13
+
+
+def on_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.ones(4, 4, requires_grad=True)
+
+    def run():
+        placed = DTensor.from_local(local, mesh, (S0, SUM), shape=torch.Size((8, 4)), stride=(4, 1))
+        moved = placed.redistribute(mesh, [R, S1])
+        (grad,) = torch.autograd.grad(moved.to_local().square().sum(), local)
+        return [placed, moved, grad]
+
+    expected, all_actual = both(run)
+    for actual in all_actual:
+        for pair in zip(actual, expected, strict=True):
+            assert_equal(*pair)
+
+
+@pytest.mark.ranks
+def test_a_mesh_of_two_axes_and_a_given_shape():
+    run_ranks(on_two_axes, 4, timeout=60)
+
+
+# The details of what comes out.
+
+
+def related(local, placed, moved, out):
+    """Which of the tensors share what, and which are views of which."""
+    tensors = [local, placed._local_tensor, moved._local_tensor, out]
+    return [
+        (one is other, one._base is other, one.data_ptr() == other.data_ptr(), one._version)
+        for one in tensors
+        for other in tensors
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:To construct DTensor from torch.Tensor:UserWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("grad_mode", [False, True])
+@pytest.mark.parametrize("target", [S0, S1], ids=str)
+def test_what_can_be_seen_of_the_results(target, grad_mode, requires_grad):
+    with fake_mesh((1,)) as mesh:
+        local = torch.ones(4, 4).requires_grad_(requires_grad)
+
+        def run():
+            with torch.set_grad_enabled(grad_mode):
+                placed = DTensor.from_local(local, mesh, [S0])
+                moved = placed.redistribute(placements=[target])
+                out = moved.to_local()
+            assert placed.device_mesh is mesh
+            return [placed, moved, out], related(local, placed, moved, out)
+
+        (expected, relations), all_actual = both(run)
+        for actual, our_relations in all_actual:
+            assert our_relations == relations
+            for pair in zip(actual, expected, strict=True):
+                assert_equal(*pair)
+
+
+def test_the_same_placements_keep_the_local_tensor():
+    with fake_mesh((2,)) as mesh:
+        placed = DTensor.from_local(torch.ones(2, 2), mesh, [S0])
+        for _ in range(2):
+            moved = placed.redistribute(placements=[S0])
+            assert moved is not placed
+            assert moved._local_tensor is placed._local_tensor
+    assert hits("DTensor.redistribute") == 1
+
+
+def test_dims_may_be_negative():
+    with fake_mesh((2,)) as mesh:
+        for _ in range(2):
+            placed = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(-1)])
+            assert placed.placements == (S1,)
+            assert placed.redistribute(placements=[Shard(-2)]).placements == (S0,)
+    assert hits("DTensor.redistribute") == hits("DTensor.from_local") == 1
+
+
+def test_a_result_on_each_of_two_equal_meshes_has_its_own():
+    with fake_mesh((2,)) as mesh:
+        other = DeviceMesh("cpu", torch.arange(2))
+        assert other == mesh
+        for _ in range(2):
+            for one in (mesh, other):
+                assert DTensor.from_local(torch.ones(2, 2), one, [S0]).device_mesh is one
+
+
+def test_the_layout_of_the_local_tensor_matters():
+    with fake_mesh((2,)) as mesh:
+        for local in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).double()):
+            expected, all_actual = both(lambda t=local: DTensor.from_local(t, mesh, [S0]))
+            for actual in all_actual:
+                assert_equal(actual, expected)
+
+
+def test_writing_into_a_view_that_requires_grad_is_refused_as_by_torch():
+    with fake_mesh((2,)) as mesh:
+        placed = DTensor.from_local(torch.ones(2, 2, requires_grad=True), mesh, [S0])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="created inside a custom Function"):
+                placed.to_local().add_(1)
+
+
+def test_writing_into_a_view_reaches_the_dtensor():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(2, 2)
+        for _ in range(2):
+            placed = DTensor.from_local(local, mesh, [S0])
+            placed.to_local().add_(1)
+        assert local.sum() == 12
+        assert local._version == placed._local_tensor._version == 2
+
+
+def test_a_parameter_stays_a_parameter():
+    with fake_mesh((2,)) as mesh:
+        weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [S0]))
+        assert isinstance(weight.to_local(), torch.nn.Parameter)
+        with torch.no_grad():
+            assert isinstance(weight.to_local(), torch.nn.Parameter)
+        assert weight.redistribute(placements=[R]).grad_fn is not None
+
+
+def test_a_graph_outlives_the_library():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(2, 2, requires_grad=True)
+
+        def graph():
+            moved = DTensor.from_local(local, mesh, [S0]).redistribute(placements=[R])
+            return moved.to_local().sum()
+
+        graph().backward()
+        expected = local.grad.clone()
+        last = graph()
+        dtensor_rules.disable()
+        local.grad = None
+        last.backward()
+        assert_bitwise(local.grad, expected)
+        assert dtensor_rules.cache_info().size == 0
+        dtensor_rules.enable()
+
+
+def test_second_derivatives():
+    with fake_mesh((2,)) as mesh:
+        local = torch.full((2, 2), 3.0, requires_grad=True)
+
+        def run():
+            out = DTensor.from_local(local, mesh, [S0]).redistribute(placements=[R]).to_local()
+            (first,) = torch.autograd.grad((out**3).sum(), local, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), local)
+            return [first, second]
+
+        expected, all_actual = both(run)
+        for actual in all_actual:
+            for pair in zip(actual, expected, strict=True):
+                assert_equal(*pair)
+    assert dtensor_rules.stats()["DTensor.redistribute backward"].fallthrough["unsupported"] == 2
+
+
+def test_a_gradient_of_another_dtype_is_torchs():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+
+        def run():
+            moved = DTensor.from_local(local, mesh, [S0]).redistribute(placements=[R])
+            return torch.autograd.grad(moved.float().to_local().sum(), local)[0]
+
+        expected, all_actual = both(run)
+        for actual in all_actual:
+            assert_equal(actual, expected)
+
+
+def test_hooks_checkpoints_and_threads():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(2, 2, requires_grad=True)
+        seen = []
+
+        def work(tensor):
+            placed = DTensor.from_local(tensor, mesh, [S0])
+            placed.register_hook(lambda grad: seen.append(type(grad)))
+            return placed.redistribute(placements=[R]).to_local()
+
+        def run():
+            torch.autograd.grad(checkpoint(work, local, use_reentrant=False).sum(), local)
+
+        run()
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [DTensor] * 5
+
+
+# What is torch's.
+
+
+def left(name):
+    return dtensor_rules.stats()[name].fallthrough
+
+
+class Sub(DTensor):
+    pass
+
+
+def test_what_is_not_plain_is_torchs():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(4, 2)
+        placed = DTensor.from_local(local, mesh, [S0])
+        with pytest.raises(RuntimeError, match="internal use only"):
+            placed.redistribute(placements=[SUM])
+        with pytest.raises(RuntimeError, match="placements is needed"):
+            placed.redistribute()
+        with pytest.raises(RuntimeError, match="argument only accepts"):
+            DTensor.from_local(placed, mesh, [S0])
+        with pytest.raises(ValueError, match="artial"):
+            DTensor.from_local(local, mesh, [SUM, Partial("max")])
+        waiting = placed.redistribute(placements=[R], async_op=True)
+        assert isinstance(waiting._local_tensor, AsyncCollectiveTensor)
+        assert (
+            placed.redistribute(placements=[R], forward_dtype=torch.float64).dtype == torch.float64
+        )
+        assert waiting.redistribute(placements=[S0]).placements == (S0,)
+        assert left("DTensor.redistribute")["local subclass"] == 1
+        checked = DTensor.from_local(local, mesh, [S0], grad_placements=[R])
+        assert checked.placements == (S0,)
+        assert "DTensor.to_local" not in dtensor_rules.stats()
+        assert placed.to_local(grad_placements=[R]).shape == (4, 2)
+
+
+def test_given_gradient_placements_are_torchs():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(4, 2, requires_grad=True)
+
+        def run():
+            placed = DTensor.from_local(local, mesh, [S0], grad_placements=[S0])
+            out = placed.redistribute(placements=[R]).to_local(grad_placements=[SUM])
+            return torch.autograd.grad(out.sum(), local)[0]
+
+        expected, all_actual = both(run)
+        for actual in all_actual:
+            assert_equal(actual, expected)
+
+
+def test_modes_see_what_they_see_with_torch():
+    with fake_mesh((2,)) as mesh:
+        placed = DTensor.from_local(torch.ones(4, 2), mesh, [S0])
+        placed.redistribute(placements=[R])
+        with CommDebugMode() as log:
+            placed.redistribute(placements=[R])
+        assert log.get_total_counts() == 1
+        assert left("DTensor.redistribute")["mode"] == 1
+
+
+def test_a_rank_outside_the_mesh():
+    with fake_mesh((4,), rank=3):
+        mesh = DeviceMesh("cpu", [0, 1])
+        for _ in range(3):
+            placed = DTensor.from_local(torch.ones(4, 2), mesh, [S0])
+            assert placed.to_local().numel() == 0
+            assert placed.redistribute(placements=[R]).placements == (R,)
+
+
+def test_functorch_is_torchs():
+    with fake_mesh((2,)) as mesh:
+        placed = DTensor.from_local(torch.ones(4, 2), mesh, [S0])
+        placed.redistribute(placements=[R])
+
+        def total(tensor):
+            return placed.redistribute(placements=[R]).to_local().sum() * tensor
+
+        with pytest.raises(RuntimeError, match="setup_context"):  # as with torch alone
+            torch.func.grad(total)(torch.ones(()))
+
+
+def test_deep_copies():
+    with fake_mesh((2,)) as mesh:
+        expected, all_actual = both(
+            lambda: copy.deepcopy(DTensor.from_local(torch.ones(4, 2), mesh, [S0]))
+        )
+        for actual in all_actual:
+            assert_equal(actual, expected)
+
+
+# torch.compile instantiates torch's autograd functions, which warns, without this library too.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_is_that_of_torch():
+    with fake_mesh((2,)) as mesh:
+
+        def function(tensor):
+            placed = DTensor.from_local(tensor, mesh, [S0])
+            return placed.redistribute(placements=[R]).to_local() * 2
+
+        def compiled():
+            torch._dynamo.reset()
+            return torch.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(4, 2))
+
+        expected, all_actual = both(compiled)
+        for actual in (*all_actual, *both(compiled)[1]):
+            assert_equal(actual, expected)
+        dtensor_rules.disable()
+        assert_equal(compiled(), expected)
+        dtensor_rules.enable()
+
+
+# Switching.
+
+
+def test_the_methods_are_torchs_again_after_disable():
+    dtensor_rules.disable()
+    stock = {name: vars(DTensor)[name] for name in NAMES}
+    with dtensor_rules.enabled():
+        for name in NAMES:
+            assert vars(DTensor)[name] is not stock[name]
+            assert inspect.signature(getattr(DTensor, name)) == inspect.signature(
+                stock[name].__func__ if isinstance(stock[name], staticmethod) else stock[name]
+            )
+            assert getattr(DTensor, name).__doc__ == getattr(stock[name], "__doc__", None)
+    assert {name: vars(DTensor)[name] for name in NAMES} == stock
+    dtensor_rules.enable()
+
+
+def test_a_changed_spec_is_not_handed_out():
+    with fake_mesh((2,)) as mesh:
+        for _ in range(2):
+            placed = DTensor.from_local(torch.ones(4, 2), mesh, [S0])
+        placed._spec.placements = (S1,)
+        assert DTensor.from_local(torch.ones(4, 2), mesh, [S0]).placements == (S0,)
