@@ -5,8 +5,15 @@
 
 namespace dtensor_rules {
 
-// A DTensor of this spec around a local tensor, detached from autograd. With `base` it is a view:
-// it shares that wrapper's storage, as torch's return_and_correct_aliasing arranges it.
-at::Tensor wrap(const at::Tensor& local, const Spec& spec, const at::Tensor* base = nullptr);
+// What a view is a view of, and where in it (in elements, from where the base itself begins).
+struct ViewOf {
+  const at::Tensor& base;
+  int64_t offset;
+};
+
+// A DTensor of this spec around a local tensor, detached from autograd. A view shares the storage
+// of its base's wrapper, as torch's return_and_correct_aliasing arranges it.
+at::Tensor wrap(
+    const at::Tensor& local, const Spec& spec, const std::optional<ViewOf>& view = std::nullopt);
 
 }  // namespace dtensor_rules

@@ -62,13 +62,24 @@ SpecPtr spec_for(Output& output, const at::Tensor& local) {
   return output.spec;
 }
 
-void wrap_list(const std::vector<SpecPtr>& specs, c10::IValue& result) {
+// The place of a result in the tensor that it is a view of; nothing where it is no view.
+std::optional<ViewOf> place_in(const at::Tensor* base, const Plan& plan, size_t index) {
+  if (base == nullptr) {
+    return std::nullopt;
+  }
+  return ViewOf{*base, plan.offsets.empty() ? 0 : plan.offsets.at(index)};
+}
+
+void wrap_list(
+    const Plan& plan, const std::vector<SpecPtr>& specs, const at::Tensor* base,
+    c10::IValue& result) {
   const auto locals = result.toTensorVector();
   c10::List<at::Tensor> wrapped;
   wrapped.reserve(locals.size());
   for (size_t index = 0; index < locals.size(); ++index) {
     const SpecPtr& spec = specs.at(index);
-    wrapped.push_back(spec ? wrap(locals[index], *spec) : locals[index]);
+    wrapped.push_back(
+        spec ? wrap(locals[index], *spec, place_in(base, plan, index)) : locals[index]);
   }
   result = std::move(wrapped);
 }
@@ -79,10 +90,10 @@ void wrap_results(Plan& plan, const at::Tensor* base, Stack& stack) {
     Output& output = plan.outputs[index];
     c10::IValue& result = stack[first + index];
     if (output.kind == Output::Kind::kTensors) {
-      wrap_list(output.specs, result);
+      wrap_list(plan, output.specs, base, result);
     } else if (output.kind == Output::Kind::kTensor && result.toTensor().defined()) {
       const at::Tensor local = std::move(result).toTensor();
-      result = wrap(local, *spec_for(output, local), base);
+      result = wrap(local, *spec_for(output, local), place_in(base, plan, index));
     }
   }
 }

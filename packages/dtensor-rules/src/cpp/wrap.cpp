@@ -27,11 +27,14 @@ c10::DispatchKeySet keys_of(const at::Tensor& local) {
 
 }  // namespace
 
-at::Tensor wrap(const at::Tensor& local, const Spec& spec, const at::Tensor* base) {
-  c10::Storage storage = base != nullptr ? base->storage() : empty_storage(local, spec);
+at::Tensor wrap(const at::Tensor& local, const Spec& spec, const std::optional<ViewOf>& view) {
+  c10::Storage storage = view ? view->base.storage() : empty_storage(local, spec);
   at::Tensor wrapper = at::detail::make_tensor<at::TensorImpl>(
       std::move(storage), keys_of(local), local.dtype());
   wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
+  if (view) {
+    wrapper.unsafeGetTensorImpl()->set_storage_offset(view->base.storage_offset() + view->offset);
+  }
   wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
   auto object = py::reinterpret_steal<py::object>(
       THPVariable_Wrap(wrapper, torch_classes().dtensor));

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from dtensor_rules.pattern import is_in_place
 from dtensor_rules.plan import Move, Output, Plan
 from dtensor_rules.redistribution import transform_between
 from dtensor_rules.rule import Call
+from dtensor_rules.views import view_offsets
 
 
 def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
@@ -69,6 +69,8 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
         assert wanted is not None
         moves = _moves(call, wanted)
         if sharding.use_val_from_redistribute_schema:
+            if call.info.args_tree_spec is not None:
+                return Plan(reason="unsupported")  # no operator of torch's does both
             values = _values(wanted)
         if wanted.op != op:
             instead = wanted.op
@@ -87,29 +89,39 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
         return Plan(moves=moves, values=values, instead=instead)
     if op == torch.ops.aten.equal.default:
         return Plan(reason="unsupported")  # torch adds an all-reduce, and so does the rule for it
-    return Plan(moves=moves, values=values, instead=instead, outputs=_outputs(op, spec))
+    return Plan(
+        moves=moves,
+        values=values,
+        instead=instead,
+        outputs=_outputs(op, spec),
+        offsets=view_offsets(call) if op._schema._is_view_op() else (),
+    )
 
 
 def _moves(call: Call, wanted: OpSchema) -> list[Move]:
     """The redistributions of positional arguments; torch leaves keyword arguments as they are."""
-    assert call.info.schema is not None
+    info = call.info
+    # Torch flattens the arguments of operators that take lists of tensors, and its wish with them.
+    nested = info.args_tree_spec is not None
+    wishes = pytree.tree_leaves(wanted.args_schema) if nested else wanted.args_schema
+    places = _places(call.args) if nested else [(index, -1) for index in range(len(call.args))]
     moves = []
-    for index, (given, want) in enumerate(
-        zip(call.info.schema.args_schema, wanted.args_schema, strict=False)
+    for (argument, element), source, target in zip(
+        places, info.flat_args_schema, wishes, strict=False
     ):
-        for element, source, target in _pairs(given, want):
-            if isinstance(source, DTensorSpec) and source != target:
-                assert isinstance(target, DTensorSpec)
-                moves.append(Move(index, element, transform_between(source, target)))
+        if isinstance(source, DTensorSpec) and source != target:
+            assert isinstance(target, DTensorSpec)
+            moves.append(Move(argument, element, transform_between(source, target)))
     return moves
 
 
-def _pairs(given: object, want: object) -> Iterator[tuple[int, object, object]]:
-    if isinstance(given, (list, tuple)) and isinstance(want, (list, tuple)):
-        for element, (source, target) in enumerate(zip(given, want, strict=True)):
-            yield element, source, target
-    else:
-        yield -1, given, want
+def _places(args: tuple[object, ...]) -> list[tuple[int, int]]:
+    """Position and element of every leaf of the arguments, in order; element -1: no list."""
+    return [
+        (index, element)
+        for index, value in enumerate(args)
+        for element in (range(len(value)) if isinstance(value, (list, tuple)) else (-1,))
+    ]
 
 
 def _values(wanted: OpSchema) -> dict[int, object]:
