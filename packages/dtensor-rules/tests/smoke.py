@@ -12,4 +12,7 @@ assert dtensor_rules.__version__ == version, (
 assert importlib.resources.files(dtensor_rules).joinpath("py.typed").is_file(), (
     "py.typed is missing"
 )
+dtensor_rules.enable()  # the extension module loads, and torch is as it expects
+assert dtensor_rules.is_enabled()
+dtensor_rules.disable()
 print(f"dtensor_rules {version}: imported from {dtensor_rules.__file__}")

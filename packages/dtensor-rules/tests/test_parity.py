@@ -19,6 +19,18 @@ from testkit.operator_cases import operator_cases
 
 # The rank that is played on each mesh: the last of four has uneven and empty shards.
 RANKS = {(4,): 3, (2, 2): 2}
+# What torch does itself, in part or whole, and why: results are compared all the same.
+TORCHS = {
+    "argmax": "torch has a handler for it",
+    "dropout in eval": "gives back its argument",
+    "equal": "of partial sums: torch reduces them first",
+    "mse_loss": "torch decomposes it",
+    "mv": "torch decomposes it",
+    "norm": "the scalar of its backward is a tensor in a list of numbers",
+}
+# A rule adds a replica to a partial sum on one rank, where torch divides it by their number:
+# the sums are equal (test_builtin), the shares are not.
+ADDS = ("add", "add alpha", "add odd")
 ON_TWO_AXES = (
     "add", "mul scalar", "add_", "sum", "mean dim", "mm", "view", "t", "transpose",
     "slice", "chunk", "cat", "softmax", "layer_norm", "embedding", "where", "gather", "zeros_like",
@@ -183,9 +195,17 @@ def mesh_and_stock(request):
 def check(case, mesh_and_stock, *, grad):
     mesh, stock = mesh_and_stock
     ours, counts = two_calls(case, mesh, grad=grad)
+    shared_out = case.operator.name in ADDS and ("-R,Psum-" in str(case) or "-Psum,R-" in str(case))
     for number, (expected, got) in enumerate(zip(stock[case, grad], ours, strict=True), 1):
-        assert list(differences(expected, got)) == [], f"call {number}"
+        found = list(differences(expected, got))
+        if shared_out:
+            found = [line for line in found if not line.startswith("output 0.local.bits")]
+        assert found == [], f"call {number}"
+    if case.operator.name in TORCHS:
+        return
     if not any("error" in name for name in stock[case, grad][0]):
+        # from_local is the tests' own, to make a gradient.
+        counts = {name: op for name, op in counts.items() if name != "DTensor.from_local"}
         assert any(op.rule + op.cache for op in counts.values()), "nothing took the fast path"
         slow = {name: op for name, op in counts.items() if op.miss or op.fallthrough}
         assert slow == {}, "the second call did not take the fast path everywhere"

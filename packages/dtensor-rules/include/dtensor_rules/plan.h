@@ -49,8 +49,6 @@ struct Plan final : c10::intrusive_ptr_target {
   std::optional<c10::OperatorHandle> instead;
   size_t instead_arguments = 0;
   std::vector<Output> outputs;
-  // Where the results of a view begin in its argument; none: at its beginning.
-  std::vector<int64_t> offsets;
   // Arguments given as `out=`, which are the results, and their specs from then on.
   std::vector<std::pair<size_t, SpecPtr>> given;
   FinishPtr finish;  // null, or makes the one result out of the local one

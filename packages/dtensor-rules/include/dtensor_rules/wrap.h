@@ -5,15 +5,11 @@
 
 namespace dtensor_rules {
 
-// What a view is a view of, and where in it (in elements, from where the base itself begins).
-struct ViewOf {
-  const at::Tensor& base;
-  int64_t offset;
-};
+// A DTensor of this spec around a local tensor, detached from autograd.
+at::Tensor wrap(const at::Tensor& local, const Spec& spec);
 
-// A DTensor of this spec around a local tensor, detached from autograd. A view shares the storage
-// of its base's wrapper, as torch's return_and_correct_aliasing arranges it.
-at::Tensor wrap(
-    const at::Tensor& local, const Spec& spec, const std::optional<ViewOf>& view = std::nullopt);
+// One that results from a view: it begins where the local view begins, and shares the storage of
+// the base's wrapper if one is given, as torch's return_and_correct_aliasing arranges it.
+at::Tensor wrap_view(const at::Tensor& local, const Spec& spec, const at::Tensor* base);
 
 }  // namespace dtensor_rules

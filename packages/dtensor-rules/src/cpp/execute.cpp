@@ -62,38 +62,34 @@ SpecPtr spec_for(Output& output, const at::Tensor& local) {
   return output.spec;
 }
 
-// The place of a result in the tensor that it is a view of; nothing where it is no view.
-std::optional<ViewOf> place_in(const at::Tensor* base, const Plan& plan, size_t index) {
-  if (base == nullptr) {
-    return std::nullopt;
-  }
-  return ViewOf{*base, plan.offsets.empty() ? 0 : plan.offsets.at(index)};
-}
-
-void wrap_list(
-    const Plan& plan, const std::vector<SpecPtr>& specs, const at::Tensor* base,
-    c10::IValue& result) {
+void wrap_list(const Operator& op, const std::vector<SpecPtr>& specs, c10::IValue& result) {
   const auto locals = result.toTensorVector();
   c10::List<at::Tensor> wrapped;
   wrapped.reserve(locals.size());
   for (size_t index = 0; index < locals.size(); ++index) {
     const SpecPtr& spec = specs.at(index);
-    wrapped.push_back(
-        spec ? wrap(locals[index], *spec, place_in(base, plan, index)) : locals[index]);
+    if (!spec) {
+      wrapped.push_back(locals[index]);
+    } else if (op.is_view) {
+      wrapped.push_back(wrap_view(locals[index], *spec, nullptr));
+    } else {
+      wrapped.push_back(wrap(locals[index], *spec));
+    }
   }
   result = std::move(wrapped);
 }
 
-void wrap_results(Plan& plan, const at::Tensor* base, Stack& stack) {
+void wrap_results(const Operator& op, Plan& plan, const at::Tensor* base, Stack& stack) {
   const size_t first = stack.size() - plan.outputs.size();
   for (size_t index = 0; index < plan.outputs.size(); ++index) {
     Output& output = plan.outputs[index];
     c10::IValue& result = stack[first + index];
     if (output.kind == Output::Kind::kTensors) {
-      wrap_list(plan, output.specs, base, result);
+      wrap_list(op, output.specs, result);
     } else if (output.kind == Output::Kind::kTensor && result.toTensor().defined()) {
       const at::Tensor local = std::move(result).toTensor();
-      result = wrap(local, *spec_for(output, local), place_in(base, plan, index));
+      const SpecPtr spec = spec_for(output, local);
+      result = base != nullptr ? wrap_view(local, *spec, base) : wrap(local, *spec);
     }
   }
 }
@@ -150,7 +146,7 @@ void execute(const Operator& op, Plan& plan, const Call& call, Stack& stack) {
   if (op.is_view) {
     const at::Tensor base = stack[first].toTensor();
     run_local(op, plan, call, stack);
-    wrap_results(plan, &base, stack);
+    wrap_results(op, plan, &base, stack);
     return;
   }
   run_local(op, plan, call, stack);
@@ -158,7 +154,7 @@ void execute(const Operator& op, Plan& plan, const Call& call, Stack& stack) {
     stack.back() = plan.finish->apply(stack.back());
     return;
   }
-  wrap_results(plan, nullptr, stack);
+  wrap_results(op, plan, nullptr, stack);
 }
 
 }  // namespace dtensor_rules

@@ -83,7 +83,6 @@ PlanPtr read_plan(const Operator& op, const py::object& description) {
   for (const auto output : description.attr("outputs")) {
     plan->outputs.push_back(read_output(output));
   }
-  plan->offsets = py::cast<std::vector<int64_t>>(description.attr("offsets"));
   for (const auto item : description.attr("given").attr("items")()) {
     const auto pair = py::cast<py::tuple>(item);
     plan->given.emplace_back(py::cast<size_t>(pair[0]), intern_shared(pair[1].ptr()));

@@ -25,19 +25,13 @@ c10::DispatchKeySet keys_of(const at::Tensor& local) {
   return wrapper;
 }
 
-}  // namespace
-
-at::Tensor wrap(const at::Tensor& local, const Spec& spec, const std::optional<ViewOf>& view) {
-  c10::Storage storage = view ? view->base.storage() : empty_storage(local, spec);
+at::Tensor wrap_in(c10::Storage storage, const at::Tensor& local, const Spec& spec) {
   at::Tensor wrapper = at::detail::make_tensor<at::TensorImpl>(
       std::move(storage), keys_of(local), local.dtype());
   wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
-  if (view) {
-    wrapper.unsafeGetTensorImpl()->set_storage_offset(view->base.storage_offset() + view->offset);
-  }
   wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
-  auto object = py::reinterpret_steal<py::object>(
-      THPVariable_Wrap(wrapper, torch_classes().dtensor));
+  auto object =
+      py::reinterpret_steal<py::object>(THPVariable_Wrap(wrapper, torch_classes().dtensor));
   PyObject* local_object = THPVariable_Wrap(local);
   if (local_object == nullptr || object.ptr() == nullptr) {
     throw py::error_already_set();
@@ -45,6 +39,19 @@ at::Tensor wrap(const at::Tensor& local, const Spec& spec, const std::optional<V
   slot(object.ptr(), torch_classes().local_tensor_offset) = local_object;
   slot(object.ptr(), torch_classes().spec_offset) = py::object(spec.object).release().ptr();
   return wrapper;
+}
+
+}  // namespace
+
+at::Tensor wrap(const at::Tensor& local, const Spec& spec) {
+  return wrap_in(empty_storage(local, spec), local, spec);
+}
+
+at::Tensor wrap_view(const at::Tensor& local, const Spec& spec, const at::Tensor* base) {
+  at::Tensor view =
+      wrap_in(base != nullptr ? base->storage() : empty_storage(local, spec), local, spec);
+  view.unsafeGetTensorImpl()->set_storage_offset(local.storage_offset());
+  return view;
 }
 
 }  // namespace dtensor_rules

@@ -49,8 +49,6 @@ class Plan:
         outputs: per result of the operator: None (as it is), a spec, a function that makes the
             spec from the local result of the first run, or for a list of tensors a list of specs
             (None: as it is).
-        offsets: where the results of a view begin in its argument, in elements of the global
-            tensor; one per tensor of the outputs, or none for zeros.
         given: by position, the specs that `out=` arguments have afterwards; they are the results.
         finish: makes the result from the local result, for operators with one result that is no
             tensor.
@@ -63,7 +61,6 @@ class Plan:
     values: Mapping[int, object] = field(default_factory=dict)
     instead: torch._ops.OpOverload | None = None
     outputs: Sequence[Output] = ()
-    offsets: Sequence[int] = ()
     given: Mapping[int, DTensorSpec] = field(default_factory=dict)
     finish: _core.Finish | Callable[[Any], Any] | None = None
     rule: _core.RuleCounter | None = None

@@ -15,7 +15,6 @@ from dtensor_rules.pattern import is_in_place
 from dtensor_rules.plan import Move, Output, Plan
 from dtensor_rules.redistribution import transform_between
 from dtensor_rules.rule import Call
-from dtensor_rules.views import view_offsets
 
 
 def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
@@ -89,13 +88,7 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
         return Plan(moves=moves, values=values, instead=instead)
     if op == torch.ops.aten.equal.default:
         return Plan(reason="unsupported")  # torch adds an all-reduce, and so does the rule for it
-    return Plan(
-        moves=moves,
-        values=values,
-        instead=instead,
-        outputs=_outputs(op, spec),
-        offsets=view_offsets(call) if op._schema._is_view_op() else (),
-    )
+    return Plan(moves=moves, values=values, instead=instead, outputs=_outputs(op, spec))
 
 
 def _moves(call: Call, wanted: OpSchema) -> list[Move]:

@@ -29,9 +29,13 @@ def out_given(call: Call) -> Plan | None:
     return _plan(call, metas[0] if len(metas) == 1 else metas)
 
 
-def _plan(call: Call, meta: Meta) -> Plan:
+def _plan(call: Call, meta: Meta) -> Plan | None:
     assert call.info.schema is not None
-    return from_sharding(call, propagate(call.info.schema, meta))
+    try:
+        sharding = propagate(call.info.schema, meta)
+    except Exception:
+        return None  # torch meets it as well, and words it for its users
+    return from_sharding(call, sharding)
 
 
 def _written(call: Call) -> list[DTensor] | None:
