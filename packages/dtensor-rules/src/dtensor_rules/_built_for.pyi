@@ -1,3 +1,3 @@
-"""Written by CMake (cmake/built_for.py.in): the torch that the extension module was compiled for."""
+"""Written by CMake (cmake/built_for.py.in): the torch that the extension was compiled for."""
 
 TORCH_VERSION: str
