@@ -1,6 +1,5 @@
 #include "dtensor_rules/methods.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -49,7 +48,8 @@ void set_methods_on(bool on) {
 
 Reason unusual_state() {
   const bool unusual = !methods().on || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-      c10::InferenceMode::is_enabled() || at::functorch::functorchTLSAccessor() != nullptr ||
+      c10::InferenceMode::is_enabled() ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher);
   return unusual ? Reason::kMode : Reason::kNone;
