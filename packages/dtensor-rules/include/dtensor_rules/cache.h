@@ -2,8 +2,9 @@
 // flag, and the hand that looks for room gives flagged entries another round).
 #pragma once
 
+#include <c10/util/flat_hash_map.h>
+
 #include <list>
-#include <unordered_map>
 
 #include "dtensor_rules/key.h"
 #include "dtensor_rules/plan.h"
@@ -23,8 +24,10 @@ class Cache {
  public:
   explicit Cache(size_t capacity) : capacity_(capacity) {}
 
-  // Null on a miss. The plan may be evicted, so a caller that lets others run holds a PlanPtr.
-  Plan* find(const Key& key);
+  // Null where there is none. The plan may be evicted, so a caller that lets others run holds it.
+  PlanPtr find(const Key& key);
+  // A plan had to be made.
+  void count_miss() { ++misses_; }
   void insert(Key key, PlanPtr plan);
   void clear();
   // Evicts what no longer fits. Raises std::invalid_argument for a capacity of 0.
@@ -48,7 +51,7 @@ class Cache {
 
   std::list<Entry> entries_;
   std::list<Entry>::iterator hand_ = entries_.end();
-  std::unordered_map<const Key*, std::list<Entry>::iterator, Hash, Equal> by_key_;
+  ska::flat_hash_map<const Key*, std::list<Entry>::iterator, Hash, Equal> by_key_;
   size_t capacity_;
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
 };

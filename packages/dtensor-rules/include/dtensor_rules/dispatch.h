@@ -2,21 +2,29 @@
 #pragma once
 
 #include "dtensor_rules/operator.h"
+#include "dtensor_rules/plan.h"
 
 namespace dtensor_rules {
 
-// Registers a kernel of this library for the operator, at the `Python` dispatch key. Returns false
-// where it has one already. `planner` is planning.plan: what it returns, plan.h reads.
-bool install_kernel(const py::object& overload, std::vector<bool> by_value);
+// The keys that come before Python: autograd, ADInplaceOrView and the like have done their part
+// when a call gets there, and are excluded below it. Torch's own fallback excludes the same.
+extern const c10::DispatchKeySet kBeforePython;
+
+// Makes the call on top of the stack, or leaves it to torch. The keys before Python are excluded.
+void dispatch(Operator& op, torch::jit::Stack& stack);
+
+// Whether a call on this thread may run a plan now; if not, dispatch() knows what to do with it.
+bool gate_is_open();
+
+// One more run of this plan. Needs the GIL.
+void count_hit(Operator& op, Plan& plan);
+
+// A DTensor as `detach()` below autograd makes it, by aten.detach's plan; null where that is left to
+// torch. Takes the GIL.
+c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl& dtensor);
+
+// planner is planning.plan: what it returns, plan.h reads.
 void set_planner(py::object planner);
-// Takes all kernels away: the dispatcher is as before.
-void remove_kernels();
-
-// The operators with a kernel, by name; they outlive the kernels, with their counts.
-const std::vector<std::unique_ptr<Operator>>& operators();
-
-// The key that a call would have, as words; for tests against the Python reference.
-std::vector<uint64_t> key_words(const py::object& overload, const py::tuple& arguments);
 
 // The checking mode: a Python function of (overload, args, kwargs) that does calls in place of the
 // library, and compares; None switches it off (checking.py).

@@ -10,4 +10,11 @@ namespace dtensor_rules {
 // up while other ranks are waited for.
 void execute(const Operator& op, Plan& plan, const Call& call, torch::jit::Stack& stack);
 
+// One result of the local operator as the call's: as it is, or a DTensor. base: the DTensor of which
+// it is a view; null if none. Needs the GIL.
+at::Tensor wrapped(Output& output, at::Tensor local, const at::Tensor* base);
+// The same of a list of results.
+std::vector<at::Tensor> wrapped(
+    const Operator& op, const Output& output, std::vector<at::Tensor> locals);
+
 }  // namespace dtensor_rules

@@ -23,6 +23,9 @@ struct Move {
 struct Value {
   size_t argument;
   c10::IValue value;
+  // The same where it is a list of ints, for typed kernels, which take references.
+  std::vector<int64_t> sizes = {};
+  std::vector<c10::SymInt> symbolic_sizes = {};
 };
 
 // One result: as the local operator gives it, a DTensor, or a list of DTensors.
@@ -53,6 +56,9 @@ struct Plan final : c10::intrusive_ptr_target {
   std::vector<std::pair<size_t, SpecPtr>> given;
   FinishPtr finish;  // null, or makes the one result out of the local one
   std::shared_ptr<RuleCounter> rule;
+
+  // The operator called is the one that runs, and makes the results: typed kernels do no more.
+  bool is_direct() const { return reason == Reason::kNone && !instead && given.empty(); }
 };
 
 using PlanPtr = c10::intrusive_ptr<Plan>;

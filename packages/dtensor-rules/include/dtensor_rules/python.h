@@ -20,6 +20,19 @@ struct TorchClasses {
 void find_torch_classes();
 const TorchClasses& torch_classes();
 
+// Holds the GIL for a scope, taken where this thread does not have it. Not pybind's, which looks up
+// a thread state of its own each time and costs as much again as the GIL.
+class Gil {
+ public:
+  Gil() : state_(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
 // A template, for the slot's interface differs between torch's minor versions.
 template <typename Slot>
 PyObject* slotted_object(Slot* slot) {

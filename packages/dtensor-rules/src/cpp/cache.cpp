@@ -10,15 +10,14 @@ constexpr size_t kCapacity = 16384;
 
 }  // namespace
 
-Plan* Cache::find(const Key& key) {
+PlanPtr Cache::find(const Key& key) {
   const auto found = by_key_.find(&key);
   if (found == by_key_.end()) {
-    ++misses_;
-    return nullptr;
+    return {};
   }
   ++hits_;
   found->second->recent = true;
-  return found->second->plan.get();
+  return found->second->plan;
 }
 
 void Cache::insert(Key key, PlanPtr plan) {

@@ -27,6 +27,8 @@ Reason read_plain(const at::Tensor& tensor, Call& call) {
   return Reason::kNone;
 }
 
+}  // namespace
+
 Reason read_tensor(const at::Tensor& tensor, size_t argument, int64_t element, Call& call) {
   if (!tensor.defined()) {
     call.key.add(Tag::kUndefined);
@@ -60,7 +62,6 @@ Reason read_tensor(const at::Tensor& tensor, size_t argument, int64_t element, C
   return Reason::kNone;
 }
 
-// A number whose value does not matter leaves its type: it decides the type of the result.
 void add_number(Call& call, bool by_value, Tag tag, uint64_t value) {
   if (by_value) {
     call.key.add(tag, value);
@@ -69,7 +70,14 @@ void add_number(Call& call, bool by_value, Tag tag, uint64_t value) {
   }
 }
 
-void add_string(Call& call, const std::string& text) {
+void add_device(Call& call, at::Device device) {
+  call.key.add(
+      Tag::kDevice,
+      static_cast<uint64_t>(device.type()) |
+          static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 8);
+}
+
+void add_string(Call& call, std::string_view text) {
   call.key.add(Tag::kString, text.size());
   for (size_t begin = 0; begin < text.size(); begin += sizeof(uint64_t)) {
     uint64_t word = 0;
@@ -77,6 +85,8 @@ void add_string(Call& call, const std::string& text) {
     call.key.add_word(word);
   }
 }
+
+namespace {
 
 Reason read_value(
     const c10::IValue& value, size_t argument, int64_t element, bool by_value, Call& call);
@@ -125,11 +135,7 @@ Reason read_value(
   } else if (value.isString()) {
     add_string(call, value.toStringRef());
   } else if (value.isDevice()) {
-    const auto device = value.toDevice();
-    call.key.add(
-        Tag::kDevice,
-        static_cast<uint64_t>(device.type()) |
-            static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 8);
+    add_device(call, value.toDevice());
   } else if (value.isList() && element < 0) {
     return read_list(value, argument, by_value, call);
   } else if (value.isSymInt() || value.isSymFloat() || value.isSymBool()) {

@@ -62,34 +62,15 @@ SpecPtr spec_for(Output& output, const at::Tensor& local) {
   return output.spec;
 }
 
-void wrap_list(const Operator& op, const std::vector<SpecPtr>& specs, c10::IValue& result) {
-  const auto locals = result.toTensorVector();
-  c10::List<at::Tensor> wrapped;
-  wrapped.reserve(locals.size());
-  for (size_t index = 0; index < locals.size(); ++index) {
-    const SpecPtr& spec = specs.at(index);
-    if (!spec) {
-      wrapped.push_back(locals[index]);
-    } else if (op.is_view) {
-      wrapped.push_back(wrap_view(locals[index], *spec, nullptr));
-    } else {
-      wrapped.push_back(wrap(locals[index], *spec));
-    }
-  }
-  result = std::move(wrapped);
-}
-
 void wrap_results(const Operator& op, Plan& plan, const at::Tensor* base, Stack& stack) {
   const size_t first = stack.size() - plan.outputs.size();
   for (size_t index = 0; index < plan.outputs.size(); ++index) {
     Output& output = plan.outputs[index];
     c10::IValue& result = stack[first + index];
     if (output.kind == Output::Kind::kTensors) {
-      wrap_list(op, output.specs, result);
-    } else if (output.kind == Output::Kind::kTensor && result.toTensor().defined()) {
-      const at::Tensor local = std::move(result).toTensor();
-      const SpecPtr spec = spec_for(output, local);
-      result = base != nullptr ? wrap_view(local, *spec, base) : wrap(local, *spec);
+      result = wrapped(op, output, result.toTensorVector());
+    } else if (output.kind == Output::Kind::kTensor) {
+      result = wrapped(output, std::move(result).toTensor(), base);
     }
   }
 }
@@ -123,6 +104,25 @@ void run_local(const Operator& op, const Plan& plan, const Call& call, Stack& st
 }
 
 }  // namespace
+
+at::Tensor wrapped(Output& output, at::Tensor local, const at::Tensor* base) {
+  if (output.kind == Output::Kind::kLocal || !local.defined()) {
+    return local;
+  }
+  const SpecPtr spec = spec_for(output, local);
+  return base != nullptr ? wrap_view(local, *spec, base) : wrap(local, *spec);
+}
+
+std::vector<at::Tensor> wrapped(
+    const Operator& op, const Output& output, std::vector<at::Tensor> locals) {
+  for (size_t index = 0; index < locals.size(); ++index) {
+    if (const SpecPtr& spec = output.specs.at(index)) {
+      at::Tensor& local = locals[index];
+      local = op.is_view ? wrap_view(local, *spec, nullptr) : wrap(local, *spec);
+    }
+  }
+  return locals;
+}
 
 void execute(const Operator& op, Plan& plan, const Call& call, Stack& stack) {
   const size_t first = stack.size() - op.arguments;

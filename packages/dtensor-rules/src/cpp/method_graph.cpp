@@ -19,7 +19,7 @@ Saved::~Saved() {
     new SpecPtr(std::move(spec));  // never destroyed: there is no Python left to do it
     return;
   }
-  const py::gil_scoped_acquire gil;
+  const Gil gil;
   spec.reset();
 }
 
@@ -35,7 +35,7 @@ variable_list give_back(AutogradContext& context, const variable_list& grads, Gi
     return {at::Tensor(), at::Tensor()};
   }
   const auto saved = context.saved_data[kSaved].toCapsule();
-  const py::gil_scoped_acquire gil;
+  const Gil gil;
   return {give(grad, static_cast<const Saved&>(*saved)), at::Tensor()};
 }
 

@@ -94,9 +94,10 @@ void add_layout(Key& key, const at::Tensor& local) {
 }
 
 PlanPtr find_plan(Half half, const Key& key) {
-  PlanPtr plan = PlanPtr::reclaim_copy(plans().find(key));
+  PlanPtr plan = plans().find(key);
   OpStats& stats = half_stats(half);
   if (!plan) {
+    plans().count_miss();
     count(stats.miss);
   } else if (plan->reason != Reason::kNone) {
     stats.count_left(plan->reason);

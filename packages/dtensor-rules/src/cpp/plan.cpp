@@ -1,5 +1,7 @@
 #include "dtensor_rules/plan.h"
 
+#include <algorithm>
+
 namespace dtensor_rules {
 
 namespace {
@@ -33,6 +35,15 @@ c10::OperatorHandle handle_of(const py::object& overload) {
   const auto name = py::cast<std::string>(overload.attr("_schema").attr("name"));
   const auto variant = py::cast<std::string>(overload.attr("_schema").attr("overload_name"));
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), variant.c_str());
+}
+
+Value read_value(size_t argument, c10::IValue value) {
+  Value result{argument, std::move(value)};
+  if (result.value.isIntList()) {
+    result.sizes = result.value.toIntVector();
+    result.symbolic_sizes.assign(result.sizes.begin(), result.sizes.end());
+  }
+  return result;
 }
 
 TransformPtr read_transform(const py::object& transform) {
@@ -78,8 +89,11 @@ PlanPtr read_plan(const Operator& op, const py::object& description) {
     const auto pair = py::cast<py::tuple>(item);
     const auto argument = py::cast<size_t>(pair[0]);
     const auto& type = schema->arguments().at(argument).real_type();
-    plan->values.push_back({argument, torch::jit::toIValue(pair[1], type)});
+    plan->values.push_back(read_value(argument, torch::jit::toIValue(pair[1], type)));
   }
+  std::sort(plan->values.begin(), plan->values.end(), [](const Value& a, const Value& b) {
+    return a.argument < b.argument;
+  });
   for (const auto output : description.attr("outputs")) {
     plan->outputs.push_back(read_output(output));
   }

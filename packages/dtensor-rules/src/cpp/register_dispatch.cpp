@@ -1,6 +1,8 @@
 #include <pybind11/native_enum.h>
 
+#include "dtensor_rules/attribute.h"
 #include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/kernels.h"
 #include "dtensor_rules/plan.h"
 #include "dtensor_rules/register.h"
 #include "dtensor_rules/watch.h"
@@ -22,6 +24,7 @@ void register_dispatch(py::module_& module) {
   module.def("find_torch_classes", &find_torch_classes);
   module.def("install_kernel", &install_kernel);
   module.def("remove_kernels", &remove_kernels);
+  module.def("set_attribute_answered", &set_attribute_answered);
   module.def("set_planner", &set_planner);
   module.def("watch", &watch);
   module.def("key_words", &key_words);

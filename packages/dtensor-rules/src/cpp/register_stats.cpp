@@ -1,4 +1,4 @@
-#include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/kernels.h"
 #include "dtensor_rules/methods.h"
 #include "dtensor_rules/register.h"
 

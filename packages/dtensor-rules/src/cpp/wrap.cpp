@@ -1,6 +1,6 @@
 #include "dtensor_rules/wrap.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include "dtensor_rules/dispatch.h"
 
 namespace dtensor_rules {
 
@@ -14,20 +14,40 @@ c10::Storage empty_storage(const at::Tensor& local, const Spec& spec) {
       /*resizable=*/true));
 }
 
-c10::DispatchKeySet keys_of(const at::Tensor& local) {
-  const auto keys = local.key_set();
-  c10::DispatchKeySet wrapper(local.options().computeDispatchKey());
-  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
-    if (keys.has(key)) [[unlikely]] {
-      wrapper = wrapper.add(key);
-    }
+// A DTensor's tensor. It differs from torch's own only in how it is copied for autograd, which saves
+// the results that backward needs (softmax, rsqrt) as detached copies: torch asks Python for a
+// `detach` each time, at many times the cost of the operator.
+class DTensorImpl final : public at::TensorImpl {
+ public:
+  using at::TensorImpl::TensorImpl;
+
+  c10::intrusive_ptr<at::TensorImpl> shallow_copy_and_detach(
+      const c10::VariableVersion& version, bool allow_metadata_change) const override {
+    return copy(version, allow_metadata_change);
   }
-  return wrapper;
-}
+
+  c10::intrusive_ptr<at::TensorImpl> shallow_copy_and_detach(
+      c10::VariableVersion&& version, bool allow_metadata_change) const override {
+    return copy(std::move(version), allow_metadata_change);
+  }
+
+ private:
+  template <class Version>
+  c10::intrusive_ptr<at::TensorImpl> copy(Version&& version, bool allow_metadata_change) const {
+    auto made = detached(*this);
+    if (!made) {
+      return at::TensorImpl::shallow_copy_and_detach(
+          std::forward<Version>(version), allow_metadata_change);
+    }
+    made->set_version_counter(std::forward<Version>(version));
+    made->set_allow_tensor_metadata_change(allow_metadata_change);
+    return made;
+  }
+};
 
 at::Tensor wrap_in(c10::Storage storage, const at::Tensor& local, const Spec& spec) {
-  at::Tensor wrapper = at::detail::make_tensor<at::TensorImpl>(
-      std::move(storage), keys_of(local), local.dtype());
+  at::Tensor wrapper = at::detail::make_tensor<DTensorImpl>(
+      std::move(storage), local.key_set().remove(c10::DispatchKey::ZeroTensor), local.dtype());
   wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
   wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
   auto object =

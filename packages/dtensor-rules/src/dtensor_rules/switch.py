@@ -30,6 +30,7 @@ def enable() -> None:
         _core.set_checker(checking.check if checking.wanted() else None)
         hooks.install()
         operators.install_kernels()
+        _core.set_attribute_answered(True)
     except BaseException:
         _remove()
         raise
@@ -61,6 +62,7 @@ def enabled() -> Iterator[None]:
 
 
 def _remove() -> None:
+    _core.set_attribute_answered(False)
     _core.remove_kernels()
     _core.set_checker(None)
     hooks.remove()

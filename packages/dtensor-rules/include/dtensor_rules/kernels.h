@@ -1,0 +1,26 @@
+// The library's kernels in torch's dispatcher.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dtensor_rules/operator.h"
+
+namespace dtensor_rules {
+
+// Registers a kernel of this library for the operator at the `Python` dispatch key, and for one with
+// typed kernels (typed.h) at `PythonTLSSnapshot` too. Returns false where it has one already.
+bool install_kernel(const py::object& overload, std::vector<bool> by_value);
+// Takes all kernels away: the dispatcher is as before.
+void remove_kernels();
+
+// The operators with a kernel; they outlive the kernels, with their counts.
+const std::vector<std::unique_ptr<Operator>>& operators();
+// The operator of that name, as "aten.add.Tensor", if it has a kernel now; null otherwise.
+Operator* installed_operator(const std::string& name);
+
+// The key that a call would have, as words; for tests against the Python reference.
+std::vector<uint64_t> key_words(const py::object& overload, const py::tuple& arguments);
+
+}  // namespace dtensor_rules
