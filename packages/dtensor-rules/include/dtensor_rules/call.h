@@ -10,8 +10,9 @@ namespace dtensor_rules {
 struct DTensorArgument {
   size_t argument;
   int64_t element;
-  PyObject* object;         // borrowed from the stack
-  const at::Tensor* local;  // in the object's slot
+  PyObject* local;  // the tensor in the DTensor's slot, borrowed
+
+  const at::Tensor& local_tensor() const { return THPVariable_Unpack(local); }
 };
 
 struct Call {

@@ -20,18 +20,16 @@ class Walk {
         value_(plan.values.begin()),
         values_end_(plan.values.end()) {}
 
-  // What the operator gets for this tensor.
-  at::Tensor local(const at::Tensor& tensor, size_t argument, int64_t element) {
-    if (dtensor_ == dtensors_end_ || dtensor_->argument != argument ||
-        dtensor_->element != element) {
-      return tensor;  // undefined, or a plain scalar
-    }
-    const at::Tensor mine = *dtensor_->local;
-    ++dtensor_;
-    if (move_ == moves_end_ || move_->argument != argument || move_->element != element) {
-      return mine;
-    }
-    return transformed(*(move_++)->transform, mine);
+  // The DTensor that stands here, if one does, and what its local tensor goes through first.
+  const DTensorArgument* dtensor(size_t argument, int64_t element) {
+    const bool here = dtensor_ != dtensors_end_ && dtensor_->argument == argument &&
+        dtensor_->element == element;
+    return here ? dtensor_++ : nullptr;
+  }
+  const Transform* transform(size_t argument, int64_t element) {
+    const bool here =
+        move_ != moves_end_ && move_->argument == argument && move_->element == element;
+    return here ? (move_++)->transform.get() : nullptr;
   }
 
   // The plan's own value for this argument; null where the caller's is used.
@@ -49,6 +47,35 @@ class Walk {
   std::vector<Value>::const_iterator value_, values_end_;
 };
 
+// A tensor for the operator: borrowed where it lives elsewhere, for torch takes the GIL each time
+// that a tensor which Python has too gets a second holder, or loses it. The local tensor of a DTensor
+// is held through Python meanwhile. Needs the GIL until it is gone.
+class Borrowed {
+ public:
+  Borrowed(const at::Tensor& given, size_t argument, int64_t element, Walk& walk) {
+    const DTensorArgument* dtensor = walk.dtensor(argument, element);
+    if (dtensor == nullptr) {
+      tensor_ = &given;  // undefined, or a plain scalar
+      return;
+    }
+    local_ = py::reinterpret_borrow<py::object>(dtensor->local);
+    tensor_ = &dtensor->local_tensor();
+    if (const Transform* transform = walk.transform(argument, element)) {
+      made_ = transformed(*transform, *tensor_);
+    }
+  }
+
+  const at::Tensor& tensor() const { return made_.defined() ? made_ : *tensor_; }
+
+ private:
+  py::object local_;
+  const at::Tensor* tensor_;
+  at::Tensor made_;
+};
+
+// Handles of tensors that do not count as holders (c10::MaybeOwned's borrows).
+using Handles = c10::MaybeOwnedTraits<at::Tensor>;
+
 // Of any other type: a value.
 template <class T>
 struct Local {
@@ -62,34 +89,50 @@ struct Local {
 
 template <>
 struct Local<at::Tensor> {
-  at::Tensor held;
+  std::optional<Borrowed> held;
   void set(const at::Tensor& given, size_t argument, Walk& walk) {
-    held = walk.local(given, argument, -1);
+    held.emplace(given, argument, -1, walk);
   }
-  at::Tensor& get() { return held; }
+  // What an operator writes to is not const.
+  at::Tensor& get() { return const_cast<at::Tensor&>(held->tensor()); }
 };
 
 template <>
 struct Local<std::optional<at::Tensor>> {
-  std::optional<at::Tensor> held;
-  void set(const std::optional<at::Tensor>& given, size_t argument, Walk& walk) {
-    if (given.has_value()) {
-      held = walk.local(*given, argument, -1);
+  std::optional<Borrowed> held;
+  std::optional<at::Tensor> handle;
+  ~Local() {
+    if (handle.has_value()) {
+      Handles::destroyBorrow(*handle);
     }
   }
-  const std::optional<at::Tensor>& get() { return held; }
+  void set(const std::optional<at::Tensor>& given, size_t argument, Walk& walk) {
+    if (given.has_value()) {
+      held.emplace(*given, argument, -1, walk);
+      handle = Handles::createBorrow(held->tensor());
+    }
+  }
+  const std::optional<at::Tensor>& get() { return handle; }
 };
 
 template <class List>
 struct LocalTensors {
-  std::vector<at::Tensor> held;
-  void set(const List& given, size_t argument, Walk& walk) {
-    held.reserve(given.size());
-    for (const at::Tensor& tensor : given) {
-      held.push_back(walk.local(tensor, argument, static_cast<int64_t>(held.size())));
+  std::vector<Borrowed> held;
+  std::vector<at::Tensor> handles;
+  ~LocalTensors() {
+    for (at::Tensor& handle : handles) {
+      Handles::destroyBorrow(handle);
     }
   }
-  List get() { return List(held); }
+  void set(const List& given, size_t argument, Walk& walk) {
+    held.reserve(given.size());
+    handles.reserve(given.size());
+    for (const at::Tensor& tensor : given) {
+      held.emplace_back(tensor, argument, static_cast<int64_t>(held.size()), walk);
+      handles.push_back(Handles::createBorrow(held.back().tensor()));
+    }
+  }
+  List get() { return List(handles); }
 };
 
 template <>
@@ -132,12 +175,17 @@ struct Local<at::OptionalIntArrayRef> {
   const at::OptionalIntArrayRef& get() { return held; }
 };
 
-// No plan changes a string.
-template <>
-struct Local<std::string_view> {
-  std::string_view held;
-  void set(std::string_view given, size_t, Walk&) { held = given; }
-  std::string_view get() { return held; }
+// No plan changes these.
+template <class T>
+struct LocalAsGiven {
+  T held;
+  void set(const T& given, size_t, Walk&) { held = given; }
+  const T& get() { return held; }
 };
+
+template <>
+struct Local<std::string_view> : LocalAsGiven<std::string_view> {};
+template <>
+struct Local<at::ArrayRef<at::Scalar>> : LocalAsGiven<at::ArrayRef<at::Scalar>> {};
 
 }  // namespace dtensor_rules

@@ -117,6 +117,16 @@ inline Reason read(at::TensorList tensors, Place place, Call& call) {
   return read(at::ITensorListRef(tensors), place, call);
 }
 
+inline Reason read(at::ArrayRef<at::Scalar> values, Place place, Call& call) {
+  call.key.add(Tag::kList, values.size());
+  for (const at::Scalar& value : values) {
+    if (const Reason reason = read(value, place, call); reason != Reason::kNone) {
+      return reason;
+    }
+  }
+  return Reason::kNone;
+}
+
 template <class T>
 Reason read(const std::optional<T>& value, Place place, Call& call) {
   if (!value.has_value()) {

@@ -76,8 +76,8 @@ class Typed<Op, Result(Args...)> {
       }
       auto stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
       dispatch(*op_, stack);
-      if constexpr (std::is_reference_v<Result>) {
-        return first(args...);
+      if constexpr (kReturnsNothingNew) {
+        return returned({}, args...);
       } else {
         return c10::impl::PopResult<Result>::call(stack);
       }
@@ -92,8 +92,8 @@ class Typed<Op, Result(Args...)> {
     explicit AtSnapshot(Operator* op) : op_(op) {}
 
     Result operator()(c10::DispatchKeySet keys, Args... args) {
-      // Views are recorded without gradients too (ADInplaceOrView).
-      if (!op_->is_view && only_autograd_before_python(keys) && !(has_tangent(args) || ...)) {
+      // Views are recorded, and lists written to, without gradients too (ADInplaceOrView).
+      if (!std::is_void_v<Result> && !op_->is_view && only_autograd_before_python(keys) && !(has_tangent(args) || ...)) {
         const c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
         if (auto result = hit(*op_, kAll, args...)) {
           if constexpr (std::is_reference_v<Result>) {
@@ -115,16 +115,17 @@ class Typed<Op, Result(Args...)> {
   };
 
  private:
-  // An in-place operator returns its first argument, whatever the local one returned.
+  // An in-place operator returns its first argument, or nothing where that is a list.
+  static constexpr bool kReturnsNothingNew = std::is_reference_v<Result> || std::is_void_v<Result>;
   struct Nothing {};
-  using Held = std::conditional_t<std::is_reference_v<Result>, Nothing, Result>;
+  using Held = std::conditional_t<kReturnsNothingNew, Nothing, Result>;
   static constexpr std::index_sequence_for<Args...> kAll{};
 
-  static Result returned(Held&& held, Args&... args) {
+  static Result returned(Held held, Args&... args) {
     if constexpr (std::is_reference_v<Result>) {
       return first(args...);
-    } else {
-      return std::move(held);
+    } else if constexpr (!std::is_void_v<Result>) {
+      return held;
     }
   }
 
@@ -156,7 +157,7 @@ class Typed<Op, Result(Args...)> {
     Walk walk(call, *plan);
     std::tuple<Local<std::decay_t<Args>>...> locals;
     (std::get<index>(locals).set(args, index, walk), ...);
-    if constexpr (std::is_reference_v<Result>) {
+    if constexpr (kReturnsNothingNew) {
       Op::call(std::get<index>(locals).get()...);
       return Nothing{};
     } else {

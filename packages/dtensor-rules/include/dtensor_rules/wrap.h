@@ -5,11 +5,12 @@
 
 namespace dtensor_rules {
 
-// A DTensor of this spec around a local tensor, detached from autograd.
-at::Tensor wrap(const at::Tensor& local, const Spec& spec);
+// A DTensor of this spec around a local tensor, detached from autograd. Give up the local tensor
+// (std::move) where possible: torch pays for each holder of a tensor that Python has too.
+at::Tensor wrap(at::Tensor local, const Spec& spec);
 
 // One that results from a view: it begins where the local view begins, and shares the storage of
 // the base's wrapper if one is given, as torch's return_and_correct_aliasing arranges it.
-at::Tensor wrap_view(const at::Tensor& local, const Spec& spec, const at::Tensor* base);
+at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor* base);
 
 }  // namespace dtensor_rules

@@ -15,7 +15,7 @@ void place_locals(const Plan& plan, const Call& call, c10::IValue* arguments) {
   auto move = plan.moves.begin();
   for (const auto& dtensor : call.dtensors) {
     c10::IValue& argument = arguments[dtensor.argument];
-    at::Tensor local = *dtensor.local;
+    at::Tensor local = dtensor.local_tensor();
     if (move != plan.moves.end() && move->argument == dtensor.argument &&
         move->element == dtensor.element) {
       local = transformed(*move->transform, local);
@@ -110,7 +110,7 @@ at::Tensor wrapped(Output& output, at::Tensor local, const at::Tensor* base) {
     return local;
   }
   const SpecPtr spec = spec_for(output, local);
-  return base != nullptr ? wrap_view(local, *spec, base) : wrap(local, *spec);
+  return base != nullptr ? wrap_view(std::move(local), *spec, base) : wrap(std::move(local), *spec);
 }
 
 std::vector<at::Tensor> wrapped(
@@ -118,7 +118,8 @@ std::vector<at::Tensor> wrapped(
   for (size_t index = 0; index < locals.size(); ++index) {
     if (const SpecPtr& spec = output.specs.at(index)) {
       at::Tensor& local = locals[index];
-      local = op.is_view ? wrap_view(local, *spec, nullptr) : wrap(local, *spec);
+      local = op.is_view ? wrap_view(std::move(local), *spec, nullptr)
+                         : wrap(std::move(local), *spec);
     }
   }
   return locals;

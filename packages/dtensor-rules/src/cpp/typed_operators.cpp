@@ -51,7 +51,12 @@ const Makers& makers() {
       // reductions and normalisation
       ops::sum, ops::sum_dim_IntList, ops::mean, ops::mean_dim, ops::_softmax,
       ops::_softmax_backward_data, ops::native_layer_norm, ops::embedding,
-      ops::embedding_dense_backward>());
+      ops::embedding_dense_backward,
+      // optimizers
+      ops::_foreach_add__List, ops::_foreach_add__Scalar, ops::_foreach_mul__Scalar,
+      ops::_foreach_lerp__Scalar, ops::_foreach_addcdiv__ScalarList, ops::_foreach_addcmul__Scalar,
+      ops::_foreach_div__ScalarList, ops::_foreach_sqrt, ops::_foreach_norm_Scalar,
+      ops::_fused_adamw_, ops::_fused_adam_>());
   return *instance;
 }
 

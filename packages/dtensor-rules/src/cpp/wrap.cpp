@@ -45,32 +45,34 @@ class DTensorImpl final : public at::TensorImpl {
   }
 };
 
-at::Tensor wrap_in(c10::Storage storage, const at::Tensor& local, const Spec& spec) {
+at::Tensor wrap_in(c10::Storage storage, at::Tensor local, const Spec& spec) {
   at::Tensor wrapper = at::detail::make_tensor<DTensorImpl>(
       std::move(storage), local.key_set().remove(c10::DispatchKey::ZeroTensor), local.dtype());
   wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
   wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
   auto object =
       py::reinterpret_steal<py::object>(THPVariable_Wrap(wrapper, torch_classes().dtensor));
-  PyObject* local_object = THPVariable_Wrap(local);
+  PyObject* local_object = THPVariable_Wrap(std::move(local));
   if (local_object == nullptr || object.ptr() == nullptr) {
     throw py::error_already_set();
   }
   slot(object.ptr(), torch_classes().local_tensor_offset) = local_object;
-  slot(object.ptr(), torch_classes().spec_offset) = py::object(spec.object).release().ptr();
+  slot(object.ptr(), torch_classes().spec_offset) = Py_NewRef(spec.object.ptr());
   return wrapper;
 }
 
 }  // namespace
 
-at::Tensor wrap(const at::Tensor& local, const Spec& spec) {
-  return wrap_in(empty_storage(local, spec), local, spec);
+at::Tensor wrap(at::Tensor local, const Spec& spec) {
+  c10::Storage storage = empty_storage(local, spec);
+  return wrap_in(std::move(storage), std::move(local), spec);
 }
 
-at::Tensor wrap_view(const at::Tensor& local, const Spec& spec, const at::Tensor* base) {
-  at::Tensor view =
-      wrap_in(base != nullptr ? base->storage() : empty_storage(local, spec), local, spec);
-  view.unsafeGetTensorImpl()->set_storage_offset(local.storage_offset());
+at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor* base) {
+  c10::Storage storage = base != nullptr ? base->storage() : empty_storage(local, spec);
+  const int64_t offset = local.storage_offset();
+  at::Tensor view = wrap_in(std::move(storage), std::move(local), spec);
+  view.unsafeGetTensorImpl()->set_storage_offset(offset);
   return view;
 }
 
