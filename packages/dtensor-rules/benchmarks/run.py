@@ -1,4 +1,4 @@
-"""What `nox -s bench -- dtensor-rules` runs: operators, training steps, changing lengths."""
+"""What `nox -s bench -- dtensor-rules` runs: operators, redistributions, training steps, changing lengths."""
 
 import argparse
 import json
@@ -7,10 +7,12 @@ from pathlib import Path
 import ablation
 import lengths_speed
 import ops_speed
+import redistribute_speed
 import step_speed
 
 PARTS = {
     "ops": ops_speed.rows,
+    "redistribute": redistribute_speed.rows,
     "step": step_speed.rows,
     "ablation": ablation.rows,
     "lengths": lengths_speed.rows,

@@ -1,0 +1,132 @@
+"""Typed kernels skip layers of torch: nothing that those layers do may be missing."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dtensor_rules
+from testkit import assert_bitwise, fake_mesh
+
+
+@pytest.fixture(params=["stock", "ours"])
+def mesh(request):
+    """Every test here runs with torch alone too: what it expects is what torch does."""
+    with fake_mesh((4,), rank=1) as mesh:
+        if request.param == "stock":
+            yield mesh
+            return
+        with dtensor_rules.enabled():
+            dtensor_rules.stats_clear()
+            yield mesh
+            assert any(op.cache or op.rule for op in dtensor_rules.stats().values())
+
+
+def placed(mesh, placement=None, **options):
+    local = torch.linspace(-1, 1, 32, **options).view(8, 4)
+    return DTensor.from_local(local, mesh, [placement or Shard(0)], run_check=False)
+
+
+def twice(function):
+    """The second answer: the first call of a kind makes a plan, and typed kernels run plans."""
+    function()
+    return function()
+
+
+def test_autocast_casts_without_gradients(mesh):
+    x, w = placed(mesh), placed(mesh, Replicate())
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert twice(lambda: torch.mm(x, w.t())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_writes_count_versions(mesh, grad):
+    x = placed(mesh)
+    with torch.set_grad_enabled(grad):
+        x.add_(x)
+        before = x._version
+        x.add_(x)
+        assert x._version == before + 1
+
+
+def test_what_backward_needs_must_not_be_written_to(mesh):
+    x = placed(mesh).requires_grad_()
+    twice(lambda: x.softmax(-1).sum().backward())
+    y = x.softmax(-1)
+    with torch.no_grad():
+        y.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("saved", [torch.exp, torch.tanh, torch.rsqrt, lambda x: x.softmax(-1)])
+def test_results_saved_for_backward_give_the_gradient(mesh, saved):
+    x = (placed(mesh) + 2.0).detach().requires_grad_()
+    twice(lambda: torch.autograd.grad(saved(x).pow(2).sum(), x))
+    (grad,) = torch.autograd.grad(saved(x).pow(2).sum(), x)
+    local = x._local_tensor.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(saved(local).pow(2).sum(), local)
+    assert_bitwise(grad._local_tensor, expected, "gradient")
+
+
+def test_views_made_without_gradients_are_views(mesh):
+    base = placed(mesh).requires_grad_() * 1.0
+    with torch.no_grad():
+        view = twice(lambda: base.view(32, 4))
+    assert view._is_view()
+    assert view._base is base
+    with pytest.raises(RuntimeError, match="no_grad"):
+        view.add_(1.0)
+
+
+def test_conjugates_are_resolved(mesh):
+    x = placed(mesh, dtype=torch.complex64) * 1j
+    with torch.no_grad():
+        product = twice(lambda: torch.mul(x.conj(), x))
+    local = x._local_tensor
+    assert_bitwise(product._local_tensor.resolve_conj(), local.conj() * local, "product")
+
+
+def test_no_dtensor_beside_plain_scalars_in_lists(mesh):
+    steps = [torch.zeros(()), torch.zeros(())]
+    with torch.no_grad():
+        params = [placed(mesh), placed(mesh) + 1]
+        for _ in range(2):
+            torch._foreach_add_(params, [p.clone() for p in params])
+            torch._foreach_add_(steps, 1)
+    assert [float(step) for step in steps] == [2.0, 2.0]
+    assert_bitwise(params[0]._local_tensor, 4 * placed(mesh)._local_tensor, "doubled twice")
+
+
+def test_a_class_that_begins_to_define_torch_function_is_asked(mesh, monkeypatch):
+    """The answer for DTensor is remembered, and forgotten when the class changes."""
+    x = placed(mesh)
+    twice(lambda: torch.add(x, x))
+    seen = []
+
+    def torch_function(cls, function, types, args=(), kwargs=None):
+        seen.append(function)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+    with monkeypatch.context() as change:
+        change.setattr(DTensor, "__torch_function__", classmethod(torch_function))
+        torch.add(x, x)
+        assert seen == [torch.add]
+    torch.add(x, x)
+    assert seen == [torch.add]
+
+
+def test_subclasses_made_meanwhile_are_asked_themselves(mesh):
+    seen = []
+
+    class Watching(DTensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    like = placed(mesh)
+    watching = Watching(like._local_tensor, like._spec, requires_grad=False)
+    assert torch.overrides.has_torch_function((watching,))
+    assert not torch.overrides.has_torch_function((placed(mesh),))
+    twice(lambda: placed(mesh) + 1)
