@@ -1,8 +1,14 @@
-"""What each part buys on the LLaMA step: torch alone, then with one part more at a time."""
+"""What each part buys on the LLaMA step: torch alone, then with one part more at a time.
+
+Torch has a cache of sharding decisions of its own, in C++: what the parts in Python save, they pay
+for with calls of Python.
+"""
 
 import contextlib
+import functools
 
 from blocks import LocalEdges, PlacedEdges, llama, step_of
+from python_dispatch import in_python
 from timing import interleaved
 
 import dtensor_rules
@@ -12,7 +18,9 @@ RANKS, CALLS, ROUNDS = 8, 3, 10
 # By name, in the order in which parts are added: what is entered around the steps.
 VARIANTS = {
     "stock": contextlib.nullcontext,
-    "rules, cache and C++": dtensor_rules.enabled,
+    "rules, in Python": functools.partial(in_python, cached=False),
+    "rules and cache, in Python": functools.partial(in_python, cached=True),
+    "rules and cache, in C++": dtensor_rules.enabled,
 }
 
 

@@ -1,4 +1,4 @@
-"""What `nox -s bench -- dtensor-rules` runs: operators, redistributions, training steps, changing lengths."""
+"""What `nox -s bench -- dtensor-rules` runs: operators, redistributions, steps, lengths."""
 
 import argparse
 import json
