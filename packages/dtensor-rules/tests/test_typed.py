@@ -1,11 +1,16 @@
 """Typed kernels skip layers of torch: nothing that those layers do may be missing."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 import dtensor_rules
+from dtensor_rules import _core
 from testkit import assert_bitwise, fake_mesh
+from testkit.operator_cases import operator_cases
 
 
 @pytest.fixture(params=["stock", "ours"])
@@ -30,6 +35,30 @@ def twice(function):
     """The second answer: the first call of a kind makes a plan, and typed kernels run plans."""
     function()
     return function()
+
+
+def test_every_typed_kernel_runs():
+    """One that never runs is silent: its calls only go the longer way."""
+    with fake_mesh((4,), rank=1) as mesh, dtensor_rules.enabled():
+        dtensor_rules.stats_clear()
+        for case in operator_cases((4,)):
+            for grad in (False, True, True):
+                _run(case, case.inputs(mesh), grad)
+        never = {name for name, count in _core.typed_counts().items() if count == 0}
+    assert sorted(never) == []
+
+
+def _run(case, inputs, grad):
+    """A call and its backward, of which the table has some that raise."""
+    flags = case.differentiable() if grad else [False] * len(inputs)
+    leaves = [x.requires_grad_(flag) for x, flag in zip(inputs, flags, strict=True)]
+    operands = [
+        x.clone() if grad and i < case.operator.mutates else x for i, x in enumerate(leaves)
+    ]
+    with torch.set_grad_enabled(grad), contextlib.suppress(RuntimeError, NotImplementedError):
+        for output in tree_leaves(case.operator.run(*operands)):
+            if isinstance(output, DTensor) and output.requires_grad:
+                output.sum().backward()
 
 
 def test_autocast_casts_without_gradients(mesh):
@@ -66,6 +95,17 @@ def test_results_saved_for_backward_give_the_gradient(mesh, saved):
     local = x._local_tensor.detach().requires_grad_()
     (expected,) = torch.autograd.grad(saved(local).pow(2).sum(), local)
     assert_bitwise(grad._local_tensor, expected, "gradient")
+
+
+def test_what_is_saved_is_detached_without_torch():
+    with fake_mesh((4,)) as mesh, dtensor_rules.enabled():
+        x = placed(mesh).requires_grad_()
+        twice(lambda: x.softmax(-1))
+        dtensor_rules.stats_clear()
+        y = x.softmax(-1)
+        assert dtensor_rules.stats()["aten.detach.default"].cache == 1
+    y.sum().backward()  # what was saved outlives the library
+    assert x.grad is not None
 
 
 def test_views_made_without_gradients_are_views(mesh):

@@ -24,6 +24,7 @@ struct Operator {
   bool is_view;      // the result shares the first argument's storage
   OpStats stats;
   bool installed = false;  // has a kernel now
+  bool typed = false;      // and that is a typed one (typed.h)
 };
 
 }  // namespace dtensor_rules

@@ -35,11 +35,12 @@ struct OpStats {
   using Counter = std::atomic<uint64_t>;
   Counter rule = 0;   // hits of plans that a rule made
   Counter cache = 0;  // hits of the others
+  Counter typed = 0;  // of both, those that a typed kernel ran
   Counter miss = 0;   // plans made
   std::array<Counter, static_cast<size_t>(Reason::kCount)> left = {};
 
   void clear() {
-    rule = cache = miss = 0;
+    rule = cache = typed = miss = 0;
     for (auto& count : left) {
       count = 0;
     }

@@ -155,6 +155,7 @@ class Typed<Op, Result(Args...)> {
       return {};
     }
     count_hit(op, *plan);
+    count(op.stats.typed);
     Walk walk(call, *plan);
     std::tuple<Local<std::decay_t<Args>>...> locals;
     (std::get<index>(locals).set(args, index, walk), ...);

@@ -64,6 +64,7 @@ bool install_kernel(const py::object& overload, std::vector<bool> by_value) {
     return false;
   }
   if (auto typed = typed_kernels(op)) {
+    op.typed = true;
     add(op, c10::DispatchKey::Python, std::move(typed->at_python));
     add(op, c10::DispatchKey::PythonTLSSnapshot, std::move(typed->at_snapshot));
   } else {

@@ -36,6 +36,18 @@ py::list counts() {
   return result;
 }
 
+// How many calls of each operator with typed kernels those kernels ran: for tests, because one that
+// never runs is silent.
+py::dict typed_counts() {
+  py::dict result;
+  for (const auto& op : operators()) {
+    if (op->typed) {
+      result[py::str(op->name)] = op->stats.typed.load();
+    }
+  }
+  return result;
+}
+
 void clear_counts() {
   for (const auto& op : operators()) {
     op->stats.clear();
@@ -50,6 +62,7 @@ void clear_counts() {
 void register_stats(py::module_& module) {
   module.def("counts", &counts);
   module.def("clear_counts", &clear_counts);
+  module.def("typed_counts", &typed_counts);
 }
 
 }  // namespace dtensor_rules

@@ -43,7 +43,7 @@ const Makers& makers() {
       ops::mm, ops::bmm, ops::addmm,
       // views
       ops::view, ops::_unsafe_view, ops::t, ops::transpose_int, ops::permute, ops::expand,
-      ops::unsqueeze, ops::squeeze_dim, ops::slice_Tensor, ops::select_int, ops::split_Tensor,
+      ops::unsqueeze, ops::slice_Tensor, ops::select_int, ops::split_Tensor,
       ops::detach, ops::alias,
       // copies
       ops::clone, ops::_to_copy, ops::copy_, ops::cat, ops::stack, ops::zeros_like,
@@ -52,11 +52,12 @@ const Makers& makers() {
       ops::sum, ops::sum_dim_IntList, ops::mean, ops::mean_dim, ops::_softmax,
       ops::_softmax_backward_data, ops::native_layer_norm, ops::embedding,
       ops::embedding_dense_backward,
-      // optimizers
-      ops::_foreach_add__List, ops::_foreach_add__Scalar, ops::_foreach_mul__Scalar,
+      // optimizers and clipping
+      ops::addcdiv_, ops::addcmul_, ops::lerp__Scalar, ops::clamp, ops::reciprocal,
+      ops::linalg_vector_norm, ops::_foreach_norm_Scalar, ops::_foreach_add__List,
+      ops::_foreach_add__Scalar, ops::_foreach_mul__Scalar, ops::_foreach_mul__Tensor,
       ops::_foreach_lerp__Scalar, ops::_foreach_addcdiv__ScalarList, ops::_foreach_addcmul__Scalar,
-      ops::_foreach_div__ScalarList, ops::_foreach_sqrt, ops::_foreach_norm_Scalar,
-      ops::_fused_adamw_, ops::_fused_adam_>());
+      ops::_foreach_div__ScalarList, ops::_foreach_sqrt, ops::_fused_adamw_, ops::_fused_adam_>());
   return *instance;
 }
 
