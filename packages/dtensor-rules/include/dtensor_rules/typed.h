@@ -17,6 +17,7 @@
 #include "dtensor_rules/cache.h"
 #include "dtensor_rules/dispatch.h"
 #include "dtensor_rules/execute.h"
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/local.h"
 #include "dtensor_rules/read.h"
 #include "dtensor_rules/watch.h"
@@ -150,7 +151,7 @@ class Typed<Op, Result(Args...)> {
       return {};
     }
     const PlanPtr plan = plans().find(call.key);
-    if (!plan || !plan->is_direct()) {
+    if (!plan || !plan->is_direct() || !may_run(*plan)) {
       return {};
     }
     count_hit(op, *plan);

@@ -2,6 +2,7 @@
 
 #include "dtensor_rules/attribute.h"
 #include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/kernels.h"
 #include "dtensor_rules/plan.h"
 #include "dtensor_rules/register.h"
@@ -37,6 +38,7 @@ void register_dispatch(py::module_& module) {
       .value("TORCH", Path::kTorch)
       .finalize();
   module.def("set_checker", &set_checker);
+  module.def("set_explicit_only", &set_explicit_only);
   module.def("set_path", &set_path);
 }
 

@@ -105,6 +105,11 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] |
     return transforms
 
 
+def explicit_redistribution_only() -> Any:
+    """The `threading.local` that holds the active context of this name; None in older torches."""
+    return getattr(getattr(_utils, "ExplicitRedistributionContext", None), "_local", None)
+
+
 def compiles_for_other_ranks() -> bool:
     """Whether coordinates and groups are symbols, for torch compiles on one rank for all."""
     from torch.distributed import config

@@ -41,6 +41,8 @@ def install() -> None:
     if hasattr(torch._C, _compat.CLEAR):
         _after(torch._C, _compat.CLEAR, _forget_all)
     _watch_specs()
+    _core.set_explicit_only(_compat.explicit_redistribution_only())
+    _undo.append(lambda: _core.set_explicit_only(None))
     methods.install()
     _undo.append(methods.remove)
 
