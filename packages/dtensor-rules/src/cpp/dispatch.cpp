@@ -11,6 +11,7 @@
 #include "dtensor_rules/execute.h"
 #include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/kernels.h"
+#include "dtensor_rules/tell.h"
 #include "dtensor_rules/watch.h"
 
 namespace dtensor_rules {
@@ -54,6 +55,7 @@ void leave(Operator& op, Reason reason, Stack& stack) {
   // What torch does on fake tensors of its own, to learn a shape, is nobody's call.
   if (!planning && !(reason == Reason::kMode && path != Path::kAsSet)) {
     op.stats.count_left(reason);
+    tell_once(op.stats, op.name.c_str(), reason);
   }
   (*getPyInterpreter())->dispatch(op.handle, &stack);
 }
