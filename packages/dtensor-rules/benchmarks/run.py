@@ -1,4 +1,4 @@
-"""What `nox -s bench -- dtensor-rules` runs: operators, training steps, changing lengths."""
+"""What `nox -s bench -- dtensor-rules` runs: operators, steps, changing lengths, results."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import ablation
 import lengths_speed
 import ops_speed
+import results_speed
 import step_speed
 
 PARTS = {
@@ -14,6 +15,7 @@ PARTS = {
     "step": step_speed.rows,
     "ablation": ablation.rows,
     "lengths": lengths_speed.rows,
+    "results": results_speed.rows,
 }
 
 

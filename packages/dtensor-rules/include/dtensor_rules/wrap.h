@@ -13,4 +13,8 @@ at::Tensor wrap(at::Tensor local, const Spec& spec);
 // the base's wrapper if one is given, as torch's return_and_correct_aliasing arranges it.
 at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor* base);
 
+// One of torch's own dispatch: it begins where the local tensor begins, in a storage of its own, and
+// has this very object as its spec.
+at::Tensor wrap_alone(at::Tensor local, const Spec& spec, PyObject* spec_object);
+
 }  // namespace dtensor_rules

@@ -1,5 +1,7 @@
 #include "dtensor_rules/wrap.h"
 
+#include <ATen/EmptyTensor.h>
+
 #include "dtensor_rules/dispatch.h"
 
 namespace dtensor_rules {
@@ -74,6 +76,18 @@ at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor* base)
   at::Tensor view = wrap_in(std::move(storage), std::move(local), spec);
   view.unsafeGetTensorImpl()->set_storage_offset(offset);
   return view;
+}
+
+at::Tensor wrap_alone(at::Tensor local, const Spec& spec, PyObject* spec_object) {
+  const int64_t offset = local.storage_offset();
+  c10::Storage storage = empty_storage(local, spec);
+  storage.set_nbytes(at::detail::computeStorageNbytes(
+      spec.sizes, spec.strides, local.dtype().itemsize(), offset));
+  at::Tensor wrapper = wrap_in(std::move(storage), std::move(local), spec);
+  wrapper.unsafeGetTensorImpl()->set_storage_offset(offset);
+  PyObject*& kept = slot(python_object(wrapper), torch_classes().spec_offset);
+  Py_DECREF(std::exchange(kept, Py_NewRef(spec_object)));
+  return wrapper;
 }
 
 }  // namespace dtensor_rules

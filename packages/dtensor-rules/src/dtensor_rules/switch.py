@@ -14,6 +14,7 @@ from dtensor_rules import (  # noqa: F401
     logs,
     operators,
     planning,
+    results,
     table,
 )
 from dtensor_rules.builtin import BUILTIN
@@ -41,6 +42,8 @@ def enable() -> None:
         logs.configure()
         _core.set_teller(logs.left)
         hooks.install()
+        if not checking.wanted():  # its stock half is all torch's
+            results.install()
         operators.install_kernels()
         _core.set_attribute_answered(True)
     except BaseException:
@@ -78,6 +81,7 @@ def _remove() -> None:
     _core.remove_kernels()
     _core.set_checker(None)
     _core.set_teller(None)
+    results.remove()
     hooks.remove()
     _core.cache_clear()
     _core.clear_specs()
