@@ -1,4 +1,4 @@
-"""What `nox -s bench -- dtensor-rules` runs: operators, redistributions, steps, lengths."""
+"""What `nox -s bench -- dtensor-rules` runs: operators, redistributions, steps, and more."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import ablation
 import lengths_speed
 import ops_speed
 import redistribute_speed
+import results_speed
 import step_speed
 
 PARTS = {
@@ -16,6 +17,7 @@ PARTS = {
     "step": step_speed.rows,
     "ablation": ablation.rows,
     "lengths": lengths_speed.rows,
+    "results": results_speed.rows,
 }
 
 

@@ -48,6 +48,7 @@ class Seen:
     stride: tuple
     dtype: torch.dtype
     offset: int
+    room: int  # bytes of the storage
     version: int
     requires_grad: bool
     is_leaf: bool
@@ -72,6 +73,7 @@ def see(value, operands):
         stride=value.stride(),
         dtype=value.dtype,
         offset=value.storage_offset(),
+        room=value.untyped_storage().nbytes(),
         version=value._version,
         requires_grad=value.requires_grad,
         is_leaf=value.is_leaf,

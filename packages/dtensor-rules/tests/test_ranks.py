@@ -230,11 +230,6 @@ def _compiled():
     return seen
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the second compiled function, of DTensors that the library made, cannot be partitioned "
-    "by AOTAutograd: 'tangents_2 was invalid, but is output'",
-)
 def test_eager_around_torch_compile():
     _assert_same(_compiled, 2)
 

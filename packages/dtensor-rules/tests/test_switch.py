@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
-from dtensor_rules import hooks, operators
+from dtensor_rules import hooks, operators, results
 from testkit import fake_mesh
 
 ADD = "aten::add.Tensor"
@@ -24,6 +24,7 @@ def state():
         DTensorSpec.__setattr__,
         {name: id(value) for name, value in vars(propagator).items()},
         torch._C._clear_DTensor_sharding_propagator_cache,
+        DTensor._op_dispatcher.wrap.__code__,
     )
 
 
@@ -72,7 +73,11 @@ def test_the_block_ends_when_its_body_raises():
     assert not dtensor_rules.is_enabled()
 
 
-@pytest.mark.parametrize("part", [(operators, "install_kernels"), (hooks, "_watch_specs")])
+@pytest.mark.parametrize(
+    "part",
+    [(operators, "install_kernels"), (hooks, "_watch_specs"), (results, "install")],
+    ids=["kernels", "specs", "results"],
+)
 def test_a_failure_on_the_way_leaves_nothing_behind(part, monkeypatch):
     before = state()
     module, name = part

@@ -41,9 +41,12 @@ def test_every_typed_kernel_runs():
     """One that never runs is silent: its calls only go the longer way."""
     with fake_mesh((4,), rank=1) as mesh, dtensor_rules.enabled():
         dtensor_rules.stats_clear()
-        for case in operator_cases((4,)):
-            for grad in (False, True, True):
+        for case in {case.operator.name: case for case in operator_cases((4,))}.values():
+            for grad in (False, False, True, True):
                 _run(case, case.inputs(mesh), grad)
+        _optimize(mesh)
+        x = placed(mesh)
+        twice(lambda: x.cos().sub_(x.sin()))
         never = {name for name, count in _core.typed_counts().items() if count == 0}
     assert sorted(never) == []
 
@@ -59,6 +62,22 @@ def _run(case, inputs, grad):
         for output in tree_leaves(case.operator.run(*operands)):
             if isinstance(output, DTensor) and output.requires_grad:
                 output.sum().backward()
+
+
+def _optimize(mesh):
+    for make, options in (
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"fused": True}),
+    ):
+        params = [torch.nn.Parameter(placed(mesh)) for _ in range(2)]
+        optimizer = make(params, **options)
+        for _ in range(3):
+            for param in params:
+                param.grad = placed(mesh)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
 
 
 def test_autocast_casts_without_gradients(mesh):

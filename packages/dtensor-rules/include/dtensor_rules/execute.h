@@ -14,7 +14,6 @@ void execute(const Operator& op, Plan& plan, const Call& call, torch::jit::Stack
 // it is a view; null if none. Needs the GIL.
 at::Tensor wrapped(Output& output, at::Tensor local, const at::Tensor* base);
 // The same of a list of results.
-std::vector<at::Tensor> wrapped(
-    const Operator& op, const Output& output, std::vector<at::Tensor> locals);
+std::vector<at::Tensor> wrapped(const Output& output, std::vector<at::Tensor> locals);
 
 }  // namespace dtensor_rules

@@ -38,9 +38,11 @@ struct OpStats {
   Counter typed = 0;  // of both, those that a typed kernel ran
   Counter miss = 0;   // plans made
   std::array<Counter, static_cast<size_t>(Reason::kCount)> left = {};
+  std::atomic<uint32_t> told = 0;  // a bit per reason that was told (tell.h)
 
   void clear() {
     rule = cache = typed = miss = 0;
+    told = 0;
     for (auto& count : left) {
       count = 0;
     }

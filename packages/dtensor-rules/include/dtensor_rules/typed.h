@@ -17,6 +17,7 @@
 #include "dtensor_rules/cache.h"
 #include "dtensor_rules/dispatch.h"
 #include "dtensor_rules/execute.h"
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/local.h"
 #include "dtensor_rules/read.h"
 #include "dtensor_rules/watch.h"
@@ -60,19 +61,23 @@ bool has_tangent(const T&) {
   return false;
 }
 
-template <class Op, class Signature = typename Op::schema>
+// By signature, and not by operator: many have the same, and each costs the compiler a second.
+template <class Signature>
 class Typed;
 
-template <class Op, class Result, class... Args>
-class Typed<Op, Result(Args...)> {
+template <class Result, class... Args>
+class Typed<Result(Args...)> {
  public:
+  using Function = Result(Args...);
+  using Redispatch = Result(c10::DispatchKeySet, Args...);
+
   class AtPython final : public c10::OperatorKernel {
    public:
-    explicit AtPython(Operator* op) : op_(op) {}
+    AtPython(Operator* op, Function* call) : op_(op), call_(call) {}
 
     Result operator()(c10::DispatchKeySet, Args... args) {
       const c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
-      if (auto result = hit(*op_, kAll, args...)) {
+      if (auto result = hit(*op_, call_, kAll, args...)) {
         return returned(std::move(*result), args...);
       }
       auto stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
@@ -86,17 +91,19 @@ class Typed<Op, Result(Args...)> {
 
    private:
     Operator* op_;
+    Function* call_;
   };
 
   class AtSnapshot final : public c10::OperatorKernel {
    public:
-    explicit AtSnapshot(Operator* op) : op_(op) {}
+    AtSnapshot(Operator* op, Function* call, Redispatch* redispatch)
+        : op_(op), call_(call), redispatch_(redispatch) {}
 
     Result operator()(c10::DispatchKeySet keys, Args... args) {
       // Views are recorded without gradients too (ADInplaceOrView).
       if (!op_->is_view && only_autograd_before_python(keys) && !(has_tangent(args) || ...)) {
         const c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
-        if (auto result = hit(*op_, kAll, args...)) {
+        if (auto result = hit(*op_, call_, kAll, args...)) {
           if constexpr (std::is_reference_v<Result>) {
             first(args...).unsafeGetTensorImpl()->bump_version();  // as ADInplaceOrView does
           }
@@ -105,7 +112,7 @@ class Typed<Op, Result(Args...)> {
       }
       // What torch's own fallback at this key does, but for the boxing.
       const at::impl::MaybeSetTLSOnEntryGuard guard;
-      return Op::redispatch(
+      return redispatch_(
           keys & c10::DispatchKeySet(
                      c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::PythonTLSSnapshot),
           std::forward<Args>(args)...);
@@ -113,6 +120,8 @@ class Typed<Op, Result(Args...)> {
 
    private:
     Operator* op_;
+    Function* call_;
+    Redispatch* redispatch_;
   };
 
  private:
@@ -138,7 +147,8 @@ class Typed<Op, Result(Args...)> {
   // Runs the call by its plan; nothing where there is none, or none for a typed kernel.
   template <size_t... index>
   static std::optional<Held> hit(
-      Operator& op, std::index_sequence<index...>, const std::decay_t<Args>&... args) {
+      Operator& op, Function* call_local, std::index_sequence<index...>,
+      const std::decay_t<Args>&... args) {
     if (!gate_is_open()) {
       return {};
     }
@@ -151,7 +161,7 @@ class Typed<Op, Result(Args...)> {
       return {};
     }
     const PlanPtr plan = plans().find(call.key);
-    if (!plan || !plan->is_direct()) {
+    if (!plan || !plan->is_direct() || !may_run(*plan)) {
       return {};
     }
     count_hit(op, *plan);
@@ -160,10 +170,11 @@ class Typed<Op, Result(Args...)> {
     std::tuple<Local<std::decay_t<Args>>...> locals;
     (std::get<index>(locals).set(args, index, walk), ...);
     if constexpr (kReturnsNothingNew) {
-      Op::call(std::get<index>(locals).get()...);
+      call_local(std::get<index>(locals).get()...);
       return Nothing{};
     } else {
-      return finished(op, *plan, base_of(op, args...), Op::call(std::get<index>(locals).get()...));
+      return finished(
+          *plan, base_of(op, args...), call_local(std::get<index>(locals).get()...));
     }
   }
 
@@ -176,23 +187,22 @@ class Typed<Op, Result(Args...)> {
     }
   }
 
-  static at::Tensor finished(
-      const Operator&, Plan& plan, const at::Tensor* base, at::Tensor local) {
+  static at::Tensor finished(Plan& plan, const at::Tensor* base, at::Tensor local) {
     return wrapped(plan.outputs[0], std::move(local), base);
   }
 
-  static bool finished(const Operator&, Plan& plan, const at::Tensor*, bool local) {
+  static bool finished(Plan& plan, const at::Tensor*, bool local) {
     return plan.finish ? plan.finish->apply(local).toBool() : local;
   }
 
   static std::vector<at::Tensor> finished(
-      const Operator& op, Plan& plan, const at::Tensor*, std::vector<at::Tensor> locals) {
-    return wrapped(op, plan.outputs[0], std::move(locals));
+      Plan& plan, const at::Tensor*, std::vector<at::Tensor> locals) {
+    return wrapped(plan.outputs[0], std::move(locals));
   }
 
   template <class... Tensors>
   static std::tuple<Tensors...> finished(
-      const Operator&, Plan& plan, const at::Tensor*, std::tuple<Tensors...> locals) {
+      Plan& plan, const at::Tensor*, std::tuple<Tensors...> locals) {
     auto output = plan.outputs.begin();
     std::apply(
         [&](auto&... local) { ((local = wrapped(*output++, std::move(local), nullptr)), ...); },

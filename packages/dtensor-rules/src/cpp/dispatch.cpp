@@ -9,7 +9,9 @@
 #include "dtensor_rules/arguments.h"
 #include "dtensor_rules/cache.h"
 #include "dtensor_rules/execute.h"
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/kernels.h"
+#include "dtensor_rules/tell.h"
 #include "dtensor_rules/watch.h"
 
 namespace dtensor_rules {
@@ -53,6 +55,7 @@ void leave(Operator& op, Reason reason, Stack& stack) {
   // What torch does on fake tensors of its own, to learn a shape, is nobody's call.
   if (!planning && !(reason == Reason::kMode && path != Path::kAsSet)) {
     op.stats.count_left(reason);
+    tell_once(op.stats, op.name.c_str(), reason);
   }
   (*getPyInterpreter())->dispatch(op.handle, &stack);
 }
@@ -78,23 +81,26 @@ Reason run(Operator& op, Stack& stack) {
     return reason;
   }
   PlanPtr plan = plans().find(call.key);
-  if (plan) {
-    if (plan->reason == Reason::kNone) {
-      count_hit(op, *plan);
-    }
-  } else {
+  const bool missed = !plan;
+  if (missed) {
     plan = make_plan(op, call, stack);
-    if (plan->reason == Reason::kNone) {
-      count(op.stats.miss);
-      if (plan->rule) {
-        count(plan->rule->hits);
-      }
+  }
+  if (plan->reason != Reason::kNone) {
+    return plan->reason;
+  }
+  if (!may_run(*plan)) [[unlikely]] {
+    return Reason::kExplicitOnly;
+  }
+  if (!missed) {
+    count_hit(op, *plan);
+  } else {
+    count(op.stats.miss);
+    if (plan->rule) {
+      count(plan->rule->hits);
     }
   }
-  if (plan->reason == Reason::kNone) {
-    execute(op, *plan, call, stack);
-  }
-  return plan->reason;
+  execute(op, *plan, call, stack);
+  return Reason::kNone;
 }
 
 // The call is the checker's, which makes it twice.

@@ -62,13 +62,13 @@ SpecPtr spec_for(Output& output, const at::Tensor& local) {
   return output.spec;
 }
 
-void wrap_results(const Operator& op, Plan& plan, const at::Tensor* base, Stack& stack) {
+void wrap_results(Plan& plan, const at::Tensor* base, Stack& stack) {
   const size_t first = stack.size() - plan.outputs.size();
   for (size_t index = 0; index < plan.outputs.size(); ++index) {
     Output& output = plan.outputs[index];
     c10::IValue& result = stack[first + index];
     if (output.kind == Output::Kind::kTensors) {
-      result = wrapped(op, output, result.toTensorVector());
+      result = wrapped(output, result.toTensorVector());
     } else if (output.kind == Output::Kind::kTensor) {
       result = wrapped(output, std::move(result).toTensor(), base);
     }
@@ -110,16 +110,15 @@ at::Tensor wrapped(Output& output, at::Tensor local, const at::Tensor* base) {
     return local;
   }
   const SpecPtr spec = spec_for(output, local);
-  return base != nullptr ? wrap_view(std::move(local), *spec, base) : wrap(std::move(local), *spec);
+  return base != nullptr ? wrap_view(std::move(local), *spec, *base)
+                         : wrap(std::move(local), *spec);
 }
 
-std::vector<at::Tensor> wrapped(
-    const Operator& op, const Output& output, std::vector<at::Tensor> locals) {
+// Lists of views share no storage with their base, in torch as here.
+std::vector<at::Tensor> wrapped(const Output& output, std::vector<at::Tensor> locals) {
   for (size_t index = 0; index < locals.size(); ++index) {
     if (const SpecPtr& spec = output.specs.at(index)) {
-      at::Tensor& local = locals[index];
-      local = op.is_view ? wrap_view(std::move(local), *spec, nullptr)
-                         : wrap(std::move(local), *spec);
+      locals[index] = wrap(std::move(locals[index]), *spec);
     }
   }
   return locals;
@@ -147,7 +146,7 @@ void execute(const Operator& op, Plan& plan, const Call& call, Stack& stack) {
   if (op.is_view) {
     const at::Tensor base = stack[first].toTensor();
     run_local(op, plan, call, stack);
-    wrap_results(op, plan, &base, stack);
+    wrap_results(plan, &base, stack);
     return;
   }
   run_local(op, plan, call, stack);
@@ -155,7 +154,7 @@ void execute(const Operator& op, Plan& plan, const Call& call, Stack& stack) {
     stack.back() = plan.finish->apply(stack.back());
     return;
   }
-  wrap_results(op, plan, nullptr, stack);
+  wrap_results(plan, nullptr, stack);
 }
 
 }  // namespace dtensor_rules

@@ -34,7 +34,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       reason = Reason::kUnsupported;
     }
     if (reason != Reason::kNone) {
-      half_stats(kHalf).count_left(reason);
+      count_left(kHalf, reason);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     Key key = key_of(kHalf);
@@ -99,7 +99,7 @@ py::object from_local(
   Key key = key_of(kHalf);
   const Reason reason = read_from_local(local, mesh, placements, shape, stride, key);
   if (reason != Reason::kNone) {
-    half_stats(kHalf).count_left(reason);
+    count_left(kHalf, reason);
     return py::none();
   }
   const PlanPtr plan = find_plan(kHalf, key);

@@ -32,7 +32,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
       reason = Reason::kUnsupported;
     }
     if (reason != Reason::kNone) {
-      half_stats(kHalf).count_left(reason);
+      count_left(kHalf, reason);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     Key key = key_of(kHalf);
@@ -66,7 +66,7 @@ py::object to_local(PyObject* dtensor) {
     reason = Reason::kUnsupported;
   }
   if (reason != Reason::kNone) {
-    half_stats(kHalf).count_left(reason);
+    count_left(kHalf, reason);
     return py::none();
   }
   count(half_stats(kHalf).cache);  // nothing has to be learned

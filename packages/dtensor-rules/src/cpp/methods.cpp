@@ -5,6 +5,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "dtensor_rules/redistribute.h"
+#include "dtensor_rules/tell.h"
 
 namespace dtensor_rules {
 
@@ -36,6 +37,11 @@ const char* half_name(Half half) {
 
 OpStats& half_stats(Half half) {
   return methods().stats[static_cast<size_t>(half)];
+}
+
+void count_left(Half half, Reason reason) {
+  half_stats(half).count_left(reason);
+  tell_once(half_stats(half), half_name(half), reason);
 }
 
 Key key_of(Half half) {
@@ -100,7 +106,7 @@ PlanPtr find_plan(Half half, const Key& key) {
     plans().count_miss();
     count(stats.miss);
   } else if (plan->reason != Reason::kNone) {
-    stats.count_left(plan->reason);
+    count_left(half, plan->reason);
   } else {
     count(stats.cache);
   }

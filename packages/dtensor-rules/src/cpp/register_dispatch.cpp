@@ -2,9 +2,11 @@
 
 #include "dtensor_rules/attribute.h"
 #include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/kernels.h"
 #include "dtensor_rules/plan.h"
 #include "dtensor_rules/register.h"
+#include "dtensor_rules/tell.h"
 #include "dtensor_rules/watch.h"
 
 namespace dtensor_rules {
@@ -37,6 +39,8 @@ void register_dispatch(py::module_& module) {
       .value("TORCH", Path::kTorch)
       .finalize();
   module.def("set_checker", &set_checker);
+  module.def("set_explicit_only", &set_explicit_only);
+  module.def("set_teller", &set_teller);
   module.def("set_path", &set_path);
 }
 

@@ -2,6 +2,7 @@
 
 #include "dtensor_rules/methods.h"
 #include "dtensor_rules/register.h"
+#include "dtensor_rules/wrap_result.h"
 
 namespace dtensor_rules {
 
@@ -38,10 +39,11 @@ PyMethodDef method_definition(const char* name) {
 }  // namespace
 
 void register_methods(py::module_& module) {
-  static std::array<PyMethodDef, 4> methods = {
+  static std::array<PyMethodDef, 5> methods = {
       method_definition<redistribute, 3>("redistribute"),
       method_definition<from_local, 5>("from_local"),
       method_definition<to_local, 1>("to_local"),
+      method_definition<wrap_result, 2>("wrap_result"),
       PyMethodDef{nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(module.ptr(), methods.data()) != 0) {
@@ -61,6 +63,7 @@ void register_methods(py::module_& module) {
             local.ptr(), mesh.ptr(), placements.ptr(), shape.ptr(), stride.ptr(), spec);
       });
   module.def("set_methods_on", &set_methods_on);
+  module.def("set_stock_wrap", &set_stock_wrap);
   module.def(
       "set_backwards",
       [](py::object of_redistribute, py::object of_from_local, py::object of_to_local) {

@@ -14,13 +14,13 @@ using Makers = std::unordered_map<std::string, Make>;
 
 template <class Op>
 TypedKernels make(Operator& op) {
-  using AtPython = typename Typed<Op>::AtPython;
-  using AtSnapshot = typename Typed<Op>::AtSnapshot;
+  using AtPython = typename Typed<typename Op::schema>::AtPython;
+  using AtSnapshot = typename Typed<typename Op::schema>::AtSnapshot;
   return {
       c10::KernelFunction::makeFromUnboxedFunctor<false, AtPython>(
-          std::make_unique<AtPython>(&op)),
+          std::make_unique<AtPython>(&op, &Op::call)),
       c10::KernelFunction::makeFromUnboxedFunctor<false, AtSnapshot>(
-          std::make_unique<AtSnapshot>(&op))};
+          std::make_unique<AtSnapshot>(&op, &Op::call, &Op::redispatch))};
 }
 
 template <class... Ops>
@@ -47,7 +47,7 @@ const Makers& makers() {
       ops::detach, ops::alias,
       // copies
       ops::clone, ops::_to_copy, ops::copy_, ops::cat, ops::stack, ops::zeros_like,
-      ops::ones_like, ops::slice_backward, ops::select_backward, ops::fill__Scalar, ops::zero_,
+      ops::ones_like, ops::slice_backward, ops::fill__Scalar, ops::zero_,
       // reductions and normalisation
       ops::sum, ops::sum_dim_IntList, ops::mean, ops::mean_dim, ops::_softmax,
       ops::_softmax_backward_data, ops::native_layer_norm, ops::embedding,

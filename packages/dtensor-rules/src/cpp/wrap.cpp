@@ -6,12 +6,14 @@ namespace dtensor_rules {
 
 namespace {
 
-// A storage without data: it only says which wrappers alias one another, and on which device.
+// A storage without data: it only says which wrappers alias one another, and on which device. Torch
+// gives a wrapper its local tensor's offset, and room for it.
 c10::Storage empty_storage(const at::Tensor& local, const Spec& spec) {
   static auto* meta = c10::GetAllocator(c10::kMeta);
+  const size_t before = spec.nbytes == 0 ? 0 : local.storage_offset() * local.element_size();
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), spec.nbytes, at::DataPtr(nullptr, local.device()), meta,
-      /*resizable=*/true));
+      c10::StorageImpl::use_byte_size_t(), before + spec.nbytes,
+      at::DataPtr(nullptr, local.device()), meta, /*resizable=*/true));
 }
 
 // A DTensor's tensor. It differs from torch's own only in how it is copied for autograd, which saves
@@ -45,11 +47,13 @@ class DTensorImpl final : public at::TensorImpl {
   }
 };
 
-at::Tensor wrap_in(c10::Storage storage, at::Tensor local, const Spec& spec) {
+at::Tensor wrap_in(
+    c10::Storage storage, at::Tensor local, const Spec& spec, PyObject* spec_object) {
   at::Tensor wrapper = at::detail::make_tensor<DTensorImpl>(
       std::move(storage), local.key_set().remove(c10::DispatchKey::ZeroTensor), local.dtype());
-  wrapper.unsafeGetTensorImpl()->set_sizes_and_strides(spec.sizes, spec.strides);
-  wrapper.unsafeGetTensorImpl()->set_python_dispatch(true);  // Wrap leaves that to its callers
+  c10::TensorImpl* impl = wrapper.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(spec.sizes, spec.strides, local.storage_offset());
+  impl->set_python_dispatch(true);  // Wrap leaves that to its callers
   auto object =
       py::reinterpret_steal<py::object>(THPVariable_Wrap(wrapper, torch_classes().dtensor));
   PyObject* local_object = THPVariable_Wrap(std::move(local));
@@ -57,23 +61,23 @@ at::Tensor wrap_in(c10::Storage storage, at::Tensor local, const Spec& spec) {
     throw py::error_already_set();
   }
   slot(object.ptr(), torch_classes().local_tensor_offset) = local_object;
-  slot(object.ptr(), torch_classes().spec_offset) = Py_NewRef(spec.object.ptr());
+  slot(object.ptr(), torch_classes().spec_offset) = Py_NewRef(spec_object);
   return wrapper;
 }
 
 }  // namespace
 
 at::Tensor wrap(at::Tensor local, const Spec& spec) {
-  c10::Storage storage = empty_storage(local, spec);
-  return wrap_in(std::move(storage), std::move(local), spec);
+  return wrap(std::move(local), spec, spec.object.ptr());
 }
 
-at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor* base) {
-  c10::Storage storage = base != nullptr ? base->storage() : empty_storage(local, spec);
-  const int64_t offset = local.storage_offset();
-  at::Tensor view = wrap_in(std::move(storage), std::move(local), spec);
-  view.unsafeGetTensorImpl()->set_storage_offset(offset);
-  return view;
+at::Tensor wrap_view(at::Tensor local, const Spec& spec, const at::Tensor& base) {
+  return wrap_in(base.storage(), std::move(local), spec, spec.object.ptr());
+}
+
+at::Tensor wrap(at::Tensor local, const Spec& spec, PyObject* spec_object) {
+  c10::Storage storage = empty_storage(local, spec);
+  return wrap_in(std::move(storage), std::move(local), spec, spec_object);
 }
 
 }  // namespace dtensor_rules

@@ -41,6 +41,9 @@ def require_torch(built_for: str, found: str) -> None:
 
 require_torch(TORCH_VERSION, torch.__version__)
 
+# Of torch._C: empties the cache that torch's own dispatch has in C++; 2.11 has no such function.
+CLEAR = "_clear_DTensor_sharding_propagator_cache"
+
 
 def strategy_tables() -> list[dict[Any, Any]]:
     """The dicts that say which operators can be sharded; 2.11 has not all of them."""
@@ -57,6 +60,13 @@ def schema_info(op: torch._ops.OpOverload) -> Any:
         single = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
         info = single.get(op)
     return info
+
+
+def forget_decisions() -> None:
+    """Empties torch's caches of sharding decisions, those of the calling thread."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    if hasattr(torch._C, CLEAR):
+        getattr(torch._C, CLEAR)()
 
 
 def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] | None:
@@ -93,6 +103,11 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] |
     if merge is not None:
         transforms = merge(transforms, src.mesh, src.placements, dst.placements)
     return transforms
+
+
+def explicit_redistribution_only() -> Any:
+    """The `threading.local` that holds the active context of this name; None in older torches."""
+    return getattr(getattr(_utils, "ExplicitRedistributionContext", None), "_local", None)
 
 
 def compiles_for_other_ranks() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtensor_rules import _core
+from dtensor_rules import _compat, _core
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Forgets all plans, and the counts of the cache."""
+    """Forgets all plans and the counts of the cache, and what torch decided in this thread."""
+    _compat.forget_decisions()
     _core.cache_clear()
     _core.clear_specs()
 

@@ -1,4 +1,11 @@
-"""Where torch's own state changes under the cache: what is listened to while the library is on."""
+"""Where torch's own state changes under the cache: what is listened to while the library is on.
+
+Note: meshes that are equal but not the same object share their plans, here as in torch's own caches
+of decisions, and results get the mesh that was met first. torch.compile knows meshes by identity,
+so it has to meet one and the same in what the library made before it and in what torch makes while
+it traces. Hence both sides forget together: when the library goes on or off, and when either is
+told to.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +23,14 @@ _REGISTRATIONS = (
     "register_single_dim_op_strategy",
     "register_sharding_prop_rule",
 )
-_CLEAR = "_clear_DTensor_sharding_propagator_cache"
 
 _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
     """Listens to registrations, to cleared caches and to specs that are changed."""
+    _compat.forget_decisions()
+    _undo.append(_compat.forget_decisions)
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = [*_compat.strategy_tables(), DTensor._op_dispatcher._custom_op_handlers]
     _core.watch(tables, _tables_changed)
@@ -30,9 +38,11 @@ def install() -> None:
     for name in _REGISTRATIONS:
         if hasattr(propagator, name):
             _after(propagator, name, _tables_changed)
-    if hasattr(torch._C, _CLEAR):
-        _after(torch._C, _CLEAR, _forget_all)
+    if hasattr(torch._C, _compat.CLEAR):
+        _after(torch._C, _compat.CLEAR, _forget_all)
     _watch_specs()
+    _core.set_explicit_only(_compat.explicit_redistribution_only())
+    _undo.append(lambda: _core.set_explicit_only(None))
     methods.install()
     _undo.append(methods.remove)
 

@@ -29,11 +29,13 @@ class Move:
         argument: position in the operator's schema.
         element: position in the list that the argument is; -1 where it is no list.
         transform: from the local tensor to the local tensor that the operator gets.
+        target: what a redistribution makes of it; None for other transforms. It is for logs.
     """
 
     argument: int
     element: int
     transform: Transform
+    target: DTensorSpec | None = None
 
 
 @dataclass(frozen=True)

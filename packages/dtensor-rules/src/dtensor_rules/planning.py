@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils import _pytree as pytree
 
-from dtensor_rules import table
+from dtensor_rules import logs, table
 from dtensor_rules.pattern import is_in_place
 from dtensor_rules.plan import Move, Output, Plan
 from dtensor_rules.redistribution import transform_between
@@ -28,6 +29,16 @@ def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, 
     Returns:
         a plan; one with a reason where torch has to do the call, its errors included.
     """
+    if not logs.wants_misses():
+        return _plan(op, args, kwargs)
+    start = time.perf_counter()
+    made = _plan(op, args, kwargs)
+    seconds = time.perf_counter() - start
+    logs.miss(op, args, kwargs, made, rule=table.name_of(made), seconds=seconds)
+    return made
+
+
+def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
     dispatcher = DTensor._op_dispatcher
     if op in dispatcher._custom_op_handlers:
         return Plan(reason="handler")
@@ -104,7 +115,7 @@ def _moves(call: Call, wanted: OpSchema) -> list[Move]:
     ):
         if isinstance(source, DTensorSpec) and source != target:
             assert isinstance(target, DTensorSpec)
-            moves.append(Move(argument, element, transform_between(source, target)))
+            moves.append(Move(argument, element, transform_between(source, target), target))
     return moves
 
 

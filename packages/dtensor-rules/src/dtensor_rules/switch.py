@@ -6,7 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 # _compat comes first: it refuses a torch that _core was not compiled for.
-from dtensor_rules import _compat, _core, checking, hooks, operators, planning, table  # noqa: F401
+from dtensor_rules import (  # noqa: F401
+    _compat,
+    _core,
+    checking,
+    hooks,
+    logs,
+    operators,
+    planning,
+    results,
+    table,
+)
 from dtensor_rules.builtin import BUILTIN
 
 _on = False
@@ -19,7 +29,8 @@ def enable() -> None:
 
     Raises:
         RuntimeError: torch is not as expected; nothing has been installed then.
-        ValueError: DTENSOR_RULES_CHECK is neither 0 nor 1.
+        ValueError: DTENSOR_RULES_CHECK is neither 0 nor 1, or DTENSOR_RULES_LOGS names what is no
+            log.
     """
     global _on
     if _on:
@@ -28,7 +39,11 @@ def enable() -> None:
         _core.find_torch_classes()
         _core.set_planner(planning.plan)
         _core.set_checker(checking.check if checking.wanted() else None)
+        logs.configure()
+        _core.set_teller(logs.left)
         hooks.install()
+        if not checking.wanted():  # its stock half is all torch's
+            results.install()
         operators.install_kernels()
         _core.set_attribute_answered(True)
     except BaseException:
@@ -65,6 +80,8 @@ def _remove() -> None:
     _core.set_attribute_answered(False)
     _core.remove_kernels()
     _core.set_checker(None)
+    _core.set_teller(None)
+    results.remove()
     hooks.remove()
     _core.cache_clear()
     _core.clear_specs()

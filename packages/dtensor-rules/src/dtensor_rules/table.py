@@ -78,6 +78,12 @@ def names() -> list[str]:
     return [entry.rule.name for entry in _table]
 
 
+def name_of(plan: Plan) -> str | None:
+    """The name of the rule that made a plan; None where torch's propagation did."""
+    found = (entry.rule.name for entry in _table if entry.counter is plan.rule)
+    return next(found, None)
+
+
 def match(call: Call) -> Plan | None:
     """The answer of the first rule that matches and has one."""
     for entry in list(_table):

@@ -1,0 +1,34 @@
+#include "dtensor_rules/tell.h"
+
+namespace dtensor_rules {
+
+namespace py = pybind11;
+
+static_assert(static_cast<size_t>(Reason::kCount) <= 32, "OpStats::told has a bit per reason");
+
+namespace {
+
+py::object& teller() {
+  static auto* function = new py::object(py::none());  // outlives the interpreter's end
+  return *function;
+}
+
+}  // namespace
+
+void set_teller(py::object function) {
+  teller() = std::move(function);
+}
+
+void tell(OpStats& stats, const char* name, Reason reason) {
+  const uint32_t bit = uint32_t{1} << static_cast<unsigned>(reason);
+  const bool first = (stats.told.fetch_or(bit, std::memory_order_relaxed) & bit) == 0;
+  if (!first) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (const py::object function = teller(); !function.is_none()) {
+    function(name, reason_name(reason));
+  }
+}
+
+}  // namespace dtensor_rules
