@@ -1,7 +1,8 @@
 """The workspace's commands: ``nox -l`` lists them, bare ``nox`` runs lint, types and tests.
 
-``tests``, ``types``, ``integration`` and ``bench`` share one environment, ``.nox/dev``, which
-``tools/dev_env.py`` keeps equal to the working tree; ``lint`` has its own small one.
+``tests``, ``types``, ``sanitize``, ``integration`` and ``bench`` share one environment,
+``.nox/dev``, which ``tools/dev_env.py`` keeps equal to the working tree; ``lint`` has its own
+small one.
 """
 
 import sys
@@ -21,6 +22,8 @@ RESULTS = ROOT / ".nox" / "test-results"
 PACKAGES = {
     path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
+# Those whose CMakeLists.txt can compile for ASAN and UBSAN.
+SANITIZED = ("dtensor-rules",)
 # Supported, but not the one that the workspace pins (constraints.txt).
 OTHER_TORCHES = ("2.11", "2.12", "2.14", "2.15")
 PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integration")}
@@ -94,6 +97,13 @@ def types(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Builds every package's sdist and wheel, and tries each wheel alone in a clean environment."""
     session.run(dev_env(session), "-m", "tools.check_wheels", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("project", [nox.param(name, id=name) for name in SANITIZED])
+def sanitize(session: nox.Session, project: str) -> None:
+    """One package's tests, its C++ under ASAN and UBSAN, in some 20 minutes; takes pytest's."""
+    session.run(dev_env(session), "-m", "tools.sanitize", project, *session.posargs)
 
 
 @nox.session(venv_backend="none")

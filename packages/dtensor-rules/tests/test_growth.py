@@ -1,6 +1,7 @@
 """Nothing grows, however many calls there are and however many threads make them."""
 
 import gc
+import os
 import threading
 
 import psutil
@@ -13,6 +14,8 @@ from testkit import fake_mesh
 
 CALLS = 100_000
 MOST_MB = 10
+# It keeps for a while what is freed, so that its own memory grows.
+UNDER_ASAN = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_memory_and_cache_after_many_calls(mesh):
         size, memory = dtensor_rules.cache_info().size, resident()
         mixed(mesh, CALLS)
         assert dtensor_rules.cache_info().size == size
-        assert resident() - memory < MOST_MB
+        assert UNDER_ASAN or resident() - memory < MOST_MB
     assert dtensor_rules.cache_info().hits > CALLS / 2
 
 

@@ -1,0 +1,50 @@
+import subprocess
+import sys
+
+import pytest
+
+from tools import sanitize
+
+FAULTS = """
+extern "C" int overflow(int x) { return x + 2147483647; }
+extern "C" int use_after_free(int x) {
+  int* volatile p = new int(x);
+  delete p;
+  return *p;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "faults.cpp").write_text(FAULTS)
+    command = ["c++", "-shared", "-fPIC", f"-fsanitize={sanitize.SANITIZERS}", "faults.cpp"]
+    subprocess.run([*command, "-o", "faults.so"], cwd=folder, check=True)
+    return folder / "faults.so"
+
+
+@pytest.mark.parametrize(
+    ("call", "report"),
+    [
+        ("overflow(0)", ""),
+        ("overflow(1)", "signed integer overflow"),
+        ("use_after_free(1)", "heap-use-after-free"),
+    ],
+    ids=["no fault", "overflow", "use after free"],
+)
+def test_a_fault_is_reported_from_any_process_and_nothing_else_is(tmp_path, library, call, report):
+    # In a child of a child, as a rank would be, and forgiven.
+    inner = f"import ctypes; ctypes.CDLL({str(library)!r}).{call}"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    under = sanitize.environment(tmp_path, reports)
+    subprocess.run([sys.executable, "-c", code], env=under, check=True, stderr=subprocess.DEVNULL)
+    said = sanitize.said(reports)
+    assert (report in said) if report else said == ""
+
+
+def test_a_package_that_cannot_be_compiled_so_is_named():
+    with pytest.raises(SystemExit, match=r"fsdp: its CMakeLists\.txt has no FSDP_SANITIZE"):
+        sanitize.main(["fsdp"])
