@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from dtensor_rules import _core
 from dtensor_rules.plan import Plan
 from dtensor_rules.rule import Call, Rule
+from dtensor_rules.validation import check_plan
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def match(call: Call) -> Plan | None:
                     f"Rule {entry.rule.name!r}: its action returned {plan!r} for {call.op}; "
                     f"return a Plan, or None to leave the call to other rules"
                 )
+            check_plan(entry.rule.name, call, plan)
             return replace(plan, rule=entry.counter)
     return None
 
