@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.resources
+from pathlib import Path
 
 import dtensor_rules
 
@@ -12,6 +13,7 @@ assert dtensor_rules.__version__ == version, (
 assert importlib.resources.files(dtensor_rules).joinpath("py.typed").is_file(), (
     "py.typed is missing"
 )
+assert Path(dtensor_rules.get_include(), "dtensor_rules", "rule.h").is_file(), "rule.h is missing"
 dtensor_rules.enable()  # the extension module loads, and torch is as it expects
 assert dtensor_rules.is_enabled()
 dtensor_rules.disable()

@@ -90,6 +90,10 @@ def test_an_action_of_the_wrong_arity_is_refused(fields, message):
         Rule(**({"op": "aten.add.Tensor", "action": decline} | fields))
 
 
+def test_a_compiled_action_need_not_say_what_it_takes():
+    assert Rule("*", max).action is max  # of which inspect.signature knows nothing
+
+
 def test_its_name_is_that_of_its_action_unless_it_has_one():
     assert Rule("*", decline).name == "decline"
     assert Rule("*", decline, name="mine").name == "mine"

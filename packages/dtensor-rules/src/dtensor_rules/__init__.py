@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtensor_rules.headers import get_include
+
 __version__ = "0.1.0"
 
 # Loaded at first use: importing the package needs neither torch nor the extension module.
@@ -42,6 +44,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "get_include",
     "is_enabled",
     "register_rule",
     "remove_rule",

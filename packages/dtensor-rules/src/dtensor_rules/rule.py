@@ -139,7 +139,11 @@ def _check_callable(where: str, field: str, value: object) -> None:
     if not callable(value):
         raise TypeError(f"{where}: {field}={value!r} must be a function of one Call")
     try:
-        inspect.signature(value).bind(None)
+        signature = inspect.signature(value)
+    except ValueError:
+        return  # compiled, and says nothing of its arguments
+    try:
+        signature.bind(None)
     except TypeError as error:
         raise TypeError(
             f"{where}: {field}={value!r} must be callable with one Call: {error}"
