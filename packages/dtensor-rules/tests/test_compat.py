@@ -1,0 +1,245 @@
+"""Canaries: each difference between versions of torch, or private name, that `_compat` stands on.
+
+When one of these tests fails, torch has changed: the shim that it names can go, or must change.
+"""
+
+import importlib.metadata
+import inspect
+import logging
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch._logging import warning_once
+from torch.distributed import config
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _api,
+    _collective_utils,
+    _redistribute,
+    _utils,
+    distribute_tensor,
+)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+from dtensor_rules import _compat
+from testkit import CommLog, fake_mesh
+
+RELEASE = tuple(int(part) for part in _compat.minor(torch.__version__).split("."))
+aten = torch.ops.aten
+
+since_2_13 = pytest.mark.skipif(RELEASE < (2, 13), reason="what the shim is for is older torches")
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((2,)) as mesh:
+        yield mesh
+
+
+def spec(mesh, *placements):
+    meta = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def test_every_shim_has_a_canary_here():
+    here = Path(__file__).read_text()
+    for name, member in vars(_compat).items():
+        if inspect.isfunction(member) and member.__module__ == _compat.__name__:
+            assert f"_compat.{name}(" in here, name
+
+
+@pytest.mark.parametrize(
+    ("shim", "needed_before"),
+    [
+        ("strategy_tables", (2, 12)),  # 2.11 has not all tables
+        ("schema_info", (2, 12)),  # nor the second of these
+        ("redistribution_transforms", (2, 12)),  # None where a name is missing
+        ("gradient_placements", (2, 12)),  # the same
+        ("compiles_for_other_ranks", (2, 12)),  # False where there is no flag
+        ("redistribute_context", (2, 13)),  # the old names
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_torch_that_needs_the_shim_is_still_supported(shim, needed_before):
+    assert callable(getattr(_compat, shim))
+    (wanted,) = (
+        requirement
+        for requirement in importlib.metadata.requires("dtensor-rules")
+        if requirement.startswith("torch")
+    )
+    oldest = re.search(r">=(\d+)\.(\d+)", wanted)
+    assert tuple(map(int, oldest.groups())) < needed_before, f"simplify _compat.{shim}"
+
+
+def test_versions_of_torch_begin_with_major_and_minor():
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", torch.__version__)
+    assert _compat.minor("2.13.0+cpu") == "2.13"
+
+
+def test_another_minor_version_is_refused_with_the_remedy():
+    _compat.require_torch("2.13.0+cpu", "2.13.1")
+    with pytest.raises(ImportError, match=r"compiled for torch 2\.13 and finds torch 2\.14\.0a"):
+        _compat.require_torch("2.13.0", "2.14.0a")
+
+
+def tables_of_operators():
+    """The propagator's dicts from operators, by name."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return {
+        name: table
+        for name, table in vars(propagator).items()
+        if isinstance(table, dict)
+        and table
+        and all(isinstance(key, torch._ops.OpOverload) for key in table)
+    }
+
+
+@since_2_13
+def test_torch_keeps_operators_in_these_tables():
+    strategies = ["op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules"]
+    infos = {"op_to_schema_info", "op_to_schema_info_for_single_dim_strategy"}
+    # How arguments and shapes are made local: torch's propagation reads them.
+    others = {
+        "op_to_scalar_shape_adjuster",
+        "op_to_shape_and_stride_idx",
+        "squeeze_op_to_dims_variant",
+    }
+    tables = tables_of_operators()
+    assert set(tables) == {*strategies, *infos, *others}
+    found = _compat.strategy_tables()
+    assert [id(table) for table in found] == [id(tables[name]) for name in strategies]
+
+
+def test_the_schema_info_is_the_one_that_torch_takes(mesh):
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    tables = tables_of_operators()
+    first, second = (
+        tables["op_to_schema_info"],
+        tables.get("op_to_schema_info_for_single_dim_strategy", {}),
+    )
+    unwrap = DTensor._op_dispatcher.unwrap_to_op_info
+    cases = ((aten.mul.Tensor, (x, x)), (aten.t.default, (x,)), (aten.cat.default, ([x, x],)))
+    for op, args in cases:
+        assert _compat.schema_info(op) is unwrap(op, args, {}).schema.schema_info
+    assert _compat.schema_info(aten.t_copy.default) is None
+    if RELEASE >= (2, 13):
+        only_second = [op for op in second if op not in first]
+        assert only_second, "one table is enough"
+        assert isinstance(_compat.schema_info(only_second[0]), RuntimeSchemaInfo)
+
+
+@since_2_13
+@pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", "_optimize_transform_infos"])
+def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
+    stock, asked = getattr(_redistribute, name), []
+    monkeypatch.setattr(_redistribute, name, lambda *a, **k: asked.append(name) or stock(*a, **k))
+    src, dst = spec(mesh, Shard(0)), spec(mesh, Replicate())
+    monkeypatch.setattr(_redistribute, "_are_we_tracing", lambda: True)  # or it asks its cache
+    _redistribute.redistribute_local_tensor(torch.ones(4, 4), src, dst)
+    assert asked == [name]
+    assert _compat.redistribution_transforms(src, dst)
+    assert asked == [name, name]
+
+
+@since_2_13
+def test_torch_refuses_mixed_partials_before_it_plans():
+    with fake_mesh((2, 2)) as square:
+        mixed = spec(square, Partial("sum"), Partial("max"))
+        whole = spec(square, Replicate(), Replicate())
+        with pytest.raises(ValueError, match="Mixed Partial") as by_torch:
+            _redistribute.redistribute_local_tensor(torch.ones(8, 4), mixed, whole)
+        with pytest.raises(ValueError, match=re.escape(str(by_torch.value))):
+            _compat.redistribution_transforms(mixed, whole)
+        # It is the check that says so, not the plan.
+        assert _redistribute._gen_transform_infos_non_cached(mixed, whole)
+        with pytest.raises(ValueError, match=re.escape(str(by_torch.value))):
+            _utils.assert_no_mixed_partial_types(mixed.placements)
+
+
+@since_2_13
+def test_torch_s_planners_stay_in_a_cache_without_bound():
+    with fake_mesh((2, 2)) as square:
+        _redistribute._planner_cache.clear()
+        src, dst = spec(square, Shard(0), Shard(0)), spec(square, Replicate(), Shard(0))
+        ours = _compat.redistribution_transforms(src, dst)
+        assert len(_redistribute._planner_cache) == 0
+        theirs = _redistribute._gen_transform_infos_non_cached(src, dst)
+        assert len(_redistribute._planner_cache) == 1, "the shim need not clean up"
+        assert ours == theirs
+        assert _compat.redistribution_transforms(src, dst) == theirs
+        assert len(_redistribute._planner_cache) == 1  # torch's own stays
+
+
+@since_2_13
+def test_torch_merges_collectives_over_a_flattened_mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with fake_mesh((2, 2)):
+        named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        src, dst = spec(named, Partial(), Partial()), spec(named, Replicate(), Replicate())
+        named._flatten("ab")
+        apart = _redistribute._gen_transform_infos_non_cached(src, dst)
+        assert (len(apart), len(_compat.redistribution_transforms(src, dst))) == (2, 1)
+
+
+@since_2_13
+def test_torch_may_compile_on_one_rank_for_all():
+    assert _compat.compiles_for_other_ranks() is False
+    with config.patch(compile_on_one_rank=True):
+        assert _compat.compiles_for_other_ranks() is True
+
+
+def test_torch_gathers_on_the_cpu_instead_of_an_all_to_all_and_says_so_once(mesh, caplog):
+    said = "CPU process group does not support alltoall yet"
+    with caplog.at_level(logging.WARNING, _collective_utils.logger.name):
+        warning_once.cache_clear()
+        with CommLog() as log:
+            _collective_utils.shard_dim_alltoall(torch.ones(4, 4), 0, 1, mesh, 0)
+        assert log.counts() == {"all_gather": 1}
+        assert _compat.all_to_all_gathers(mesh) is True
+        assert caplog.text.count(said) == 1
+        warning_once.cache_clear()
+        assert _compat.all_to_all_gathers(mesh) is True
+        assert caplog.text.count(said) == 2
+        _collective_utils.shard_dim_alltoall(torch.ones(4, 4), 0, 1, mesh, 0)
+        assert caplog.text.count(said) == 2
+    cuda = types.SimpleNamespace(device_type="cuda")
+    assert _compat.all_to_all_gathers(cuda) is False
+    warning_once.cache_clear()
+
+
+@since_2_13
+@pytest.mark.parametrize("placement", [Partial(), Shard(0), Replicate()], ids=str)
+def test_the_gradient_that_from_local_wants(mesh, placement, monkeypatch):
+    wanted = _compat.gradient_placements((placement,))
+    assert wanted == ((Replicate() if placement.is_partial() else placement),)
+    local = torch.ones(4, 4, requires_grad=True)
+    made = DTensor.from_local(local, mesh, (placement,), run_check=False)
+    given = DTensor.from_local(torch.ones(4, 4), mesh, wanted, run_check=False)
+    stock, asked = _api._normalize_placements_for_grad, []
+    monkeypatch.setattr(
+        _api, "_normalize_placements_for_grad", lambda own: asked.append(own) or stock(own)
+    )
+    made.backward(given)
+    assert asked == [(placement,)]
+
+
+@since_2_13
+def test_what_redistribute_leaves_for_its_backward(mesh):
+    context = types.SimpleNamespace()
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    dtype = torch.float32
+    backward = {"op_dtype": dtype, "out_dtype": dtype}
+    dtypes = {"op_dtype": dtype, "out_dtype": dtype, "backward_options": backward}
+    _redistribute.Redistribute.forward(context, x, mesh, (Replicate(),), False, dtypes)
+    ours = vars(_compat.redistribute_context(x._spec, dtype))
+    theirs = vars(context)
+    assert {name: ours[name] for name in theirs} == theirs
+    assert ours.keys() - theirs.keys() == {"backward_dtype", "original_dtype"}
