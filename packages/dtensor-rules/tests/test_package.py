@@ -1,6 +1,8 @@
 """The package as a whole: its version, and what importing it loads."""
 
 import importlib.metadata
+import subprocess
+import sys
 
 import dtensor_rules
 from testkit.imports import PACKAGES, loaded_by
@@ -22,3 +24,19 @@ def test_that_check_notices_another_of_our_packages():
 
 def test_asking_where_the_header_is_loads_neither_torch_nor_another_of_our_packages():
     assert not loaded_by("import dtensor_rules; dtensor_rules.get_include()") & NOT_LOADED
+
+
+def test_on_another_torch_that_is_said_before_the_extension_module_is_loaded():
+    code = """
+import sys, types
+sys.modules["dtensor_rules._built_for"] = types.SimpleNamespace(TORCH_VERSION="1.0.0")
+import dtensor_rules
+try:
+    dtensor_rules.enable
+except ImportError as error:
+    assert "dtensor_rules was compiled for torch 1.0" in str(error), error
+else:
+    raise AssertionError("nothing was said")
+assert "dtensor_rules._core" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

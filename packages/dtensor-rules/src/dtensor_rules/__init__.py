@@ -58,6 +58,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dtensor_rules' has no attribute {name!r}")
+    # First, and with torch: it says what is wrong where the extension module is another torch's.
+    importlib.import_module("dtensor_rules._compat")
     for public, home in _HOMES.items():
         globals()[public] = getattr(importlib.import_module(f"dtensor_rules.{home}"), public)
     return globals()[name]
