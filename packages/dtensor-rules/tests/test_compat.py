@@ -63,6 +63,8 @@ def test_every_shim_has_a_canary_here():
         ("redistribution_transforms", (2, 12)),  # None where a name is missing
         ("gradient_placements", (2, 12)),  # the same
         ("compiles_for_other_ranks", (2, 12)),  # False where there is no flag
+        ("explicit_redistribution_only", (2, 12)),  # None where there is no such context
+        ("forget_decisions", (2, 12)),  # nothing where there is no cache in C++
         ("redistribute_context", (2, 13)),  # the old names
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -136,6 +138,21 @@ def test_the_schema_info_is_the_one_that_torch_takes(mesh):
 
 
 @since_2_13
+def test_torch_keeps_decisions_in_a_cache_of_its_own_in_cpp(mesh):
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    count = torch._C._get_DTensor_sharding_propagator_cache_stats
+    _compat.forget_decisions()
+    torch.neg(x)
+    before = count()
+    torch.neg(x)
+    assert count() != before, "a hit is counted"
+    _compat.forget_decisions()
+    assert count() == (0, 0)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    assert propagator.propagate_op_sharding.cache_info().currsize == 0
+
+
+@since_2_13
 @pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", "_optimize_transform_infos"])
 def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
     stock, asked = getattr(_redistribute, name), []
@@ -187,6 +204,15 @@ def test_torch_merges_collectives_over_a_flattened_mesh():
         named._flatten("ab")
         apart = _redistribute._gen_transform_infos_non_cached(src, dst)
         assert (len(apart), len(_compat.redistribution_transforms(src, dst))) == (2, 1)
+
+
+@since_2_13
+def test_torch_keeps_the_active_explicit_context_in_a_local_of_its_class():
+    local = _compat.explicit_redistribution_only()
+    assert getattr(local, "_active", None) is None
+    with _utils.ExplicitRedistributionContext() as context:
+        assert local._active is context
+    assert local._active is None
 
 
 @since_2_13
