@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import dtensor_rules
 from testkit import fake_mesh
 
-CALLS, ROUNDS = 200, 20
+CALLS, ROUNDS = 100, 60
 # The bars of the project: microseconds over the local call, and how many times less than stock.
 MOST_US, LEAST_RATIO = 1.0, 5.0
 MOST_US_OF = {"native_layer_norm": 2.0}
+# These have no bar of their own, only the steps that they are part of.
+LISTS = ("_foreach_add_", "_fused_adamw_")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 # Operator: the function, and the placement and local shape of each operand.
@@ -87,16 +89,17 @@ def _row(mesh, name, function, operands, *, grad, differentiable):
     stock, ours = best["stock"] - best["local"], best["ours"] - best["local"]
     most = MOST_US_OF.get(name, MOST_US)
     ratio = stock / ours if ours > 0 else float("inf")
-    return {
+    row = {
         "case": f"{name}, {'grad' if grad else 'no_grad'}",
         "local_us": round(best["local"], 2),
         "stock_over_us": round(stock, 2),
         "ours_over_us": round(ours, 2),
         "ratio": round(ratio, 1),
-        "most_us": most,
-        "least_ratio": LEAST_RATIO,
-        "met": "yes" if ours <= most and ratio >= LEAST_RATIO else "no",
     }
+    if name in LISTS:
+        return row
+    met = "yes" if ours <= most and ratio >= LEAST_RATIO else "no"
+    return row | {"most_us": most, "least_ratio": LEAST_RATIO, "met": met}
 
 
 def _local(shape):

@@ -15,7 +15,7 @@ import dtensor_rules
 from testkit import fake_mesh
 
 RANKS, SHAPE = 8, (16, 16)
-CALLS, ROUNDS = 200, 20
+CALLS, ROUNDS = 100, 60
 # The bars of the project, for redistributions: microseconds, and how many times less than stock.
 MOST_US, LEAST_RATIO = 5.0, 8.0
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
