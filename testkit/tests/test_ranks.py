@@ -323,6 +323,12 @@ def test_an_argument_that_cannot_be_sent():
     assert run_ranks(os.getpid, 1) == pids  # nothing has run: the pool is kept
 
 
+def test_a_function_that_names_a_module_of_a_class_of_its_own(monkeypatch):
+    """torch.ops, which torch.compile enters into sys.modules, so that cloudpickle sends it too."""
+    monkeypatch.setitem(sys.modules, "torch.ops", torch.ops)
+    assert run_ranks(lambda: str(torch.ops.aten.add.Tensor), 1) == ["aten.add.Tensor"]
+
+
 def test_a_call_on_a_rank_is_refused():
     def nested():
         with pytest.raises(RuntimeError, match="called on rank 0 of another run_ranks"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import io
 import os
 import pickle
+import pkgutil
 import sys
 import threading
 import time
@@ -214,12 +216,23 @@ def _prepare(pool: Pool, world_size: int) -> None:
 def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     with _by_value([fn, *args, *kwargs.values()]):
         try:
-            return bytes(cloudpickle.dumps(Task(fn, args, kwargs, _warning_filters())))
+            buffer = io.BytesIO()
+            _Pickler(buffer).dump(Task(fn, args, kwargs, _warning_filters()))
+            return buffer.getvalue()
         except Exception as error:
             raise TypeError(
                 f"run_ranks: {fn!r} or its arguments cannot be sent to the ranks ({error}); "
                 "pass plain values and build the rest inside the function"
             ) from error
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
+    """cloudpickle sends a plain module by name, but not one of a class of its own: torch.ops."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            return pkgutil.resolve_name, (obj.__name__,)
+        return super().reducer_override(obj)
 
 
 def _warning_filters() -> tuple[WarningFilter, ...]:
