@@ -96,6 +96,16 @@ def test_writes_count_versions(mesh, grad):
         assert x._version == before + 1
 
 
+def test_writes_to_inference_tensors_are_errors(mesh):
+    with torch.inference_mode():
+        x = placed(mesh)
+    with torch.no_grad():
+        y = placed(mesh)
+        twice(lambda: y.add_(1.0))
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            x.add_(1.0)
+
+
 def test_what_backward_needs_must_not_be_written_to(mesh):
     x = placed(mesh).requires_grad_()
     twice(lambda: x.softmax(-1).sum().backward())
