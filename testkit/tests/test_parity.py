@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from testkit import assert_bitwise, assert_close, assert_ulp, fake_mesh
+from testkit import assert_bitwise, assert_close, assert_same_tensor, assert_ulp, fake_mesh
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALL = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
@@ -255,3 +255,33 @@ def test_close_accepts_any_nan_for_a_nan():
 def test_close_bad_tolerances(rtol, atol):
     with pytest.raises(ValueError, match="must not be negative or NaN"):
         assert_close(torch.ones(1), torch.ones(1), rtol, atol)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.t().contiguous().t(),  # strides
+        lambda x: x.clone().requires_grad_(),
+        lambda x: x + 1,
+        lambda x: x.view(4, 4),  # a view
+        lambda x: None,
+    ],
+    ids=["strides", "requires_grad", "values", "view", "none"],
+)
+def test_same_tensors_differ_in_nothing_that_can_be_asked(other):
+    x = torch.arange(16.0).reshape(4, 4).clone()
+    assert_same_tensor(x.clone(), x)
+    assert_same_tensor(None, None)
+    with pytest.raises(AssertionError, match="the one"):
+        assert_same_tensor(other(x), x, "the one")
+
+
+def test_same_dtensors_have_one_spec_and_local_tensors():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(4, 2)
+        placed = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        assert_same_tensor(DTensor.from_local(local, mesh, [Shard(0)], run_check=False), placed)
+        for values, placement in ((local, Shard(1)), (local * 2, Shard(0))):
+            other = DTensor.from_local(values, mesh, [placement], run_check=False)
+            with pytest.raises(AssertionError):
+                assert_same_tensor(other, placed)

@@ -34,7 +34,9 @@ from testkit import CommLog, fake_mesh
 RELEASE = tuple(int(part) for part in _compat.minor(torch.__version__).split("."))
 aten = torch.ops.aten
 
-since_2_13 = pytest.mark.skipif(RELEASE < (2, 13), reason="what the shim is for is older torches")
+since_2_13 = pytest.mark.skipif(
+    RELEASE < (2, 13), reason="it watches names that torch has from 2.13 on"
+)
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """Whoever changes torch's tables changes what the library does, from the next call on."""
 
-import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import dtensor_rules
-from testkit import fake_mesh
 
 NAME = "dtensor_rules_tests::scale"
 torch.library.define(NAME, "(Tensor x, float by, *, Tensor? bias=None) -> Tensor")
@@ -32,18 +30,6 @@ def sharded_on(dim):
         return [whole, cut]
 
     return sharding
-
-
-@pytest.fixture
-def mesh():
-    with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
-        dtensor_rules.stats_clear()
-        yield mesh
-
-
-@pytest.fixture
-def x(mesh):
-    return distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0)])
 
 
 def counted():

@@ -16,13 +16,6 @@ TOOK = re.compile(r"\d+ us$")
 
 
 @pytest.fixture
-def mesh():
-    with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
-        dtensor_rules.stats_clear()
-        yield mesh
-
-
-@pytest.fixture
 def lines(caplog):
     """A function: the lines of a logger since it was asked last."""
     caplog.set_level(logging.DEBUG, "dtensor_rules")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_rules
-from testkit import CommLog, assert_bitwise, fake_mesh, run_ranks
+from testkit import CommLog, assert_bitwise, assert_same_tensor, fake_mesh, run_ranks
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial()
 PLACEMENTS = (R, SUM, S0, S1)
@@ -24,42 +24,12 @@ def _enabled():
         yield
 
 
-def describe(tensor):
-    """All that can be seen of a tensor but its values."""
-    if tensor is None:
-        return None
-    about = {
-        "type": type(tensor),
-        "shape": tensor.shape,
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "requires_grad": tensor.requires_grad,
-        "is_leaf": tensor.is_leaf,
-        "has grad_fn": tensor.grad_fn is not None,
-        "is_view": tensor._is_view(),
-    }
-    if isinstance(tensor, DTensor):
-        # Whether torch marks its local tensor as a view of what was received is chance.
-        local = describe(tensor._local_tensor) | {"is_view": None}
-        about |= {"spec": tensor._spec, "local": local}
-    return about
-
-
 def both(function, *, times=3):
     """What a function gives with torch alone, and with the library at its first and later calls."""
     dtensor_rules.disable()
     expected = function()
     dtensor_rules.enable()
     return expected, [function() for _ in range(times)]
-
-
-def assert_equal(actual, expected, what=""):
-    assert describe(actual) == describe(expected), what
-    if expected is None:
-        return
-    if isinstance(expected, DTensor):
-        actual, expected = actual._local_tensor, expected._local_tensor
-    assert_bitwise(actual.detach(), expected.detach(), what)
 
 
 def hits(name):
@@ -101,7 +71,7 @@ def compare_on_ranks():
                     actual = forward_and_backward(mesh, source, target)
                 assert our_log.calls == log.calls, (source, target)
                 for index, pair in enumerate(zip(actual, expected, strict=True)):
-                    assert_equal(*pair, f"{index} of {source} to {target}, call {call}")
+                    assert_same_tensor(*pair, f"{index} of {source} to {target}, call {call}")
     counted = {name: counts.cache for name, counts in dtensor_rules.stats().items()}
     dtensor_rules.disable()
     return counted
@@ -129,7 +99,7 @@ def on_two_axes():
     expected, all_actual = both(run)
     for actual in all_actual:
         for pair in zip(actual, expected, strict=True):
-            assert_equal(*pair)
+            assert_same_tensor(*pair)
 
 
 @pytest.mark.ranks
@@ -170,7 +140,7 @@ def test_what_can_be_seen_of_the_results(target, grad_mode, requires_grad):
         for actual, our_relations in all_actual:
             assert our_relations == relations
             for pair in zip(actual, expected, strict=True):
-                assert_equal(*pair)
+                assert_same_tensor(*pair)
 
 
 def test_the_same_placements_keep_the_local_tensor():
@@ -206,7 +176,7 @@ def test_the_layout_of_the_local_tensor_matters():
         for local in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).double()):
             expected, all_actual = both(lambda t=local: DTensor.from_local(t, mesh, [S0]))
             for actual in all_actual:
-                assert_equal(actual, expected)
+                assert_same_tensor(actual, expected)
 
 
 def test_writing_into_a_view_that_requires_grad_is_refused_as_by_torch():
@@ -268,7 +238,7 @@ def test_second_derivatives():
         expected, all_actual = both(run)
         for actual in all_actual:
             for pair in zip(actual, expected, strict=True):
-                assert_equal(*pair)
+                assert_same_tensor(*pair)
     assert dtensor_rules.stats()["DTensor.redistribute backward"].fallthrough["unsupported"] == 2
 
 
@@ -282,7 +252,7 @@ def test_a_gradient_of_another_dtype_is_torchs():
 
         expected, all_actual = both(run)
         for actual in all_actual:
-            assert_equal(actual, expected)
+            assert_same_tensor(actual, expected)
 
 
 def test_hooks_checkpoints_and_threads():

@@ -7,16 +7,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
 from dtensor_rules import Plan, Rule
-from testkit import fake_mesh
 
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
-
-
-@pytest.fixture
-def mesh():
-    with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
-        dtensor_rules.stats_clear()
-        yield mesh
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from testkit.cases import Case, cases
 from testkit.comm_log import Collective, CommLog
 from testkit.mesh import clear_caches, each_rank, fake_mesh
-from testkit.parity import assert_bitwise, assert_close, assert_ulp
+from testkit.parity import assert_bitwise, assert_close, assert_same_tensor, assert_ulp
 from testkit.ranks import RankError, RankReport, run_ranks
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __all__ = [
     "RankReport",
     "assert_bitwise",
     "assert_close",
+    "assert_same_tensor",
     "assert_ulp",
     "cases",
     "clear_caches",

@@ -38,6 +38,49 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor, what: str = "")
     _report(differs, got, want, what, "in bits")
 
 
+def assert_same_tensor(actual: object, expected: object, what: str = "") -> None:
+    """Asserts that nothing a program can ask of two tensors differs, bits included.
+
+    That is class, shape, strides, dtype, what autograd knows (`requires_grad`, leaf, graph, view),
+    and of DTensors the spec and the local tensors of this rank: no collective is made.
+
+    Args:
+        actual: a tensor, or None.
+        expected: what it should be.
+        what: a name for the message.
+
+    Raises:
+        AssertionError: on any difference.
+    """
+    assert _described(actual) == _described(expected), what
+    if isinstance(actual, DTensor) and isinstance(expected, DTensor):
+        actual, expected = actual._local_tensor, expected._local_tensor
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        assert_bitwise(actual.detach(), expected.detach(), what)
+
+
+def _described(tensor: object) -> dict[str, object] | None:
+    """All that can be asked of a tensor but its values."""
+    if not isinstance(tensor, torch.Tensor):
+        assert tensor is None, f"{tensor!r} is no tensor"
+        return None
+    about: dict[str, object] = {
+        "type": type(tensor),
+        "shape": tensor.shape,
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "has grad_fn": tensor.grad_fn is not None,
+        "is_view": tensor._is_view(),
+    }
+    if isinstance(tensor, DTensor):
+        # Whether torch marks its local tensor as a view of what was received is chance.
+        local = (_described(tensor._local_tensor) or {}) | {"is_view": None}
+        about |= {"spec": tensor._spec, "local": local}
+    return about
+
+
 def assert_ulp(actual: torch.Tensor, expected: torch.Tensor, max_ulp: int, what: str = "") -> None:
     """Asserts that values are at most `max_ulp` representable numbers apart.
 

@@ -16,8 +16,8 @@ void dispatch(Operator& op, torch::jit::Stack& stack);
 // Whether a call on this thread may run a plan now; if not, dispatch() knows what to do with it.
 bool gate_is_open();
 
-// One more run of this plan. Needs the GIL.
-void count_hit(Operator& op, Plan& plan);
+// One more run of this plan, which was made for it (missed) or known. Needs the GIL.
+void count_run(Operator& op, const Plan& plan, bool missed);
 
 // A DTensor as `detach()` below autograd makes it, by aten.detach's plan; null where that is left to
 // torch. Takes the GIL.

@@ -17,8 +17,8 @@ void remove_kernels();
 
 // The operators with a kernel; they outlive the kernels, with their counts.
 const std::vector<std::unique_ptr<Operator>>& operators();
-// The operator of that name, as "aten.add.Tensor", if it has a kernel now; null otherwise.
-Operator* installed_operator(const std::string& name);
+// The one of that name, as "aten.add.Tensor"; null where none has had a kernel.
+Operator* find_operator(const std::string& name);
 
 // The key that a call would have, as words; for tests against the Python reference.
 std::vector<uint64_t> key_words(const py::object& overload, const py::tuple& arguments);

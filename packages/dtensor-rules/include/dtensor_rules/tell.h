@@ -1,14 +1,13 @@
 // Says once per operator, or method, and reason that calls are left to torch (logs.py).
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include "dtensor_rules/python.h"
 #include "dtensor_rules/stats.h"
 
 namespace dtensor_rules {
 
 // A Python function of (name, reason), or None.
-void set_teller(pybind11::object teller);
+void set_teller(py::object function);
 
 // Tells it, takes the GIL for it; what was told is told again after OpStats::clear.
 void tell(OpStats& stats, const char* name, Reason reason);

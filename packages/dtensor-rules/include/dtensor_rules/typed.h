@@ -56,6 +56,9 @@ inline bool has_tangent(const at::ITensorListRef& tensors) {
   return std::any_of(
       tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return has_tangent(tensor); });
 }
+inline bool has_tangent(const at::TensorList& tensors) {
+  return has_tangent(at::ITensorListRef(tensors));
+}
 template <class T>
 bool has_tangent(const T&) {
   return false;
@@ -164,7 +167,7 @@ class Typed<Result(Args...)> {
     if (!plan || !plan->is_direct() || !may_run(*plan)) {
       return {};
     }
-    count_hit(op, *plan);
+    count_run(op, *plan, /*missed=*/false);
     count(op.stats.typed);
     Walk walk(call, *plan);
     std::tuple<Local<std::decay_t<Args>>...> locals;

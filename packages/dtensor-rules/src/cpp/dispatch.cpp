@@ -91,14 +91,7 @@ Reason run(Operator& op, Stack& stack) {
   if (!may_run(*plan)) [[unlikely]] {
     return Reason::kExplicitOnly;
   }
-  if (!missed) {
-    count_hit(op, *plan);
-  } else {
-    count(op.stats.miss);
-    if (plan->rule) {
-      count(plan->rule->hits);
-    }
-  }
+  count_run(op, *plan, missed);
   execute(op, *plan, call, stack);
   return Reason::kNone;
 }
@@ -127,12 +120,10 @@ bool gate_is_open() {
        (path == Path::kAsSet && !checking.load(std::memory_order_relaxed)));
 }
 
-void count_hit(Operator& op, Plan& plan) {
+void count_run(Operator& op, const Plan& plan, bool missed) {
+  count(missed ? op.stats.miss : plan.rule ? op.stats.rule : op.stats.cache);
   if (plan.rule) {
-    count(op.stats.rule);
     count(plan.rule->hits);
-  } else {
-    count(op.stats.cache);
   }
 }
 
@@ -156,13 +147,15 @@ void dispatch(Operator& op, Stack& stack) {
 }
 
 c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl& dtensor) {
-  static const std::string name = "aten.detach.default";
   if (!gate_is_open() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     return {};
   }
   const Gil gil;
-  Operator* op = installed_operator(name);
+  static Operator* op = nullptr;  // found once: operators outlive their kernels
   if (op == nullptr) {
+    op = find_operator("aten.detach.default");
+  }
+  if (op == nullptr || !op->installed) {
     return {};
   }
   const c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/List.h>
 
+#include "dtensor_rules/local.h"
 #include "dtensor_rules/wrap.h"
 
 namespace dtensor_rules {
@@ -12,14 +13,12 @@ using torch::jit::Stack;
 
 // Puts local tensors where the DTensors are. Lists are copied: the caller's own stay as they are.
 void place_locals(const Plan& plan, const Call& call, c10::IValue* arguments) {
-  auto move = plan.moves.begin();
+  Walk walk(call, plan);
   for (const auto& dtensor : call.dtensors) {
     c10::IValue& argument = arguments[dtensor.argument];
     at::Tensor local = dtensor.local_tensor();
-    if (move != plan.moves.end() && move->argument == dtensor.argument &&
-        move->element == dtensor.element) {
-      local = transformed(*move->transform, local);
-      ++move;
+    if (const Transform* transform = walk.transform(dtensor.argument, dtensor.element)) {
+      local = transformed(*transform, local);
     }
     if (dtensor.element < 0) {
       argument = std::move(local);

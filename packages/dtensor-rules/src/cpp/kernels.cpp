@@ -40,8 +40,8 @@ class Boxed final : public c10::OperatorKernel {
 Operator& find_or_add(const py::object& overload, std::vector<bool> by_value) {
   Kernels& all = kernels();
   const std::string name = py::str(overload);
-  if (const auto known = all.by_name.find(name); known != all.by_name.end()) {
-    return *known->second;
+  if (Operator* known = find_operator(name)) {
+    return *known;
   }
   const auto schema = overload.attr("_schema");
   auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
@@ -87,16 +87,16 @@ const std::vector<std::unique_ptr<Operator>>& operators() {
   return kernels().operators;
 }
 
-Operator* installed_operator(const std::string& name) {
+Operator* find_operator(const std::string& name) {
   const auto known = kernels().by_name.find(name);
-  return known != kernels().by_name.end() && known->second->installed ? known->second : nullptr;
+  return known == kernels().by_name.end() ? nullptr : known->second;
 }
 
 std::vector<uint64_t> key_words(const py::object& overload, const py::tuple& arguments) {
   const std::string name = py::str(overload);
-  const auto known = kernels().by_name.find(name);
-  TORCH_CHECK(known != kernels().by_name.end(), name, " has no kernel here");
-  const Operator& op = *known->second;
+  const Operator* known = find_operator(name);
+  TORCH_CHECK(known != nullptr, name, " has no kernel here");
+  const Operator& op = *known;
   torch::jit::Stack stack;
   for (size_t index = 0; index < op.arguments; ++index) {
     const auto& type = op.handle.schema().arguments()[index].real_type();

@@ -2,8 +2,6 @@
 
 namespace dtensor_rules {
 
-namespace py = pybind11;
-
 static_assert(static_cast<size_t>(Reason::kCount) <= 32, "OpStats::told has a bit per reason");
 
 namespace {
@@ -25,7 +23,7 @@ void tell(OpStats& stats, const char* name, Reason reason) {
   if (!first) {
     return;
   }
-  const py::gil_scoped_acquire gil;
+  const Gil gil;
   if (const py::object function = teller(); !function.is_none()) {
     function(name, reason_name(reason));
   }

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils import _pytree as pytree
 
 # switch: the built-in rules come first.
 from dtensor_rules import switch  # noqa: F401
@@ -22,6 +21,7 @@ from dtensor_rules.plan import Move, Plan
 from dtensor_rules.redistribution import transform_between
 from dtensor_rules.rule import Call, Rule
 from dtensor_rules.table import register_rule
+from dtensor_rules.validation import check_axes
 
 VERSION = 1
 
@@ -124,7 +124,6 @@ def _plan(
     Raises:
         ValueError: a number that no DTensor of the call has, placements that are not one per axis.
     """
-    places = _places(call)
     transforms: dict[int, Any] = {}
     for number, sent in redistribute.items():
         source = _numbered(where, "redistribute", call.specs, number)
@@ -135,7 +134,7 @@ def _plan(
         if number in transforms:
             raise ValueError(f"{where}: argument {number} is both redistributed and transformed")
         transforms[number] = function
-    moves = [Move(*places[number], transforms[number]) for number in sorted(transforms)]
+    moves = [Move(*call.places[number], transforms[number]) for number in sorted(transforms)]
     specs = [_output(where, call, index, *sent) for index, sent in enumerate(outputs)]
     return Plan(moves=moves, outputs=specs)
 
@@ -183,16 +182,6 @@ def _numbered(where: str, field: str, specs: list[DTensorSpec], number: int) -> 
 def _placed(where: str, spec: DTensorSpec, sent: Sequence[SentPlacement]) -> DTensorSpec:
     """The spec of the same tensor with other placements."""
     placements = tuple(_placement(one) for one in sent)
-    if len(placements) != spec.mesh.ndim:
-        raise ValueError(f"{where}: {placements} must be one per axis of {tuple(spec.mesh.shape)}")
-    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-
-
-def _places(call: Call) -> list[tuple[int, int]]:
-    """Argument and element of every DTensor among the positional arguments, as `call.specs`."""
-    return [
-        (index, element if isinstance(argument, (list, tuple)) else -1)
-        for index, argument in enumerate(call.args)
-        for element, leaf in enumerate(pytree.tree_leaves(argument))
-        if isinstance(leaf, DTensor)
-    ]
+    placed = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    check_axes(where, placed)
+    return placed

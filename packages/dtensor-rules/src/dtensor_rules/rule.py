@@ -48,6 +48,22 @@ class Call:
         return [leaf._spec for leaf in leaves if isinstance(leaf, DTensor)]
 
     @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """Where its DTensors stand: the argument in the schema and the element of a list, or -1.
+
+        Those of `specs` come first, in the same order.
+        """
+        found = []
+        for index, argument in enumerate(self.op._schema.arguments):
+            given = index < len(self.args)
+            value = self.args[index] if given else self.kwargs.get(argument.name)
+            if isinstance(value, DTensor):
+                found.append((index, -1))
+            elif isinstance(value, (list, tuple)):
+                found += [(index, at) for at, one in enumerate(value) if isinstance(one, DTensor)]
+        return found
+
+    @cached_property
     def info(self) -> OpInfo:
         """The call as torch's propagation takes it.
 

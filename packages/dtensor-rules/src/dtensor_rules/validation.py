@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dtensor_rules.pattern import is_in_place
@@ -38,8 +38,24 @@ def check_plan(rule: str, call: Call, plan: Plan) -> None:
     _check_results(where, call, plan)
 
 
+def check_axes(where: str, spec: DTensorSpec) -> None:
+    """Refuses a spec whose placements are not one per axis of its mesh.
+
+    Args:
+        where: begins the message.
+        spec: any.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if len(spec.placements) != spec.mesh.ndim:
+        raise ValueError(
+            f"{where}: {spec.placements} must be one per axis of {tuple(spec.mesh.shape)}"
+        )
+
+
 def _check_moves(where: str, call: Call, plan: Plan) -> None:
-    places = _dtensors(call)
+    places = call.places
     moved = [(move.argument, move.element) for move in plan.moves]
     for place in moved:
         if place not in places:
@@ -49,19 +65,6 @@ def _check_moves(where: str, call: Call, plan: Plan) -> None:
             )
     if moved != sorted(set(moved)):
         raise ValueError(f"{where}: moves must be in the order of the arguments, once each")
-
-
-def _dtensors(call: Call) -> list[tuple[int, int]]:
-    """Argument and element of each DTensor; element -1: the argument itself."""
-    found = []
-    for index, argument in enumerate(call.op._schema.arguments):
-        value = call.args[index] if index < len(call.args) else call.kwargs.get(argument.name)
-        if isinstance(value, DTensor):
-            found.append((index, -1))
-        elif isinstance(value, (list, tuple)):
-            items = enumerate(value)
-            found += [(index, element) for element, item in items if isinstance(item, DTensor)]
-    return found
 
 
 def _check_results(where: str, call: Call, plan: Plan) -> None:
@@ -112,10 +115,7 @@ def _check_output(where: str, output: Output, result: torch._C.JitType) -> None:
 def _check_spec(where: str, spec: DTensorSpec) -> None:
     if spec.tensor_meta is None:
         raise ValueError(f"{where}: its spec has no tensor_meta")
-    if len(spec.placements) != spec.mesh.ndim:
-        raise ValueError(
-            f"{where}: {spec.placements} must be one per axis of {tuple(spec.mesh.shape)}"
-        )
+    check_axes(where, spec)
     for placement in spec.placements:
         if type(placement) is Shard and not 0 <= placement.dim < len(spec.tensor_meta.shape):
             raise ValueError(

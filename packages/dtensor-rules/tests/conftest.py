@@ -1,0 +1,22 @@
+"""What tests of several files begin with."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dtensor_rules
+from testkit import fake_mesh
+
+
+@pytest.fixture
+def mesh():
+    """A fake mesh of two, with the library on and nothing counted yet."""
+    with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
+        dtensor_rules.stats_clear()
+        yield mesh
+
+
+@pytest.fixture
+def x(mesh):
+    """A sharded DTensor of shape (4, 4)."""
+    return distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0)])
