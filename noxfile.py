@@ -38,7 +38,10 @@ def dev_env(session: nox.Session) -> str:
 @nox.session(venv_backend="none")
 @nox.parametrize("project", [nox.param(name, id=name) for name in PROJECTS])
 def tests(session: nox.Session, project: str) -> None:
-    """One project's tests, or all: each in its own pytest process; arguments go to pytest."""
+    """One project's tests, or all, as many files at a time as cores; arguments go to pytest.
+
+    ``-n 0`` among them runs a project's tests in one process, as a debugger needs.
+    """
     python = dev_env(session)
     report = RESULTS / f"{project}.xml"
     report.unlink(missing_ok=True)
@@ -46,7 +49,8 @@ def tests(session: nox.Session, project: str) -> None:
     # testkit/ and integration/ could stand in for packages that failed to install.
     pytest = Path(python).with_name("pytest")
     folder = (PROJECTS[project] / "tests").relative_to(ROOT)
-    session.run(str(pytest), f"--junit-xml={report}", str(folder), *session.posargs)
+    workers = ("-n", "logical", "--maxprocesses=4", "--dist=loadfile")
+    session.run(str(pytest), *workers, f"--junit-xml={report}", str(folder), *session.posargs)
 
 
 @nox.session

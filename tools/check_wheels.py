@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.workspace import ROOT, Project, normalised, packages
@@ -40,8 +41,9 @@ def build(project: Project) -> Path:
     return wheel
 
 
-def try_alone(project: Project, wheels: dict[str, Path], by_name: dict[str, Project]) -> None:
-    """Installs one wheel into a clean environment and runs its smoke test there."""
+def try_alone(project: Project, wheels: dict[str, Path], by_name: dict[str, Project]) -> str:
+    """Installs one wheel into a clean environment and runs its smoke test there; what that says."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{project.name}-") as folder:
         python = f"{folder}/env/bin/python"
         # Constraints that are files: a namesake in a package index is never taken for ours.
@@ -64,7 +66,8 @@ def try_alone(project: Project, wheels: dict[str, Path], by_name: dict[str, Proj
         if ours != needed(project.name, by_name):
             sys.exit(f"{project.name}: installed alone it brings {sorted(ours)}: see its pyproject")
         run("-c", f"import {project.source.name}")
-        print(run(project.folder / "tests" / "smoke.py"), end="", flush=True)
+        said = run(project.folder / "tests" / "smoke.py")
+    return f"{said}{project.name}: works alone ({time.monotonic() - start:.0f} s)"
 
 
 def main(names: list[str]) -> None:
@@ -75,10 +78,11 @@ def main(names: list[str]) -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     wheels = {name: build(project) for name, project in by_name.items()}
     print(*(f"built {wheel.name}" for wheel in wheels.values()), sep="\n", flush=True)
-    for name in names or by_name:
-        start = time.monotonic()
-        try_alone(by_name[name], wheels, by_name)
-        print(f"{name}: works alone ({time.monotonic() - start:.0f} s)", flush=True)
+    # Two at a time: pip writes torch's files while the other environment computes.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        chosen = [by_name[name] for name in names or by_name]
+        for said in pool.map(lambda project: try_alone(project, wheels, by_name), chosen):
+            print(said, flush=True)
 
 
 if __name__ == "__main__":
