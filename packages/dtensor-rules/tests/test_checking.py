@@ -23,7 +23,7 @@ def mesh(monkeypatch):
 def wrong():
     """Registers a rule for `neg` whose result is said to be this."""
 
-    def register(placement=None, shape=None):
+    def register(placement=None, shape=None, op="aten.neg.default"):
         def says_otherwise(call):
             meta = call.specs[0].tensor_meta
             meta = TensorMeta(torch.Size(shape or meta.shape), meta.stride, meta.dtype)
@@ -31,7 +31,7 @@ def wrong():
             spec = DTensorSpec(call.specs[0].mesh, placements, tensor_meta=meta)
             return Plan(outputs=[spec])
 
-        dtensor_rules.register_rule(Rule("aten.neg.default", says_otherwise, name="wrong"))
+        dtensor_rules.register_rule(Rule(op, says_otherwise, name="wrong"))
 
     yield register
     dtensor_rules.remove_rule("wrong")
@@ -62,6 +62,19 @@ def test_a_rule_with_a_wrong_shape_is_caught(mesh, wrong):
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match=r"global shape \(5,\) where torch has \(4,\)"):
         torch.neg(x)
+
+
+def test_a_rule_that_torch_has_no_answer_beside_is_held_to_its_own_word(mesh, wrong):
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="renorm"):
+        torch.renorm(x, 2, 0, 1.0)
+    wrong(op="aten.renorm.default")
+    assert torch.renorm(x, 2, 0, 1.0).placements == (Shard(0),)
+    dtensor_rules.remove_rule("wrong")
+    wrong(placement=Replicate(), op="aten.renorm.default")
+    message = r"renorm.*result 0: its local tensor has shape \(2, 2\).*is \(4, 2\) on this rank"
+    with pytest.raises(RuntimeError, match=message):
+        torch.renorm(x, 2, 0, 1.0)
 
 
 def test_a_local_tensor_that_belies_its_spec_is_named(mesh):

@@ -88,6 +88,14 @@ def test_all_four_fields_have_to_fit(some_rules, x):
     assert torch.neg(x).placements == (Replicate(),)
 
 
+@pytest.mark.parametrize("numbers", [True, False])
+def test_it_says_whether_it_reads_numbers(some_rules, x, numbers):
+    some_rules.add("mine", "aten.add.Tensor", numbers=numbers)
+    for alpha in (1, 2):
+        torch.add(x, x, alpha=alpha)
+    assert dtensor_rules.stats()["aten.add.Tensor"].miss == (2 if numbers else 1)
+
+
 def test_it_sees_what_the_call_is_made_of(some_rules):
     with fake_mesh((2, 2)) as mesh, dtensor_rules.enabled():
         some_rules.watch("aten.*")
@@ -194,8 +202,11 @@ def test_a_rule_that_cannot_be_registered_is_refused_in_cpp(some_rules):
 
 
 def test_a_header_of_another_version_is_refused():
-    with pytest.raises(ImportError, match=r"it speaks 0, .* 1\): compile it again"):
-        compiled.register(0, "x", NEG, lambda op, specs, call: None, "*", (), None, None, None)
+    def declines(op, specs, call):
+        return None
+
+    with pytest.raises(ImportError, match=r"it speaks 0, .* 2\): compile it again"):
+        compiled.register(0, "x", NEG, declines, "*", (), None, True, None, None)
 
 
 def test_actions_of_the_wrong_type_do_not_compile(tmp_path):

@@ -83,8 +83,8 @@ def test_a_failure_on_the_way_leaves_nothing_behind(part, monkeypatch):
     module, name = part
     real = getattr(module, name)
 
-    def fails():
-        real()
+    def fails(*given):
+        real(*given)
         raise OSError("no more")
 
     monkeypatch.setattr(module, name, fails)

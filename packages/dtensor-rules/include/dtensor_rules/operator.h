@@ -10,7 +10,10 @@
 namespace dtensor_rules {
 
 struct Operator {
-  Operator(c10::OperatorHandle of, py::object overload_object, std::vector<bool> by_value_flags);
+  Operator(c10::OperatorHandle of, py::object overload_object, std::vector<bool> flags);
+
+  // Sets `by_value`; keys made before say something else, and their plans must be forgotten.
+  void read_by_value(std::vector<bool> flags);
 
   c10::OperatorHandle handle;
   py::object overload;  // torch.ops.aten.add.Tensor

@@ -41,6 +41,7 @@ Operator& find_or_add(const py::object& overload, std::vector<bool> by_value) {
   Kernels& all = kernels();
   const std::string name = py::str(overload);
   if (Operator* known = find_operator(name)) {
+    known->read_by_value(std::move(by_value));
     return *known;
   }
   const auto schema = overload.attr("_schema");

@@ -36,19 +36,22 @@ bool view(const c10::FunctionSchema& schema) {
 }  // namespace
 
 Operator::Operator(
-    c10::OperatorHandle of, py::object overload_object, std::vector<bool> by_value_flags)
+    c10::OperatorHandle of, py::object overload_object, std::vector<bool> flags)
     : handle(std::move(of)),
       overload(std::move(overload_object)),
       name(py::str(overload)),
       id(next_id()),
       arguments(handle.schema().arguments().size()),
       returns(handle.schema().returns().size()),
-      by_value(std::move(by_value_flags)),
       is_in_place(in_place(handle.schema())),
       is_view(view(handle.schema())) {
+  read_by_value(std::move(flags));
+}
+
+void Operator::read_by_value(std::vector<bool> flags) {
   TORCH_CHECK(
-      by_value.size() == arguments, name, ": ", by_value.size(), " flags for ", arguments,
-      " arguments");
+      flags.size() == arguments, name, ": ", flags.size(), " flags for ", arguments, " arguments");
+  by_value = std::move(flags);
 }
 
 }  // namespace dtensor_rules

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from dtensor_rules import _core
+from dtensor_rules import _compat, _core
 
 VARIABLE = "DTENSOR_RULES_CHECK"
 
@@ -42,8 +42,11 @@ def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     Raises:
         RuntimeError: an argument's local tensor disagrees with its spec, or the results differ in
             placements, global or local shapes, strides, dtypes, or, but for partial sums, values.
+            Where torch has no strategy for the operator: a result disagrees with its own spec.
     """
     _check_arguments(op, args, kwargs)
+    if not any(op in table for table in _compat.strategy_tables()):
+        return _checked_alone(op, args, kwargs)
     copies, named_copies = _copied(op, args, kwargs)
     with _on(_core.Path.TORCH):
         expected = op(*copies, **named_copies)
@@ -58,6 +61,18 @@ def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
                 f"{op}: result {index} has {difference}; a rule or the cache is wrong "
                 f"(rules() lists the rules, remove_rule() takes one out)"
             )
+    return result
+
+
+def _checked_alone(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Makes a call that only a rule can make: torch has nothing to compare with."""
+    with _on(_core.Path.UNCHECKED):
+        result = op(*args, **kwargs)
+    for index, tensor in enumerate(pytree.tree_leaves(result)):
+        if isinstance(tensor, DTensor) and (wrong := _disagreement(tensor)):
+            raise RuntimeError(f"{op}: result {index}: {wrong}; a rule is wrong")
     return result
 
 

@@ -23,7 +23,7 @@ from dtensor_rules.rule import Call, Rule
 from dtensor_rules.table import register_rule
 from dtensor_rules.validation import check_axes
 
-VERSION = 1
+VERSION = 2
 
 # The wire's tuples; the module's note has their fields.
 SentPlacement: TypeAlias = tuple[str, int, str, Any]
@@ -38,6 +38,7 @@ def register(
     kind: str,
     placements: tuple[str, ...],
     meta: Callable[[str, list[Sent], Call], bool] | None,
+    numbers: bool,
     before: str | None,
     after: str | None,
 ) -> None:
@@ -71,6 +72,7 @@ def register(
         kind=kind,
         placements=placements or "*",
         meta="*" if meta is None else fits,
+        numbers=numbers,
         name=name,
     )
     register_rule(rule, before=before, after=after)

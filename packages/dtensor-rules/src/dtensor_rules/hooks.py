@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from dtensor_rules import _compat, _core, methods, operators
+from dtensor_rules import _compat, _core, methods, operators, table
 
 _REGISTRATIONS = (
     "register_op_strategy",
@@ -28,13 +28,15 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Listens to registrations, to cleared caches and to specs that are changed."""
+    """Listens to registrations, of rules too, to cleared caches and to specs that are changed."""
     _compat.forget_decisions()
     _undo.append(_compat.forget_decisions)
     propagator = DTensor._op_dispatcher.sharding_propagator
-    tables = [*_compat.strategy_tables(), DTensor._op_dispatcher._custom_op_handlers]
-    _core.watch(tables, _tables_changed)
+    watched = [*_compat.strategy_tables(), DTensor._op_dispatcher._custom_op_handlers]
+    _core.watch(watched, _tables_changed)
     _undo.append(lambda: _core.watch([], None))
+    table.listeners.append(_tables_changed)
+    _undo.append(lambda: table.listeners.remove(_tables_changed))
     for name in _REGISTRATIONS:
         if hasattr(propagator, name):
             _after(propagator, name, _tables_changed)
@@ -55,7 +57,7 @@ def remove() -> None:
 
 def _tables_changed() -> None:
     _core.cache_clear()
-    operators.install_kernels()
+    operators.install_kernels(table.registered())
 
 
 def _forget_all() -> None:

@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtensor_rules import _core, operators
+from dtensor_rules import _core, operators, table
 
 _NEXT_WORD = 0x80
 _TAG_BITS = 8
@@ -50,7 +50,8 @@ def key_words(op: torch._ops.OpOverload, number: int, arguments: Sequence[object
         TypeError: an argument that no key can hold.
     """
     words = [number]
-    for value, by_value in zip(arguments, operators.by_value(op), strict=True):
+    readers = [rule for rule in table.registered() if rule.numbers]
+    for value, by_value in zip(arguments, operators.by_value(op, readers), strict=True):
         words += _words(value, by_value)
     return words
 

@@ -88,6 +88,9 @@ class Rule:
             placements, or ``*``. They describe one mesh axis: the rule matches where some axis
             has them, and what the other axes may be is the action's to say.
         meta: ``*``, or a predicate on the call, asked after the other fields.
+        numbers: whether action or predicate read scalars that torch's strategies do not, such as
+            `alpha` or a learning rate. Calls that differ in one then get plans of their own; a rule
+            for many operators that reads placements only should say False.
         name: what the rule is listed and addressed by; by default that of the action.
 
     Raises:
@@ -100,6 +103,7 @@ class Rule:
     kind: str = "*"
     placements: tuple[str, ...] | str = "*"
     meta: Callable[[Call], bool] | str = "*"
+    numbers: bool = True
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -114,19 +118,37 @@ class Rule:
         if self.meta != "*":
             _check_callable(where, "meta", self.meta)
 
+    @property
+    def overload(self) -> torch._ops.OpOverload | None:
+        """The operator that it names; None where it names a pattern."""
+        if _is_pattern(self.op):
+            return None
+        namespace, name, overload = self.op.split(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        assert isinstance(found, torch._ops.OpOverload)
+        return found
+
+    def is_for(self, op: torch._ops.OpOverload) -> bool:
+        """Whether the first field fits an operator."""
+        return fnmatch.fnmatchcase(str(op), self.op)
+
     def matches(self, call: Call) -> bool:
         """Whether all four fields fit a call."""
         return (
-            fnmatch.fnmatchcase(str(call.op), self.op)
+            self.is_for(call.op)
             and (self.kind == "*" or self.kind in kinds_of(call.op))
             and (isinstance(self.placements, str) or fit_on_an_axis(self.placements, call.specs))
             and (isinstance(self.meta, str) or self.meta(call))
         )
 
 
+def _is_pattern(op: str) -> bool:
+    return any(character in op for character in "*?[")
+
+
 def _check_op(where: str, op: str) -> None:
-    """An exact name has to be an operator's; a pattern has to begin like one."""
-    if any(character in op for character in "*?["):
+    """An exact name has to be an operator's."""
+    if _is_pattern(op):
         return
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.partition(".")

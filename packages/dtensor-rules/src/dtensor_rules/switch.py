@@ -44,7 +44,7 @@ def enable() -> None:
         hooks.install()
         if not checking.wanted():  # its stock half is all torch's
             results.install()
-        operators.install_kernels()
+        operators.install_kernels(table.registered())
         _core.set_attribute_answered(True)
     except BaseException:
         _remove()

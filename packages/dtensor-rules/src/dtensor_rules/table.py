@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dtensor_rules import _core
+from dtensor_rules.operators import why_never_asked
 from dtensor_rules.plan import Plan
 from dtensor_rules.rule import Call, Rule
 from dtensor_rules.validation import check_plan
@@ -31,6 +34,9 @@ class _Entry:
 
 _table: list[_Entry] = []
 
+# Called after each change; by hooks.py, while the library is on.
+listeners: list[Callable[[], None]] = []
+
 
 def register_rule(rule: Rule, *, before: str | None = None, after: str | None = None) -> None:
     """Puts a rule into the table: at its end, or beside another.
@@ -39,6 +45,9 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         rule: of a name that no other has.
         before: the name of the rule that it is asked before.
         after: the name of the rule that it is asked after.
+
+    Warns:
+        UserWarning: it names an operator whose calls never come to any rule.
 
     Raises:
         ValueError: its name is taken, ``before`` or ``after`` is nobody's name, or both are given.
@@ -55,8 +64,10 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         at = _index(before)
     elif after is not None:
         at = _index(after) + 1
+    if rule.overload is not None and (why := why_never_asked(rule.overload)) is not None:
+        warnings.warn(f"Rule {rule.name!r} will not be asked about {rule.op}: {why}", stacklevel=2)
     _table.insert(at, _Entry(rule, _core.RuleCounter()))
-    _core.cache_clear()
+    _changed()
 
 
 def remove_rule(name: str) -> None:
@@ -66,12 +77,17 @@ def remove_rule(name: str) -> None:
         ValueError: no rule has this name.
     """
     del _table[_index(name)]
-    _core.cache_clear()
+    _changed()
 
 
 def rules() -> tuple[ListedRule, ...]:
     """The rules in their order, with how often their plans ran."""
     return tuple(ListedRule(entry.rule, entry.counter.hits) for entry in _table)
+
+
+def registered() -> list[Rule]:
+    """The rules themselves, in their order."""
+    return [entry.rule for entry in _table]
 
 
 def names() -> list[str]:
@@ -97,6 +113,11 @@ def match(call: Call) -> Plan | None:
             check_plan(entry.rule.name, call, plan)
             return replace(plan, rule=entry.counter)
     return None
+
+
+def _changed() -> None:
+    for listener in listeners:
+        listener()
 
 
 def _index(name: str) -> int:

@@ -62,13 +62,14 @@ std::optional<Plan> act(const std::string& what, const Call& call) {
 
 void add(const std::string& name, const std::string& op, const std::string& what,
          const std::string& kind, const std::vector<std::string>& placements,
-         std::optional<int64_t> rows, std::optional<std::string> before,
+         std::optional<int64_t> rows, bool numbers, std::optional<std::string> before,
          std::optional<std::string> after) {
   dtensor_rules::Rule rule{
       name, op, [what](const Call& call) { return act(what, call); }, kind, placements};
   if (rows) {
     rule.meta = [rows](const Call& call) { return call.specs.at(0).shape.at(0) == *rows; };
   }
+  rule.numbers = numbers;
   dtensor_rules::register_rule(rule, {before, after});
 }
 
@@ -106,7 +107,7 @@ PYBIND11_MODULE(some_rules, module) {
   module.def("add", add, py::arg("name"), py::arg("op") = "aten.neg.default",
              py::arg("what") = "declines", py::kw_only(), py::arg("kind") = "*",
              py::arg("placements") = std::vector<std::string>{}, py::arg("rows") = py::none(),
-             py::arg("before") = py::none(), py::arg("after") = py::none());
+             py::arg("numbers") = true, py::arg("before") = py::none(), py::arg("after") = py::none());
   module.def("watch", watch);
   module.def("seen", [] { return seen; });
   module.def("add_empty", [] { dtensor_rules::register_rule({"empty", "aten.neg.default"}); });

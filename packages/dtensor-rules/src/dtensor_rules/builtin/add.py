@@ -56,8 +56,16 @@ def _adds(placement: Placement) -> bool:
 
 
 ADD_PARTIAL = Rule(
-    "aten.add.Tensor", add_partial, placements=("partial", "replicate"), name="partial + replicate"
+    "aten.add.Tensor",
+    add_partial,
+    placements=("partial", "replicate"),
+    numbers=False,
+    name="partial + replicate",
 )
 ADD_TO_PARTIAL = Rule(
-    "aten.add.Tensor", add_partial, placements=("replicate", "partial"), name="replicate + partial"
+    "aten.add.Tensor",
+    add_partial,
+    placements=("replicate", "partial"),
+    numbers=False,
+    name="replicate + partial",
 )

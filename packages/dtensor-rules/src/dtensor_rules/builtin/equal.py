@@ -46,4 +46,4 @@ def _never(same: bool) -> bool:
     return False
 
 
-EQUAL = Rule("aten.equal.default", equal, name="equal")
+EQUAL = Rule("aten.equal.default", equal, numbers=False, name="equal")

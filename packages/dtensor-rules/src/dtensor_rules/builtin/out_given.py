@@ -53,4 +53,4 @@ def _meta(tensor: DTensor) -> TensorMeta:
     return TensorMeta(shape=meta.shape, stride=meta.stride, dtype=meta.dtype)
 
 
-OUT_GIVEN = Rule("*", out_given, kind="out-given", name="out-given")
+OUT_GIVEN = Rule("*", out_given, kind="out-given", numbers=False, name="out-given")

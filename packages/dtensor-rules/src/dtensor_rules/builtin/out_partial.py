@@ -71,4 +71,4 @@ def _spec_of(
     return spec_of
 
 
-OUT_PARTIAL = Rule("*", out_partial, meta=is_out_partial, name="out-partial")
+OUT_PARTIAL = Rule("*", out_partial, meta=is_out_partial, numbers=False, name="out-partial")

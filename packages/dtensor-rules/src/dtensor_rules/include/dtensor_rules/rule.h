@@ -106,6 +106,9 @@ struct Rule {
   std::string kind = "*";
   std::vector<std::string> placements = {};  // a word per DTensor; empty: any
   FunctionOfCall<bool> meta = {};            // empty: any
+  // False, if neither function reads scalars that torch's strategies do not (as `alpha`): calls that
+  // differ in them then share a plan.
+  bool numbers = true;
 };
 
 // Where in the table: at its end, or beside the rule of this name.
@@ -117,7 +120,7 @@ struct Where {
 namespace wire {
 
 // What dtensor_rules/compiled.py speaks; another number is refused there.
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 using OnePlacement = std::tuple<std::string, int64_t, std::string, pybind11::object>;
 using OneSpec = std::tuple<std::vector<OnePlacement>, std::vector<int64_t>, std::vector<int64_t>,
@@ -196,8 +199,8 @@ inline void register_rule(Rule rule, const Where& where = {}) {
   }
   pybind11::module_::import("dtensor_rules.compiled")
       .attr("register")(wire::kVersion, rule.name, rule.op, action, rule.kind,
-                        pybind11::tuple(pybind11::cast(rule.placements)), meta, where.before,
-                        where.after);
+                        pybind11::tuple(pybind11::cast(rule.placements)), meta, rule.numbers,
+                        where.before, where.after);
 }
 
 }  // namespace dtensor_rules

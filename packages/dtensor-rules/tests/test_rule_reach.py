@@ -1,0 +1,109 @@
+"""Which calls come to a rule: operators that torch cannot shard, and numbers that it does not read.
+
+A rule that is never asked, or whose answer is handed to a call that it was not made for, is silent:
+each test here is about one of the two.
+"""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+import dtensor_rules
+from dtensor_rules import Plan, Rule, _core, reference
+from testkit import fake_mesh
+
+BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
+RENORM = "aten.renorm.default"
+
+
+@pytest.fixture(autouse=True)
+def same_table_after():
+    yield
+    for listed in dtensor_rules.rules():
+        if listed.rule.name not in BUILTIN:
+            dtensor_rules.remove_rule(listed.rule.name)
+
+
+def as_given(call):
+    """The result is placed as the first argument, whose shape it has."""
+    return Plan(outputs=[call.specs[0]])
+
+
+def renormalized(x):
+    return torch.renorm(x, 2, 0, 1.0)
+
+
+def test_an_operator_without_a_strategy_goes_by_its_rule(mesh, x):
+    with pytest.raises(NotImplementedError, match=RENORM):
+        renormalized(x)
+    dtensor_rules.register_rule(Rule(RENORM, as_given, placements=("shard(0)",)))
+    for _ in range(2):
+        result = renormalized(x)
+        assert result.placements == (Shard(0),)
+        assert torch.equal(result.to_local(), renormalized(x.to_local()))
+    stats = dtensor_rules.stats()[RENORM]
+    assert (stats.miss, stats.rule) == (1, 1)
+    with pytest.raises(NotImplementedError, match=RENORM):  # which no rule is for
+        renormalized(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    dtensor_rules.remove_rule("as_given")
+    with pytest.raises(NotImplementedError, match=RENORM):
+        renormalized(x)
+
+
+def test_also_when_the_rule_was_there_before_the_library_was_enabled():
+    dtensor_rules.register_rule(Rule(RENORM, as_given))
+    with fake_mesh((2,)) as mesh:
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with dtensor_rules.enabled():
+            assert renormalized(x).placements == (Shard(0),)
+        with pytest.raises(NotImplementedError, match=RENORM):
+            renormalized(x)
+
+
+def by_alpha(call):
+    """Replicated for alpha 2, as given otherwise: wrong, and visible."""
+    (spec, _) = call.specs
+    placement = Replicate() if call.kwargs.get("alpha") == 2 else spec.placements[0]
+    return Plan(outputs=[DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)])
+
+
+def placements_by_alpha(x):
+    return [torch.add(x, x, alpha=alpha).placements[0] for alpha in (1, 2, 1, 2, 3)]
+
+
+def test_a_rule_may_read_numbers(x):
+    dtensor_rules.register_rule(Rule("aten.a?d.Tensor", by_alpha))
+    expected = [Shard(0), Replicate(), Shard(0), Replicate(), Shard(0)]
+    assert placements_by_alpha(x) == expected
+    dtensor_rules.remove_rule("by_alpha")
+    assert placements_by_alpha(x) == [Shard(0)] * 5
+    assert dtensor_rules.stats()["aten.add.Tensor"].miss == 4  # three alphas, then one plan for all
+
+
+def test_a_rule_that_reads_none_has_one_plan_for_all(x):
+    dtensor_rules.register_rule(Rule("*", by_alpha, numbers=False))
+    assert placements_by_alpha(x) == [Shard(0)] * 5
+    assert dtensor_rules.stats()["aten.add.Tensor"].miss == 1
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_keys_agree_with_the_reference(x, numbers):
+    dtensor_rules.register_rule(Rule("aten.add.*", by_alpha, numbers=numbers))
+    add = torch.ops.aten.add.Tensor
+    keys = [_core.key_words(add, (x, x, alpha)) for alpha in (1, 2)]
+    assert (keys[0] != keys[1]) is numbers
+    assert keys == [reference.key_words(add, keys[0][0], (x, x, alpha)) for alpha in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        ("aten.matmul.default", "torch makes it of other operators"),
+        ("aten.rand_like.default", "it is random"),
+        ("aten.as_strided.default", "torch has a handler for it"),
+    ],
+)
+def test_a_rule_that_is_never_asked_is_said_to_be(op, why):
+    with pytest.warns(UserWarning, match=rf"Rule 'as_given' will not be asked about {op}: {why}"):
+        dtensor_rules.register_rule(Rule(op, as_given))
