@@ -58,6 +58,7 @@ def test_every_shim_has_a_canary_here():
     ("shim", "needed_before"),
     [
         ("gradient_argument", (2, 12)),  # the keyword that is missing
+        ("partial_second_stays", (2, 12)),  # False
         ("redistribute_context", (2, 13)),  # the old names
         ("compiles_for_other_ranks", (2, 14)),  # the flag's old place
     ],
@@ -203,6 +204,14 @@ def test_torch_may_compile_on_one_rank_for_all():
     flags = torch.compiler.config if RELEASE >= (2, 14) else torch.distributed.config
     with flags.patch(compile_on_one_rank=True):
         assert _compat.compiles_for_other_ranks() is True
+
+
+def test_a_replica_plus_a_partial_sum(mesh):
+    placed = (
+        DTensor.from_local(torch.ones(4), mesh, [placement], run_check=False)
+        for placement in (Replicate(), Partial())
+    )
+    assert torch.add(*placed).placements[0].is_partial() is _compat.partial_second_stays()
 
 
 def test_torch_gathers_on_the_cpu_instead_of_an_all_to_all_and_says_so_once(mesh, caplog):

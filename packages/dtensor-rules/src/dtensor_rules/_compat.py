@@ -104,6 +104,11 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
     )
 
 
+def partial_second_stays() -> bool:
+    """Whether a replica plus a partial sum is a partial sum; 2.11 reduces it first."""
+    return RELEASE >= (2, 12)
+
+
 def explicit_redistribution_only() -> Any:
     """The `threading.local` that holds the active context of this name."""
     return _utils.ExplicitRedistributionContext._local

@@ -7,6 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
+from dtensor_rules import _compat
 from dtensor_rules.plan import Move, Plan
 from dtensor_rules.rule import Call, Rule
 
@@ -31,6 +32,8 @@ def add_partial(call: Call) -> Plan | None:
         partial = pair[1 - replica]
         placements.append(partial)
         if type(partial) is Partial and type(pair[replica]) is Replicate:
+            if replica == 0 and not _compat.partial_second_stays():
+                return None
             zeroed[replica] |= left.mesh.get_local_rank(axis) != 0
     moves = [Move(index, -1, torch.zeros_like) for index, zero in zeroed.items() if zero]
     result = DTensorSpec(left.mesh, tuple(placements), tensor_meta=left.tensor_meta)
