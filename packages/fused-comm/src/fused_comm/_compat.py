@@ -57,3 +57,9 @@ def dtensor(
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
+
+
+def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """`all_to_all_single` of equal parts, asynchronous; here for its untyped result."""
+    work: dist.Work = dist.all_to_all_single(output, tensor, group=group, async_op=True)
+    return work

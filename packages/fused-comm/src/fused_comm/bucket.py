@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_comm.axes import FlatGroup
+from fused_comm.pieces import Piece, numel, piece_at
 from fused_comm.reduction import Reduction
 
 __all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets"]
@@ -109,11 +110,11 @@ class Slot:
     start: int
     size: int
     flag: int
-    pieces: tuple[tuple[slice, ...], ...]
+    pieces: tuple[Piece, ...]
     own: int
 
     @property
-    def own_piece(self) -> tuple[slice, ...]:
+    def own_piece(self) -> Piece:
         """What this rank has of the local gradient when it is reduced."""
         return self.pieces[self.own]
 
@@ -175,7 +176,7 @@ def _bucket(entries: Sequence[Entry]) -> Bucket:
     places, end = [], 0
     for entry in entries:
         pieces = _pieces(entry.reduction, route)
-        size = max(_numel(piece) for piece in pieces)
+        size = max(numel(piece) for piece in pieces)
         places.append((end, size, pieces))
         end += math.ceil(size / align) * align
     slots = [
@@ -185,30 +186,8 @@ def _bucket(entries: Sequence[Entry]) -> Bucket:
     return Bucket(route, tuple(slots), end + math.ceil(len(slots) / align) * align)
 
 
-def _pieces(reduction: Reduction, route: Route) -> tuple[tuple[slice, ...], ...]:
-    """Per row, the slices of a local gradient: torch.chunk along each scattered axis in turn."""
+def _pieces(reduction: Reduction, route: Route) -> tuple[Piece, ...]:
+    """Per row, the slices of a local gradient."""
     mesh = reduction.mesh
-    counts = [mesh.size(scatter.axis) for scatter in reduction.scattered] if mesh else []
-    pieces = []
-    for position in route.positions():
-        bounds = [(0, size) for size in reduction.shape]
-        for scatter, index in zip(reduction.scattered, _unravel(position, counts), strict=True):
-            begin, end = bounds[scatter.dim]
-            whole = math.ceil((end - begin) / mesh.size(scatter.axis)) if mesh else 0
-            first = min(begin + whole * index, end)
-            bounds[scatter.dim] = (first, min(first + whole, end))
-        pieces.append(tuple(slice(*bound) for bound in bounds))
-    return tuple(pieces)
-
-
-def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
-    """The coordinate of a row-major position."""
-    coordinate = []
-    for size in reversed(sizes):
-        position, index = divmod(position, size)
-        coordinate.append(index)
-    return coordinate[::-1]
-
-
-def _numel(piece: Sequence[slice]) -> int:
-    return math.prod(one.stop - one.start for one in piece)
+    cuts = [(one.dim, mesh.size(one.axis)) for one in reduction.scattered] if mesh else []
+    return tuple(piece_at(reduction.shape, cuts, position) for position in route.positions())

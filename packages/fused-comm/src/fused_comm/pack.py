@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 
 from fused_comm.bucket import Bucket, Slot
+from fused_comm.pieces import numel, shape_of
 
 __all__ = ["own_piece", "pack", "used"]
 
@@ -53,8 +53,8 @@ def own_piece(slot: Slot, row: torch.Tensor) -> torch.Tensor:
         slot: whose.
         row: what the collectives have left on this rank.
     """
-    shape = [one.stop - one.start for one in slot.own_piece]
-    return row[slot.start : slot.start + math.prod(shape)].view(shape)
+    stop = slot.start + numel(slot.own_piece)
+    return row[slot.start : stop].view(shape_of(slot.own_piece))
 
 
 def used(slot: Slot, row: torch.Tensor) -> bool:

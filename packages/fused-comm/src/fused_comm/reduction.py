@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Reduction", "Scatter", "expected", "local_of", "reduction_of"]
+__all__ = [
+    "Reduction",
+    "Scatter",
+    "expected",
+    "is_local_cut",
+    "local_of",
+    "reduction_of",
+    "reduction_to",
+]
 
 
 @dataclass(frozen=True)
@@ -99,40 +107,86 @@ def reduction_of(
                 f"{type(grad).__name__}: both have to be DTensors, or neither"
             )
         return Reduction(None, (), (), False, (), (), grad.shape, grad.dtype, grad.device)
-    mesh = grad.device_mesh
-    if mesh != param.device_mesh:
+    if grad.device_mesh != param.device_mesh:
         raise ValueError(
-            f"parameter {name!r} is on {param.device_mesh}, its gradient on {mesh}: redistribute "
-            f"the gradient to the parameter's mesh first"
+            f"parameter {name!r} is on {param.device_mesh}, its gradient on {grad.device_mesh}: "
+            f"redistribute the gradient to the parameter's mesh first"
         )
+    return reduction_to(f"gradient of {name!r}", grad, param.placements, skipped)
+
+
+def reduction_to(
+    what: str,
+    tensor: DTensor,
+    target: Sequence[Placement],
+    skipped: Sequence[str | int] = (),
+) -> Reduction:
+    """What a DTensor needs to be placed in another way by nothing but sums.
+
+    Args:
+        what: begins messages.
+        tensor: any.
+        target: a placement per axis.
+        skipped: axes, by name or number, along which it stays as it is if it is Partial.
+
+    Raises:
+        ValueError: see `reduction_of`.
+    """
+    mesh = tensor.device_mesh
     stays = {_axis_number(mesh, axis) for axis in skipped}
-    placements, reduced, scattered, operations = list(grad.placements), [], [], set()
-    for axis, (source, target) in enumerate(zip(grad.placements, param.placements, strict=True)):
+    placements, reduced, scattered, operations = list(tensor.placements), [], [], set()
+    for axis, (source, to) in enumerate(zip(tensor.placements, target, strict=True)):
         if not isinstance(source, Partial):
-            if source != target:
+            if source != to:
                 raise ValueError(
-                    f"gradient of {name!r}: axis {axis} is {source} where the parameter is "
-                    f"{target}; only Partial is reduced: redistribute it first"
+                    f"{what}: axis {axis} is {source} where {to} is wanted; only Partial is "
+                    f"reduced: redistribute it first"
                 )
             continue
-        if axis in stays:
+        if axis in stays or source == to:
             continue
         operations.add(source.reduce_op)
-        placements[axis] = target
-        if type(target) is Replicate:
+        placements[axis] = to
+        if type(to) is Replicate:
             reduced.append(axis)
+        elif type(to) is Shard and is_local_cut(axis, target):
+            scattered.append(Scatter(axis, to.dim))
         else:
-            scattered.append(Scatter(axis, _cut_dim(name, axis, param.placements)))
+            raise ValueError(
+                f"{what} is Partial on axis {axis}, to be placed as {tuple(target)}: its own part "
+                f"of the sum is no shard of that; redistribute it"
+            )
     if not operations <= {"sum", "avg"} or len(operations) > 1:
         raise ValueError(
-            f"gradient of {name!r} is Partial({', '.join(sorted(operations))}): only sums and "
-            f"means are reduced, one of them at a time"
+            f"{what} is Partial({', '.join(sorted(operations))}): only sums and means are "
+            f"reduced, one of them at a time"
         )
-    local = grad._local_tensor
+    local = tensor._local_tensor
     return Reduction(
-        mesh, tuple(reduced), tuple(scattered), operations == {"avg"}, grad.placements,
+        mesh, tuple(reduced), tuple(scattered), operations == {"avg"}, tensor.placements,
         tuple(placements), local.shape, local.dtype, local.device,
     )  # fmt: skip
+
+
+def is_local_cut(
+    axis: int,
+    placements: Sequence[Placement | None],
+    later: Sequence[Placement | None] | None = None,
+) -> bool:
+    """Whether the shards of an axis are chunks of what its ranks have in common.
+
+    Torch cuts a dim along the axes from left to right, so they are not where an axis further right
+    has cut the same dim already.
+
+    Args:
+        axis: that is Shard in ``placements``.
+        placements: with that Shard.
+        later: those on the right of it; by default the same.
+    """
+    own = placements[axis]
+    assert isinstance(own, Shard)
+    right = (placements if later is None else later)[axis + 1 :]
+    return not any(isinstance(other, Shard) and other.dim == own.dim for other in right)
 
 
 def expected(
@@ -163,18 +217,6 @@ def expected(
         mesh, reduced, scattered, averaged, source, param.placements, torch.Size(shape), dtype,
         param._local_tensor.device,
     )  # fmt: skip
-
-
-def _cut_dim(name: str, axis: int, placements: Sequence[Placement]) -> int:
-    """The dim of the local gradient that is chunked along this axis to make the shards."""
-    target = placements[axis]
-    right = [other for other in placements[axis + 1 :] if isinstance(other, Shard)]
-    if type(target) is not Shard or any(other.dim == target.dim for other in right):
-        raise ValueError(
-            f"gradient of {name!r} is Partial on axis {axis}, where the parameter is placed as "
-            f"{tuple(placements)}: its own part of the sum is no shard of that; redistribute it"
-        )
-    return target.dim
 
 
 def _axis_number(mesh: DeviceMesh, axis: str | int) -> int:
