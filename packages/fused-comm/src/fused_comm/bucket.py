@@ -61,6 +61,12 @@ class Route:
         """
         return self.averaged or all(group.position == 0 for group in self.reduced)
 
+    def __str__(self) -> str:
+        parts = [f"reduce-scatter over {group.size}" for group in self.scattered]
+        parts += [f"all-reduce over {group.size}" for group in self.reduced]
+        mean = ", mean" if self.averaged else ""
+        return f"{', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{mean}"
+
     def positions(self) -> list[int]:
         """For each row the number of its shard, row-major over the scattered axes."""
         numbers = [0]

@@ -34,11 +34,6 @@ class Times:
     launched: float = 0.0
     waits: list[tuple[float, float]] = field(default_factory=list)
 
-    @property
-    def exposed(self) -> float:
-        """Seconds that the host stood still for it."""
-        return sum(end - begin for begin, end in self.waits)
-
 
 class Flight:
     """The collectives of one bucket, each started when the one before has arrived.
@@ -51,10 +46,10 @@ class Flight:
 
     def __init__(self, bucket: Bucket, names: list[str], buffer: torch.Tensor) -> None:
         self.bucket = bucket
+        self.names = names
         self.times = Times()
         self.collectives = 0
         self.given: set[int] = set()  # parameters with a gradient here
-        self._names = names
         self._data = buffer
         self._source: torch.Tensor | None = None
         self._work: dist.Work | None = None
@@ -121,5 +116,5 @@ class Flight:
         except RuntimeError as error:
             raise RuntimeError(
                 f"the reduction of a bucket of {self.bucket.nbytes} bytes failed, with the "
-                f"gradients of {', '.join(self._names)}: {error}"
+                f"gradients of {', '.join(self.names)}: {error}"
             ) from error

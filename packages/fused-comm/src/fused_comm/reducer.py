@@ -26,6 +26,7 @@ from fused_comm.gradient import Home
 from fused_comm.pack import own_piece, used
 from fused_comm.parameters import agreed_group, gradients_of
 from fused_comm.planner import Options, agree_on
+from fused_comm.report import BucketReport, Report
 
 __all__ = ["GradReducer"]
 
@@ -114,6 +115,7 @@ class GradReducer:
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
         self._step = _Step()
+        self._last: list[Flight] = []
         self._hooked: set[int] = set()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hook_new()
@@ -134,10 +136,12 @@ class GradReducer:
         step, self._step = self._step, _Step()
         self._launch(plan, step, len(plan.buckets))
         any_gradient = self._land(plan, step)
+        self._last = step.flights
         if step.again:
             rest = _Step(rest=True)
             self._launch(plan, rest, len(plan.buckets))
             self._land(plan, rest)
+            self._last = [*step.flights, *rest.flights]
         if not any_gradient:
             raise RuntimeError(
                 "GradReducer.finish(): no rank has a gradient; call it once after each backward"
@@ -169,6 +173,23 @@ class GradReducer:
             self._skipped -= frozenset(axes)
         else:
             self._skipped |= frozenset(axes)
+
+    def report(self) -> Report:
+        """What the last step sent: a table as text, and a picture of its times."""
+        start = min((flight.times.launched for flight in self._last), default=0.0)
+        return Report(
+            tuple(
+                BucketReport(
+                    tuple(flight.names),
+                    str(flight.bucket.route),
+                    flight.bucket.nbytes,
+                    flight.collectives,
+                    flight.times.launched - start,
+                    tuple((begin - start, end - start) for begin, end in flight.times.waits),
+                )
+                for flight in self._last
+            )
+        )
 
     def remove(self) -> None:
         """Takes its hooks from the parameters; it is of no use afterwards."""
