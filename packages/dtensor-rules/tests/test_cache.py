@@ -19,7 +19,7 @@ def mesh():
 
 
 def vector(mesh, size):
-    return distribute_tensor(torch.ones(size), mesh, [Shard(0)])
+    return distribute_tensor(torch.ones(size), mesh, [Shard(0)], src_data_rank=None)
 
 
 def counted(name):

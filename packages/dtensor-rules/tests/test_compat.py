@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.compiler.config
+import torch.distributed.config
 from torch._logging import warning_once
-from torch.distributed import config
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,12 +32,8 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from dtensor_rules import _compat
 from testkit import CommLog, fake_mesh
 
-RELEASE = tuple(int(part) for part in _compat.minor(torch.__version__).split("."))
+RELEASE = _compat.RELEASE
 aten = torch.ops.aten
-
-since_2_13 = pytest.mark.skipif(
-    RELEASE < (2, 13), reason="it watches names that torch has from 2.13 on"
-)
 
 
 @pytest.fixture
@@ -45,9 +42,9 @@ def mesh():
         yield mesh
 
 
-def spec(mesh, *placements):
+def spec(mesh, *placements, ordered=None):
     meta = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensorSpec(mesh, placements, tensor_meta=meta, use_strided_shard_as_shard_order=ordered)
 
 
 def test_every_shim_has_a_canary_here():
@@ -60,14 +57,9 @@ def test_every_shim_has_a_canary_here():
 @pytest.mark.parametrize(
     ("shim", "needed_before"),
     [
-        ("strategy_tables", (2, 12)),  # 2.11 has not all tables
-        ("schema_info", (2, 12)),  # nor the second of these
-        ("redistribution_transforms", (2, 12)),  # None where a name is missing
-        ("gradient_placements", (2, 12)),  # the same
-        ("compiles_for_other_ranks", (2, 12)),  # False where there is no flag
-        ("explicit_redistribution_only", (2, 12)),  # None where there is no such context
-        ("forget_decisions", (2, 12)),  # nothing where there is no cache in C++
+        ("gradient_argument", (2, 12)),  # the keyword that is missing
         ("redistribute_context", (2, 13)),  # the old names
+        ("compiles_for_other_ranks", (2, 14)),  # the flag's old place
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -99,24 +91,21 @@ def tables_of_operators():
     return {
         name: table
         for name, table in vars(propagator).items()
-        if isinstance(table, dict)
-        and table
-        and all(isinstance(key, torch._ops.OpOverload) for key in table)
+        if isinstance(table, dict) and all(isinstance(key, torch._ops.OpOverload) for key in table)
     }
 
 
-@since_2_13
 def test_torch_keeps_operators_in_these_tables():
     strategies = ["op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules"]
     infos = {"op_to_schema_info", "op_to_schema_info_for_single_dim_strategy"}
-    # How arguments and shapes are made local: torch's propagation reads them.
+    # How arguments and shapes are made local: torch's propagation reads them. 2.11 has only one.
     others = {
         "op_to_scalar_shape_adjuster",
         "op_to_shape_and_stride_idx",
         "squeeze_op_to_dims_variant",
     }
     tables = tables_of_operators()
-    assert set(tables) == {*strategies, *infos, *others}
+    assert {*strategies, *infos} <= set(tables) <= {*strategies, *infos, *others}
     found = _compat.strategy_tables()
     assert [id(table) for table in found] == [id(tables[name]) for name in strategies]
 
@@ -124,22 +113,19 @@ def test_torch_keeps_operators_in_these_tables():
 def test_the_schema_info_is_the_one_that_torch_takes(mesh):
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     tables = tables_of_operators()
-    first, second = (
-        tables["op_to_schema_info"],
-        tables.get("op_to_schema_info_for_single_dim_strategy", {}),
-    )
+    first = tables["op_to_schema_info"]
+    second = tables["op_to_schema_info_for_single_dim_strategy"]
     unwrap = DTensor._op_dispatcher.unwrap_to_op_info
     cases = ((aten.mul.Tensor, (x, x)), (aten.t.default, (x,)), (aten.cat.default, ([x, x],)))
     for op, args in cases:
         assert _compat.schema_info(op) is unwrap(op, args, {}).schema.schema_info
     assert _compat.schema_info(aten.t_copy.default) is None
-    if RELEASE >= (2, 13):
+    if RELEASE >= (2, 12):  # the second is there before, and empty
         only_second = [op for op in second if op not in first]
         assert only_second, "one table is enough"
         assert isinstance(_compat.schema_info(only_second[0]), RuntimeSchemaInfo)
 
 
-@since_2_13
 def test_torch_keeps_decisions_in_a_cache_of_its_own_in_cpp(mesh):
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     count = torch._C._get_DTensor_sharding_propagator_cache_stats
@@ -154,7 +140,6 @@ def test_torch_keeps_decisions_in_a_cache_of_its_own_in_cpp(mesh):
     assert propagator.propagate_op_sharding.cache_info().currsize == 0
 
 
-@since_2_13
 @pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", "_optimize_transform_infos"])
 def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
     stock, asked = getattr(_redistribute, name), []
@@ -167,7 +152,6 @@ def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
     assert asked == [name, name]
 
 
-@since_2_13
 def test_torch_refuses_mixed_partials_before_it_plans():
     with fake_mesh((2, 2)) as square:
         mixed = spec(square, Partial("sum"), Partial("max"))
@@ -182,7 +166,6 @@ def test_torch_refuses_mixed_partials_before_it_plans():
             _utils.assert_no_mixed_partial_types(mixed.placements)
 
 
-@since_2_13
 def test_torch_s_planners_stay_in_a_cache_without_bound():
     with fake_mesh((2, 2)) as square:
         _redistribute._planner_cache.clear()
@@ -196,7 +179,6 @@ def test_torch_s_planners_stay_in_a_cache_without_bound():
         assert len(_redistribute._planner_cache) == 1  # torch's own stays
 
 
-@since_2_13
 def test_torch_merges_collectives_over_a_flattened_mesh():
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -208,7 +190,6 @@ def test_torch_merges_collectives_over_a_flattened_mesh():
         assert (len(apart), len(_compat.redistribution_transforms(src, dst))) == (2, 1)
 
 
-@since_2_13
 def test_torch_keeps_the_active_explicit_context_in_a_local_of_its_class():
     local = _compat.explicit_redistribution_only()
     assert getattr(local, "_active", None) is None
@@ -217,10 +198,10 @@ def test_torch_keeps_the_active_explicit_context_in_a_local_of_its_class():
     assert local._active is None
 
 
-@since_2_13
 def test_torch_may_compile_on_one_rank_for_all():
     assert _compat.compiles_for_other_ranks() is False
-    with config.patch(compile_on_one_rank=True):
+    flags = torch.compiler.config if RELEASE >= (2, 14) else torch.distributed.config
+    with flags.patch(compile_on_one_rank=True):
         assert _compat.compiles_for_other_ranks() is True
 
 
@@ -243,7 +224,6 @@ def test_torch_gathers_on_the_cpu_instead_of_an_all_to_all_and_says_so_once(mesh
     warning_once.cache_clear()
 
 
-@since_2_13
 @pytest.mark.parametrize("placement", [Partial(), Shard(0), Replicate()], ids=str)
 def test_the_gradient_that_from_local_wants(mesh, placement, monkeypatch):
     wanted = _compat.gradient_placements((placement,))
@@ -259,15 +239,36 @@ def test_the_gradient_that_from_local_wants(mesh, placement, monkeypatch):
     assert asked == [(placement,)]
 
 
-@since_2_13
+def test_from_local_takes_placements_of_its_gradient():
+    assert _compat.gradient_argument(None) == {}
+    (name,) = _compat.gradient_argument((Replicate(),))
+    assert (name in inspect.signature(DTensor.from_local).parameters) is (RELEASE >= (2, 12))
+
+
+class Context(types.SimpleNamespace):
+    def set_materialize_grads(self, value):
+        assert value is False
+
+
 def test_what_redistribute_leaves_for_its_backward(mesh):
-    context = types.SimpleNamespace()
+    context = Context()
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     dtype = torch.float32
-    backward = {"op_dtype": dtype, "out_dtype": dtype}
-    dtypes = {"op_dtype": dtype, "out_dtype": dtype, "backward_options": backward}
-    _redistribute.Redistribute.forward(context, x, mesh, (Replicate(),), False, dtypes)
+    both = {"op_dtype": dtype, "out_dtype": dtype}
+    dtypes = [{**both, "backward_options": both}] if RELEASE >= (2, 13) else []
+    _redistribute.Redistribute.forward(context, x, mesh, (Replicate(),), False, *dtypes)
     ours = vars(_compat.redistribute_context(x._spec, dtype))
     theirs = vars(context)
     assert {name: ours[name] for name in theirs} == theirs
-    assert ours.keys() - theirs.keys() == {"backward_dtype", "original_dtype"}
+    before, since = {"backward_dtype", "original_dtype"}, {"bwd_op_dtype", "bwd_out_dtype"}
+    assert ours.keys() - theirs.keys() == (before if RELEASE >= (2, 13) else since)
+
+
+def test_what_to_local_leaves_for_its_backward(mesh):
+    context = Context()
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    _api._ToTorchTensor.forward(context, x, None)
+    ours, theirs = vars(_compat.to_local_context(x._spec, (4, 1))), vars(context)
+    assert {name: ours[name] for name in theirs} == theirs
+    since = {"local_tensor_stride"}
+    assert ours.keys() - theirs.keys() == (set() if RELEASE >= (2, 14) else since)

@@ -16,7 +16,7 @@ def run_compiled():
     """An eager operator, then a compiled function, on a mesh of its own."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]).requires_grad_()
     run = torch.compile(lambda a, b: (a @ b).relu(), backend="aot_eager", fullgraph=True)
     result = run(torch.neg(x), weight)

@@ -105,13 +105,13 @@ def test_it_sees_what_the_call_is_made_of(some_rules):
             for placements in (
                 [Partial("max"), Shard(0)],
                 [Shard(1), Replicate()],
-                [Replicate(), strided],
+                [strided, Shard(1)],  # a shard order, which every torch can read
             )
         )
         partial.t()
         assert some_rules.seen() == "aten.t.default float32,6,4/4/1@2@2 Pmax S0 of 1"
         torch.cat([first, second], 1)
-    expected = "float32,3,8/8/1@2@2 S1 R float32,3,8/8/1@2@2 R _StridedShard of 2"
+    expected = "float32,3,8/8/1@2@2 S1 R float32,3,16/16/1@2@2 _StridedShard S1 of 2"
     assert some_rules.seen() == f"aten.cat.default {expected}"
 
 

@@ -71,7 +71,7 @@ def test_a_strategy_put_into_the_table_by_hand_is_seen(x):
     table = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     torch.neg(x)
     assert dtensor_rules.cache_info().size == 1
-    table[scale] = table[torch.ops.aten.t.default]
+    table[scale] = next(iter(table.values()))
     try:
         torch.abs(x)
         assert dtensor_rules.cache_info().size == 1  # neg's plan is gone

@@ -10,6 +10,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from dtensor_rules import _compat
 from dtensor_rules._core import Axis, Chunk, Divide, Redistribution
 from dtensor_rules.redistribution import plan_redistribution
 from testkit import fake_mesh
@@ -87,8 +88,9 @@ def test_a_local_tensor_that_belies_its_spec_is_noticed():
     with fake_mesh((2,)) as mesh:
         whole = torch.zeros(8)
         src, dst = spec(mesh, (S0,), whole), spec(mesh, (R,), whole)
-        with pytest.raises(RuntimeError):
-            stock.redistribute_local_tensor(torch.zeros(5), src, dst)
+        if _compat.RELEASE >= (2, 12):  # 2.11 goes on with a tensor of another shape
+            with pytest.raises(RuntimeError):
+                stock.redistribute_local_tensor(torch.zeros(5), src, dst)
         with pytest.raises(RuntimeError, match="the shards of dim 0 make 10 where the spec says 8"):
             plan_redistribution(src, dst).apply(torch.zeros(5))
 

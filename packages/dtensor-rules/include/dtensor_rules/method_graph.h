@@ -12,14 +12,19 @@ using torch::autograd::variable_list;
 
 // What a backward has to know, for as long as the graph lives; its end takes the GIL.
 struct Saved final : torch::CustomClassHolder {
-  Saved(SpecPtr of, c10::ScalarType type) : spec(std::move(of)), dtype(type) {}
+  Saved(SpecPtr of, const at::Tensor& local)
+      : spec(std::move(of)),
+        dtype(local.scalar_type()),
+        strides(local.strides().begin(), local.strides().end()) {}
   ~Saved() override;
-  SpecPtr spec;           // of the forward's DTensor: its input, or from_local's result
-  c10::ScalarType dtype;  // of its local tensor
+  SpecPtr spec;  // of the forward's DTensor: its input, or from_local's result
+  // Of its local tensor.
+  c10::ScalarType dtype;
+  c10::SmallVector<int64_t, 4> strides;
 };
 
 // Has a forward remember that, and lets undefined gradients pass as they are.
-void remember(AutogradContext& context, SpecPtr spec, c10::ScalarType dtype);
+void remember(AutogradContext& context, SpecPtr spec, const at::Tensor& local);
 
 // A backward of one gradient; `give` gets it with the GIL.
 using Give = at::Tensor (*)(const at::Tensor& grad, const Saved& saved);

@@ -59,8 +59,8 @@ PlanPtr find_plan(Half half, const Key& key);
 // stays. `own`: the spec is handed out as the object that it is, not as one that equals it.
 void learn(const Key& key, const py::object& spec, const py::object& transform, bool own = false);
 
-// Python's halves: functions of (gradient, saved spec, dtype) that return the result, and what a
-// key is to mean from then on, or None: (spec or None, transform or None). See methods.py.
+// Python's halves: functions of (gradient, saved spec, dtype, strides) that return the result, and
+// what a key is to mean from then on, or None: (spec or None, transform or None). See methods.py.
 void set_backward(Half half, py::object function);
 
 // The methods. What they return is a new reference: the result, None where the call is torch's, or

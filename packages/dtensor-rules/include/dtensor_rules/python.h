@@ -1,7 +1,7 @@
 // What this library needs to know of Python's DTensor: its classes, and where its slots lie.
 #pragma once
 
-#include "dtensor_rules/torch.h"
+#include "dtensor_rules/compat.h"
 
 namespace dtensor_rules {
 
@@ -32,16 +32,6 @@ class Gil {
  private:
   PyGILState_STATE state_;
 };
-
-// A template, for the slot's interface differs between torch's minor versions.
-template <typename Slot>
-PyObject* slotted_object(Slot* slot) {
-  if constexpr (requires { slot->load_pyobj(); }) {
-    return slot->load_pyobj();
-  } else {
-    return slot->check_pyobj().value_or(nullptr);
-  }
-}
 
 // The Python object of a tensor, borrowed; null where there is none.
 inline PyObject* python_object(const at::Tensor& tensor) {

@@ -1,3 +1,4 @@
+#include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/method_graph.h"
 #include "dtensor_rules/wrap.h"
 
@@ -15,7 +16,7 @@ at::Tensor wrap_view(const at::Tensor& local, const Spec& spec) {
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& local, const PlanPtr& plan) {
     const SpecPtr& spec = plan->outputs[0].spec;
-    remember(*context, spec, local.scalar_type());
+    remember(*context, spec, local);
     return wrap_view(local, *spec);
   }
 
@@ -43,6 +44,11 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     const PlanPtr plan = find_plan(kHalf, key);
     if (!plan || plan->reason != Reason::kNone) {
       return torchs_backward(kHalf, grad, saved, plan ? nullptr : &key);
+    }
+    // From 2.14 on torch shows the context what this moves, and may be told to refuse it.
+    if (!may_run(*plan)) {
+      count_left(kHalf, Reason::kExplicitOnly);
+      return torchs_backward(kHalf, grad, saved, nullptr);
     }
     const at::Tensor local = *parts.local;  // a copy: others may run while it is sent
     return plan->moves.empty() ? local : transformed(*plan->moves[0].transform, local);

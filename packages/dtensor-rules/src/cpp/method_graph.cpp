@@ -23,10 +23,10 @@ Saved::~Saved() {
   spec.reset();
 }
 
-void remember(AutogradContext& context, SpecPtr spec, c10::ScalarType dtype) {
+void remember(AutogradContext& context, SpecPtr spec, const at::Tensor& local) {
   context.set_materialize_grads(false);
   context.saved_data[kSaved] =
-      c10::IValue::make_capsule(c10::make_intrusive<Saved>(std::move(spec), dtype));
+      c10::IValue::make_capsule(c10::make_intrusive<Saved>(std::move(spec), local));
 }
 
 variable_list give_back(AutogradContext& context, const variable_list& grads, Give give) {
@@ -45,7 +45,9 @@ void set_backward(Half half, py::object function) {
 
 at::Tensor torchs_backward(Half half, const at::Tensor& grad, const Saved& saved, const Key* key) {
   const py::object function = backwards()[static_cast<size_t>(half)];
-  const auto answer = py::cast<py::tuple>(function(grad, saved.spec->object, saved.dtype));
+  const py::tuple strides = py::cast(at::IntArrayRef(saved.strides));
+  const auto answer =
+      py::cast<py::tuple>(function(grad, saved.spec->object, saved.dtype, strides));
   if (key != nullptr && !py::object(answer[1]).is_none()) {
     const auto meaning = py::cast<py::tuple>(answer[1]);
     learn(*key, meaning[0], meaning[1]);

@@ -21,7 +21,7 @@ struct Redistributing {
 // placements that the input had, replicated where the input was partial and it is not.
 struct Redistribute : torch::autograd::Function<Redistribute> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Redistributing& work) {
-    remember(*context, work.source, work.local.scalar_type());
+    remember(*context, work.source, work.local);
     return carry_out(*work.plan, work.local);
   }
 

@@ -14,7 +14,7 @@ struct Unwrapping {
 // of the input, replicated where that is partial.
 struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor&, const Unwrapping& work) {
-    remember(*context, work.spec, work.local.scalar_type());
+    remember(*context, work.spec, work.local);
     return work.local.view_as(work.local);
   }
 
@@ -37,6 +37,10 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     }
     Key key = key_of(kHalf);
     key.add_word(saved.spec->id);
+    // Torch compares them with the gradient's, from 2.14 on.
+    for (const int64_t stride : saved.strides) {
+      key.add_word(static_cast<uint64_t>(stride));
+    }
     add_layout(key, grad);
     const PlanPtr plan = find_plan(kHalf, key);
     if (!plan || plan->reason != Reason::kNone) {

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "dtensor_rules/torch.h"
+#include "dtensor_rules/compat.h"
 
 namespace dtensor_rules {
 
@@ -131,7 +131,8 @@ at::Tensor run(const AllGather& step, const at::Tensor& local) {
     return whole;
   }
   const at::Tensor padded = pad(local, step.dim, chunk_size(step.size, count));
-  return contiguous(cut(gather(padded, step.dim, step.axis), step.dim, step.size));
+  const at::Tensor whole = cut(gather(padded, step.dim, step.axis), step.dim, step.size);
+  return kCutGatheredIsCopied ? contiguous(whole) : whole;
 }
 
 at::Tensor run(const ReduceScatter& step, const at::Tensor& local) {

@@ -60,9 +60,8 @@ std::shared_ptr<Spec> read(const py::object& object) {
   return spec;
 }
 
-// Older torches have no such flag.
 py::object strided_flag(const py::object& spec) {
-  return py::getattr(spec, "use_strided_shard_as_shard_order", py::none());
+  return spec.attr("use_strided_shard_as_shard_order");
 }
 
 // One mesh object, or two of the same ranks over the same process groups. Torch's == does not see

@@ -11,7 +11,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, _redistribute, _utils
+import torch.compiler.config
+from torch.distributed.tensor import DTensor, _api, _redistribute, _utils
 
 from dtensor_rules._built_for import TORCH_VERSION
 
@@ -41,15 +42,20 @@ def require_torch(built_for: str, found: str) -> None:
 
 require_torch(TORCH_VERSION, torch.__version__)
 
-# Of torch._C: empties the cache that torch's own dispatch has in C++; 2.11 has no such function.
+# Of torch._C: empties the cache that torch's own dispatch has in C++.
 CLEAR = "_clear_DTensor_sharding_propagator_cache"
+
+RELEASE = tuple(int(part) for part in minor(torch.__version__).split("."))
 
 
 def strategy_tables() -> list[dict[Any, Any]]:
-    """The dicts that say which operators can be sharded; 2.11 has not all of them."""
+    """The dicts that say which operators can be sharded."""
     propagator = DTensor._op_dispatcher.sharding_propagator
-    names = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
-    return [getattr(propagator, name) for name in names if hasattr(propagator, name)]
+    return [
+        propagator.op_strategy_funcs,
+        propagator.op_single_dim_strategy_funcs,
+        propagator.op_to_rules,
+    ]
 
 
 def schema_info(op: torch._ops.OpOverload) -> Any:
@@ -57,19 +63,17 @@ def schema_info(op: torch._ops.OpOverload) -> Any:
     propagator = DTensor._op_dispatcher.sharding_propagator
     info = propagator.op_to_schema_info.get(op)
     if info is None:
-        single = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
-        info = single.get(op)
+        info = propagator.op_to_schema_info_for_single_dim_strategy.get(op)
     return info
 
 
 def forget_decisions() -> None:
     """Empties torch's caches of sharding decisions, those of the calling thread."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    if hasattr(torch._C, CLEAR):
-        getattr(torch._C, CLEAR)()
+    getattr(torch._C, CLEAR)()
 
 
-def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] | None:
+def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
     """The transforms that torch would redistribute by, collectives over flattened meshes merged.
 
     Nothing stays in torch's caches, which have no bound: a caller that plans often remembers what
@@ -80,41 +84,37 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any] |
         dst: of the tensor as it should be, on the same mesh.
 
     Returns:
-        torch's ``_TransformInfo``, in order; None where this torch plans in another way.
+        torch's ``_TransformInfo``, in order.
 
     Raises:
         Exception: whatever torch raises for specs that it cannot redistribute between.
     """
-    plan = getattr(_redistribute, "_gen_transform_infos_non_cached", None)
-    if plan is None:
-        return None
-    if check := getattr(_utils, "assert_no_mixed_partial_types", None):
-        check(src.placements)
-        check(dst.placements)
-    planners: dict[Any, Any] = getattr(_redistribute, "_planner_cache", {})
+    _utils.assert_no_mixed_partial_types(src.placements)
+    _utils.assert_no_mixed_partial_types(dst.placements)
+    planners: dict[Any, Any] = _redistribute._planner_cache
     key = (weakref.ref(src.mesh), src.tensor_meta)
     known = key in planners
     try:
-        transforms: list[Any] = plan(src, dst)
+        transforms = _redistribute._gen_transform_infos_non_cached(src, dst)
     finally:
         if not known:
             planners.pop(key, None)
-    merge = getattr(_redistribute, "_optimize_transform_infos", None)
-    if merge is not None:
-        transforms = merge(transforms, src.mesh, src.placements, dst.placements)
-    return transforms
+    return _redistribute._optimize_transform_infos(
+        transforms, src.mesh, src.placements, dst.placements
+    )
 
 
 def explicit_redistribution_only() -> Any:
-    """The `threading.local` that holds the active context of this name; None in older torches."""
-    return getattr(getattr(_utils, "ExplicitRedistributionContext", None), "_local", None)
+    """The `threading.local` that holds the active context of this name."""
+    return _utils.ExplicitRedistributionContext._local
 
 
 def compiles_for_other_ranks() -> bool:
     """Whether coordinates and groups are symbols, for torch compiles on one rank for all."""
-    from torch.distributed import config
-
-    return bool(getattr(config, "compile_on_one_rank", False))
+    flags: Any = torch.compiler.config
+    if not hasattr(flags, "compile_on_one_rank"):  # it was here before 2.14
+        from torch.distributed import config as flags
+    return bool(flags.compile_on_one_rank)
 
 
 def all_to_all_gathers(mesh: DeviceMesh) -> bool:
@@ -136,12 +136,18 @@ def all_to_all_gathers(mesh: DeviceMesh) -> bool:
     return True
 
 
-def gradient_placements(placements: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The placements that `from_local` wants of its gradient; None where this torch has no rule."""
-    from torch.distributed.tensor import _api
+def gradient_placements(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The placements that `from_local` wants of its gradient."""
+    return _api._normalize_placements_for_grad(placements)
 
-    normalize = getattr(_api, "_normalize_placements_for_grad", None)
-    return None if normalize is None else normalize(placements)
+
+def gradient_argument(placements: object) -> dict[str, object]:
+    """`from_local`'s keyword for the placements of its gradient, which 2.11 does not have.
+
+    It is passed only where it says something: so 2.11 refuses it, in its own words, where it is
+    used.
+    """
+    return {} if placements is None else {"grad_placements": placements}
 
 
 def redistribute_context(spec: DTensorSpec, dtype: torch.dtype) -> Any:
@@ -156,6 +162,18 @@ def redistribute_context(spec: DTensorSpec, dtype: torch.dtype) -> Any:
         async_op=False,
         bwd_op_dtype=dtype,
         bwd_out_dtype=dtype,
-        backward_dtype=dtype,  # its names before 2.13
+        backward_dtype=None,  # what was said of dtypes before 2.13
         original_dtype=dtype,
+    )
+
+
+def to_local_context(spec: DTensorSpec, stride: tuple[int, ...]) -> Any:
+    """What `_ToTorchTensor.backward` finds in its context after a plain forward.
+
+    Args:
+        spec: of the forward's input.
+        stride: of its local tensor; torch reads it from 2.14 on.
+    """
+    return types.SimpleNamespace(
+        dtensor_spec=spec, grad_placements=None, local_tensor_stride=stride
     )

@@ -118,7 +118,9 @@ class Redistribution(Transform):
     @property
     def steps(self) -> list[Step]: ...
 
-Backward: TypeAlias = Callable[[torch.Tensor, DTensorSpec, torch.dtype], tuple[object, object]]
+Backward: TypeAlias = Callable[
+    [torch.Tensor, DTensorSpec, torch.dtype, tuple[int, ...]], tuple[object, object]
+]
 
 def redistribute(dtensor: torch.Tensor, mesh: object, placements: object, /) -> Any: ...
 def from_local(

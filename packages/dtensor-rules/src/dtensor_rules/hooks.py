@@ -38,10 +38,8 @@ def install() -> None:
     table.listeners.append(_tables_changed)
     _undo.append(lambda: table.listeners.remove(_tables_changed))
     for name in _REGISTRATIONS:
-        if hasattr(propagator, name):
-            _after(propagator, name, _tables_changed)
-    if hasattr(torch._C, _compat.CLEAR):
-        _after(torch._C, _compat.CLEAR, _forget_all)
+        _after(propagator, name, _tables_changed)
+    _after(torch._C, _compat.CLEAR, _forget_all)
     _watch_specs()
     _core.set_explicit_only(_compat.explicit_redistribution_only())
     _undo.append(lambda: _core.set_explicit_only(None))

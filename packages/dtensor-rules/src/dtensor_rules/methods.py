@@ -113,7 +113,7 @@ def _from_local(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
             run_check=run_check,
             shape=shape,
             stride=stride,
-            grad_placements=grad_placements,
+            **_compat.gradient_argument(grad_placements),
         )
         if result is NotImplemented:
             # Where torch moved it to another device, or made an empty one of it, it is torch's.
@@ -157,7 +157,7 @@ def _is_around(dtensor: DTensor, local: torch.Tensor) -> bool:
 
 
 def _redistribute_backward(
-    grad: Any, spec: DTensorSpec, dtype: torch.dtype
+    grad: Any, spec: DTensorSpec, dtype: torch.dtype, stride: tuple[int, ...]
 ) -> tuple[object, object]:
     result = Redistribute.backward(_compat.redistribute_context(spec, dtype), grad)[0]
     if torch.is_grad_enabled() or type(grad) is not DTensor:
@@ -166,7 +166,9 @@ def _redistribute_backward(
     return result, (result._spec if plan else None, plan)
 
 
-def _from_local_backward(grad: Any, spec: DTensorSpec, dtype: torch.dtype) -> tuple[object, object]:
+def _from_local_backward(
+    grad: Any, spec: DTensorSpec, dtype: torch.dtype, stride: tuple[int, ...]
+) -> tuple[object, object]:
     context = types.SimpleNamespace(
         forward_input_placements=spec.placements,
         forward_input_device_mesh=spec.mesh,
@@ -174,7 +176,7 @@ def _from_local_backward(grad: Any, spec: DTensorSpec, dtype: torch.dtype) -> tu
     )
     result = _FromTorchTensor.backward(context, grad)[0]
     wanted = _compat.gradient_placements(spec.placements)
-    if torch.is_grad_enabled() or type(grad) is not DTensor or wanted is None:
+    if torch.is_grad_enabled() or type(grad) is not DTensor:
         return result, None
     given = grad._spec
     if given.placements == wanted:
@@ -184,10 +186,9 @@ def _from_local_backward(grad: Any, spec: DTensorSpec, dtype: torch.dtype) -> tu
 
 
 def _to_local_backward(
-    grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype
+    grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype, stride: tuple[int, ...]
 ) -> tuple[object, object]:
-    context = types.SimpleNamespace(dtensor_spec=spec, grad_placements=None)
-    result = _ToTorchTensor.backward(context, grad)[0]
+    result = _ToTorchTensor.backward(_compat.to_local_context(spec, stride), grad)[0]
     if torch.is_grad_enabled() or type(result) is not DTensor:
         return result, None
     return result, (result._spec if _is_around(result, grad) else None, None)

@@ -97,8 +97,6 @@ def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | 
         transforms = _compat.redistribution_transforms(src, dst)
     except Exception:
         return None  # torch raises it again, from where its users know it
-    if transforms is None:
-        return None
     steps: list[Step] = []
     try:
         for transform in transforms:
