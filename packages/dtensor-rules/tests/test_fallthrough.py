@@ -75,6 +75,36 @@ def test_a_dispatch_mode_sees_what_it_saw(mesh):
     assert left("mode") > 0
 
 
+def test_a_dispatch_mode_sees_what_backward_saves(mesh):
+    def record():
+        x = (placed(mesh) * 2).requires_grad_()
+        with Recording() as mode:
+            x.exp().sum().backward()
+        return mode.seen
+
+    stock, ours = both(record)
+    assert ours == stock
+    assert ("aten.detach.default", ["DTensor"]) in stock
+
+
+def test_without_torch_dispatch_there_is_no_dtensor_made(mesh):
+    def data():
+        x = placed(mesh) * 2
+        with torch._C._DisableTorchDispatch():
+            return type(x.data), type(x)
+
+    stock, ours = both(data)
+    assert ours == stock == (torch.Tensor, DTensor)
+
+
+def test_tensors_that_outlive_the_library_are_detached_by_torch(mesh):
+    with dtensor_rules.enabled():
+        x = placed(mesh) * 2
+        x.data  # noqa: B018 - so that the library knows the call
+    assert type(x.data) is DTensor
+    assert dtensor_rules.cache_info().size == 0
+
+
 def test_comm_debug_mode_counts_what_it_counted(mesh):
     def count():
         with CommDebugMode() as mode:
