@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dtensor_rules
 from dtensor_rules import Move, Plan, Rule
+from testkit import fake_mesh
 
 aten = torch.ops.aten
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
@@ -78,6 +80,40 @@ def test_an_action_that_returns_no_plan_is_named(mesh):
     dtensor_rules.register_rule(named("confused", lambda call: (Shard(0),)))
     with pytest.raises(TypeError, match=r"Rule 'confused': its action returned \(Shard"):
         torch.neg(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "argument"),
+    [
+        (torch.add, "aten.add.Tensor", "other"),
+        (torch.mm, "aten.mm.default", "mat2"),
+        (lambda x, y: torch.cat([x, y]), "aten.cat.default", "tensors"),
+        (torch.Tensor.add_, "aten.add_.Tensor", "other"),
+    ],
+)
+def test_arguments_on_several_meshes_are_named_and_no_rule_is_asked(function, op, argument):
+    def asked(call):
+        raise AssertionError("rules are about one mesh")
+
+    with fake_mesh((4,)) as mesh, dtensor_rules.enabled():
+        other = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        y = distribute_tensor(torch.ones(4, 4), other, [Shard(0), Replicate()])
+        dtensor_rules.register_rule(Rule(op, asked), before="equal")
+        with pytest.raises(RuntimeError, match=rf"{op}: argument '{argument}' is on .*\(2, 2\)"):
+            function(x, y)
+
+
+def test_lists_may_be_on_several_meshes_pair_by_pair():
+    """As the parameters of one optimizer are."""
+    with fake_mesh((4,)) as mesh, dtensor_rules.enabled():
+        other = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        y = distribute_tensor(torch.ones(4, 4), other, [Shard(0), Replicate()])
+        for _ in range(2):
+            torch._foreach_add_([x, y], [x, y])
+        assert x.to_local().unique().tolist() == y.to_local().unique().tolist() == [4.0]
+        assert dtensor_rules.stats()["aten._foreach_add_.List"].miss == 1
 
 
 def test_an_action_that_raises_is_not_hidden(mesh):
