@@ -101,6 +101,8 @@ def test_an_empty_out_gets_its_shape_from_torch(mesh):
     before = hits("out-given")
     torch.neg(x, out=out)
     assert hits("out-given") == before
+    assert out._spec.shape == (8, 8)
+    assert_bitwise(out.to_local(), -x.to_local())
 
 
 def test_inplace_views_are_torchs(mesh):

@@ -150,12 +150,36 @@ def test_inference_mode(mesh):
     assert left("mode") > 0
 
 
+def test_what_is_left_is_counted_after_a_plan_was_made_too(mesh):
+    with dtensor_rules.enabled():
+        x = placed(mesh)
+        x * 2
+        dtensor_rules.stats_clear()
+        with torch.inference_mode():
+            torch.neg(x)
+        assert left("mode") > 0
+
+
 def test_a_tensor_made_in_inference_mode_and_used_after(mesh):
     with torch.inference_mode():
         made = placed(mesh)
     stock, ours = both(lambda: made * 2)
     assert_same_tensor(ours, stock)
     assert ours.is_inference() == stock.is_inference()
+
+
+def test_a_spec_without_a_shape_is_refused_in_the_same_words(mesh):
+    x = placed(mesh)
+    x._spec.tensor_meta = None
+
+    def refuse():
+        with pytest.raises(RuntimeError, match="does not contain tensor_meta") as error:
+            x * 2
+        return str(error.value)
+
+    stock, ours = both(refuse)
+    assert ours == stock
+    assert left("symint") == 1
 
 
 class Named(DTensor):

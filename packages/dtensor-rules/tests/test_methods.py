@@ -192,7 +192,7 @@ def every_call(mesh, placements, plain):
         for start in (placed, moved):
             changed = start * 1
             changed.register_hook(lambda grad, to=target: grad.redistribute(placements=to))
-            grads = torch.autograd.grad(changed.to_local().sum(), (start, local))
+            grads = torch.autograd.grad(changed.to_local().sum(), (placed, local))
             found[*name, start is moved, "placed"] = grads[0]
             found[*name, start is moved, "local"] = grads[1].clone()
     return found
@@ -236,13 +236,17 @@ def test_the_layout_of_the_gradient_matters():
         starts = (torch.ones(2, 3), torch.ones(3, 2).t())
 
         def run():
-            return [
-                torch.autograd.grad(one.to_local(), one, start)[0]
-                for one, start in itertools.product(inputs, starts)
+            pairs = list(itertools.product(inputs, starts))
+            grads = [torch.autograd.grad(one.to_local(), one, start)[0] for one, start in pairs]
+            kept = [
+                (grad._local_tensor is start, grad._local_tensor._base is start)
+                for grad, (_, start) in zip(grads, pairs, strict=True)
             ]
+            return grads, kept
 
-        expected, all_actual = both(run)
-        for actual in all_actual:
+        (expected, kept), all_actual = both(run)
+        for actual, ours_kept in all_actual:
+            assert ours_kept == kept
             for pair in zip(actual, expected, strict=True):
                 assert_same_tensor(*pair)
 

@@ -65,6 +65,7 @@ TENSORS = {
     "meta": lambda: torch.ones(4, 4, device="meta"),
     "conjugated": lambda: torch.ones(4, 4, dtype=torch.complex64).conj(),
     "negated": lambda: torch.ones(4, 4, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.eye(4).to_sparse(),
     "zeros without memory": lambda: torch._efficientzerotensor(4, 4),
     "parameter": lambda: torch.nn.Parameter(torch.ones(4, 4), requires_grad=False),
     "in a graph": lambda: torch.ones(4, 4, requires_grad=True) * 2,
@@ -92,6 +93,15 @@ def test_what_is_no_tensor_or_has_no_spec_stays(mesh, result):
     assert OpDispatcher.wrap(result, None) is result
     with dtensor_rules.enabled():
         assert OpDispatcher.wrap(result, None) is result
+
+
+def test_each_result_has_the_spec_that_was_given_though_another_is_equal(mesh):
+    local = torch.ones(4, 2)
+    first, second = spec(mesh, local, Shard(0)), spec(mesh, local, Shard(0))
+    assert first == second
+    with dtensor_rules.enabled():
+        for given in (first, second, first):
+            assert OpDispatcher.wrap(local, given)._spec is given
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
