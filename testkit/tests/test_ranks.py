@@ -223,7 +223,7 @@ def test_a_hung_rank_is_killed_and_named_with_its_stack():
 
     start = time.monotonic()
     error = failing(fn=hang, world_size=2, timeout=1.0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # it would sleep for 600
     assert states(error) == [(1, "hung")]
     assert "rank 1 hung" in str(error)
     assert "after 1 s" in str(error)

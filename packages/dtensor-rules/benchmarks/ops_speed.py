@@ -1,10 +1,8 @@
 """One operator at a time: what DTensor adds to the local call, stock's and ours."""
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
-from timing import interleaved
+from timing import interleaved, off
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dtensor_rules
@@ -79,8 +77,8 @@ def _row(mesh, name, function, operands, *, grad, differentiable):
     with torch.set_grad_enabled(grad):
         best = interleaved(
             {
-                "local": (contextlib.nullcontext, lambda: function(*local)),
-                "stock": (contextlib.nullcontext, lambda: function(*placed)),
+                "local": (off, lambda: function(*local)),
+                "stock": (off, lambda: function(*placed)),
                 "ours": (dtensor_rules.enabled, lambda: function(*placed)),
             },
             calls=CALLS,

@@ -7,6 +7,7 @@ from pathlib import Path
 import ablation
 import lengths_speed
 import ops_speed
+import plain_speed
 import redistribute_speed
 import results_speed
 import step_speed
@@ -18,6 +19,7 @@ PARTS = {
     "ablation": ablation.rows,
     "lengths": lengths_speed.rows,
     "results": results_speed.rows,
+    "plain": plain_speed.rows,
 }
 
 

@@ -1,9 +1,7 @@
 """A training step of a small block, tensor-parallel on 8: plain shards, stock DTensor, ours."""
 
-import contextlib
-
 from blocks import BLOCKS, LocalEdges, PlacedEdges, step_of
-from timing import interleaved
+from timing import interleaved, off
 
 import dtensor_rules
 from testkit import CommLog, fake_mesh
@@ -20,8 +18,8 @@ def rows():
 def _row(name, build):
     with fake_mesh((RANKS,)) as mesh:
         steps = {
-            "local": (contextlib.nullcontext, step_of(build, LocalEdges(mesh))),
-            "stock": (contextlib.nullcontext, step_of(build, PlacedEdges(mesh))),
+            "local": (off, step_of(build, LocalEdges(mesh))),
+            "stock": (off, step_of(build, PlacedEdges(mesh))),
             "ours": (dtensor_rules.enabled, step_of(build, PlacedEdges(mesh))),
         }
         best = {k: v / 1000 for k, v in interleaved(steps, calls=CALLS, rounds=ROUNDS).items()}

@@ -1,7 +1,8 @@
 """Times of short calls, fairly: one core, no garbage collection, the minimum of many rounds.
 
 The variants take turns in every round, so that a machine that is busy for a while is busy for all
-of them; the minimum then is what each takes when nothing disturbs it.
+of them; the minimum then is what each takes when nothing disturbs it. Going on and off empties the
+processor's caches, so the variants without the library begin with it too (`off`).
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import gc
 import math
 import os
 import time
+
+import dtensor_rules
 
 
 @contextlib.contextmanager
@@ -23,6 +26,14 @@ def quiet():
     finally:
         gc.enable()
         os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def off():
+    """Torch alone, right after the library was on."""
+    with dtensor_rules.enabled():
+        pass
+    yield
 
 
 def interleaved(variants, *, calls, rounds, warmup=3):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtensor_rules
 from dtensor_rules import _core
@@ -70,6 +70,47 @@ def test_the_least_recently_used_plan_makes_room(mesh):
     assert counted("aten.neg.default") == (2, 4)
     info = dtensor_rules.cache_info()
     assert (info.size, info.capacity, info.evictions) == (3, 3, 1)
+
+
+def test_the_newest_plans_are_the_last_to_make_room(mesh):
+    dtensor_rules.set_cache_capacity(3)
+    tensors = {size: vector(mesh, size) for size in (2, 4, 6, 8, 10, 12)}
+    dtensor_rules.cache_clear()
+    for size in (2, 4, 6, 8, 10, 12):
+        torch.neg(tensors[size])
+    dtensor_rules.stats_clear()
+    for size in (8, 10, 12):
+        torch.neg(tensors[size])
+    assert counted("aten.neg.default") == (3, 0)
+
+
+def test_hits_and_misses_are_counted_of_operators_and_of_methods(mesh):
+    tensors = [vector(mesh, size) for size in (4, 6, 4)]
+    calls = (
+        torch.neg,
+        torch.square,
+        lambda x: x.redistribute(placements=[Replicate()]),
+        lambda x: DTensor.from_local(x._local_tensor, mesh, [Shard(0)]),
+    )
+    for call in calls:
+        dtensor_rules.cache_clear()
+        for x in tensors:
+            call(x)
+        info = dtensor_rules.cache_info()
+        assert (info.hits, info.misses, info.size) == (1, 2, 2)
+    dtensor_rules.cache_clear()
+    info = dtensor_rules.cache_info()
+    assert (info.hits, info.misses, info.evictions) == (0, 0, 0)
+
+
+def test_a_call_that_torch_refuses_leaves_no_plan(mesh):
+    x, y = (distribute_tensor(torch.ones(4, size), mesh, [Shard(0)]) for size in (2, 3))
+    before = dtensor_rules.cache_info().size
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            torch.mm(x, y)
+    assert dtensor_rules.cache_info().size == before
+    assert dtensor_rules.stats()["aten.mm.default"].fallthrough["propagation"] == 2
 
 
 def test_a_smaller_capacity_takes_effect_at_once(mesh):

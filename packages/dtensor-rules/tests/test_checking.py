@@ -51,6 +51,19 @@ def test_right_calls_pass_and_are_made_both_ways(mesh):
     assert stats["aten.add_.Tensor"].fallthrough == {"checking": 1}
 
 
+def test_every_call_is_checked_and_every_result_is_in_its_place(mesh):
+    x = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+    for _ in range(3):
+        torch.neg(x)
+        results = torch.native_layer_norm(x, [2], None, None, 1e-5)
+        assert [one.shape for one in results] == [(4, 2), (4, 1), (4, 1)]
+        wanted = torch.native_layer_norm(x.to_local(), [2], None, None, 1e-5)
+        for one, other in zip(results, wanted, strict=True):
+            assert torch.equal(one.to_local(), other)
+    for name in ("neg", "native_layer_norm"):
+        assert dtensor_rules.stats()[f"aten.{name}.default"].fallthrough == {"checking": 3}
+
+
 def test_a_rule_with_a_wrong_placement_is_caught(mesh, wrong):
     wrong(placement=Replicate())
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])

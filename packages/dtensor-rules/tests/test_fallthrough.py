@@ -75,6 +75,36 @@ def test_a_dispatch_mode_sees_what_it_saw(mesh):
     assert left("mode") > 0
 
 
+def test_a_dispatch_mode_sees_what_backward_saves(mesh):
+    def record():
+        x = (placed(mesh) * 2).requires_grad_()
+        with Recording() as mode:
+            x.exp().sum().backward()
+        return mode.seen
+
+    stock, ours = both(record)
+    assert ours == stock
+    assert ("aten.detach.default", ["DTensor"]) in stock
+
+
+def test_without_torch_dispatch_there_is_no_dtensor_made(mesh):
+    def data():
+        x = placed(mesh) * 2
+        with torch._C._DisableTorchDispatch():
+            return type(x.data), type(x)
+
+    stock, ours = both(data)
+    assert ours == stock == (torch.Tensor, DTensor)
+
+
+def test_tensors_that_outlive_the_library_are_detached_by_torch(mesh):
+    with dtensor_rules.enabled():
+        x = placed(mesh) * 2
+        x.data  # noqa: B018 - so that the library knows the call
+    assert type(x.data) is DTensor
+    assert dtensor_rules.cache_info().size == 0
+
+
 def test_comm_debug_mode_counts_what_it_counted(mesh):
     def count():
         with CommDebugMode() as mode:
@@ -120,12 +150,36 @@ def test_inference_mode(mesh):
     assert left("mode") > 0
 
 
+def test_what_is_left_is_counted_after_a_plan_was_made_too(mesh):
+    with dtensor_rules.enabled():
+        x = placed(mesh)
+        x * 2
+        dtensor_rules.stats_clear()
+        with torch.inference_mode():
+            torch.neg(x)
+        assert left("mode") > 0
+
+
 def test_a_tensor_made_in_inference_mode_and_used_after(mesh):
     with torch.inference_mode():
         made = placed(mesh)
     stock, ours = both(lambda: made * 2)
     assert_same_tensor(ours, stock)
     assert ours.is_inference() == stock.is_inference()
+
+
+def test_a_spec_without_a_shape_is_refused_in_the_same_words(mesh):
+    x = placed(mesh)
+    x._spec.tensor_meta = None
+
+    def refuse():
+        with pytest.raises(RuntimeError, match="does not contain tensor_meta") as error:
+            x * 2
+        return str(error.value)
+
+    stock, ours = both(refuse)
+    assert ours == stock
+    assert left("symint") == 1
 
 
 class Named(DTensor):

@@ -60,8 +60,9 @@ def test_a_handler_that_comes_later_is_asked(x):
     torch.neg(x)
     handlers[torch.ops.aten.neg.default] = lambda op, args, kwargs: args[0]
     try:
-        assert torch.neg(x) is x
-        assert dtensor_rules.stats()["aten.neg.default"].fallthrough == {"handler": 1}
+        for _ in range(2):
+            assert torch.neg(x) is x
+        assert dtensor_rules.stats()["aten.neg.default"].fallthrough == {"handler": 2}
     finally:
         del handlers[torch.ops.aten.neg.default]
     assert isinstance(torch.neg(x), DTensor)

@@ -81,6 +81,12 @@ def test_scalars_are_in_the_key_where_torch_reads_them(tensors, one, other):
     assert (keys[0] == keys[1]) == (reference._bits(one) == reference._bits(other))
 
 
+def test_both_parts_of_complex_numbers_are_in_the_key(tensors):
+    numbers = (1 + 2j, 1 + 3j, 2 + 1j)
+    keys = {agree(aten.pow.Tensor_Scalar, tensors[0], number) for number in numbers}
+    assert len(keys) == len(numbers)
+
+
 def test_scalar_tensors_by_dtype(tensors):
     dtypes = (torch.float32, torch.float64, torch.int64, torch.bool)
     keys = {agree(aten.mul.Tensor, tensors[0], torch.ones((), dtype=dtype)) for dtype in dtypes}

@@ -1,11 +1,13 @@
 """DTensor.redistribute, from_local and to_local beside torch's own, forward and backward."""
 
+import itertools
 import threading
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_rules
@@ -172,12 +174,121 @@ def test_a_result_on_each_of_two_equal_meshes_has_its_own():
                 assert DTensor.from_local(torch.ones(2, 2), one, [S0]).device_mesh is one
 
 
+def every_call(mesh, placements, plain):
+    """Each method with each of these placements, and with gradients of the plain ones, by name."""
+    found = {}
+    for source, target, cut in itertools.product(placements, plain, (False, True)):
+        size = [4, 4]
+        for one in source:
+            if cut and isinstance(one, Shard):  # so that equal shapes are sharded differently
+                size[one.dim] //= 2
+        local = torch.ones(size, requires_grad=True)
+        placed = DTensor.from_local(local, mesh, source)
+        moved = placed.redistribute(placements=target)
+        (grad,) = torch.autograd.grad(moved.to_local().sum(), local)
+        name = (source, target, cut)
+        found |= {name: placed, (*name, "moved"): moved}
+        found[*name, "gradient"] = grad.clone()  # whether it is a view is chance
+        for start in (placed, moved):
+            changed = start * 1
+            changed.register_hook(lambda grad, to=target: grad.redistribute(placements=to))
+            grads = torch.autograd.grad(changed.to_local().sum(), (placed, local))
+            found[*name, start is moved, "placed"] = grads[0]
+            found[*name, start is moved, "local"] = grads[1].clone()
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_no_call_is_taken_for_another(shape):
+    """All of them while the library knows all others, other than in the tests above."""
+    rest = (R,) * (len(shape) - 1)
+    odd = [(one, *rest) for one in (SUM, Partial("max"), Partial("min"))]
+    plain = [(one, *rest) for one in (R, S0, S1)]
+    if rest:
+        plain += [(R, S0), (R, S1)]
+    else:
+        odd += [(_StridedShard(0, split_factor=factor),) for factor in (2, 4)]
+    with fake_mesh(shape) as mesh:
+        expected, all_actual = both(lambda: every_call(mesh, plain + odd, plain))
+    for actual in all_actual:
+        for name, tensor in expected.items():
+            assert_same_tensor(actual[name], tensor, f"{name}")
+
+
 def test_the_layout_of_the_local_tensor_matters():
     with fake_mesh((2,)) as mesh:
-        for local in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).double()):
-            expected, all_actual = both(lambda t=local: DTensor.from_local(t, mesh, [S0]))
-            for actual in all_actual:
-                assert_same_tensor(actual, expected)
+        locals_ = (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).double())
+        locals_ += (torch.ones(3, 3), torch.ones(6))
+
+        def run():
+            return [DTensor.from_local(local, mesh, [S0]) for local in locals_]
+
+        expected, all_actual = both(run)
+        for actual in all_actual:
+            for pair in zip(actual, expected, strict=True):
+                assert_same_tensor(*pair)
+
+
+def test_the_layout_of_the_gradient_matters():
+    with fake_mesh((2,)) as mesh:
+        x = DTensor.from_local(torch.ones(2, 3), mesh, [S0]).requires_grad_()
+        inputs = [x, DTensor.from_local(torch.ones(2, 3), mesh, [R]).requires_grad_()]
+        starts = (torch.ones(2, 3), torch.ones(3, 2).t())
+
+        def run():
+            pairs = list(itertools.product(inputs, starts))
+            grads = [torch.autograd.grad(one.to_local(), one, start)[0] for one, start in pairs]
+            kept = [
+                (grad._local_tensor is start, grad._local_tensor._base is start)
+                for grad, (_, start) in zip(grads, pairs, strict=True)
+            ]
+            return grads, kept
+
+        (expected, kept), all_actual = both(run)
+        for actual, ours_kept in all_actual:
+            assert ours_kept == kept
+            for pair in zip(actual, expected, strict=True):
+                assert_same_tensor(*pair)
+
+
+def test_the_device_of_the_local_tensor_matters():
+    with fake_mesh((2,)) as mesh:
+        for _ in range(2):
+            for device in ("cpu", "meta"):
+                placed = DTensor.from_local(torch.ones(2, 3, device=device), mesh, [S0])
+                assert placed.device.type == placed._local_tensor.device.type == device
+        meta = DeviceMesh("meta", mesh.mesh, _init_backend=False, _rank=0)
+        for _ in range(2):
+            for device in ("meta", "cpu"):  # which is moved to where the mesh is
+                placed = DTensor.from_local(torch.ones(2, 3, device=device), meta, [S0])
+                assert placed._local_tensor.device.type == "meta"
+
+
+def test_the_shape_and_stride_that_are_given_matter():
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(4, 2)
+        for given in ((8, 2, 2, 1), (7, 2, 2, 1), (7, 2, 1, 7), (8, 2, 1, 8)):
+            shape, stride = given[:2], given[2:]
+            for _ in range(2):
+                placed = DTensor.from_local(local, mesh, [S0], shape=shape, stride=stride)
+                assert (*placed.shape, *placed.stride()) == given
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="must be a tuple"):
+                DTensor.from_local(local, mesh, [S0], shape=[8, 2], stride=[2, 1])
+            with pytest.raises(TypeError, match="'float' object cannot"):
+                DTensor.from_local(local, mesh, [S0], shape=(8.0, 2), stride=(2, 1))
+            with pytest.raises(RuntimeError, match="dimensionality of sizes"):
+                DTensor.from_local(local, mesh, [S0], shape=(8, 2, 2), stride=(1,))
+    assert hits("DTensor.from_local") == 4
+
+
+def test_what_a_partial_reduces_by_matters():
+    with fake_mesh((2,)) as mesh:
+        for _ in range(2):
+            for name in ("max", "min", "sum", "avg"):
+                placed = DTensor.from_local(torch.ones(2, 2), mesh, [Partial(name)])
+                assert placed.placements == (Partial(name),)
+    assert hits("DTensor.from_local") == 4
 
 
 def test_writing_into_a_view_that_requires_grad_is_refused_as_by_torch():

@@ -244,6 +244,18 @@ def compare_on_two_axes(shape):
     return compare(mesh, TWO_AXES, [shape], values=True)
 
 
+def compare_many_elements():
+    mesh = init_device_mesh("cpu", (2,))
+    pairs = [((old,), (new,)) for old in (R, SUM, S0, S1, S2) for new in (R, S0, S1, S2)]
+    return compare(mesh, pairs, [(4, 6, 6000), (3, 5, 9001)], values=True)
+
+
+@pytest.mark.ranks
+def test_values_of_tensors_that_are_joined_and_cut_another_way_for_their_size():
+    """Of more than `kFewElements` (redistribute.cpp), on every rank."""
+    assert min(run_ranks(compare_many_elements, 2, timeout=120)) == 40
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 4), (5, 7)], ids=str)

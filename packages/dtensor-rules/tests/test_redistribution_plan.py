@@ -95,6 +95,35 @@ def test_a_local_tensor_that_belies_its_spec_is_noticed():
             plan_redistribution(src, dst).apply(torch.zeros(5))
 
 
+def test_strided_pieces_that_belie_their_spec_are_noticed():
+    with fake_mesh((2,)) as mesh:
+        whole = torch.zeros(8)
+        src = spec(mesh, (_StridedShard(0, split_factor=2),), whole)
+        plan = plan_redistribution(src, spec(mesh, (R,), whole))
+        assert plan.apply(torch.zeros(4)).shape == (8,)
+        with pytest.raises(RuntimeError, match="the shards of dim 0 make 12 where the spec says 8"):
+            plan.apply(torch.zeros(6))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 6), (4, 2), (4, 1), (4, 3), (6, 2)], ids=str)
+@pytest.mark.parametrize(("source", "target"), [(S0, S1), (S1, S0)], ids=str)
+def test_of_even_dims_it_asks_no_more_than_torch(source, target, shape):
+    """Neither padding nor cutting: a local tensor of another size fares as it does with torch."""
+
+    def outcome(function):
+        try:
+            return function().shape
+        except RuntimeError as error:
+            return str(error)
+
+    with fake_mesh((2,)) as mesh:
+        whole, local = torch.zeros(4, 4), torch.zeros(shape)
+        src, dst = spec(mesh, (source,), whole), spec(mesh, (target,), whole)
+        plan = plan_redistribution(src, dst)
+        expected = outcome(lambda: stock.redistribute_local_tensor(local, src, dst))
+        assert outcome(lambda: plan.apply(local)) == expected
+
+
 # What is left to torch.
 
 

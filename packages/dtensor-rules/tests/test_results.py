@@ -44,6 +44,7 @@ def describe(result, local):
         "local": result._local_tensor is local,
         "shape": (result.shape, result.stride(), result.storage_offset(), result.dtype),
         "storage": (result.untyped_storage().nbytes(), result.device, result.layout),
+        "resizable": result.untyped_storage().resizable(),
         "autograd": (result.requires_grad, result.is_leaf, result.grad_fn),
         "version": None if result.is_inference() else result._version,
         "view": (result._is_view(), result.is_conj(), result.is_neg(), result.is_inference()),
@@ -64,6 +65,8 @@ TENSORS = {
     "meta": lambda: torch.ones(4, 4, device="meta"),
     "conjugated": lambda: torch.ones(4, 4, dtype=torch.complex64).conj(),
     "negated": lambda: torch.ones(4, 4, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "zeros without memory": lambda: torch._efficientzerotensor(4, 4),
     "parameter": lambda: torch.nn.Parameter(torch.ones(4, 4), requires_grad=False),
     "in a graph": lambda: torch.ones(4, 4, requires_grad=True) * 2,
     "leaf that requires grad": lambda: torch.ones(4, 4, requires_grad=True),
@@ -90,6 +93,15 @@ def test_what_is_no_tensor_or_has_no_spec_stays(mesh, result):
     assert OpDispatcher.wrap(result, None) is result
     with dtensor_rules.enabled():
         assert OpDispatcher.wrap(result, None) is result
+
+
+def test_each_result_has_the_spec_that_was_given_though_another_is_equal(mesh):
+    local = torch.ones(4, 2)
+    first, second = spec(mesh, local, Shard(0)), spec(mesh, local, Shard(0))
+    assert first == second
+    with dtensor_rules.enabled():
+        for given in (first, second, first):
+            assert OpDispatcher.wrap(local, given)._spec is given
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -1,6 +1,7 @@
 """Interned specs: one number for equal ones, and no number for one that has changed."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -66,6 +67,34 @@ def test_another_world_has_other_numbers():
     assert ids[0] != ids[1]
 
 
+def test_a_rank_in_another_place_has_other_numbers():
+    ids, groups = [], []
+    for rank in (0, 1):
+        with fake_mesh((2,), rank=rank) as mesh:
+            meta = TensorMeta(torch.Size((4,)), (1,), torch.float32)
+            ids.append(_core.spec_id(DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)))
+            groups.append(mesh._dim_group_names)
+    assert groups[0] == groups[1]
+    assert ids[0] != ids[1]
+
+
+def test_equal_meshes_over_other_groups_have_other_numbers(mesh):
+    other = init_device_mesh("cpu", (2, 2))
+    assert other == mesh
+    assert other._dim_group_names != mesh._dim_group_names
+    assert _core.spec_id(spec(other)) != _core.spec_id(spec(mesh))
+
+
+def test_a_subclass_s_number_is_its_own(mesh):
+    class Other(DTensorSpec):
+        pass
+
+    one = spec(mesh)
+    other = Other(mesh, one.placements, tensor_meta=one.tensor_meta)
+    assert one == other
+    assert _core.spec_id(one) != _core.spec_id(other)
+
+
 def test_a_spec_that_changes_is_another(mesh):
     one = spec(mesh)
     before = _core.spec_id(one)
@@ -75,13 +104,35 @@ def test_a_spec_that_changes_is_another(mesh):
 
 def test_numbers_are_never_used_again(mesh):
     before = _core.spec_id(spec(mesh))
+    kept = spec(mesh)
+    assert _core.spec_id(kept) == before
     _core.clear_specs()
-    assert _core.spec_id(spec(mesh)) > before
+    assert _core.known_addresses() == _core.known_specs() == 0
+    assert _core.spec_id(kept) > before
+
+
+def test_those_that_were_equal_to_one_that_changes_keep_their_meaning(mesh):
+    one, other = spec(mesh), spec(mesh)
+    assert _core.spec_id(one) == _core.spec_id(other)
+    assert _core.intern(other) is one
+    one.placements = (Replicate(), Replicate())
+    assert _core.intern(other).placements == ROWS
+    assert _core.intern(spec(mesh)).placements == ROWS
+
+
+def test_a_forgotten_spec_is_not_kept_alive(mesh):
+    one = spec(mesh)
+    _core.spec_id(one)
+    one.placements = (Replicate(), Replicate())
+    gone = weakref.ref(one)
+    del one
+    gc.collect()
+    assert gone() is None
 
 
 def test_addresses_and_values_stay_bounded(mesh):
-    for size in range(40_000):
+    for size in range(70_000):
         _core.spec_id(spec(mesh, shape=(size, 4)))
     gc.collect()
     assert _core.known_addresses() <= 1 << 15
-    assert _core.known_specs() <= 1 << 17
+    assert _core.known_specs() <= 1 << 16

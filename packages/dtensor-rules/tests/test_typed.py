@@ -1,6 +1,7 @@
 """Typed kernels skip layers of torch: nothing that those layers do may be missing."""
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
@@ -50,6 +51,37 @@ def test_every_typed_kernel_runs():
         twice(lambda: x.cos().sub_(x.sin()))
         never = {name for name, count in _core.typed_counts().items() if count == 0}
     assert sorted(never) == []
+
+
+def test_what_is_planned_on_the_long_way_is_found_on_the_short_one():
+    """Arguments of every type, given and left out: both ways make one key of them."""
+    aten = torch.ops.aten
+    with fake_mesh((4,), rank=1) as mesh, dtensor_rules.enabled(), torch.no_grad():
+        x = placed(mesh)
+        whole = (x * 10).long()
+        calls = [
+            (aten.add.Tensor, (x, x), {"alpha": 2}),
+            (aten.add.Tensor, (x, x), {"alpha": 0.5}),
+            (aten.add.Tensor, (whole > 0, whole > 0), {"alpha": True}),
+            (aten.mul.Tensor, (x, torch.tensor(2.0)), {}),
+            (aten.clamp.default, (x, None, 1), {}),
+            (aten.clamp.default, (x, 1, None), {}),
+            (aten.masked_fill.Scalar, (whole > 0, whole > 0, True), {}),
+            (aten.zeros_like.default, (x,), {"device": torch.device("cpu")}),
+            (aten._to_copy.default, (x,), {"dtype": torch.int64, "non_blocking": True}),
+            (aten.clone.default, (x,), {"memory_format": torch.contiguous_format}),
+            (aten.gelu.default, (x,), {"approximate": "tanh"}),
+            (aten.sum.dim_IntList, (x, None), {}),
+            (aten.sum.dim_IntList, (x, [1]), {"dtype": torch.float64}),
+            (aten.native_layer_norm.default, (x, [4], None, None, 1e-5), {}),
+            (aten.cat.default, ([x, x, x],), {}),
+            (aten._foreach_div_.ScalarList, ([x, x], [2.0, 4]), {}),
+        ]
+        for op, args, kwargs in calls:
+            op(*args, **kwargs)
+            dtensor_rules.stats_clear()
+            op(*args, **kwargs)
+            assert _core.typed_counts()[str(op)] == 1, (op, args, kwargs)
 
 
 def _run(case, inputs, grad):
@@ -186,6 +218,24 @@ def test_a_class_that_begins_to_define_torch_function_is_asked(mesh, monkeypatch
     assert seen == [torch.add]
 
 
+def attribute(tensor, name):
+    """As C asks by name, which in CPython 3.11 is through `tp_getattr` where there is one."""
+    ask = ctypes.pythonapi.PyObject_GetAttrString
+    ask.restype, ask.argtypes = ctypes.py_object, [ctypes.py_object, ctypes.c_char_p]
+    return ask(tensor, name.encode())
+
+
+def test_only_torch_function_is_answered_by_the_library(mesh):
+    x = placed(mesh)
+    for _ in range(2):
+        assert attribute(x, "__torch_function__") == DTensor.__torch_function__
+        assert attribute(x, "_spec") is x._spec
+        assert attribute(x, "add") == x.add
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            attribute(x, "nothing")
+    twice(lambda: placed(mesh) + 1)
+
+
 def test_subclasses_made_meanwhile_are_asked_themselves(mesh):
     seen = []
 
@@ -197,6 +247,8 @@ def test_subclasses_made_meanwhile_are_asked_themselves(mesh):
 
     like = placed(mesh)
     watching = Watching(like._local_tensor, like._spec, requires_grad=False)
+    twice(lambda: attribute(like, "__torch_function__"))
+    assert attribute(watching, "__torch_function__") == Watching.__torch_function__
     assert torch.overrides.has_torch_function((watching,))
     assert not torch.overrides.has_torch_function((placed(mesh),))
     twice(lambda: placed(mesh) + 1)

@@ -10,9 +10,11 @@ namespace dtensor_rules {
 struct DTensorArgument {
   size_t argument;
   int64_t element;
-  PyObject* local;  // the tensor in the DTensor's slot, borrowed
+  // The tensor in the DTensor's slot. Held: while another argument is redistributed others may run,
+  // and give this DTensor another one.
+  py::object local;
 
-  const at::Tensor& local_tensor() const { return THPVariable_Unpack(local); }
+  const at::Tensor& local_tensor() const { return THPVariable_Unpack(local.ptr()); }
 };
 
 struct Call {

@@ -48,8 +48,8 @@ class Walk {
 };
 
 // A tensor for the operator: borrowed where it lives elsewhere, for torch takes the GIL each time
-// that a tensor which Python has too gets a second holder, or loses it. The local tensor of a DTensor
-// is held through Python meanwhile. Needs the GIL until it is gone.
+// that a tensor which Python has too gets a second holder, or loses it. The call holds the local
+// tensors of DTensors, and has to outlive it. Needs the GIL until it is gone.
 class Borrowed {
  public:
   Borrowed(const at::Tensor& given, size_t argument, int64_t element, Walk& walk) {
@@ -58,7 +58,6 @@ class Borrowed {
       tensor_ = &given;  // undefined, or a plain scalar
       return;
     }
-    local_ = py::reinterpret_borrow<py::object>(dtensor->local);
     tensor_ = &dtensor->local_tensor();
     if (const Transform* transform = walk.transform(argument, element)) {
       made_ = transformed(*transform, *tensor_);
@@ -68,7 +67,6 @@ class Borrowed {
   const at::Tensor& tensor() const { return made_.defined() ? made_ : *tensor_; }
 
  private:
-  py::object local_;
   const at::Tensor* tensor_;
   at::Tensor made_;
 };

@@ -32,7 +32,8 @@ using SpecPtr = std::shared_ptr<const Spec>;
 const Spec& intern(PyObject* spec);
 SpecPtr intern_shared(PyObject* spec);
 
-// Forgets this address: the object is about to be changed. False if it was not known.
+// Forgets this address, and the value and all of its addresses where it is the object that stands
+// for it: the object is about to be changed. False if it was not known.
 bool forget_spec(PyObject* spec);
 // Forgets all; ids go on counting.
 void clear_specs();

@@ -58,7 +58,8 @@ Reason read_tensor(const at::Tensor& tensor, size_t argument, int64_t element, C
     return Reason::kNotInMesh;
   }
   call.key.add(Tag::kDTensor, spec.id);
-  call.dtensors.push_back({argument, element, local_object});
+  call.dtensors.push_back(
+      {argument, element, py::reinterpret_borrow<py::object>(local_object)});
   return Reason::kNone;
 }
 

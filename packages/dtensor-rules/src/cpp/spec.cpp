@@ -155,15 +155,27 @@ bool forget_spec(PyObject* object) {
   if (known == all.by_address.end()) {
     return false;
   }
-  const ByAddress entry = std::move(known->second);
+  const SpecPtr spec = known->second.spec;
+  std::vector<PyObject*> forgotten = {object};
   all.by_address.erase(known);
-  // The canonical object of a value must not change under those who hold the value.
-  if (entry.spec->object.ptr() == object) {
+  // The canonical object of a value must not change under those who hold the value: neither the
+  // value nor the other addresses that stand for it lead to it any more.
+  if (spec->object.ptr() == object) {
     for (auto& [hash, specs] : all.by_value) {
-      all.values -= std::erase_if(specs, [&](const auto& weak) { return weak.lock() == entry.spec; });
+      all.values -= std::erase_if(specs, [&](const auto& weak) { return weak.lock() == spec; });
+    }
+    for (auto other = all.by_address.begin(); other != all.by_address.end();) {
+      if (other->second.spec == spec) {
+        forgotten.push_back(other->second.object);
+        other = all.by_address.erase(other);
+      } else {
+        ++other;
+      }
     }
   }
-  Py_DECREF(entry.object);
+  for (PyObject* one : forgotten) {
+    Py_DECREF(one);
+  }
   return true;
 }
 

@@ -34,7 +34,8 @@ const Makers& makers() {
   static const auto* instance = new Makers(makers_of<
       // elementwise
       ops::add_Tensor, ops::add__Tensor, ops::sub_Tensor, ops::sub__Tensor, ops::mul_Tensor,
-      ops::mul__Tensor, ops::mul_Scalar, ops::div_Tensor, ops::div__Tensor, ops::neg,
+      ops::mul__Tensor, ops::mul_Scalar, ops::div_Tensor, ops::div__Tensor, ops::div_Scalar,
+      ops::neg,
       ops::pow_Tensor_Scalar, ops::rsqrt, ops::sqrt, ops::exp, ops::sin, ops::cos, ops::tanh,
       ops::tanh_backward, ops::sigmoid, ops::sigmoid_backward, ops::relu,
       ops::threshold_backward, ops::silu, ops::silu_backward, ops::gelu, ops::gelu_backward,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,14 +44,14 @@ def by_value(op: torch._ops.OpOverload, readers: Iterable[Rule] = ()) -> list[bo
         op: the operator.
         readers: the rules that may read any number; where one is for this operator, all are in.
     """
-    arguments = op._schema.arguments
+    arguments = _arguments(op)
     if any(rule.is_for(op) for rule in readers):
         return [True] * len(arguments)
     info = _compat.schema_info(op)
     first_static = len(arguments) if info is None else info.static_argnum
     static_names = [] if info is None else info.static_kwargkey or []
     return [
-        not _is_scalar(argument)
+        not argument.is_scalar
         or (argument.name in static_names if argument.kwarg_only else index >= first_static)
         for index, argument in enumerate(arguments)
     ]
@@ -69,6 +71,19 @@ def why_never_asked(op: torch._ops.OpOverload) -> str | None:
     return None
 
 
-def _is_scalar(argument: torch.Argument) -> bool:
-    """`Scalar` or `float`, optional or in a list as well."""
-    return any(word in str(argument.real_type) for word in ("number", "Scalar", "float"))
+class _Argument(NamedTuple):
+    name: str
+    kwarg_only: bool
+    is_scalar: bool  # a `Scalar` or `float`, optional or in a list as well
+
+
+@functools.cache  # schemas never change, are slow to read, and enable() asks for a thousand
+def _arguments(op: torch._ops.OpOverload) -> tuple[_Argument, ...]:
+    return tuple(
+        _Argument(
+            argument.name,
+            argument.kwarg_only,
+            any(word in str(argument.real_type) for word in ("number", "Scalar", "float")),
+        )
+        for argument in op._schema.arguments
+    )

@@ -53,7 +53,8 @@ def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         return made
     try:
         sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
-    except Exception:
+    except Exception as error:
+        _refuse_mixed_meshes(call, error)
         return _torch_says_why()
     return from_sharding(call, sharding)
 
@@ -61,6 +62,20 @@ def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
 def _torch_says_why() -> Plan:
     """Torch meets the same error on its own way, and words it for its users."""
     return Plan(reason="propagation", keep=False)
+
+
+def _refuse_mixed_meshes(call: Call, error: Exception) -> None:
+    """Says which argument is on another mesh than the first; torch says which meshes they are."""
+    arguments = call.op._schema.arguments
+    positional = zip(call.places, call.specs, strict=False)  # no specs of keyword arguments
+    placed = [(arguments[at].name, spec.mesh) for (at, _), spec in positional]
+    for name, mesh in placed:
+        first, expected = placed[0]
+        if mesh != expected:
+            raise RuntimeError(
+                f"{call.op}: argument {name!r} is on {mesh}, argument {first!r} on {expected}: "
+                f"bring them to one mesh first"
+            ) from error
 
 
 def from_sharding(call: Call, sharding: OutputSharding) -> Plan:

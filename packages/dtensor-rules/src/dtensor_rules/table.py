@@ -102,7 +102,9 @@ def name_of(plan: Plan) -> str | None:
 
 
 def match(call: Call) -> Plan | None:
-    """The answer of the first rule that matches and has one."""
+    """The answer of the first rule that matches and has one; rules are about calls on one mesh."""
+    if any(spec.mesh != call.specs[0].mesh for spec in call.specs):
+        return None
     for entry in list(_table):
         if entry.rule.matches(call) and (plan := entry.rule.action(call)) is not None:
             if not isinstance(plan, Plan):

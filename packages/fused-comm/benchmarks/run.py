@@ -1,0 +1,139 @@
+"""What `nox -s bench -- fused-comm` runs: gradients on gloo ranks, ours and others' ways.
+
+Milliseconds of the wall clock, the minimum of repeats, all ways in one run and in turns. Ranks
+share this machine's cores, so ratios are what counts.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from fused_comm import GradReducer
+from testkit import CommLog, run_ranks
+
+GRADIENTS, ELEMENTS, REPEATS = 200, 64, 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
+    options = parser.parse_args()
+    rows = [*run_ranks(small_gradients, 4, timeout=300)[0], *run_ranks(as_ddp, 2, timeout=300)[0]]
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def timed(ways, prepare):
+    """Milliseconds of each way: the minimum, with all ranks at the start of each."""
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            prepare(name)
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+    return best
+
+
+def small_gradients():
+    """200 gradients that are Partial on both axes of a 2 x 2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    both, whole = [Partial(), Partial()], [Replicate(), Replicate()]
+
+    def params():
+        made = (DTensor.from_local(torch.zeros(ELEMENTS), mesh, whole) for _ in range(GRADIENTS))
+        return [torch.nn.Parameter(one) for one in made]
+
+    sets = {name: params() for name in ("each", "per axis", "fused", "fused, zero_copy")}
+    reducers = {
+        "per axis": GradReducer(sets["per axis"], fuse_axes=False),
+        "fused": GradReducer(sets["fused"]),
+        "fused, zero_copy": GradReducer(sets["fused, zero_copy"], zero_copy=True),
+    }
+
+    def prepare(name):
+        for number, param in enumerate(sets[name]):
+            if name in reducers:
+                reducers[name]._gradients[number].before_accumulation()
+            if param.grad is None or name == "each":
+                local = torch.ones(ELEMENTS)
+                param.grad = DTensor.from_local(local, mesh, both, run_check=False)
+
+    def each():
+        for param in sets["each"]:
+            param.grad = param.grad.redistribute(placements=whole)
+            param.grad._local_tensor.add_(0)  # waits for it, as an optimizer does
+
+    ways = {"each": each} | {name: reducer.finish for name, reducer in reducers.items()}
+    for name, way in ways.items():  # groups, plans
+        prepare(name)
+        way()
+    counts = {}
+    for name, way in ways.items():
+        prepare(name)
+        with CommLog() as log:
+            way()
+        counts[name] = sum(log.counts().values())
+    best = timed(ways, prepare)
+    return [
+        {
+            "case": f"{GRADIENTS} gradients of {ELEMENTS}, 2 x 2: {name}",
+            "ms": round(ms, 2),
+            "collectives": counts[name],
+            "each / this": round(best["each"] / ms, 1),
+        }
+        for name, ms in best.items()
+    ]
+
+
+def as_ddp():
+    """A step of a plain model on 2 ranks: forward, backward and the reduction."""
+
+    def model():
+        torch.manual_seed(0)
+        layers = [
+            torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(16)
+        ]
+        return torch.nn.Sequential(*layers)
+
+    ours, theirs = model(), torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=1)
+    copyless = model()
+    options = {"group": dist.group.WORLD, "op": "avg", "bucket_mb": 1.0}
+    reducers = {
+        "GradReducer": (ours, GradReducer(ours.parameters(), **options)),
+        "GradReducer, zero_copy": (
+            copyless, GradReducer(copyless.parameters(), zero_copy=True, **options)
+        ),
+    }  # fmt: skip
+    x = torch.randn(64, 256)
+
+    def step(model, finish):
+        model.zero_grad()
+        model(x).sum().backward()
+        finish()
+
+    ways = {"DDP": lambda: step(theirs, lambda: None)}
+    for name, (module, reducer) in reducers.items():
+        ways[name] = lambda module=module, reducer=reducer: step(module, reducer.finish)
+    for way in ways.values():
+        for _ in range(3):
+            way()
+    best = timed(ways, lambda name: None)
+    return [
+        {
+            "case": f"16 layers of 256 as DDP: {name}",
+            "ms": round(ms, 2),
+            "this / DDP": round(ms / best["DDP"], 2),
+        }
+        for name, ms in best.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

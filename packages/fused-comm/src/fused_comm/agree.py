@@ -1,0 +1,56 @@
+"""Whether ranks that are about to communicate mean the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["check_agreement", "differ", "exchange"]
+
+
+def check_agreement(
+    what: str, lines: Sequence[str], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compares a list of lines over the ranks of a group by hash, once.
+
+    Args:
+        what: begins the message.
+        lines: one for each thing that has to be alike, such as a parameter.
+        group: all of its ranks have to call.
+        device: of the tensors that are sent.
+
+    Raises:
+        ValueError: on every rank, where any two ranks differ: names the first line that does.
+    """
+    if not differ(lines, group, device):
+        return
+    everyone = exchange(list(lines), group)
+    ranks = dist.get_process_group_ranks(group)
+    for index in range(max(len(other) for other in everyone)):
+        here = [other[index] if index < len(other) else "nothing" for other in everyone]
+        for rank, line in zip(ranks, here, strict=True):
+            if line != here[0]:
+                raise ValueError(
+                    f"{what}: ranks differ: number {index} is {here[0]} on rank {ranks[0]} and "
+                    f"{line} on rank {rank}"
+                )
+
+
+def differ(lines: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether any two ranks of a group have other lines; all of them have to call."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    own = torch.tensor(int.from_bytes(digest[:7], "big"), device=device)
+    extremes = torch.stack([own, -own])  # the maximum of both tells whether all are the same
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return bool((extremes[0] != -extremes[1]).item())
+
+
+def exchange(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's object, in the order of the group."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone

@@ -1,0 +1,199 @@
+"""How gradients lie in the buffers that are reduced: planned once, without data.
+
+Note: a *route* is what gradients have in common that go together: the groups that they are
+scattered over and reduced over, dtype, device. A *bucket* is a buffer of one route, filled up to a
+size. It has a *row* for each rank of the scattered groups, one in all where nothing is scattered; a
+gradient's *slot* is the same range of every row, with the *piece* of the gradient that is that
+rank's. Behind the slots stands a *flag* for each, 1 on the ranks that have the gradient: their sum
+tells those that have none whether anybody has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fused_comm.axes import FlatGroup
+from fused_comm.pieces import Piece, numel, piece_at
+from fused_comm.reduction import Reduction
+
+__all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets"]
+
+_ALIGNMENT = 16  # bytes, of slots: what vectorised kernels want
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where gradients go together.
+
+    Attributes:
+        scattered: the groups of the reduce-scatters, in the order of their axes.
+        reduced: the groups of the all-reduces, in the order in which they are made.
+        dtype: of the buffer.
+        device: of the buffer.
+        averaged: whether the sum is divided by the number of ranks.
+    """
+
+    scattered: tuple[FlatGroup, ...]
+    reduced: tuple[FlatGroup, ...]
+    dtype: torch.dtype
+    device: torch.device
+    averaged: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of its buckets."""
+        return math.prod(group.size for group in self.scattered)
+
+    @property
+    def ranks(self) -> int:
+        """How many parts the sum has."""
+        return self.rows * math.prod(group.size for group in self.reduced)
+
+    @property
+    def keeps_finished(self) -> bool:
+        """Whether this rank's part of what is reduced already is all of it, rather than nothing.
+
+        Of a sum the first rank has all; of a mean every rank has what all have.
+        """
+        return self.averaged or all(group.position == 0 for group in self.reduced)
+
+    def __str__(self) -> str:
+        parts = [f"reduce-scatter over {group.size}" for group in self.scattered]
+        parts += [f"all-reduce over {group.size}" for group in self.reduced]
+        mean = ", mean" if self.averaged else ""
+        return f"{', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{mean}"
+
+    def positions(self) -> list[int]:
+        """For each row the number of its shard, row-major over the scattered axes."""
+        numbers = [0]
+        for group in self.scattered:
+            numbers = [number * group.size + place for number in numbers for place in group.order]
+        return numbers
+
+    @property
+    def own_row(self) -> int:
+        """The row whose shard is this rank's."""
+        own = 0
+        for group in self.scattered:
+            own = own * group.size + group.position
+        return self.positions().index(own)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter that takes part.
+
+    Attributes:
+        index: its number among the reducer's parameters.
+        reduction: what its gradient needs.
+        route: where it goes.
+    """
+
+    index: int
+    reduction: Reduction
+    route: Route
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A gradient's range in every row.
+
+    Attributes:
+        entry: whose.
+        start: its first element.
+        size: elements of the largest piece.
+        flag: the element that says whether there is a gradient.
+        own: the row that comes to this rank.
+        pieces: per row, the slices of the local gradient that go there; of uneven shards the
+            smaller ones leave the end of the slot unused.
+    """
+
+    entry: Entry
+    start: int
+    size: int
+    flag: int
+    pieces: tuple[Piece, ...]
+    own: int
+
+    @property
+    def own_piece(self) -> Piece:
+        """What this rank has of the local gradient when it is reduced."""
+        return self.pieces[self.own]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One buffer.
+
+    Attributes:
+        route: where it goes.
+        slots: what is in it, in the order of use.
+        row: elements of a row.
+    """
+
+    route: Route
+    slots: tuple[Slot, ...]
+    row: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return self.row * self.route.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.numel * self.route.dtype.itemsize
+
+
+def plan_buckets(entries: Iterable[Entry], bucket_bytes: int) -> list[Bucket]:
+    """Fills buckets in the order of the entries; a gradient that is larger has one of its own.
+
+    Args:
+        entries: in the order in which their gradients come.
+        bucket_bytes: what a bucket holds at most, unless it is a single gradient.
+
+    Returns:
+        the buckets, in the order in which they are complete.
+    """
+    filling: dict[Route, list[Entry]] = {}
+    used: dict[Route, int] = {}
+    complete: list[list[Entry]] = []
+    for entry in entries:
+        nbytes = entry.reduction.shape.numel() * entry.route.dtype.itemsize
+        waiting = filling.setdefault(entry.route, [])
+        if waiting and used[entry.route] + nbytes > bucket_bytes:
+            complete.append(filling.pop(entry.route))
+            waiting = filling[entry.route] = []
+        if not waiting:
+            used[entry.route] = 0
+        waiting.append(entry)
+        used[entry.route] += nbytes
+    return [_bucket(entries) for entries in [*complete, *filling.values()]]
+
+
+def _bucket(entries: Sequence[Entry]) -> Bucket:
+    route = entries[0].route
+    align = max(1, _ALIGNMENT // route.dtype.itemsize)
+    places, end = [], 0
+    for entry in entries:
+        pieces = _pieces(entry.reduction, route)
+        size = max(numel(piece) for piece in pieces)
+        places.append((end, size, pieces))
+        end += math.ceil(size / align) * align
+    slots = [
+        Slot(entry, start, size, end + number, pieces, route.own_row)
+        for number, (entry, (start, size, pieces)) in enumerate(zip(entries, places, strict=True))
+    ]
+    return Bucket(route, tuple(slots), end + math.ceil(len(slots) / align) * align)
+
+
+def _pieces(reduction: Reduction, route: Route) -> tuple[Piece, ...]:
+    """Per row, the slices of a local gradient."""
+    mesh = reduction.mesh
+    cuts = [(one.dim, mesh.size(one.axis)) for one in reduction.scattered] if mesh else []
+    return tuple(piece_at(reduction.shape, cuts, position) for position in route.positions())

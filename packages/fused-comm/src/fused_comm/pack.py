@@ -1,0 +1,62 @@
+"""From gradients into a bucket's buffer, and back: one copy in, none out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fused_comm.bucket import Bucket, Slot
+from fused_comm.pieces import numel, shape_of
+
+__all__ = ["own_piece", "pack", "used"]
+
+
+def pack(bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copies local gradients into their slots, with casts, and says which there are.
+
+    Args:
+        bucket: the plan of the buffer.
+        locals_: local gradients by parameter; of those missing the slots become zero.
+        buffer: of ``bucket.numel`` elements. What lies between slots, and behind the smaller pieces
+            of uneven shards, stays as it is: it is reduced, and never read.
+    """
+    rows = buffer.view(bucket.route.rows, bucket.row)
+    into, out_of, empty = [], [], []
+    for slot in bucket.slots:
+        local = locals_.get(slot.entry.index)
+        for row, piece in zip(rows, slot.pieces, strict=True):
+            if local is None:
+                empty.append(row[slot.start : slot.start + slot.size])
+                continue
+            part = local[piece]
+            place = row[slot.start : slot.start + part.numel()].view(part.shape)
+            if place.data_ptr() != part.data_ptr():  # it lives there
+                into.append(place)
+                out_of.append(part)
+    if into:
+        torch._foreach_copy_(into, out_of)
+    if empty:
+        torch._foreach_zero_(empty)
+    first = bucket.slots[0].flag
+    flags = [float(slot.entry.index in locals_) for slot in bucket.slots]
+    if all(flags):
+        rows[:, first : first + len(flags)].fill_(1.0)
+    else:
+        rows[:, first : first + len(flags)].copy_(torch.tensor(flags))
+
+
+def own_piece(slot: Slot, row: torch.Tensor) -> torch.Tensor:
+    """The view of a reduced row that is one gradient: this rank's shard, or all of it.
+
+    Args:
+        slot: whose.
+        row: what the collectives have left on this rank.
+    """
+    stop = slot.start + numel(slot.own_piece)
+    return row[slot.start : stop].view(shape_of(slot.own_piece))
+
+
+def used(slot: Slot, row: torch.Tensor) -> bool:
+    """Whether any rank had a gradient for this slot; waits for the device."""
+    return bool((row[slot.flag] > 0).item())

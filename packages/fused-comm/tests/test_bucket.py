@@ -1,0 +1,128 @@
+"""Where gradients lie in buffers, and that all of them come back."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fused_comm.axes import flat_group
+from fused_comm.bucket import Entry, Route, plan_buckets
+from fused_comm.pack import own_piece, pack, used
+from fused_comm.reduction import reduction_of
+from testkit import fake_mesh
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def entries(mesh, shapes, source, target, dtype=torch.float32):
+    """An entry for each shape, all of one route."""
+    found = []
+    for index, shape in enumerate(shapes):
+        param, grad = (
+            DTensor.from_local(torch.zeros(_local(mesh, shape, placed)), mesh, placed,
+                               run_check=False, shape=torch.Size(shape),
+                               stride=torch.empty(shape, device="meta").stride())
+            for placed in (target, source)
+        )  # fmt: skip
+        reduction = reduction_of(f"p{index}", param, grad)
+        scattered = tuple(one.axis for one in reduction.scattered)
+        route = Route(
+            (flat_group(mesh, scattered),) if scattered else (),
+            (flat_group(mesh, reduction.reduced),) if reduction.reduced else (),
+            dtype, torch.device("cpu"), averaged=False,
+        )  # fmt: skip
+        found.append(Entry(index, reduction, route))
+    return found
+
+
+def _local(mesh, shape, placements):
+    sizes = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            pieces = torch.empty(sizes, device="meta").chunk(mesh.size(axis), placement.dim)
+            rank = mesh.get_local_rank(axis)
+            sizes = list(pieces[rank].shape) if rank < len(pieces) else [
+                0 if dim == placement.dim else size for dim, size in enumerate(sizes)
+            ]  # fmt: skip
+    return sizes
+
+
+def test_buckets_fill_in_the_order_of_use_up_to_their_size():
+    with fake_mesh((2,)) as mesh:
+        planned = entries(mesh, [(10,), (10,), (30,), (10,), (5,)], [P], [R])
+        buckets = plan_buckets(planned, 80)
+        assert [[slot.entry.index for slot in bucket.slots] for bucket in buckets] == [
+            [0, 1], [2], [3, 4],
+        ]  # fmt: skip
+
+
+def test_routes_do_not_share_buckets_and_keep_their_order():
+    with fake_mesh((2, 2)) as mesh:
+        both = entries(mesh, [(8,), (8,)], [P, P], [R, R])
+        first = entries(mesh, [(8,), (8,)], [P, R], [R, R])
+        buckets = plan_buckets([both[0], first[0], both[1], first[1]], 1000)
+        assert [bucket.route.reduced[0].size for bucket in buckets] == [4, 2]
+
+
+def test_slots_are_aligned_and_apart():
+    with fake_mesh((2,)) as mesh:
+        (bucket,) = plan_buckets(entries(mesh, [(3,), (1, 7), (2, 2)], [P], [R]), 1000)
+        ends = [slot.start + slot.size for slot in bucket.slots]
+        assert [slot.start for slot in bucket.slots] == [0, 4, 12]
+        assert all(end <= start.start for end, start in zip(ends, bucket.slots[1:], strict=False))
+        assert [slot.flag for slot in bucket.slots] == [16, 17, 18]
+        assert bucket.row == 20
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("shape", [(8, 3), (5, 3), (1, 3), (3,), (2, 5)])
+def test_rows_hold_the_shards_of_all_ranks(rank, shape):
+    """Padding is in the buffer only: each piece is copied from the gradient straight to its row."""
+    with fake_mesh((4,), rank=rank) as mesh:
+        (bucket,) = plan_buckets(entries(mesh, [shape, shape], [P], [S0]), 1000)
+        whole = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+        buffer = torch.full((bucket.numel,), math.nan)
+        pack(bucket, {0: whole, 1: 2 * whole}, buffer)
+        pieces = whole.chunk(4)
+        for row, piece in zip(
+            buffer.view(4, bucket.row), [*pieces, *[whole[:0]] * 4], strict=False
+        ):
+            for slot, factor in zip(bucket.slots, (1, 2), strict=True):
+                values = row[slot.start : slot.start + piece.numel()].view(piece.shape)
+                assert torch.equal(values, factor * piece)
+        own = buffer.view(4, bucket.row)[rank]
+        expected = pieces[rank] if rank < len(pieces) else whole[:0]
+        assert torch.equal(own_piece(bucket.slots[0], own), expected)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_two_scattered_axes_are_cut_one_after_the_other(rank):
+    with fake_mesh((2, 4), rank=rank) as mesh:
+        planned = entries(mesh, [(7, 6)], [P, P], [S0, S1])
+        (bucket,) = plan_buckets(planned, 1000)
+        whole = torch.arange(42.0).view(7, 6)
+        buffer = torch.empty(bucket.numel)
+        pack(bucket, {0: whole}, buffer)
+        row = buffer.view(8, bucket.row)[rank]
+        by_row = whole.chunk(2, 0)[rank // 4].chunk(4, 1)
+        expected = by_row[rank % 4] if rank % 4 < len(by_row) else whole[:0, :0]
+        assert own_piece(bucket.slots[0], row).flatten().tolist() == expected.flatten().tolist()
+
+
+def test_what_is_missing_is_zero_and_said_to_be():
+    with fake_mesh((2,)) as mesh:
+        (bucket,) = plan_buckets(entries(mesh, [(3,), (2,)], [P], [R]), 1000)
+        buffer = torch.full((bucket.numel,), 7.0)
+        pack(bucket, {1: torch.ones(2)}, buffer)
+        assert own_piece(bucket.slots[0], buffer).tolist() == [0.0] * 3
+        assert [used(slot, buffer) for slot in bucket.slots] == [False, True]
+
+
+def test_packing_casts_and_takes_any_strides():
+    with fake_mesh((2,)) as mesh:
+        (bucket,) = plan_buckets(entries(mesh, [(3, 2)], [P], [R], dtype=torch.float64), 1000)
+        buffer = torch.empty(bucket.numel, dtype=torch.float64)
+        grad = torch.arange(6.0).view(2, 3).t()
+        pack(bucket, {0: grad}, buffer)
+        assert torch.equal(own_piece(bucket.slots[0], buffer), grad.double())

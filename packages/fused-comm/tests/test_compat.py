@@ -1,0 +1,40 @@
+"""Canaries for the shims of _compat.py: each fails when its shim can go."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fused_comm import _compat
+from testkit import fake_mesh
+
+
+def test_the_preferred_names_are_taken_where_they_exist():
+    newest = hasattr(dist, "reduce_scatter_single")
+    expected = "reduce_scatter_single" if newest else "reduce_scatter_tensor"
+    assert _compat._REDUCE_SCATTER.__name__ == expected
+    expected = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )
+    assert _compat._ALL_GATHER.__name__ == expected
+
+
+def test_a_dtensor_is_made_as_torch_makes_it():
+    with fake_mesh((2,)) as mesh:
+        param = torch.nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Partial()]))
+        local = torch.ones(3, 4)
+        ours = _compat.dtensor(local, param, mesh, (Partial(),))
+        theirs = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+        assert ours._spec == theirs._spec
+        assert ours._spec.tensor_meta == theirs._spec.tensor_meta
+        assert ours.stride() == theirs.stride()
+        assert not ours.requires_grad
+        transposed = torch.nn.Parameter(param.detach().t())
+        assert _compat.dtensor(torch.ones(4, 3), transposed, mesh, (Partial(),)).stride() == (3, 1)
+
+
+def test_the_names_that_are_private_are_as_they_were():
+    assert TensorMeta._fields == ("shape", "stride", "dtype")
+    assert "tensor_meta" in inspect.signature(DTensorSpec).parameters

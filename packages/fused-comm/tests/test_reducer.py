@@ -1,0 +1,235 @@
+"""Gradients on real ranks: equal to redistributing each alone, in few collectives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fused_comm import GradReducer
+from testkit import CommLog, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+SHAPES = [(5, 3), (7,), (1,), (4, 6), (3, 2, 2), (2,)]
+
+
+class Deposit(torch.autograd.Function):
+    """Gives a parameter this gradient, placed as it is."""
+
+    @staticmethod
+    def forward(ctx, param, grad):
+        ctx.grad = grad
+        return torch.zeros((), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.grad, None
+
+
+def deposit(params, grads):
+    sum(Deposit.apply(p, g) for p, g in zip(params, grads, strict=True) if g is not None).backward()
+
+
+def make_params(mesh, placements, shapes=SHAPES, dtype=torch.float32):
+    return [
+        torch.nn.Parameter(distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, placements))
+        for shape in shapes
+    ]
+
+
+def make_grads(params, source, seed=0, dtype=None):
+    """A gradient for each, of other values on each rank: sums that round."""
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    grads = []
+    for param in params:
+        whole = [R if isinstance(s, Partial) else s for s in source]
+        like = distribute_tensor(torch.zeros(param.shape), param.device_mesh, whole)
+        local = torch.randn(like.to_local().shape, generator=generator).to(dtype or param.dtype)
+        meta = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        grads.append(DTensor.from_local(local, param.device_mesh, source, **meta))
+    return grads
+
+
+def alone(grads, target):
+    return [grad.redistribute(placements=target).to_local() for grad in grads]
+
+
+def locals_of(params):
+    return [None if p.grad is None else p.grad.to_local() for p in params]
+
+
+def equal(ours, theirs):
+    return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+ONE_AXIS = [((P,), (R,)), ((P,), (S0,)), ((Partial("avg"),), (R,)), ((Partial("avg"),), (S0,))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("source", "target"), ONE_AXIS)
+def test_two_ranks_have_the_bits_of_redistribution(source, target, dtype):
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = make_params(mesh, target, dtype=dtype)
+        reducer = GradReducer(params, bucket_mb=100 / 2**20)
+        results = []
+        for step in range(3):
+            grads = make_grads(params, source, step)
+            deposit(params, grads)
+            reducer.finish()
+            results += equal(locals_of(params), alone(grads, target))
+            results += [p.grad.placements == target and p.grad.shape == p.shape for p in params]
+            for param in params:
+                param.grad = None
+        return all(results), len(reducer._plan().buckets) > 1
+
+    assert run_ranks(check, 2) == [(True, True)] * 2
+
+
+TWO_AXES = {
+    "both reduced": ((P, P), (R, R)),
+    "first only": ((P, R), (R, R)),
+    "beside a shard": ((P, S1), (R, S1)),
+    "hsdp": ((P, P), (R, S0)),
+    "hsdp, mirrored": ((P, P), (S0, R)),
+    "both scattered": ((P, P), (S0, S1)),
+    "same dim": ((S0, P), (S0, S0)),
+}
+
+
+@pytest.mark.parametrize("fuse_axes", [True, False])
+@pytest.mark.parametrize("case", TWO_AXES)
+def test_four_ranks_agree_with_redistribution(case, fuse_axes):
+    source, target = TWO_AXES[case]
+    shapes = [(8, 4), (6, 5), (3, 2), (5, 7, 2)]
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = make_params(mesh, target, shapes)
+        reducer = GradReducer(params, fuse_axes=fuse_axes)
+        results = []
+        for step in range(2):
+            grads = make_grads(params, source, step)
+            deposit(params, grads)
+            reducer.finish()
+            for ours, theirs in zip(locals_of(params), alone(grads, target), strict=True):
+                results.append(ours.shape == theirs.shape)
+                results.append(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6))
+            for param in params:
+                param.grad = None
+        return all(results)
+
+    assert run_ranks(check, 4) == [True] * 4
+
+
+def test_collectives_are_buckets_times_sets_of_axes():
+    """Gradients of sequence-parallel norms and of data-parallel weights: two sets of axes."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        norms = make_params(mesh, (R, R))
+        weights = make_params(mesh, (R, S0), [(8, 3)] * 6)
+        params = [p for pair in zip(norms, weights, strict=True) for p in pair]
+        counts = {}
+        for fuse in (True, False):
+            reducer = GradReducer(params, fuse_axes=fuse)
+            for _ in range(2):
+                for param in params:
+                    param.grad = None
+                grads = make_grads(norms, (P, P)), make_grads(weights, (P, S0))
+                with CommLog() as log:
+                    deposit(params, [g for pair in zip(*grads, strict=True) for g in pair])
+                    reducer.finish()
+            counts[fuse] = log.counts()
+            reducer.remove()
+        return counts
+
+    assert run_ranks(check, 4) == [{True: {"all_reduce": 2}, False: {"all_reduce": 3}}] * 4
+
+
+def test_buckets_are_sent_while_backward_goes_on():
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = make_params(mesh, (R,), [(64,)] * 4)
+        reducer = GradReducer(params, bucket_mb=260 / 2**20)
+        sent = []
+        weights = [p.redistribute(placements=[R]) for p in params]
+        del weights
+        for step in range(2):
+            grads = make_grads(params, (P,), step)
+            total = torch.zeros((), requires_grad=True)
+            for param, grad in zip(params, grads, strict=True):
+                total = total + Deposit.apply(param, grad)
+                total.register_hook(lambda _: sent.append(len(reducer._step.flights)))
+            total.backward()
+            sent.append(len(reducer._step.flights))
+            reducer.finish()
+        return sent
+
+    # The first step is for learning; in the second each bucket is under way when the next comes.
+    first, second = [0, 0, 0, 0, 0], [0, 1, 2, 3, 4]
+    assert run_ranks(check, 2) == [first + second] * 2
+
+
+def test_plain_tensors_are_reduced_as_ddp_does_it():
+    def check():
+        torch.manual_seed(0)
+        ours, ddp = (
+            torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+            for _ in range(2)
+        )
+        ddp.load_state_dict(ours.state_dict())
+        ddp = torch.nn.parallel.DistributedDataParallel(ddp)
+        reducer = GradReducer(ours.named_parameters(), group=dist.group.WORLD, op="avg")
+        results = []
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(4, 5)
+            ours.zero_grad()
+            ddp.zero_grad()
+            ours(x).square().sum().backward()
+            reducer.finish()
+            ddp(x).square().sum().backward()
+            for one, other in zip(ours.parameters(), ddp.parameters(), strict=True):
+                results.append(torch.equal(one.grad, other.grad))
+        return all(results)
+
+    assert run_ranks(check, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("axes", [(P, R), (P, P)])
+def test_reduce_dtype_holds_on_every_axis(axes):
+    """pytorch#190626: halves summed as halves lose what sums in fp32 keep."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2))
+        (param,) = make_params(mesh, (R, R), [(64,)], torch.bfloat16)
+        reducer = GradReducer([param], reduce_dtype=torch.float32)
+        (grad,) = make_grads([param], axes)
+        deposit([param], [grad])
+        with CommLog() as log:
+            reducer.finish()
+        wide = DTensor.from_local(grad.to_local().float(), mesh, axes, run_check=False)
+        (expected,) = alone([wide], (R, R))
+        sums = {call.dtype for call in log.calls if call.input_bytes > 64}
+        return param.grad.dtype, torch.equal(param.grad.to_local(), expected.bfloat16()), sums
+
+    results = run_ranks(check, 4)
+    assert results == [(torch.bfloat16, True, {"float32"})] * 4
+
+
+def test_means_of_halves_do_not_overflow():
+    """Four times 30000 is no number in fp16; before the sum two of the four are divided away."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (4,))
+        (param,) = make_params(mesh, (R,), [(8,)], torch.float16)
+        reducer = GradReducer([param], op="avg")
+        grad = DTensor.from_local(torch.full((8,), 30000.0).half(), mesh, (P,), run_check=False)
+        deposit([param], [grad])
+        reducer.finish()
+        return param.grad.to_local().tolist()
+
+    assert run_ranks(check, 4) == [[30000.0] * 8] * 4

@@ -1,0 +1,73 @@
+"""What a reducer says of its last step."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fused_comm import GradReducer
+from fused_comm.report import BucketReport, Report
+from testkit import run_ranks
+
+R, P, S0 = Replicate(), Partial(), Shard(0)
+
+
+def test_hidden_and_exposed_times_come_of_launches_and_waits():
+    bucket = BucketReport(
+        ("a",), "all-reduce over 2, float32", 2**20, 1, 1.0, ((3.0, 3.5), (4.0, 4.25))
+    )
+    assert bucket.exposed == 0.75
+    assert bucket.hidden == 2.5  # on its way from 1 to 4.25
+    assert BucketReport(("a",), "", 0, 0, 1.0, ()).hidden == 0.0
+
+
+def test_the_table_has_a_row_for_each_bucket_and_the_sums():
+    report = Report(
+        (
+            BucketReport(("a", "b"), "all-reduce over 2, float32", 2**20, 1, 0.0, ((0.5, 1.0),)),
+            BucketReport(("c",), "reduce-scatter over 2, half", 2**19, 2, 0.5, ()),
+        )
+    )
+    assert str(report).splitlines() == [
+        "bucket  gradients     MB  collectives  hidden ms  exposed ms  route",
+        "     0          2  1.000            1     500.00      500.00  all-reduce over 2, float32",
+        "     1          1  0.500            2       0.00        0.00  reduce-scatter over 2, half",
+        " total          3  1.500            3     500.00      500.00",
+    ]
+
+
+def test_the_picture_shows_what_was_waited_for(tmp_path):
+    orange = "#ff7f0e"
+    counts = []
+    for waits in ((), ((0.1, 0.2), (0.3, 0.4))):
+        path = tmp_path / "timeline.svg"
+        Report((BucketReport(("a",), "", 8, 1, 0.0, waits),)).save_timeline(path)
+        counts.append(path.read_text().count(orange))
+    assert counts[1] == counts[0] + 2
+    Report(()).save_timeline(tmp_path / "empty.png")
+
+
+@pytest.mark.ranks
+def test_a_reducer_reports_its_last_step():
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = [
+            torch.nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [placement]))
+            for placement in (R, R, S0)
+        ]
+        reducer = GradReducer([(f"p{n}", p) for n, p in enumerate(params)])
+        assert reducer.report().buckets == ()
+        for param in params:
+            param.grad = DTensor.from_local(torch.ones(64), mesh, [P], run_check=False)
+        reducer.finish()
+        report = reducer.report()
+        return [
+            (bucket.names, bucket.route, bucket.nbytes, bucket.collectives)
+            for bucket in report.buckets
+        ], all(bucket.exposed >= 0 and bucket.hidden >= 0 for bucket in report.buckets)
+
+    expected = [
+        (("p2",), "reduce-scatter over 2, float32", 2 * 36 * 4, 1),
+        (("p1", "p0"), "all-reduce over 2, float32", 132 * 4, 1),
+    ]
+    assert run_ranks(check, 2) == [(expected, True)] * 2
