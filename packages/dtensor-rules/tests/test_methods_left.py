@@ -86,7 +86,7 @@ def test_to_a_sum_is_torchs():
 @pytest.mark.skipif(
     _compat.RELEASE < (2, 12), reason="2.11's from_local knows no placements of its gradient"
 )
-def test_given_gradient_placements_are_torchs():
+def test_given_gradient_placements_are_torchs(same_memory_every_time):
     with fake_mesh((2,)) as mesh:
         local = torch.ones(4, 2, requires_grad=True)
 

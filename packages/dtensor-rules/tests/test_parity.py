@@ -180,25 +180,15 @@ def two_calls(case, mesh, *, grad):
     return calls, counts, typed
 
 
-@contextlib.contextmanager
-def same_memory_every_time():
-    """Has new memory filled where the fake group leaves what it receives as it was allocated."""
-    torch.use_deterministic_algorithms(_compat.RELEASE < (2, 13), warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="class")
-def mesh_and_stock(request):
+def mesh_and_stock(request, same_memory_every_time):
     """A fake mesh, and what stock torch does there in the tests that are going to run.
 
     The fast path is then on for all of them: to switch it on takes longer than a case. A case is
     new to its cache when it comes without gradients, and known when it comes with them.
     """
     shape, stock = request.cls.SHAPE, {}
-    with fake_mesh(shape, rank=RANKS[shape]) as mesh, same_memory_every_time():
+    with fake_mesh(shape, rank=RANKS[shape]) as mesh:
         for item in request.session.items:
             if item.cls is request.cls:
                 case, grad = item.callspec.params["case"], item.callspec.params["grad"]
