@@ -52,7 +52,8 @@ def test_right_calls_pass_and_are_made_both_ways(mesh):
 
 
 def test_every_call_is_checked_and_every_result_is_in_its_place(mesh):
-    x = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+    whole = torch.arange(8.0).reshape(4, 2)
+    x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     for _ in range(3):
         torch.neg(x)
         results = torch.native_layer_norm(x, [2], None, None, 1e-5)
