@@ -25,6 +25,16 @@ def x(mesh):
     return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
 
 
+@pytest.fixture
+def same_rules_after():
+    """Rules that a test registers are gone after it."""
+    before = {listed.rule.name for listed in dtensor_rules.rules()}
+    yield
+    for name in [listed.rule.name for listed in dtensor_rules.rules()]:
+        if name not in before:
+            dtensor_rules.remove_rule(name)
+
+
 @pytest.fixture(scope="class")
 def same_memory_every_time():
     """New memory is filled, where the fake group leaves what it receives as it was allocated."""

@@ -24,7 +24,7 @@ COMPILER = os.environ.get("CXX", "c++")
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
 NEG = "aten.neg.default"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_rules_after")]
 
 
 def run_compiler(*arguments):
@@ -45,13 +45,6 @@ def some_rules(tmp_path_factory):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def same_table_after():
-    yield
-    for name in set(names()) - set(BUILTIN):
-        dtensor_rules.remove_rule(name)
 
 
 def names():

@@ -13,16 +13,8 @@ import dtensor_rules
 from dtensor_rules import Plan, Rule, _core, reference
 from testkit import fake_mesh
 
-BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
 RENORM = "aten.renorm.default"
-
-
-@pytest.fixture(autouse=True)
-def same_table_after():
-    yield
-    for listed in dtensor_rules.rules():
-        if listed.rule.name not in BUILTIN:
-            dtensor_rules.remove_rule(listed.rule.name)
+pytestmark = pytest.mark.usefixtures("same_rules_after")
 
 
 def as_given(call):

@@ -12,14 +12,7 @@ from testkit import fake_mesh
 
 aten = torch.ops.aten
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
-
-
-@pytest.fixture(autouse=True)
-def same_table_after():
-    yield
-    for listed in dtensor_rules.rules():
-        if listed.rule.name not in BUILTIN:
-            dtensor_rules.remove_rule(listed.rule.name)
+pytestmark = pytest.mark.usefixtures("same_rules_after")
 
 
 def names():

@@ -77,7 +77,6 @@ def test_four_microbatches_communicate_once(zero_copy):
         return results
 
     once = {"all_reduce": 1}
-    # loss() itself sums over the ranks in its backward's first gradient: nothing of ours.
     assert run_ranks(check, 2) == [[True, True, once, True, once]] * 2
 
 

@@ -102,6 +102,21 @@ def test_a_gradient_that_has_changed_is_named():
             reducer.finish()
 
 
+def test_a_gradient_that_needed_nothing_and_now_does_is_named():
+    with fake_mesh((2,)) as mesh:
+        params = [parameter(mesh), parameter(mesh)]
+        reducer = GradReducer([("v", params[0]), ("w", params[1])])
+        give(params[0], (P,))
+        give(params[1], (R,))
+        reducer.finish()
+        assert params[1].grad.placements == (R,)
+        for param in params:
+            param.grad = None
+            give(param, (P,))
+        with pytest.raises(ValueError, match=r"'w': it needed nothing, and now is \(Partial"):
+            reducer.finish()
+
+
 def test_zero_copy_in_another_dtype_is_refused(mesh):
     param = parameter(mesh)
     reducer = GradReducer([("w", param)], zero_copy=True, reduce_dtype=torch.float64)

@@ -10,17 +10,18 @@ tells those that have none whether anybody has.
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fused_comm.axes import FlatGroup
+from fused_comm.axes import FlatGroup, flat_group
 from fused_comm.pieces import Piece, numel, piece_at
 from fused_comm.reduction import Reduction
 
-__all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets"]
+__all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets", "route_of"]
 
 _ALIGNMENT = 16  # bytes, of slots: what vectorised kernels want
 
@@ -83,6 +84,33 @@ class Route:
         return self.positions().index(own)
 
 
+def route_of(
+    reduction: Reduction,
+    dtype: torch.dtype,
+    averaged: bool,
+    fuse_axes: bool = True,
+    timeout: datetime.timedelta | None = None,
+) -> Route:
+    """The route of a DTensor's reduction; makes its groups, so all their ranks have to call.
+
+    Args:
+        reduction: what is to be done, on a mesh.
+        dtype: of the sums.
+        averaged: whether they are divided by the number of ranks.
+        fuse_axes: several axes as one group; False: a group for each.
+        timeout: of the groups that are made.
+    """
+    mesh = reduction.mesh
+    assert mesh is not None
+
+    def groups(axes: Sequence[int]) -> tuple[FlatGroup, ...]:
+        together = [axes] if fuse_axes else [[axis] for axis in axes]
+        return tuple(flat_group(mesh, some, timeout) for some in together if some)
+
+    scattered = groups([one.axis for one in reduction.scattered])
+    return Route(scattered, groups(reduction.reduced), dtype, reduction.device, averaged)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A parameter that takes part.
@@ -132,11 +160,13 @@ class Bucket:
     Attributes:
         route: where it goes.
         slots: what is in it, in the order of use.
+        first_flag: the element that says whether any rank is in a step's first round.
         row: elements of a row.
     """
 
     route: Route
     slots: tuple[Slot, ...]
+    first_flag: int
     row: int
 
     @property
@@ -189,7 +219,8 @@ def _bucket(entries: Sequence[Entry]) -> Bucket:
         Slot(entry, start, size, end + number, pieces, route.own_row)
         for number, (entry, (start, size, pieces)) in enumerate(zip(entries, places, strict=True))
     ]
-    return Bucket(route, tuple(slots), end + math.ceil(len(slots) / align) * align)
+    row = end + math.ceil((len(slots) + 1) / align) * align
+    return Bucket(route, tuple(slots), end + len(slots), row)
 
 
 def _pieces(reduction: Reduction, route: Route) -> tuple[Piece, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from fused_comm import _compat
 from fused_comm.axes import flat_group
 from fused_comm.bucket import Route
 from fused_comm.scale import divisors
@@ -44,8 +45,7 @@ def ddp_hook(
         sent = buffer.to(dtype)
         if before != 1.0:
             sent.div_(before)
-        work = dist.all_reduce(sent, group=group.group, async_op=True)
-        assert work is not None
+        work = _compat.all_reduce(sent, dist.ReduceOp.SUM, group.group)
 
         def finished(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             if after != 1.0:

@@ -15,7 +15,7 @@ class FlatBuffer(Protocol):
     """A flat piece of memory for one bucket.
 
     A gradient that was all-reduced is a view of it, so it is released when the bucket's next
-    gradients have taken their place, or the reducer is removed.
+    gradients have taken their place, and not before.
     """
 
     @property

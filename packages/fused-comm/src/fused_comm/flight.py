@@ -41,11 +41,15 @@ class Flight:
     Args:
         bucket: the plan of the buffer.
         names: of the parameters in it, for messages.
-        buffer: of ``bucket.numel`` elements, with the gradients or to be packed.
+        buffer: of ``bucket.numel`` elements.
+        rest: whether it is sent again, with what came after it was sent.
     """
 
-    def __init__(self, bucket: Bucket, names: list[str], buffer: torch.Tensor) -> None:
+    def __init__(
+        self, bucket: Bucket, names: list[str], buffer: torch.Tensor, rest: bool = False
+    ) -> None:
         self.bucket = bucket
+        self._rest = rest
         self.names = names
         self.times = Times()
         self.collectives = 0
@@ -59,12 +63,11 @@ class Flight:
             *((group, False) for group in route.reduced),
         ]
 
-    def launch(self, locals_: Mapping[int, torch.Tensor] | None) -> None:
-        """Packs local gradients, unless they are in the buffer (None), and starts the first."""
+    def launch(self, locals_: Mapping[int, torch.Tensor]) -> None:
+        """Packs local gradients and starts the first."""
         self.times.launched = time.perf_counter()
-        if locals_ is not None:
-            pack(self.bucket, locals_, self._data)
-            self.given = set(locals_)
+        pack(self.bucket, locals_, self._data, first=not self._rest)
+        self.given = set(locals_)
         before, _ = divisors(self.bucket.route)
         if before != 1.0:
             self._data.div_(before)
@@ -77,12 +80,22 @@ class Flight:
             self._start()
 
     def land(self) -> torch.Tensor:
-        """Waits for everything: this rank's row, scaled."""
+        """Waits for everything: this rank's row, scaled.
+
+        Raises:
+            RuntimeError: a collective failed, or other ranks have not sent this bucket again.
+        """
         while self._work is not None or self._left:
             self._wait()
             self._start()
         _, after = divisors(self.bucket.route)
         row = self._data.view(-1)
+        if self._rest and row[self.bucket.first_flag].item() > 0:
+            raise RuntimeError(
+                f"gradients of {', '.join(self.names)} came several times on this rank, and at "
+                f"most once on another: call finish() after each backward, or make all but the "
+                f"last in no_sync()"
+            )
         return row if after == 1.0 else row.div_(after)
 
     def _start(self) -> None:

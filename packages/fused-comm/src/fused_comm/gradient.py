@@ -9,11 +9,10 @@ right there, and so is what was finished: as this rank's part of a sum that make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fused_comm import _compat
@@ -57,7 +56,7 @@ class Gradient:
         self._finished: torch.Tensor | None = None  # what was assigned to param.grad
         self._kept: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None  # local, of fresh ones, in accumulate_dtype
-        self._like: torch.Tensor | None = None  # a fresh one, for its placements
+        self._like: torch.Tensor | None = None  # placed as they were, and of no memory
         self._home: Home | None = None
 
     @property
@@ -78,9 +77,15 @@ class Gradient:
         elif grad is not None:
             self._kept, self._finished, self.param.grad = grad, None, None
 
-    def live_in(self, home: Home) -> None:
-        """Gives it a place in a buffer, where it is from the next backward until it is taken."""
+    def live_in(self, home: Home | None) -> None:
+        """Gives it a place in a buffer from the next backward on, alike on all ranks; or none."""
         self._home = home
+
+    def return_home(self) -> None:
+        """Before the sum, on ranks where nothing came: what is finished is a part of it too."""
+        grad = self.param.grad
+        if self._home is not None and grad is not None and grad is self._finished:
+            self._move_in(self._home, grad)
 
     def _move_in(self, home: Home, finished: torch.Tensor | None) -> None:
         if finished is None or not home.keeps:
@@ -107,12 +112,19 @@ class Gradient:
             self._sum = local.to(self._accumulate_dtype)
         else:
             self._sum.add_(local)
-        self._like, self.param.grad = grad, None
+        self._like, self.param.grad = self._stub(grad), None
 
-    def reduction(self, skipped: Sequence[str | int]) -> Reduction | None:
+    def _stub(self, grad: torch.Tensor) -> torch.Tensor:
+        local = local_of(grad)
+        one = local.new_empty(()).expand(local.shape)
+        if not isinstance(grad, DTensor):
+            return one
+        return _compat.dtensor(one, self.param, grad.device_mesh, grad.placements)
+
+    def reduction(self) -> Reduction | None:
         """What the fresh gradient needs; None if there is none."""
         fresh = self.fresh
-        return None if fresh is None else reduction_of(self.name, self.param, fresh, skipped)
+        return None if fresh is None else reduction_of(self.name, self.param, fresh)
 
     def contribution(self, reduction: Reduction, slot: Slot, route: Route) -> torch.Tensor | None:
         """This rank's part of the sum, which is nobody's afterwards; None if it has none.
@@ -126,7 +138,7 @@ class Gradient:
             earlier = self._finished
         if isinstance(earlier, DTensor) and earlier.placements != reduction.placements:
             folded = _folded(self.name, earlier, reduction, slot, route)
-            local = folded if local is None else folded.add_(local)
+            local = folded if local is None else local + folded  # the wider dtype's
             self._kept = self._finished = self.param.grad = None
         return local
 
@@ -138,6 +150,8 @@ class Gradient:
             reduction: what was done.
         """
         kept, self._kept = self._kept, None
+        if kept is None and self.param.grad is self._finished:
+            kept = self._finished  # nothing came here
         if local is None:
             if kept is not None:
                 self.param.grad = self._finished = kept
@@ -174,14 +188,20 @@ class Gradient:
 def _folded(
     name: str, earlier: torch.Tensor, reduction: Reduction, slot: Slot, route: Route
 ) -> torch.Tensor:
-    """A gradient that is reduced along some of the axes, as a part of the sum along all.
+    """A gradient that is reduced along other axes, as a part of the sum along these.
 
     Of what is replicated along an axis the first rank has all, or of a mean each its share; what is
     a shard stands alone in its place.
     """
     assert isinstance(earlier, DTensor)
     mesh, local = earlier.device_mesh, earlier._local_tensor
-    done = [axis for axis in reduction.reduced if earlier.placements[axis] == Replicate()]
+    done = [
+        axis
+        for axis, (source, placement) in enumerate(
+            zip(reduction.source, earlier.placements, strict=True)
+        )
+        if isinstance(source, Partial) and placement == Replicate()
+    ]
     cut = [one for one in reduction.scattered if isinstance(earlier.placements[one.axis], Shard)]
     if cut and len(cut) != len(reduction.scattered):
         raise ValueError(

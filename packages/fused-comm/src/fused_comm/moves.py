@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fused_comm import _compat
 from fused_comm.axes import FlatGroup, flat_group
-from fused_comm.bucket import Entry, Route, plan_buckets
+from fused_comm.bucket import Entry, plan_buckets, route_of
 from fused_comm.exchange import Exchange, Item
 from fused_comm.flight import Flight
 from fused_comm.pack import own_piece
@@ -41,7 +41,8 @@ class Moves:
         exchanged: dict[tuple[FlatGroup, bool, torch.dtype], list[tuple[int, Item]]] = {}
         for number, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
             if (reduction := _reduction(tensor, target)) is not None:
-                entries.append(Entry(number, reduction, _route(reduction)))
+                route = route_of(reduction, reduction.dtype, reduction.averaged)
+                entries.append(Entry(number, reduction, route))
             elif (found := _item(tensor, target)) is not None:
                 group, item = found
                 key = (group, bool(item.cut), item.local.dtype)
@@ -101,19 +102,6 @@ def _reduction(tensor: DTensor, target: tuple[Placement, ...]) -> Reduction | No
     if not all(is_local_cut(axis, target) for axis in cut):
         return None
     return reduction_to("a tensor", tensor, target)
-
-
-def _route(reduction: Reduction) -> Route:
-    mesh = reduction.mesh
-    assert mesh is not None
-    scattered = [one.axis for one in reduction.scattered]
-    return Route(
-        (flat_group(mesh, scattered),) if scattered else (),
-        (flat_group(mesh, reduction.reduced),) if reduction.reduced else (),
-        reduction.dtype,
-        reduction.device,
-        reduction.averaged,
-    )
 
 
 def _item(tensor: DTensor, target: tuple[Placement, ...]) -> tuple[FlatGroup, Item] | None:

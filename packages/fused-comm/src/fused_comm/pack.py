@@ -12,7 +12,9 @@ from fused_comm.pieces import numel, shape_of
 __all__ = ["own_piece", "pack", "used"]
 
 
-def pack(bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
+def pack(
+    bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tensor, first: bool = True
+) -> None:
     """Copies local gradients into their slots, with casts, and says which there are.
 
     Args:
@@ -20,6 +22,7 @@ def pack(bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tens
         locals_: local gradients by parameter; of those missing the slots become zero.
         buffer: of ``bucket.numel`` elements. What lies between slots, and behind the smaller pieces
             of uneven shards, stays as it is: it is reduced, and never read.
+        first: whether this is a step's first round.
     """
     rows = buffer.view(bucket.route.rows, bucket.row)
     into, out_of, empty = [], [], []
@@ -38,12 +41,12 @@ def pack(bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tens
         torch._foreach_copy_(into, out_of)
     if empty:
         torch._foreach_zero_(empty)
-    first = bucket.slots[0].flag
-    flags = [float(slot.entry.index in locals_) for slot in bucket.slots]
+    begin = bucket.slots[0].flag
+    flags = [float(slot.entry.index in locals_) for slot in bucket.slots] + [float(first)]
     if all(flags):
-        rows[:, first : first + len(flags)].fill_(1.0)
+        rows[:, begin : begin + len(flags)].fill_(1.0)
     else:
-        rows[:, first : first + len(flags)].copy_(torch.tensor(flags))
+        rows[:, begin : begin + len(flags)].copy_(torch.tensor(flags))
 
 
 def own_piece(slot: Slot, row: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from fused_comm.agree import differ, exchange
-from fused_comm.axes import FlatGroup, flat_group
-from fused_comm.bucket import Entry, Route
+from fused_comm.axes import FlatGroup
+from fused_comm.bucket import Entry, Route, route_of
 from fused_comm.gradient import Gradient
 from fused_comm.reduction import Reduction, Scatter, expected, local_of
 
-__all__ = ["Agreed", "Options", "Seen", "agree_on"]
+__all__ = ["Options", "Seen", "agree_on", "entry_of"]
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,22 @@ class Seen:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know after they have compared.
-
-    Attributes:
-        seen: the parameters that any rank has a gradient of, in the order in which they come.
-        entries: of those that need something.
-    """
-
-    seen: list[int]
-    entries: list[Entry]
-
-
 def agree_on(
     gradients: Sequence[Gradient],
     numbers: Sequence[int],
     order: Iterable[int],
-    skipped: Sequence[str | int],
-    options: Options,
     everyone: FlatGroup,
-) -> Agreed:
-    """Entries for the gradients that any rank has, in the order in which they come.
+) -> dict[int, Reduction]:
+    """What the gradients need that any rank has.
 
     Args:
         gradients: all of the reducer's.
-        numbers: those that are not planned yet, ascending.
+        numbers: those that are not known yet, ascending.
         order: the numbers in the order in which this rank's backward made them.
-        skipped: axes along which they stay pending.
-        options: the reducer's.
         everyone: the group of all ranks that have these parameters; all of them have to call.
 
     Returns:
-        the same on all ranks.
+        the same on all ranks, by number, in the order in which they come.
 
     Raises:
         ValueError: on every rank, where two ranks have a gradient that needs different reductions.
@@ -81,7 +64,7 @@ def agree_on(
     own = {
         number: reduction
         for number in numbers
-        if (reduction := gradients[number].reduction(skipped)) is not None
+        if (reduction := gradients[number].reduction()) is not None
     }
     order = [number for number in order if number in own]
     order += [number for number in reversed(numbers) if number in own and number not in set(order)]
@@ -93,9 +76,19 @@ def agree_on(
         for number in order:
             if number not in own:
                 own[number] = _reduction(gradients[number].param, seen[number])
-    pending = [number for number in order if own[number].pending]
-    entries = [Entry(number, own[number], _route(own[number], options)) for number in pending]
-    return Agreed(order, entries)
+    return {number: own[number] for number in order}
+
+
+def entry_of(number: int, reduction: Reduction, options: Options) -> Entry:
+    """What goes into a bucket, with its route, for which all ranks have to call."""
+    dtype = options.reduce_dtype or options.accumulate_dtype or reduction.dtype
+    averaged = reduction.averaged or options.averaged
+    if reduction.mesh is not None:
+        route = route_of(reduction, dtype, averaged, options.fuse_axes, options.timeout)
+    else:
+        assert options.plain is not None  # parameters.py has refused it
+        route = Route((), (options.plain,), dtype, reduction.device, averaged)
+    return Entry(number, reduction, route)
 
 
 def _seen(reduction: Reduction) -> Seen:
@@ -124,23 +117,3 @@ def _merged(
 def _reduction(param: torch.Tensor, seen: Seen) -> Reduction:
     scattered = tuple(Scatter(axis, dim) for axis, dim in seen.scattered)
     return expected(param, seen.reduced, scattered, seen.averaged, seen.dtype)
-
-
-def _route(reduction: Reduction, options: Options) -> Route:
-    dtype = options.reduce_dtype or options.accumulate_dtype or reduction.dtype
-    averaged = reduction.averaged or options.averaged
-    if reduction.mesh is None:
-        if options.plain is None:
-            raise ValueError(
-                "GradReducer: a plain tensor among the parameters: group= has to say over which "
-                "ranks its gradient is summed"
-            )
-        return Route((), (options.plain,), dtype, reduction.device, averaged)
-    mesh = reduction.mesh
-    scattered = [one.axis for one in reduction.scattered]
-
-    def groups(axes: Sequence[int]) -> tuple[FlatGroup, ...]:
-        together = [axes] if options.fuse_axes else [[axis] for axis in axes]
-        return tuple(flat_group(mesh, some, options.timeout) for some in together if some)
-
-    return Route(groups(scattered), groups(reduction.reduced), dtype, reduction.device, averaged)

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from fused_comm.axes import plain_group
-from fused_comm.bucket import Bucket, plan_buckets
+from fused_comm.bucket import Bucket, Entry, plan_buckets
 from fused_comm.flat_buffer import Allocate, FlatBuffer, allocate
 from fused_comm.flight import Flight
 from fused_comm.gradient import Home
 from fused_comm.pack import own_piece, used
 from fused_comm.parameters import agreed_group, gradients_of
-from fused_comm.planner import Options, agree_on
+from fused_comm.planner import Options, agree_on, entry_of
+from fused_comm.reduction import Reduction
 from fused_comm.report import BucketReport, Report
 
 __all__ = ["GradReducer"]
@@ -37,7 +38,7 @@ class _Plan:
 
     buckets: list[Bucket] = field(default_factory=list)
     bucket_of: dict[int, int] = field(default_factory=dict)  # by parameter
-    known: set[int] = field(default_factory=set)  # parameters whose gradients any rank has seen
+    planned: int = 0  # so many of the known gradients
     held: list[list[FlatBuffer]] = field(default_factory=list)  # per bucket, what gradients are in
 
 
@@ -111,6 +112,7 @@ class GradReducer:
         )  # fmt: skip
         self._everyone = agreed_group(self._gradients, self._options.plain, timeout)
         self._zero_copy, self._allocate = zero_copy, allocate
+        self._known: dict[int, Reduction] = {}  # of gradients that any rank has had, as they came
         self._plans: dict[frozenset[str | int], _Plan] = {}
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
@@ -132,8 +134,10 @@ class GradReducer:
         if not self._synchronises:
             return
         plan = self._plan()
-        self._learn(plan)
         step, self._step = self._step, _Step()
+        # What is planned goes first: on other ranks backward may have launched it.
+        self._launch(plan, step, len(plan.buckets))
+        self._learn(plan, step)
         self._launch(plan, step, len(plan.buckets))
         any_gradient = self._land(plan, step)
         self._last = step.flights
@@ -246,20 +250,26 @@ class GradReducer:
             locals_ = {}
             for slot in bucket.slots:
                 gradient = self._gradients[slot.entry.index]
+                if not step.rest:
+                    gradient.return_home()
                 local = gradient.contribution(slot.entry.reduction, slot, bucket.route)
                 if local is not None:
                     locals_[slot.entry.index] = local
             names = [self._gradients[slot.entry.index].name for slot in bucket.slots]
-            flight = Flight(bucket, names, self._buffer(plan, number, step))
+            flight = Flight(bucket, names, self._buffer(plan, number, step).data, step.rest)
             step.flights.append(flight)
             flight.launch(locals_)
 
-    def _buffer(self, plan: _Plan, number: int, step: _Step) -> torch.Tensor:
-        route, held = plan.buckets[number].route, plan.held[number]
-        if not (self._zero_copy and held and not step.rest and not route.scattered):
-            held.append(self._allocate(plan.buckets[number].numel, route.dtype, route.device))
-            return held[-1].data
-        return held[0].data
+    def _is_home(self, bucket: Bucket, step: _Step) -> bool:
+        """Whether gradients live in the buffer in which this bucket is sent in this step."""
+        return self._zero_copy and not step.rest and not bucket.route.scattered
+
+    def _buffer(self, plan: _Plan, number: int, step: _Step) -> FlatBuffer:
+        bucket, held = plan.buckets[number], plan.held[number]
+        if held and self._is_home(bucket, step):
+            return held[0]
+        held.append(self._allocate(bucket.numel, bucket.route.dtype, bucket.route.device))
+        return held[-1]
 
     def _land(self, plan: _Plan, step: _Step) -> bool:
         """Waits for all buckets and sets the gradients; whether there were any."""
@@ -271,47 +281,66 @@ class GradReducer:
                 gradient = self._gradients[slot.entry.index]
                 exists = slot.entry.index in flight.given or used(slot, row)
                 gradient.finish(own_piece(slot, row) if exists else None, slot.entry.reduction)
-                if self._zero_copy and not step.rest and not bucket.route.scattered:
+                if self._is_home(bucket, step):
                     keeps = bucket.route.keeps_finished
                     gradient.live_in(Home(own_piece(slot, row), slot.entry.reduction, keeps))
+                elif exists:
+                    gradient.live_in(None)
                 found, missing = found or exists, missing or not exists
             if not missing and not (self._zero_copy and step.rest):
-                # Nothing is left in other buffers.
-                self._release(plan.held[number], keep=0 if self._zero_copy else -1)
+                # Nothing is left in the buffers before.
+                self._release(plan.held[number], self._is_home(bucket, step))
         return found
 
     @staticmethod
-    def _release(held: list[FlatBuffer], keep: int) -> None:
-        kept = held[keep]
+    def _release(held: list[FlatBuffer], is_home: bool) -> None:
+        """All but the one in which the gradients are now."""
+        kept = held[0] if is_home else held[-1]
         for buffer in held:
             if buffer is not kept:
                 buffer.release()
         held[:] = [kept]
 
-    def _learn(self, plan: _Plan) -> None:
+    def _learn(self, plan: _Plan, step: _Step) -> None:
         """Plans gradients that have come for the first time, on any rank."""
         self._hook_new()
+        self._check_settled()
         unknown = [
             number
             for number, gradient in enumerate(self._gradients)
-            if number not in plan.known and gradient.param.requires_grad
+            if number not in self._known and gradient.param.requires_grad
         ]
-        if not unknown:
-            return
-        skipped = sorted(self._skipped, key=str)
-        agreed = agree_on(
-            self._gradients, unknown, self._step.order, skipped, self._options, self._everyone
-        )
-        plan.known.update(agreed.seen)
-        for entry in agreed.entries:
-            if self._zero_copy and entry.route.dtype != entry.reduction.dtype:
-                raise ValueError(
-                    f"GradReducer: zero_copy with reduce_dtype={entry.route.dtype}, but the "
-                    f"gradient of {self._gradients[entry.index].name!r} is "
-                    f"{entry.reduction.dtype}: leave one of them out"
-                )
-        for bucket in plan_buckets(agreed.entries, self._options.bucket_bytes):
+        if unknown:
+            self._known |= agree_on(self._gradients, unknown, step.order, self._everyone)
+        new, plan.planned = list(self._known.items())[plan.planned :], len(self._known)
+        entries = []
+        for number, reduction in new:
+            rest = reduction.skipping(self._skipped)
+            if rest.pending:
+                entries.append(entry_of(number, rest, self._options))
+                self._check_dtype(entries[-1])
+        for bucket in plan_buckets(entries, self._options.bucket_bytes):
             for slot in bucket.slots:
                 plan.bucket_of[slot.entry.index] = len(plan.buckets)
             plan.buckets.append(bucket)
             plan.held.append([])
+
+    def _check_settled(self) -> None:
+        """Refuses to leave a gradient pending that needed nothing when it came first."""
+        for number, known in self._known.items():
+            if known.mesh is None or known.reduced or known.scattered:
+                continue
+            reduction = self._gradients[number].reduction()
+            if reduction is not None and reduction.pending:
+                raise ValueError(
+                    f"gradient of {self._gradients[number].name!r}: it needed nothing, and now is "
+                    f"{reduction.source}: make a new GradReducer for a model that has changed"
+                )
+
+    def _check_dtype(self, entry: Entry) -> None:
+        if self._zero_copy and entry.route.dtype != entry.reduction.dtype:
+            raise ValueError(
+                f"GradReducer: zero_copy with reduce_dtype={entry.route.dtype}, but the gradient "
+                f"of {self._gradients[entry.index].name!r} is {entry.reduction.dtype}: leave one "
+                f"of them out"
+            )

@@ -7,8 +7,8 @@ sum. Its *target* is its parameter's placement there. Where that is Replicate th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +66,22 @@ class Reduction:
         """Whether anything is left to do."""
         return self.mesh is None or bool(self.reduced or self.scattered)
 
+    def skipping(self, axes: Collection[str | int]) -> Reduction:
+        """The same, but along these axes, by name or number, it stays Partial."""
+        if self.mesh is None or not axes:
+            return self
+        stays = {_axis_number(self.mesh, axis) for axis in axes}
+        placements = [
+            source if axis in stays else to
+            for axis, (source, to) in enumerate(zip(self.source, self.placements, strict=True))
+        ]
+        return replace(
+            self,
+            reduced=tuple(axis for axis in self.reduced if axis not in stays),
+            scattered=tuple(one for one in self.scattered if one.axis not in stays),
+            placements=tuple(placements),
+        )
+
     def __str__(self) -> str:
         """The same on every rank that means the same."""
         kind = "a plain tensor" if self.mesh is None else f"on a mesh of {tuple(self.mesh.shape)}"
@@ -84,16 +100,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def reduction_of(
-    name: str, param: torch.Tensor, grad: torch.Tensor, skipped: Sequence[str | int] = ()
-) -> Reduction:
+def reduction_of(name: str, param: torch.Tensor, grad: torch.Tensor) -> Reduction:
     """What a gradient needs to be placed as its parameter.
 
     Args:
         name: the parameter's, for messages.
         param: the parameter.
         grad: its gradient; a DTensor where the parameter is.
-        skipped: axes, by name or number, along which it stays pending.
 
     Raises:
         ValueError: they are on different meshes, the gradient is placed in another way that is not
@@ -112,28 +125,21 @@ def reduction_of(
             f"parameter {name!r} is on {param.device_mesh}, its gradient on {grad.device_mesh}: "
             f"redistribute the gradient to the parameter's mesh first"
         )
-    return reduction_to(f"gradient of {name!r}", grad, param.placements, skipped)
+    return reduction_to(f"gradient of {name!r}", grad, param.placements)
 
 
-def reduction_to(
-    what: str,
-    tensor: DTensor,
-    target: Sequence[Placement],
-    skipped: Sequence[str | int] = (),
-) -> Reduction:
+def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Reduction:
     """What a DTensor needs to be placed in another way by nothing but sums.
 
     Args:
         what: begins messages.
         tensor: any.
         target: a placement per axis.
-        skipped: axes, by name or number, along which it stays as it is if it is Partial.
 
     Raises:
         ValueError: see `reduction_of`.
     """
     mesh = tensor.device_mesh
-    stays = {_axis_number(mesh, axis) for axis in skipped}
     placements, reduced, scattered, operations = list(tensor.placements), [], [], set()
     for axis, (source, to) in enumerate(zip(tensor.placements, target, strict=True)):
         if not isinstance(source, Partial):
@@ -143,7 +149,7 @@ def reduction_to(
                     f"reduced: redistribute it first"
                 )
             continue
-        if axis in stays or source == to:
+        if source == to:
             continue
         operations.add(source.reduce_op)
         placements[axis] = to
