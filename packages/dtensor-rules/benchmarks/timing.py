@@ -11,20 +11,24 @@ import math
 import os
 import time
 
+import torch
+
 import dtensor_rules
 
 
 @contextlib.contextmanager
 def quiet():
-    """Holds the process to one of its cores, without garbage collection."""
-    cores = os.sched_getaffinity(0)
+    """Holds the process to one of its cores and one thread, without garbage collection."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {max(cores)})
+    torch.set_num_threads(1)  # several on one core wait for each other, for milliseconds
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
 
 

@@ -6,6 +6,7 @@ share this machine's cores, so ratios are what counts.
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
@@ -24,7 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
     options = parser.parse_args()
-    rows = [*run_ranks(small_gradients, 4, timeout=300)[0], *run_ranks(as_ddp, 2, timeout=300)[0]]
+    rows = [
+        row
+        for part, ranks in ((small_gradients, 4), (as_ddp, 2), (large_gradients, 4))
+        for row in run_ranks(part, ranks, timeout=300)[0]
+    ]
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
@@ -90,6 +95,50 @@ def small_gradients():
         }
         for name, ms in best.items()
     ]
+
+
+def ring_bytes(nbytes, sizes, fused):
+    """Bytes that a rank sends: a ring all-reduce of n ranks sends 2 (n - 1) / n of the buffer.
+
+    The cost model of veScale, section 6.3, in which bandwidth is all that counts: the axes one
+    after another, or as one ring of all ranks.
+    """
+    rings = [math.prod(sizes)] if fused else sizes
+    return sum(2 * (n - 1) / n * nbytes for n in rings)
+
+
+def large_gradients():
+    """One gradient in one bucket, Partial on both axes of 2 x 2: what the cost model speaks of."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    both, whole = [Partial(), Partial()], [Replicate(), Replicate()]
+    rows = []
+    for megabytes in (0.25, 4, 32):
+        local = torch.ones(int(megabytes * 2**20) // 4)
+        ways, params = {}, {}
+        for name, fused in (("per axis", False), ("fused", True)):
+            zeros = DTensor.from_local(torch.zeros_like(local), mesh, whole)
+            params[name] = torch.nn.Parameter(zeros)
+            ways[name] = GradReducer([params[name]], fuse_axes=fused).finish
+
+        def prepare(name, params=params, local=local):
+            params[name].grad = DTensor.from_local(local, mesh, both, run_check=False)
+
+        for name, way in ways.items():
+            prepare(name)
+            way()
+        best = timed(ways, prepare)
+        sent = {name: ring_bytes(local.nbytes, (2, 2), name == "fused") for name in ways}
+        rows += [
+            {
+                "case": f"one gradient of {megabytes} MB, 2 x 2: {name}",
+                "ms": round(ms, 2),
+                "sent by a rank, MB": round(sent[name] / 2**20, 2),
+                "per axis / this": round(best["per axis"] / ms, 2),
+                "per axis / this, by the model": round(sent["per axis"] / sent[name], 2),
+            }
+            for name, ms in best.items()
+        ]
+    return rows
 
 
 def as_ddp():

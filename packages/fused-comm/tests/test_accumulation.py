@@ -260,3 +260,58 @@ def test_one_axis_may_wait(target, op):
         return all(results)
 
     assert run_ranks(check, 4) == [True] * 4
+
+
+def test_buckets_are_in_the_order_in_which_gradients_come():
+    """Also where no rank has all of them in the first step."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = model(mesh, count=3)
+        reducer = GradReducer([(name, param) for name, param in zip("abc", params, strict=True)])
+        loss([params[2], params[0]], batch(mesh, 0)).backward()  # a comes first, then c
+        if dist.get_rank() == 1:
+            params[2].grad = None
+        local = torch.ones(4, 4)
+        params[1].grad = DTensor.from_local(local, mesh, [P], run_check=False)
+        reducer.finish()
+        return [bucket.names for bucket in reducer.report().buckets]
+
+    assert run_ranks(check, 2) == [[("a", "c", "b")]] * 2
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_a_gradient_that_is_whole_already_is_not_summed_again(op):
+    """As one that a script has reduced itself."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        (param,) = model(mesh, count=1)
+        reducer = GradReducer([param], op=op)
+        for placement in (P, R):
+            local = torch.full((4, 4), 2.0)
+            param.grad = DTensor.from_local(local, mesh, [placement], run_check=False)
+            reducer.finish()
+        return param.grad.placements == (R,), param.grad.to_local().unique().tolist()
+
+    assert run_ranks(check, 2) == [(True, [2.0])] * 2
+
+
+def test_a_scattered_axis_may_wait():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [R, S0]))
+        reducer = GradReducer([param])
+        placements = []
+        for micro in range(2):
+            reducer.set_requires_gradient_sync(micro == 1, axes=["shard"])
+            reducer._before(0)
+            local = torch.full((4, 2), float(1 + dist.get_rank()))
+            param.grad = DTensor.from_local(local, mesh, [P, P], run_check=False)
+            reducer._after(0)
+            reducer.finish()
+            placements.append(param.grad.placements)
+        return placements, param.grad.full_tensor().unique().tolist()
+
+    expected = [(R, P), (R, S0)]
+    assert run_ranks(check, 4) == [(expected, [20.0])] * 4

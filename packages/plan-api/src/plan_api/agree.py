@@ -1,0 +1,49 @@
+"""Whether all ranks of a mesh are about to do the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_agreement"]
+
+
+def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
+    """Compares a list of lines over all ranks of a mesh, by hash, along one axis after another.
+
+    Args:
+        lines: one for each thing that has to be alike.
+        mesh: all of its ranks have to call.
+
+    Raises:
+        ValueError: on every rank, where any two differ: names the first line of a rank that does.
+    """
+    numbers = [_number(lines)]
+    extremes = torch.tensor([*numbers, *(-one for one in numbers)], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if (extremes[0] == -extremes[1]).item():
+        return
+    everyone: list[list[str]] = [list(lines)]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        gathered: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, everyone, group=group)
+        everyone = [one for some in gathered for one in some]
+    for number in range(max(map(len, everyone))):
+        here = [one[number] if number < len(one) else "nothing" for one in everyone]
+        for rank, line in zip(mesh.mesh.flatten().tolist(), here, strict=False):
+            if line != here[0]:
+                raise ValueError(
+                    f"the plan differs between ranks: operation {number} is {here[0]} on one and "
+                    f"{line} on another; of {len(here)} ranks (rank {rank} is one of them) all "
+                    f"have to be given the same plan and model"
+                )
+
+
+def _number(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")

@@ -1,0 +1,112 @@
+"""Gradients reduced at the end of every backward, without a line in the training script."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.hooks import Fired
+
+if TYPE_CHECKING:
+    from fused_comm import GradReducer
+
+__all__ = ["Gradients"]
+
+_log = logging.getLogger("plan_api")
+
+
+class Gradients:
+    """Places gradients as their parameters when a backward ends.
+
+    It begins with the first forward, so parameters may be materialised or frozen until then.
+
+    Args:
+        model: whose parameters they are of.
+        fired: of the model's sites; those that the first step has not passed are named once.
+    """
+
+    def __init__(self, model: nn.Module, fired: Fired) -> None:
+        self._params: list[torch.Tensor] = []
+        self._fired: Fired | None = fired
+        self._reducer: GradReducer | None = None
+        self._synchronises = True
+        self._queued = False
+        self._warned = False
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients are accumulated, and reduced by the next backward outside."""
+        before, self._synchronises = self._synchronises, False
+        try:
+            self._tell()
+            yield
+        finally:
+            self._synchronises = before
+            self._tell()
+
+    def remove(self) -> None:
+        """Takes its hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        if self._reducer is not None:
+            self._reducer.remove()
+
+    def _tell(self) -> None:
+        if self._reducer is not None:
+            self._reducer.set_requires_gradient_sync(self._synchronises)
+
+    def _begin(self, model: nn.Module, _: object) -> None:
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        if not named or not torch.is_grad_enabled():
+            return
+        self._handles.pop(0).remove()
+        self._params = [param for _, param in named]
+        if find_spec("fused_comm"):
+            from fused_comm import GradReducer
+
+            self._reducer = GradReducer(named)
+            self._tell()
+        self._handles += [
+            param.register_post_accumulate_grad_hook(self._after) for param in self._params
+        ]
+
+    def _after(self, _: torch.Tensor) -> None:
+        if self._synchronises and not self._queued:
+            self._queued = True
+            # As torch/distributed/fsdp does it: runs when this backward is through.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._queued = False
+        if self._reducer is not None:
+            self._reducer.finish()
+        else:
+            self._reduce_each()
+        if self._fired is not None:
+            never, self._fired = self._fired.never, None
+            if never:
+                sites = ", ".join(f"{site.path}.{site.moment.value}" for site in never)
+                _log.warning("the first step did not pass these sites of the plan: %s", sites)
+
+    def _reduce_each(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "plan-api reduces gradients one by one; with fused-comm they go in few "
+                "collectives: pip install plan-api[comm]",
+                stacklevel=2,
+            )
+        for param in self._params:
+            grad = param.grad
+            if isinstance(param, DTensor) and isinstance(grad, DTensor):
+                param.grad = grad.redistribute(placements=param.placements)

@@ -1,0 +1,90 @@
+"""What a plan becomes for one model: operations at sites, frozen, that read as they act.
+
+An operation is one tensor, at one site, along one axis:
+
+    layers.0.mlp.forward_pre:<in>:0:redist(->R, tp)
+
+`fuse.py` puts those of one site together, and `hooks.py` makes them a hook of torch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["Act", "Moment", "Op", "short"]
+
+
+class Moment(Enum):
+    """When an operation happens."""
+
+    INIT = "init"
+    FORWARD_PRE = "forward_pre"
+    FORWARD = "forward"
+
+
+class Act(Enum):
+    """What an operation does; in the order in which those on one tensor are done."""
+
+    SHARD = "shard"  # a parameter becomes a DTensor
+    ANNOTATE = "annotate"  # a local tensor becomes one, without communication
+    REDIST = "redist"  # an activation, which may be a plain tensor, is moved
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        path: of the module.
+        moment: when.
+        tensor: a parameter's or buffer's name in its module, ``<in>`` or ``<out>``.
+        index: of the argument or result, by number or name.
+        act: what is done.
+        axis: of the mesh, by name.
+        dst: the placement along it afterwards.
+        src: that before; None where the plan does not say.
+        grad_dst: of the gradient on its way back.
+        grad_src: what that is before.
+        entry: the number of the plan's entry that asks for it.
+    """
+
+    path: str
+    moment: Moment
+    tensor: str
+    index: int | str
+    act: Act
+    axis: str
+    dst: Placement
+    src: Placement | None
+    grad_dst: Placement | None
+    grad_src: Placement | None
+    entry: int
+
+    @property
+    def target(self) -> tuple[str, Moment, str, int | str, Act, str]:
+        """What two operations cannot both decide."""
+        return (self.path, self.moment, self.tensor, self.index, self.act, self.axis)
+
+    def __str__(self) -> str:
+        site = f"{self.path}.{self.moment.value}" if self.path else self.moment.value
+        before = "" if self.src is None else short(self.src)
+        move = f"{before}->{short(self.dst)}, {self.axis}"
+        if self.grad_dst is not None:
+            back = "" if self.grad_src is None else short(self.grad_src)
+            move += f", grad {back}->{short(self.grad_dst)}"
+        return f"{site}:{self.tensor}:{self.index}:{self.act.value}({move})"
+
+
+def short(placement: Placement) -> str:
+    """``R``, ``S(0)``, ``P``, ``P(avg)``; of other placements what they call themselves."""
+    if type(placement) is Replicate:
+        return "R"
+    if type(placement) is Shard:
+        return f"S({placement.dim})"
+    if type(placement) is Partial:
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return repr(placement)

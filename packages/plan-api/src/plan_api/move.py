@@ -1,0 +1,106 @@
+"""What is done with one tensor at a site: a local one becomes a DTensor, a DTensor is moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.axes import axis_names
+from plan_api.fuse import Move, Step
+from plan_api.ir import Act, short
+
+__all__ = ["Mover"]
+
+
+class Mover:
+    """Moves tensors as one step says; called with each tensor that passes.
+
+    Args:
+        step: of a site.
+        mesh: the plan's.
+        site: for messages.
+    """
+
+    def __init__(self, step: Step, mesh: DeviceMesh, site: str) -> None:
+        axes = axis_names(mesh)
+        self._mesh = mesh
+        self._what = f"{site}:{step.tensor}:{step.index}"
+        self._annotates = step.act is Act.ANNOTATE
+        self._moves = {axes.index(axis): move for axis, move in step.moves.items()}
+        # Of a plain tensor: the same on all ranks of an axis, if nothing else is said.
+        self._plain = tuple(
+            _of_plain(self._moves.get(axis), self._annotates) for axis in range(len(axes))
+        )
+        self._back = any(move.grad_dst is not None for move in self._moves.values())
+        self._targets: dict[tuple[Placement, ...], tuple[Placement, ...]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it should be; itself if it is that.
+
+        Raises:
+            ValueError: it is on another mesh, or not what the plan says it is.
+        """
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self._mesh, self._plain, run_check=False)
+        elif self._annotates:
+            raise ValueError(
+                f"{self._what} is a DTensor already, {tensor._spec}: annotate() is for local "
+                f"tensors; use redistribute()"
+            )
+        spec = tensor._spec
+        target = self._targets.get(spec.placements)
+        if target is None or spec.mesh is not self._mesh:
+            target = self._target(tensor)
+        if target is spec.placements or target == spec.placements:
+            return tensor
+        if self._back:
+            return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
+        return tensor.redistribute(placements=target)
+
+    def _target(self, tensor: DTensor) -> tuple[Placement, ...]:
+        if tensor.device_mesh != self._mesh:
+            raise ValueError(
+                f"{self._what} is on {tensor.device_mesh}, the plan's mesh is {self._mesh}"
+            )
+        target = list(tensor.placements)
+        for axis, move in self._moves.items():
+            if move.src is not None and target[axis] != move.src and not self._annotates:
+                raise ValueError(
+                    f"{self._what} is {short(target[axis])} along "
+                    f"{axis_names(self._mesh)[axis]!r}, and the plan says {short(move.src)}"
+                )
+            target[axis] = move.dst
+        return self._targets.setdefault(tensor.placements, tuple(target))
+
+    def _grad_dst(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        wanted = list(placements)
+        for axis, move in self._moves.items():
+            if move.grad_dst is not None:
+                wanted[axis] = move.grad_dst
+        return tuple(wanted)
+
+
+def _of_plain(move: Move | None, annotates: bool) -> Placement:
+    if move is None:
+        return Replicate()
+    return (move.dst if annotates else move.src) or Replicate()
+
+
+class _MoveBack(torch.autograd.Function):
+    """A redistribution whose gradient comes back in placements of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: DTensor, target: tuple[Placement, ...], back: tuple[Placement, ...]
+    ) -> torch.Tensor:
+        ctx.back = back
+        return tensor.redistribute(placements=target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        (grad,) = grads
+        return grad.redistribute(placements=ctx.back), None, None

@@ -1,0 +1,91 @@
+r"""Which tensors an entry of a plan means: a regular expression over modules, and a tensor's name.
+
+`layers\.\d+\.mlp\.up_proj\.weight` means parameters and buffers by their full names;
+`layers\.\d+\.mlp.<in>` what is given to these modules, `<out>` what they return. `<in:2>` and
+`<in:hidden_states>` choose an argument, by its place in the signature of `forward` or by its name;
+`<in>` alone is the first. `weight.grad` is a parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Kind", "TensorPath", "parse"]
+
+_ACTIVATION = re.compile(r"(?P<module>.*?)(?:\\?\.)?<(?P<kind>in|out)(?::(?P<index>[^<>]+))?>")
+_GRADIENT = re.compile(r"(?P<name>.+?)\\?\.grad")
+
+
+class Kind(Enum):
+    """What a path names."""
+
+    STATE = "state"  # a parameter or a buffer
+    GRADIENT = "grad"
+    INPUT = "<in>"
+    OUTPUT = "<out>"
+
+
+@dataclass(frozen=True)
+class TensorPath:
+    """A parsed path.
+
+    Attributes:
+        text: as the user wrote it.
+        pattern: a regular expression for the whole name of a parameter or buffer, or of a module.
+        kind: what it names there.
+        index: the argument or the result, by number or by name; 0 for state and gradients.
+    """
+
+    text: str
+    pattern: str
+    kind: Kind
+    index: int | str = 0
+
+    def matches(self, name: str) -> bool:
+        """Whether the whole of a name is meant."""
+        return re.fullmatch(self.pattern, name) is not None
+
+    def under(self, prefix: str) -> TensorPath:
+        """The same path in a model that has this one as its submodule ``prefix``."""
+        inner = f"(?:{self.pattern})"
+        dotted = re.escape(prefix) + (rf"\.{inner}" if self.pattern else "")
+        return TensorPath(f"{prefix}.{self.text}", dotted, self.kind, self.index)
+
+
+def parse(text: str) -> TensorPath:
+    """Reads a path.
+
+    Args:
+        text: see the module's docstring.
+
+    Raises:
+        ValueError: it is empty, no regular expression, or names something else in angle brackets.
+    """
+    if found := _ACTIVATION.fullmatch(text):
+        kind = Kind.INPUT if found["kind"] == "in" else Kind.OUTPUT
+        index = found["index"] or "0"
+        return _checked(TensorPath(text, found["module"], kind, _number(index)))
+    if "<" in text and ">" in text[text.index("<") :] and "(?" not in text:
+        raise ValueError(
+            f"path {text!r}: only <in>, <in:INDEX>, <in:NAME>, <out>, <out:INDEX> and <out:NAME> "
+            f"stand in angle brackets, at the end"
+        )
+    if found := _GRADIENT.fullmatch(text):
+        return _checked(TensorPath(text, found["name"], Kind.GRADIENT))
+    if not text:
+        raise ValueError("path '' names nothing: give a parameter, or <in> or <out> of a module")
+    return _checked(TensorPath(text, text, Kind.STATE))
+
+
+def _number(index: str) -> int | str:
+    return int(index) if index.isdecimal() else index
+
+
+def _checked(path: TensorPath) -> TensorPath:
+    try:
+        re.compile(path.pattern)
+    except re.error as error:
+        raise ValueError(f"path {path.text!r} is no regular expression: {error}") from error
+    return path

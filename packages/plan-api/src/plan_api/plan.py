@@ -1,0 +1,234 @@
+"""What the user writes: which tensor is placed how, on which mesh axis, and when.
+
+Note: an *axis* is one of the plan's mesh. An *entry* is one call on a plan. A *site* is where in a
+model an entry applies: a module and a moment. A later entry on the same tensor, axis and phase
+overrides an earlier one. Tensors for which a plan says nothing are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.axes import axes_of, axis_names
+from plan_api.path import Kind, TensorPath, parse
+from plan_api.phase import Phase
+from plan_api.verb import Verb
+
+__all__ = ["Entry", "Plan"]
+
+Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
+Placements: TypeAlias = "Placement | Sequence[Placement]"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call on a plan.
+
+    Attributes:
+        verb: what is done.
+        path: with which tensors.
+        axes: of the plan's mesh, by name.
+        dst: a placement per axis.
+        src: what they are before, per axis; None where nothing was said.
+        grad_dst: of the gradient, on its way back; None where nothing was said.
+        grad_src: what the gradient is before; None where nothing was said.
+        phase: when.
+        line: where it was written, as ``train.py:12``.
+    """
+
+    verb: Verb
+    path: TensorPath
+    axes: tuple[str, ...]
+    dst: tuple[Placement, ...]
+    src: tuple[Placement, ...] | None = None
+    grad_dst: tuple[Placement, ...] | None = None
+    grad_src: tuple[Placement, ...] | None = None
+    phase: Phase = Phase.INIT
+    line: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        placed = ", ".join(f"{axis}={to}" for axis, to in zip(self.axes, self.dst, strict=True))
+        when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
+        return f"{self.verb.value}({self.path.text!r}, {placed}{when})"
+
+
+class Plan:
+    """Parallelism of a model, said outside of it (veScale, section 4 and appendix 12).
+
+    Args:
+        mesh: on which all its DTensors live; entries choose axes of it.
+        cover: whether every parameter has to be named by an entry, or `parallelize` refuses.
+
+    Placements are given for the axes of an entry: one placement, or one per axis. Axes are named by
+    ``mesh=``: a name, a number, several of them, or a sub-mesh such as ``mesh["tp"]``; by default
+    all. Methods return the plan, so that calls can be chained.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, cover: bool = False) -> None:
+        self.mesh = mesh
+        self.cover = cover
+        self.axes = axis_names(mesh)
+        self._entries: list[Entry] = []
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All calls, in their order."""
+        return tuple(self._entries)
+
+    def shard(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        phase: Phase = Phase.INIT,
+    ) -> Plan:
+        """Places tensors: parameters and buffers at the given phase, activations when they pass.
+
+        Args:
+            path: see `plan_api.path`.
+            placements: per axis.
+            mesh: the axes.
+            phase: of parameters and buffers.
+
+        Raises:
+            ValueError: the path, an axis, or the number of placements is wrong; see the message.
+        """
+        return self._add(Verb.SHARD, path, mesh, placements, phase=phase)
+
+    def redistribute(
+        self,
+        path: str,
+        src: Placements,
+        dst: Placements,
+        mesh: Axes = None,
+        *,
+        grad_src: Placements | None = None,
+        grad_dst: Placements | None = None,
+    ) -> Plan:
+        """Moves activations from one placement to another, and their gradients back.
+
+        Args:
+            path: of an input or output.
+            src: what they are before, per axis; a plain tensor is taken for this.
+            dst: what they become, per axis.
+            mesh: the axes.
+            grad_src: what the gradient of the result is; by default what autograd finds.
+            grad_dst: what it becomes; by default ``src``.
+
+        Raises:
+            ValueError: as `shard`; or the path names a parameter.
+        """
+        parsed = parse(path)
+        if parsed.kind in (Kind.STATE, Kind.GRADIENT):
+            raise ValueError(
+                f"redistribute({path!r}): moves inputs and outputs; shard() places parameters"
+            )
+        return self._add(
+            Verb.REDISTRIBUTE, path, mesh, dst, src=src, grad_src=grad_src, grad_dst=grad_dst
+        )
+
+    def annotate(self, path: str, placements: Placements, mesh: Axes = None) -> Plan:
+        """Says how local tensors are placed, without communication.
+
+        Args:
+            path: of an input or output that is a plain tensor on each rank, or of a gradient.
+            placements: per axis.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a parameter.
+        """
+        if parse(path).kind is Kind.STATE:
+            raise ValueError(
+                f"annotate({path!r}): parameters are placed by shard(); annotate inputs, outputs "
+                f"or a gradient, as in {path + '.grad'!r}"
+            )
+        return self._add(Verb.ANNOTATE, path, mesh, placements)
+
+    def under(self, prefix: str) -> Plan:
+        """The plan of a model that has this one's model as its submodule ``prefix``."""
+        moved = Plan(self.mesh, cover=self.cover)
+        moved._entries = [replace(one, path=one.path.under(prefix)) for one in self._entries]
+        return moved
+
+    def __or__(self, other: Plan) -> Plan:
+        """Both plans; where they say different things of one tensor, the right one holds."""
+        if self.mesh != other.mesh:
+            raise ValueError(
+                f"plans on {self.mesh} and on {other.mesh} cannot be joined: one tensor cannot be "
+                f"on both; make them for one mesh, with the axes that each needs"
+            )
+        joined = Plan(self.mesh, cover=self.cover or other.cover)
+        joined._entries = [*self._entries, *other._entries]
+        return joined
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._entries))
+
+    def _add(
+        self,
+        verb: Verb,
+        path: str,
+        mesh: Axes,
+        dst: Placements,
+        *,
+        src: Placements | None = None,
+        grad_src: Placements | None = None,
+        grad_dst: Placements | None = None,
+        phase: Phase = Phase.INIT,
+    ) -> Plan:
+        what = f"{verb.value}({path!r})"
+        axes = axes_of(mesh, self.mesh, what)
+        placed = _per_axis(dst, axes, what)
+
+        def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
+            return None if placements is None else _per_axis(placements, axes, what)
+
+        self._entries.append(
+            Entry(
+                verb,
+                parse(path),
+                axes,
+                placed,
+                or_none(src),
+                or_none(grad_dst),
+                or_none(grad_src),
+                phase,
+                _caller(),
+            )
+        )
+        return self
+
+
+def _per_axis(placements: Placements, axes: tuple[str, ...], what: str) -> tuple[Placement, ...]:
+    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    for one in given:
+        if not isinstance(one, Placement):
+            raise ValueError(
+                f"{what}: {one!r} is no placement: give Shard(0), Replicate() and so on"
+            )
+        if isinstance(one, Shard) and one.dim < 0:
+            raise ValueError(f"{what}: {one}: count dims from the front, as DTensor does")
+    if len(given) != len(axes):
+        raise ValueError(
+            f"{what}: {len(given)} placements for {len(axes)} axes {axes}: give one for each, or "
+            f"name the axes by mesh="
+        )
+    return given
+
+
+def _caller() -> str:
+    """Where the plan's method was called: the first frame outside of this package."""
+    frame = sys._getframe(1)
+    here = str(Path(__file__).parent)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

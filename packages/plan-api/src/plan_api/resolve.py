@@ -1,0 +1,161 @@
+"""From the paths of a plan to the tensors and modules of one model."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plan_api.ir import Act, Moment, Op
+from plan_api.path import Kind, TensorPath
+from plan_api.phase import Phase
+from plan_api.plan import Entry, Plan
+from plan_api.verb import Verb
+
+__all__ = ["resolve", "state_of"]
+
+_ACTS = {Verb.SHARD: Act.REDIST, Verb.REDISTRIBUTE: Act.REDIST, Verb.ANNOTATE: Act.ANNOTATE}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one entry applies: a module, a moment, and a tensor there."""
+
+    path: str
+    moment: Moment
+    tensor: str
+    index: int | str
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under all their names; a tied one comes under each."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def resolve(plan: Plan, model: nn.Module) -> list[Op]:
+    """The operations of a plan on a model, in the order of its entries.
+
+    Args:
+        plan: any.
+        model: its modules and tensors may be on any device, ``meta`` included.
+
+    Raises:
+        ValueError: entries that match nothing, all of them, with what they may have meant; a
+            tensor dim that does not exist; an argument that `forward` does not have.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    state = dict(state_of(model))
+    ops, problems = [], []
+    for number, entry in enumerate(plan.entries):
+        names = state if entry.path.kind in (Kind.STATE, Kind.GRADIENT) else modules
+        matched = [name for name in names if entry.path.matches(name)]
+        if not matched:
+            problems.append(_unmatched(entry, names))
+            continue
+        try:
+            places = [_place(entry, name, modules) for name in matched]
+            if entry.path.kind is Kind.STATE:
+                for name in matched:
+                    _check_dims(entry, name, state[name])
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        ops += [op for place in places for op in _ops(entry, number, place)]
+    if problems:
+        raise ValueError("the plan does not fit the model:\n" + "\n".join(problems))
+    return ops
+
+
+def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
+    if entry.path.kind is Kind.GRADIENT:
+        return  # what a gradient is, DTensors know themselves
+    act = Act.SHARD if place.moment is Moment.INIT else _ACTS[entry.verb]
+    for at, axis in enumerate(entry.axes):
+        yield Op(
+            place.path, place.moment, place.tensor, place.index, act, axis, entry.dst[at],
+            None if entry.src is None else entry.src[at],
+            None if entry.grad_dst is None else entry.grad_dst[at],
+            None if entry.grad_src is None else entry.grad_src[at],
+            number,
+        )  # fmt: skip
+
+
+def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
+    path = entry.path
+    if path.kind in (Kind.STATE, Kind.GRADIENT):
+        if entry.phase is not Phase.INIT:
+            raise ValueError(f"{_at(entry)}: parameters have phase INIT only, so far")
+        module, _, tensor = name.rpartition(".")
+        return _Place(module, Moment.INIT, tensor, 0)
+    if path.kind is Kind.INPUT:
+        index = _argument(entry, name, modules[name])
+        return _Place(name, Moment.FORWARD_PRE, path.kind.value, index)
+    return _Place(name, Moment.FORWARD, path.kind.value, path.index)
+
+
+def _argument(entry: Entry, name: str, module: nn.Module) -> int | str:
+    """The place of an argument that may be given by name too; else its name."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    kinds = {one.kind for one in parameters}
+    places = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    index = entry.path.index
+    if isinstance(index, int):
+        if index >= len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ValueError(
+                f"{_at(entry)}: forward of {name or 'the model'} ({type(module).__name__}) has "
+                f"{len(places)} arguments: {', '.join(places)}"
+            )
+        return index
+    if index in places:
+        return places.index(index)
+    named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    if index in named or inspect.Parameter.VAR_KEYWORD in kinds:
+        return index
+    raise ValueError(
+        f"{_at(entry)}: forward of {name or 'the model'} ({type(module).__name__}) has no argument "
+        f"{index!r}{_meant(index, [*places, *named])}"
+    )
+
+
+def _check_dims(entry: Entry, name: str, tensor: torch.Tensor) -> None:
+    for placement in entry.dst:
+        dim = getattr(placement, "dim", None)
+        if isinstance(dim, int) and dim >= tensor.ndim:
+            raise ValueError(
+                f"{_at(entry)}: {name} has shape {tuple(tensor.shape)}: there is no dim {dim}"
+            )
+
+
+def _unmatched(entry: Entry, names: Iterable[str]) -> str:
+    what = "parameter or buffer" if entry.path.kind in (Kind.STATE, Kind.GRADIENT) else "module"
+    return f"{_at(entry)}: no {what} has this name{_meant(_plain(entry.path), names)}"
+
+
+def _at(entry: Entry) -> str:
+    return f"{entry.line}: {entry}" if entry.line else str(entry)
+
+
+def _plain(path: TensorPath) -> str:
+    """A regular expression as the name that it resembles most."""
+    text = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\.\*", "0", path.pattern)
+    return text.replace("\\", "")
+
+
+def _meant(wanted: str, names: Iterable[str]) -> str:
+    numbered = {re.sub(r"\d+", "0", name): name for name in names if name}
+    close = difflib.get_close_matches(wanted, list(numbered), 3, 0.6)
+    if not close:
+        tails = {name.rpartition(".")[2]: name for name in numbered}
+        close = [
+            tails[one]
+            for one in difflib.get_close_matches(wanted.rpartition(".")[2], tails, 3, 0.6)
+        ]
+    if not close:
+        return ""
+    return "; did you mean " + " or ".join(repr(numbered[one]) for one in close) + "?"

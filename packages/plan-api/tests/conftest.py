@@ -1,0 +1,49 @@
+"""What tests of several files begin with."""
+
+import pytest
+import torch
+from torch import nn
+
+from plan_api import extras
+from testkit import fake_mesh
+
+
+class Block(nn.Module):
+    """Two Linears; the second argument may be given by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x, mask=None, *, bias=None):
+        y = self.down(torch.relu(self.up(x))) * self.scale
+        return y if mask is None else (y, mask)
+
+
+class Model(nn.Module):
+    """Blocks, with the last one's weights tied to the first's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """A fake mesh of data and tensor parallel axes; other packages stay as they are."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        yield mesh

@@ -1,0 +1,145 @@
+"""A plan applied to a model."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plan_api import Plan, installed, parallelize
+from testkit import CommLog, run_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def tensor_parallel(mesh):
+    return (
+        Plan(mesh)
+        .shard(r"layers\.\d\.up\.(weight|bias)", S0, "tp")
+        .shard(r"layers\.\d\.down\.weight", S1, "tp")
+        .shard(r"layers\.\d.<in>", R, "tp")
+        .shard(r"layers\.\d.<out>", R, "tp")
+        .shard("<in>", S0, "dp")
+    )
+
+
+def test_parameters_and_buffers_become_dtensors_under_their_names(mesh, model):
+    before = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    model.layers[1].down.weight.requires_grad_(False)
+    with CommLog() as log:
+        assert parallelize(model, tensor_parallel(mesh), src_data_rank=None) is model
+    assert set(log.counts()) == {"all_reduce"}  # whether the ranks mean the same
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        assert isinstance(param, DTensor)
+        assert param.requires_grad == (name != "layers.1.down.weight")
+    up, down = model.layers[0].up.weight, model.layers[0].down.weight
+    assert (up.placements, down.placements) == ((R, S0), (R, S1))
+    assert torch.equal(up.to_local(), before.layers[0].up.weight[:4])
+    assert torch.equal(down.to_local(), before.layers[0].down.weight[:, :4])
+    assert model.layers[0].scale.placements == (R, R)
+    assert list(model.state_dict()) == list(before.state_dict())
+
+
+def test_tied_parameters_stay_tied(mesh, model):
+    parallelize(model, tensor_parallel(mesh))
+    assert model.layers[0].up.weight is model.layers[2].up.weight
+
+
+def test_a_plan_that_names_one_of_two_tied_names_places_both(mesh, model):
+    parallelize(model, Plan(mesh).shard(r"layers\.2\.up\.weight", S0, "tp"))
+    assert model.layers[0].up.weight.placements == (R, S0)
+
+
+def test_a_model_on_meta_stays_there(mesh):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    parallelize(model, Plan(mesh).shard("weight", S0, "tp"))
+    assert model.weight.device.type == "meta"
+    assert model.weight._local_tensor.shape == (2, 4)
+
+
+def test_parameters_without_an_entry_are_listed_where_all_have_to_have_one(mesh, model):
+    plan = Plan(mesh, cover=True) | tensor_parallel(mesh)
+    with pytest.raises(ValueError, match=r"says nothing of: layers.0.down.bias, layers.1.down.b"):
+        parallelize(model, plan)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    parallelize(model, plan.shard(r".*\.down\.bias", R, "tp"))
+
+
+def test_it_is_done_once(mesh, model):
+    with pytest.raises(ValueError, match="this Model was not parallelized"):
+        installed(model)
+    parallelize(model, tensor_parallel(mesh))
+    with pytest.raises(ValueError, match="this Model has been parallelized already"):
+        parallelize(model, tensor_parallel(mesh))
+
+
+def test_overrides_are_logged(mesh, model, caplog):
+    plan = tensor_parallel(mesh).shard("layers.1.up.weight", S1, "tp")
+    with caplog.at_level(logging.WARNING, "plan_api"):
+        parallelize(model, plan)
+    assert "layers.1.up.init:weight:0:shard(->S(0), tp) is overridden by" in caplog.text
+    assert model.layers[1].up.weight.placements == (R, S1)
+
+
+def test_sites_that_the_first_step_does_not_pass_are_logged_once(mesh, model, caplog):
+    class Unused(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.extra = model, nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.model(x)
+
+    model = Unused(model)
+    plan = tensor_parallel(mesh).under("model").shard("extra.<in>", R, "tp")
+    parallelize(model, plan)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "plan_api"):
+            model(torch.ones(4, 4)).sum().backward()
+    assert caplog.text.count("did not pass these sites of the plan: extra.forward_pre") == 1
+    assert [site.path for site in installed(model).fired.never] == ["extra"]
+
+
+def test_removed_hooks_do_nothing_more(mesh, model):
+    parallelize(model, tensor_parallel(mesh))
+    assert isinstance(model(torch.ones(4, 4)), DTensor)
+    installed(model).remove()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model(torch.ones(4, 4))
+
+
+@pytest.mark.ranks
+def test_plans_that_differ_are_an_error_on_every_rank():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        odd = torch.distributed.get_rank() == 3
+        model = nn.Linear(4, 4)
+        plan = Plan(mesh).shard("weight", S1 if odd else S0, "tp")
+        with pytest.raises(ValueError, match=r"operation 1 is init:weight.*->S\(0\).*->S\(1\)"):
+            parallelize(model, plan)
+        return isinstance(model.weight, DTensor)
+
+    assert run_ranks(check, 4) == [False] * 4
+
+
+@pytest.mark.ranks
+def test_all_ranks_get_the_parameters_of_the_first():
+    def check():
+        torch.manual_seed(torch.distributed.get_rank())
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(4, 4)
+        parallelize(model, Plan(mesh).shard("weight", S0))
+        return model.weight.full_tensor().detach(), model.bias.full_tensor().detach()
+
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 4)
+    for weight, bias in run_ranks(check, 2):
+        assert torch.equal(weight, expected.weight)
+        assert torch.equal(bias, expected.bias)

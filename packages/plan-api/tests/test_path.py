@@ -1,0 +1,77 @@
+"""What paths mean."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plan_api.path import Kind, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "index", "named", "others"),
+    [
+        (
+            r"layers\.\d+\.fc\.weight",
+            Kind.STATE,
+            0,
+            ["layers.12.fc.weight"],
+            ["layers.x.fc.weight"],
+        ),
+        ("fc.weight", Kind.STATE, 0, ["fc.weight"], ["a.fc.weight", "fc.weight.x"]),
+        (r"fc\.weight\.grad", Kind.GRADIENT, 0, ["fc.weight"], ["fc.weight.grad"]),
+        ("fc.weight.grad", Kind.GRADIENT, 0, ["fc.weight"], ["fc"]),
+        (r"layers\.\d.<in>", Kind.INPUT, 0, ["layers.3"], ["layers.3.fc"]),
+        (r"layers\.\d\.<in:2>", Kind.INPUT, 2, ["layers.3"], ["layers.3."]),
+        ("fc<in:hidden_states>", Kind.INPUT, "hidden_states", ["fc"], ["fcs"]),
+        (".*attn.<out:1>", Kind.OUTPUT, 1, ["a.attn", "attn"], ["attention"]),
+        ("<out:logits>", Kind.OUTPUT, "logits", [""], ["a"]),
+        ("<in>", Kind.INPUT, 0, [""], ["a"]),
+        (r"(?P<which>a|b)\.weight", Kind.STATE, 0, ["a.weight"], ["c.weight"]),
+    ],
+)
+def test_paths_name_tensors(text, kind, index, named, others):
+    path = parse(text)
+    assert (path.kind, path.index) == (kind, index)
+    assert all(map(path.matches, named))
+    assert not any(map(path.matches, others))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names nothing"),
+        ("layers.(", "is no regular expression"),
+        ("layers.(.<in>", "is no regular expression"),
+        ("fc.<input>", "only <in>, <in:INDEX>"),
+        ("fc.<in>.weight", "at the end"),
+    ],
+)
+def test_what_is_no_path_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+NAMES = st.lists(st.sampled_from(["a", "b1", "layers", "0", "17", "fc"]), min_size=1, max_size=4)
+
+
+@given(NAMES, NAMES, st.sampled_from(["weight", "<in>", "<out:1>"]))
+def test_a_literal_path_names_itself_only(pieces, others, tensor):
+    name, other = ".".join(pieces), ".".join(others)
+    if tensor == "weight":
+        name, other, text = name + ".weight", other + ".weight", re.escape(name) + r"\.weight"
+    else:
+        text = f"{re.escape(name)}.{tensor}"
+    path = parse(text)
+    assert path.matches(name)
+    assert path.matches(other) == (name == other)
+
+
+@given(NAMES, NAMES)
+def test_under_a_prefix_it_names_the_same_tensors(prefix, pieces):
+    name, inside = ".".join(pieces), ".".join(prefix)
+    for text, outer in ((rf"{re.escape(name)}|other", f"{inside}.{name}"), ("<in>", inside)):
+        moved = parse(text).under(inside)
+        assert moved.matches(outer)
+        assert not moved.matches(name if text != "<in>" else "") or name == outer

@@ -1,0 +1,94 @@
+"""From paths to the tensors and modules of a model."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plan_api import Plan, lower
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def texts(plan, model):
+    return [str(op) for op in lower(plan, model).ops]
+
+
+def test_each_axis_of_each_match_is_an_operation(mesh, model):
+    plan = Plan(mesh).shard(r"layers\.[01]\.up\.weight", (R, S0)).shard("layers.2.<out>", S1, "tp")
+    assert texts(plan, model) == [
+        "layers.0.up.init:weight:0:shard(->R, dp)",
+        "layers.0.up.init:weight:0:shard(->S(0), tp)",
+        "layers.1.up.init:weight:0:shard(->R, dp)",
+        "layers.1.up.init:weight:0:shard(->S(0), tp)",
+        "layers.2.forward:<out>:0:redist(->S(1), tp)",
+    ]
+
+
+def test_operations_read_as_they_act(mesh, model):
+    plan = (
+        Plan(mesh)
+        .redistribute("layers.0.<in>", R, S0, "tp", grad_src=P, grad_dst=R)
+        .annotate("<in>", Partial("avg"), "dp")
+        .annotate("layers.0.up.weight.grad", P, "dp")
+    )
+    assert texts(plan, model) == [
+        "layers.0.forward_pre:<in>:0:redist(R->S(0), tp, grad P->R)",
+        "forward_pre:<in>:0:annotate(->P(avg), dp)",
+    ]
+
+
+def test_an_argument_has_one_place_whatever_it_is_called(mesh, model):
+    plan = Plan(mesh).shard("layers.0.<in:1>", R, "dp").shard("layers.0.<in:mask>", S0, "dp")
+    lowered = lower(plan, model)
+    assert [str(op) for op in lowered.ops] == ["layers.0.forward_pre:<in>:1:redist(->S(0), dp)"]
+    assert [str(one) for one in lowered.overrides] == [
+        "layers.0.forward_pre:<in>:1:redist(->R, dp) is overridden by "
+        "layers.0.forward_pre:<in>:1:redist(->S(0), dp)"
+    ]
+    assert texts(Plan(mesh).shard("layers.0.<in:bias>", R, "dp"), model) == [
+        "layers.0.forward_pre:<in>:bias:redist(->R, dp)"
+    ]
+
+
+def test_any_name_may_be_a_keyword_where_forward_takes_all(mesh):
+    class Open(nn.Module):
+        def forward(self, *args, **kwargs):
+            return args
+
+    plan = Plan(mesh).shard("<in:3>", R, "dp").shard("<in:anything>", R, "dp")
+    assert len(lower(plan, Open()).ops) == 2
+
+
+def test_a_tied_parameter_is_found_under_each_name(mesh, model):
+    plan = Plan(mesh).shard(r"layers\.2\.up\.weight", S0, "tp")
+    assert texts(plan, model) == ["layers.2.up.init:weight:0:shard(->S(0), tp)"]
+
+
+def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
+    plan = (
+        Plan(mesh)
+        .shard(r"layers\.\d+\.upp\.weight", S0, "tp")
+        .shard("layers.0.downn.<in>", R, "tp")
+        .shard(r"layers\.0\.up\.bias", S1, "tp")
+        .shard("layers.0.<in:maks>", R, "tp")
+        .shard("layers.0.<in:7>", R, "tp")
+        .shard("nothing_like_it", R, "tp")
+    )
+    with pytest.raises(ValueError, match="the plan does not fit the model") as caught:
+        lower(plan, model)
+    lines = str(caught.value).splitlines()[1:]
+    assert all(line.startswith("test_resolve.py:") for line in lines)
+    said = [line.split("): ", 1)[1] for line in lines]
+    assert said[0].startswith("no parameter or buffer has this name; did you mean 'layers.2.up.w")
+    assert said[1].startswith("no module has this name; did you mean 'layers.2.down'")
+    assert said[2] == "layers.0.up.bias has shape (8,): there is no dim 1"
+    assert said[3] == ("forward of layers.0 (Block) has no argument 'maks'; did you mean 'mask'?")
+    assert said[4] == "forward of layers.0 (Block) has 2 arguments: x, mask"
+    assert said[5] == "no parameter or buffer has this name"
+
+
+def test_nothing_is_asked_of_the_tensors_memory(mesh):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    assert texts(Plan(mesh).shard("weight", S0, "tp"), model)
