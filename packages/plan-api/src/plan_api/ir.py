@@ -80,11 +80,11 @@ class Op:
 
 
 def short(placement: Placement) -> str:
-    """``R``, ``S(0)``, ``P``, ``P(avg)``; of other placements what they call themselves."""
+    """``R``, ``S(0)``, ``P``, ``P(avg)``; of other placements what `str` gives."""
     if type(placement) is Replicate:
         return "R"
     if type(placement) is Shard:
         return f"S({placement.dim})"
     if type(placement) is Partial:
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
-    return repr(placement)
+    return str(placement)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -20,7 +22,11 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.axes import axes_of, axis_names
 from plan_api.path import Kind, TensorPath, parse
 from plan_api.phase import Phase
+from plan_api.serial import entries_from_json, entries_to_json
 from plan_api.verb import Verb
+
+if TYPE_CHECKING:
+    from plan_api.explain import Explanation
 
 __all__ = ["Entry", "Plan"]
 
@@ -152,6 +158,48 @@ class Plan:
                 f"or a gradient, as in {path + '.grad'!r}"
             )
         return self._add(Verb.ANNOTATE, path, mesh, placements)
+
+    def explain(self, model: nn.Module) -> Explanation:
+        """Prints what this plan does to a model, as a table, and returns it.
+
+        With rich it is drawn, without it is plain text.
+
+        Args:
+            model: on any device, ``meta`` included; it is not changed.
+
+        Raises:
+            ValueError: the plan does not fit the model.
+        """
+        from plan_api.explain import explain
+
+        found = explain(self, model)
+        if find_spec("rich"):
+            from rich.console import Console
+
+            Console().print(found.table())
+        else:
+            print(found)
+        return found
+
+    def to_json(self) -> str:
+        """This plan as text, for `from_json`."""
+        return entries_to_json(self.entries, self.mesh, self.cover)
+
+    @classmethod
+    def from_json(cls, text: str, mesh: DeviceMesh) -> Plan:
+        """A plan that `to_json` has written, on a mesh that has its axes.
+
+        Args:
+            text: what `to_json` gave.
+            mesh: of any size; its axes have the names that the plan knows.
+
+        Raises:
+            ValueError: the text is no plan, or the mesh lacks an axis.
+        """
+        entries, cover = entries_from_json(text, mesh)
+        plan = cls(mesh, cover=cover)
+        plan._entries = entries
+        return plan
 
     def under(self, prefix: str) -> Plan:
         """The plan of a model that has this one's model as its submodule ``prefix``."""

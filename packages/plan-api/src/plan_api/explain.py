@@ -1,0 +1,142 @@
+"""What a plan does to a model, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from plan_api.fuse import Override, Step
+from plan_api.ir import Moment, short
+from plan_api.parallelize import lower
+from plan_api.plan import Entry, Plan
+from plan_api.resolve import state_of
+
+__all__ = ["Diff", "Explanation", "Row", "diff", "explain"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor at one site.
+
+    Attributes:
+        site: the module.
+        hook: the moment.
+        tensor: its name there, with the argument's number or name.
+        before: a placement per axis; what the plan does not say is empty.
+        after: the same.
+        bytes: of a parameter or buffer on this rank afterwards; activations have them at run time.
+        line: of the plan.
+    """
+
+    site: str
+    hook: str
+    tensor: str
+    before: str
+    after: str
+    bytes: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan on a model; `str` makes a table, and `table` one for rich."""
+
+    rows: tuple[Row, ...]
+    overrides: tuple[Override, ...]
+
+    def __str__(self) -> str:
+        cells = [[field.name for field in fields(Row)], *(list(astuple(row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
+        return "\n".join([*lines, *map(str, self.overrides)])
+
+    def table(self) -> object:
+        """A `rich.table.Table`.
+
+        Raises:
+            ImportError: rich is not installed (`pip install plan-api[report]`).
+        """
+        from rich.table import Table
+
+        table = Table(*(field.name for field in fields(Row)), caption=_caption(self.overrides))
+        for row in self.rows:
+            table.add_row(*astuple(row))
+        return table
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What two plans say differently; where a line was written does not count."""
+
+    removed: tuple[Entry, ...]
+    added: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*(f"- {entry}" for entry in self.removed), *(f"+ {entry}" for entry in self.added)]
+        )
+
+
+def explain(plan: Plan, model: nn.Module) -> Explanation:
+    """Every site of a plan on a model, in the order of its modules.
+
+    Args:
+        plan: any.
+        model: on any device, ``meta`` included; it is not changed.
+
+    Raises:
+        ValueError: the plan does not fit the model.
+    """
+    lowered = lower(plan, model)
+    order = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    moments = list(Moment)
+    state = dict(state_of(model))
+    sites = sorted(lowered.sites, key=lambda site: (order[site.path], moments.index(site.moment)))
+    rows = []
+    for site in sites:
+        for step in site.steps:
+            name = f"{site.path}.{step.tensor}" if site.path else step.tensor
+            shown = step.tensor if site.moment is Moment.INIT else f"{step.tensor}:{step.index}"
+            size = _bytes(state[name], step, plan) if site.moment is Moment.INIT else ""
+            lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
+            rows.append(
+                Row(
+                    site.path, site.moment.value, shown, _placed(step, plan, "src"),
+                    _placed(step, plan, "dst"), size, ", ".join(lines),
+                )
+            )  # fmt: skip
+    return Explanation(tuple(rows), lowered.overrides)
+
+
+def diff(plan_a: Plan, plan_b: Plan) -> Diff:
+    """The entries of one plan that the other has not, and the reverse, in their orders."""
+    return Diff(
+        tuple(entry for entry in plan_a.entries if entry not in plan_b.entries),
+        tuple(entry for entry in plan_b.entries if entry not in plan_a.entries),
+    )
+
+
+def _placed(step: Step, plan: Plan, end: str) -> str:
+    shown = [
+        f"{axis}={short(placement)}"
+        for axis in plan.axes
+        if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
+    ]
+    return ", ".join(shown)
+
+
+def _bytes(tensor: torch.Tensor, step: Step, plan: Plan) -> str:
+    placements = [step.moves[axis].dst if axis in step.moves else Replicate() for axis in plan.axes]
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, plan.mesh, placements)
+    return str(torch.Size(shape).numel() * tensor.element_size())
+
+
+def _caption(overrides: tuple[Override, ...]) -> str | None:
+    return "\n".join(map(str, overrides)) or None

@@ -1,0 +1,106 @@
+"""Plans as JSON, to be kept, compared and edited."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.axes import axes_of
+from plan_api.ir import short
+from plan_api.path import parse
+from plan_api.phase import Phase
+from plan_api.verb import Verb
+
+if TYPE_CHECKING:
+    from plan_api.plan import Entry
+
+__all__ = ["entries_from_json", "entries_to_json"]
+
+_VERSION = 1
+_LISTS = ("dst", "src", "grad_dst", "grad_src")
+_SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
+
+
+def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -> str:
+    """A plan as text.
+
+    Args:
+        entries: of the plan.
+        mesh: the plan's; only its shape and names are kept, for the reader.
+        cover: whether every parameter has to be named.
+    """
+    rows = []
+    for entry in entries:
+        row: dict[str, Any] = {"verb": entry.verb.value, "path": entry.path.text}
+        if entry.path != parse(entry.path.text):  # moved under a prefix
+            row["pattern"] = entry.path.pattern
+        row["axes"] = list(entry.axes)
+        for name in _LISTS:
+            placements = getattr(entry, name)
+            if placements is not None:
+                row[name] = [_to_json(one) for one in placements]
+        rows.append(row | {"phase": entry.phase.value, "line": entry.line})
+    shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+    plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
+    return json.dumps(plan, indent=1) + "\n"
+
+
+def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
+    """The entries of a plan for a mesh that has their axes, and whether it has to cover all.
+
+    Raises:
+        ValueError: the text is no plan of this version, or the mesh lacks an axis.
+    """
+    from plan_api.plan import Entry
+
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        raise ValueError(f"this is no plan of version {_VERSION}, as Plan.to_json() writes it")
+    entries = []
+    for row in found["entries"]:
+        what = f"{row['verb']}({row['path']!r})"
+        lists = {
+            name: tuple(_from_json(one, what) for one in row[name]) if name in row else None
+            for name in _LISTS
+        }
+        dst = lists.pop("dst")
+        assert dst is not None
+        path = parse(row["path"])
+        if "pattern" in row:
+            path = type(path)(path.text, row["pattern"], path.kind, path.index)
+        axes = axes_of(row["axes"], mesh, what)
+        phase, line = Phase(row["phase"]), row.get("line", "")
+        entries.append(Entry(Verb(row["verb"]), path, axes, dst, **lists, phase=phase, line=line))
+    return entries, bool(found["cover"])
+
+
+def _to_json(placement: Placement) -> str | dict[str, Any]:
+    if type(placement) in (Replicate, Shard, Partial):
+        return short(placement)
+    kind = type(placement)
+    arguments = {name: getattr(placement, name) for name in inspect.signature(kind).parameters}
+    return {"type": f"{kind.__module__}:{kind.__qualname__}"} | arguments
+
+
+def _from_json(value: str | dict[str, Any], what: str) -> Placement:
+    if isinstance(value, str):
+        found = _SHORT.fullmatch(value)
+        if found is None:
+            raise ValueError(f"{what}: {value!r} is no placement: R, S(0), P, P(avg) and so on are")
+        if found["kind"] == "S":
+            return Shard(int(found["argument"]))
+        return Replicate() if found["kind"] == "R" else Partial(found["argument"] or "sum")
+    arguments = dict(value)
+    module, _, name = arguments.pop("type").partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    if not (isinstance(kind, type) and issubclass(kind, Placement)):
+        raise ValueError(f"{what}: {module}.{name} is no placement")
+    made: Placement = kind(**arguments)
+    return made

@@ -1,0 +1,103 @@
+"""Plans as tables, as JSON, and compared."""
+
+import json
+import re
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plan_api import Phase, Plan, diff, explain
+from testkit import fake_mesh
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+def plan_of(mesh):
+    return (
+        Plan(mesh)
+        .shard(r"layers\.0\.up\.(weight|bias)", S0, "tp")
+        .shard("layers.0.<in>", R, "tp")
+        .shard("layers.0.<in>", S0, "dp")
+        .redistribute("layers.0.<out>", P, S1, "tp", grad_dst=R)
+        .shard("layers.0.up.bias", R, "tp")
+    )
+
+
+# The table of `plan_of`, with ? for the lines of this file.
+TABLE = """\
+site         hook         tensor   before  after          bytes  line
+layers.0     forward_pre  <in>:0           dp=S(0), tp=R         ?, ?
+layers.0     forward      <out>:0  tp=P    tp=S(1)               ?
+layers.0.up  init         bias             tp=R           32     ?
+layers.0.up  init         weight           tp=S(0)        64     ?
+layers.0.up.init:bias:0:shard(->S(0), tp) is overridden by \
+layers.0.up.init:bias:0:shard(->R, tp)"""
+
+
+def test_the_table_has_a_row_for_each_tensor_at_each_site(mesh, model):
+    text = str(explain(plan_of(mesh), model))
+    assert re.sub(r"test_explain\.py:\d+", "?", text) == TABLE
+
+
+def test_rich_draws_the_same(mesh, model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    explanation = plan_of(mesh).explain(model)
+    assert explanation == explain(plan_of(mesh), model)
+    drawn = capsys.readouterr().out
+    assert "forward_pre" in drawn
+    assert "overridden" in drawn
+    assert explanation.table().row_count == len(explanation.rows)
+
+
+def test_a_plan_survives_json(mesh, model):
+    plan = Plan(mesh, cover=True) | plan_of(mesh) | plan_of(mesh).under("encoder.1")
+    plan.annotate("<in>", Partial("avg"), "dp").shard("w", S0, "dp", Phase.RUN)
+    text = plan.to_json()
+    again = Plan.from_json(text, mesh)
+    assert again.entries == plan.entries
+    assert [one.line for one in again.entries] == [one.line for one in plan.entries]
+    assert again.cover
+    assert again.to_json() == text
+    assert json.loads(text)["mesh"] == {"dp": 2, "tp": 2}
+
+
+def test_placements_of_other_packages_survive_json(mesh):
+    ragged = pytest.importorskip("ragged_shard", reason="an extra of plan-api")
+    plan = Plan(mesh).shard("w", ragged.InterleavedShard(0, 3), "tp")
+    plan.shard("v", ragged.RaggedShard((0,), (1, 2)), "tp")
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"version": 1', '"version": 7', "no plan of version 1"),
+        ('"S(0)"', '"Q(0)"', r"shard\(.*\): 'Q\(0\)' is no placement"),
+        ('"tp"\n', '"ep"\n', r"axes \('dp', 'tp'\), not 'ep'"),
+        ('"S(0)"', '{"type": "torch.nn:Linear"}', "torch.nn.Linear is no placement"),
+    ],
+)
+def test_what_is_no_plan_is_refused(mesh, old, new, message):
+    text = plan_of(mesh).to_json()
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text.replace(old, new, 1), mesh)
+
+
+def test_a_plan_fits_a_mesh_of_another_size(mesh, model):
+    text = plan_of(mesh).to_json()
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    with fake_mesh((4, 8), ("dp", "tp")) as large:
+        rows = explain(Plan.from_json(text, large), model).rows
+        assert [row.bytes for row in rows] == ["", "", "32", "16"]
+
+
+def test_plans_are_compared_by_what_they_say(mesh):
+    other = Plan(mesh).shard("layers.0.<in>", R, "tp").shard("more", S0, "dp")
+    found = diff(plan_of(mesh), other)
+    assert [entry.path.text for entry in found.added] == ["more"]
+    assert len(found.removed) == 4
+    assert str(found).splitlines()[-1].startswith("+ shard('more', dp=")
+    assert str(diff(other, other)) == ""
