@@ -1,7 +1,10 @@
 """What a reducer says of its last step."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -71,3 +74,32 @@ def test_a_reducer_reports_its_last_step():
         (("p1", "p0"), "all-reduce over 2, float32", 132 * 4, 1),
     ]
     assert run_ranks(check, 2) == [(expected, True)] * 2
+
+
+@pytest.mark.ranks
+def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
+    """One step in which both ranks compute on, and one in which the other rank comes late."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        param = torch.nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [R]))
+        reducer = GradReducer([("w", param)])
+        seconds = []
+        for late, computes in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
+            dist.barrier()
+            time.sleep(late * dist.get_rank())
+            reducer._before(0)
+            param.grad = DTensor.from_local(torch.ones(64), mesh, [P], run_check=False)
+            reducer._after(0)  # sends it, from the second step on
+            time.sleep(computes)
+            reducer.finish()
+            (bucket,) = reducer.report().buckets
+            seconds.append((bucket.hidden, bucket.exposed))
+        return seconds
+
+    first, second = run_ranks(check, 2)
+    for hidden, exposed in (first[1], second[1]):
+        assert hidden > 0.9
+        assert exposed < 0.5
+    assert first[2][0] < 0.5
+    assert first[2][1] > 0.5  # it stands still until the other sends

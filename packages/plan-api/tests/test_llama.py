@@ -5,24 +5,20 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
-from plan_api import Plan, gradients, installed, parallelize
+from plan_api import gradients, installed, parallelize, zoo
 from testkit import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-R = Replicate()
-LAYER = r"model\.layers\.\d+"
 
-
-def _llama():
+def _llama(attention="eager"):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, use_cache=False, attn_implementation="eager",
+        num_key_value_heads=2, vocab_size=64, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -46,34 +42,17 @@ def _train(model):
     return losses
 
 
-def _plan(mesh, rest):
-    """Column and row parallel Linears; ``rest`` is how hidden states lie between them, on tp."""
-    return (
-        Plan(mesh)
-        .shard("<in:input_ids>", Shard(0), "dp")
-        .shard("<in:labels>", Shard(0), "dp")
-        .shard(LAYER + r".*\.(q|k|v|gate|up)_proj\.weight", Shard(0), "tp")
-        .shard(LAYER + r".*\.(o|down)_proj\.weight", Shard(1), "tp")
-        .shard(r"model\.embed_tokens.<out>", rest, "tp")
-        .shard(r"model\.rotary_emb.<in:position_ids>", R, "tp")
-        .shard(LAYER + ".<in:attention_mask>", R, "tp")
-        .shard(LAYER + r"\.(self_attn|mlp).<in>", R, "tp")
-        .shard(LAYER + r"\.(self_attn|mlp).<out>", rest, "tp")
-        .shard("lm_head.<in>", R, "tp")
-        .shard("<out:loss>", (R, R))
-    )
-
-
-@pytest.mark.parametrize("rest", [R, Shard(1)], ids=["tp", "tp and sp"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp and sp"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_it_trains_as_on_one_device(shape, rest):
+def test_it_trains_as_on_one_device(shape, sp, attention):
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-        model = _llama()
-        parallelize(model, _plan(mesh, rest))
+        model = _llama(attention)
+        parallelize(model, zoo.llama(mesh, dp="dp", sp=sp))
         return _train(model), installed(model).extras, installed(model).fired.never
 
-    losses = _train(_llama())
+    losses = _train(_llama(attention))
     for ours, extras, never in run_ranks(check, shape[0] * shape[1], timeout=180):
         assert ours == pytest.approx(losses, abs=1e-5)
         assert extras == ("dist-rng", "dtensor-rules", "fused-comm")
@@ -87,7 +66,7 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
         model = _llama()
-        parallelize(model, _plan(mesh, Shard(1)))
+        parallelize(model, zoo.llama(mesh, dp="dp", sp=True))
         before, gradients.find_spec = gradients.find_spec, lambda name: not alone
         try:
             with warnings.catch_warnings(record=True) as caught:

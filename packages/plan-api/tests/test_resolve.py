@@ -60,9 +60,12 @@ def test_any_name_may_be_a_keyword_where_forward_takes_all(mesh):
     assert len(lower(plan, Open()).ops) == 2
 
 
-def test_a_tied_parameter_is_found_under_each_name(mesh, model):
+def test_a_tied_parameter_is_one_under_all_its_names(mesh, model):
     plan = Plan(mesh).shard(r"layers\.2\.up\.weight", S0, "tp")
-    assert texts(plan, model) == ["layers.2.up.init:weight:0:shard(->S(0), tp)"]
+    assert texts(plan, model) == ["layers.0.up.init:weight:0:shard(->S(0), tp)"]
+    lowered = lower(plan.shard(r"layers\.[02]\.up\.weight", S1, "tp"), model)
+    assert [str(op) for op in lowered.ops] == ["layers.0.up.init:weight:0:shard(->S(1), tp)"]
+    assert len(lowered.overrides) == 1
 
 
 def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):

@@ -1,5 +1,6 @@
 """Parallelism said once, outside the model."""
 
+from plan_api import zoo
 from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
@@ -18,5 +19,6 @@ __all__ = [
     "installed",
     "lower",
     "parallelize",
+    "zoo",
 ]
 __version__ = "0.1.0"

@@ -66,10 +66,12 @@ class Gradients:
             self._reducer.set_requires_gradient_sync(self._synchronises)
 
     def _begin(self, model: nn.Module, _: object) -> None:
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        if not named or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         self._handles.pop(0).remove()
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        if not named:
+            return
         self._params = [param for _, param in named]
         if find_spec("fused_comm"):
             from fused_comm import GradReducer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors, replace_part
@@ -49,17 +49,17 @@ def install(site: Site, module: nn.Module, mesh: DeviceMesh, fired: Fired) -> Re
     movers = [(step.index, Mover(step, mesh, name)) for step in site.steps]
     if site.moment is Moment.FORWARD_PRE:
         places = _places(module)
-        chosen = [(_chosen(index, places), mover) for index, mover in movers]
-        return module.register_forward_pre_hook(_pre_hook(site, chosen, fired), with_kwargs=True)
+        arguments = [_argument(index, mover, places) for index, mover in movers]
+        return module.register_forward_pre_hook(_pre_hook(site, arguments, fired), with_kwargs=True)
     return module.register_forward_hook(_post_hook(site, name, movers, fired))
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """An argument by place and name: it may be given by either."""
+class _Argument(NamedTuple):  # which a loop takes apart faster than a dataclass
+    """An argument by place and name, for it may be given by either, and what is done with it."""
 
     place: int
     name: str
+    mover: Mover
 
 
 def _places(module: nn.Module) -> list[str]:
@@ -67,15 +67,13 @@ def _places(module: nn.Module) -> list[str]:
     return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def _chosen(index: int | str, places: Sequence[str]) -> _Argument:
+def _argument(index: int | str, mover: Mover, places: Sequence[str]) -> _Argument:
     if isinstance(index, str):
-        return _Argument(sys.maxsize, index)
-    return _Argument(index, places[index] if index < len(places) else "")
+        return _Argument(sys.maxsize, index, mover)
+    return _Argument(index, places[index] if index < len(places) else "", mover)
 
 
-def _pre_hook(
-    site: Site, movers: Sequence[tuple[_Argument, Mover]], fired: Fired
-) -> Callable[..., Any]:
+def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable[..., Any]:
     seen = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,17 +81,25 @@ def _pre_hook(
         if not seen:
             seen = True
             fired.pass_(site)
-        for argument, mover in movers:
-            place, name = argument.place, argument.name
+        changed = False
+        for place, name, mover in movers:
             if place < len(args):
                 old = args[place]
-                if (new := map_tensors(old, mover)) is not old:
-                    args = (*args[:place], new, *args[place + 1 :])
             elif name in kwargs:
                 old = kwargs[name]
-                if (new := map_tensors(old, mover)) is not old:
-                    kwargs = {**kwargs, name: new}
-        return args, kwargs
+            else:
+                continue
+            if type(old) is DTensor and old._spec is mover.settled:
+                continue
+            new = map_tensors(old, mover)
+            if new is old:
+                continue
+            changed = True
+            if place < len(args):
+                args = (*args[:place], new, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, name: new}
+        return (args, kwargs) if changed else None
 
     return hook
 
@@ -108,8 +114,11 @@ def _post_hook(
         if not seen:
             seen = True
             fired.pass_(site)
+        moved = output
         for index, mover in movers:
-            output = replace_part(output, index, mover, name)
-        return output
+            if type(moved) is DTensor and moved._spec is mover.settled and index == 0:
+                continue
+            moved = replace_part(moved, index, mover, name)
+        return None if moved is output else moved
 
     return hook

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axis_names
@@ -37,6 +38,9 @@ class Mover:
         )
         self._back = any(move.grad_dst is not None for move in self._moves.values())
         self._targets: dict[tuple[Placement, ...], tuple[Placement, ...]] = {}
+        # The last spec with which a tensor stayed as it was. Torch gives the same object to the
+        # same operator's result again, so hooks look at this first.
+        self.settled: DTensorSpec | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as it should be; itself if it is that.
@@ -56,6 +60,7 @@ class Mover:
         if target is None or spec.mesh is not self._mesh:
             target = self._target(tensor)
         if target is spec.placements or target == spec.placements:
+            self.settled = spec
             return tensor
         if self._back:
             return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
+from plan_api.attention import register_cpu_attention
 from plan_api.extras import use_extras
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
@@ -119,6 +120,7 @@ def parallelize(
     if lowered.overrides:
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
+    register_cpu_attention()
     _place_state(model, plan, lowered.ops, src_data_rank)
     fired = Fired([site for site in lowered.sites if site.moment is not Moment.INIT])
     handles = [
@@ -145,7 +147,7 @@ def installed(model: nn.Module) -> Installed:
 def _place_state(
     model: nn.Module, plan: Plan, ops: Iterable[Op], src_data_rank: int | None
 ) -> None:
-    """Every parameter and buffer becomes a DTensor; one that has several names, under all."""
+    """Every parameter and buffer becomes a DTensor; a tied one, under all its names."""
     placements: dict[int, list[Placement]] = {}
     tensors = dict(state_of(model))
     for op in ops:

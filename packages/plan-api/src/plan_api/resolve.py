@@ -51,6 +51,9 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     state = dict(state_of(model))
+    first: dict[int, str] = {}  # of the names of a tied tensor
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
     ops, problems = [], []
     for number, entry in enumerate(plan.entries):
         names = state if entry.path.kind in (Kind.STATE, Kind.GRADIENT) else modules
@@ -59,10 +62,11 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
             problems.append(_unmatched(entry, names))
             continue
         try:
-            places = [_place(entry, name, modules) for name in matched]
-            if entry.path.kind is Kind.STATE:
+            if names is state:
+                matched = list(dict.fromkeys(first[id(state[name])] for name in matched))
                 for name in matched:
                     _check_dims(entry, name, state[name])
+            places = [_place(entry, name, modules) for name in matched]
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -1,0 +1,98 @@
+"""What `nox -s bench -- plan-api` runs: the cost of a hook, and of parallelizing a large model."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plan_api import Plan, lower, parallelize
+from testkit import fake_mesh
+
+CALLS, ROUNDS = 2000, 30
+LAYERS = 80
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        rows = [hook_overhead(mesh)]
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        rows.append(large_model(mesh))
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+class Through(nn.Module):
+    """Does nothing, so that what it takes is what hooks take."""
+
+    def forward(self, x):
+        return x
+
+
+def hook_overhead(mesh):
+    """Microseconds that a site adds to a call whose tensors lie right already."""
+    replicate, shard = Replicate(), Shard(0)
+    x = DTensor.from_local(torch.ones(4, 4), mesh, [shard, replicate], run_check=False)
+    calls = {"no hook": Through()}
+    for what, path in (("<in>", "<in>"), ("<out>", "<out>")):
+        plan = Plan(mesh).shard(path, replicate, "tp").shard(path, shard, "dp")
+        calls[what] = parallelize(Through(), plan)
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(ROUNDS):
+        for name, module in calls.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                module(x)
+            best[name] = min(best[name], 1e6 * (time.perf_counter() - start) / CALLS)
+    return {
+        "case": "a site that moves nothing",
+        "call_us": round(best["no hook"], 2),
+        "in_over_us": round(best["<in>"] - best["no hook"], 2),
+        "out_over_us": round(best["<out>"] - best["no hook"], 2),
+        "most_us": 1.5,
+    }
+
+
+def large_model(mesh):
+    """Seconds to lower and to install a plan on LLaMA's 80 layers, on meta: nothing allocated."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS,
+        num_attention_heads=64, num_key_value_heads=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    replicate, layer = Replicate(), r"model\.layers\.\d+"
+    plan = (
+        Plan(mesh)
+        .shard("<in:input_ids>", Shard(0), "dp")
+        .shard(layer + r".*\.(q|k|v|gate|up)_proj\.weight", Shard(0), "tp")
+        .shard(layer + r".*\.(o|down)_proj\.weight", Shard(1), "tp")
+        .shard(r"model\.embed_tokens.<out>", Shard(1), "tp")
+        .shard(layer + r"\.(self_attn|mlp).<in>", replicate, "tp")
+        .shard(layer + r"\.(self_attn|mlp).<out>", Shard(1), "tp")
+        .shard("lm_head.<in>", replicate, "tp")
+    )
+    start = time.perf_counter()
+    lowered = lower(plan, model)
+    lower_s = time.perf_counter() - start
+    start = time.perf_counter()
+    parallelize(model, plan)
+    return {
+        "case": f"parallelize LLaMA of {LAYERS} layers",
+        "lower_s": round(lower_s, 2),
+        "parallelize_s": round(time.perf_counter() - start, 2),
+        "operations": len(lowered.ops),
+        "most_s": 2.0,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Sharding strategies for the CPU's fused attention, which torch's DTensor has none for.
+
+The kernel is the same; batch and heads may be sharded, as torch has it for CUDA's
+(torch/distributed/tensor/_ops/_matrix_ops.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["register_cpu_attention"]
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_registered = False
+
+
+def register_cpu_attention() -> None:
+    """Registers both operators, once.
+
+    A call with a mask is refused by torch as before: it cannot move a tensor that is a keyword
+    (pytorch#167977).
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    register_sharding(_FORWARD)(_forward)
+    register_sharding(_BACKWARD)(_backward)
+
+
+def _placements() -> list[Placement]:
+    return [Replicate(), Shard(0), Shard(1)]  # of (batch, heads, sequence, features)
+
+
+def _forward(query: Any, key: Any, value: Any, *options: Any, **keywords: Any) -> list[Any]:
+    rest = [None] * len(options)
+    return [([one, one], [one, one, one, *rest]) for one in _placements()]
+
+
+def _backward(*arguments: Any, **keywords: Any) -> list[Any]:
+    rest = [None] * (len(arguments) - 6)  # grad, query, key, value, out and logsumexp are tensors
+    return [([one] * 3, [one] * 6 + rest) for one in _placements()]

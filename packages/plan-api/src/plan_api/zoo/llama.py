@@ -1,0 +1,42 @@
+"""LLaMA of transformers (`LlamaForCausalLM`)."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api.plan import Plan
+
+__all__ = ["llama"]
+
+
+def llama(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
+    """Tensor parallel Linears, with sequence and data parallelism if asked (Megatron-LM's way).
+
+    Args:
+        mesh: with the axes that are named.
+        tp: the axis of tensor parallelism; heads, key-value heads and the hidden size of the MLP
+            should be multiples of its size. None: none.
+        dp: the axis along which batches are cut; None: none.
+        sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
+
+    Raises:
+        ValueError: the mesh lacks an axis, or ``sp`` without ``tp``.
+    """
+    if sp and tp is None:
+        raise ValueError("zoo.llama: sp=True cuts the sequence along tp, which is None")
+    plan, whole, layer = Plan(mesh), Replicate(), r"model\.layers\.\d+"
+    if dp is not None:
+        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
+            plan.shard(f"<in:{name}>", Shard(0), dp)
+    plan.shard(r"model\.rotary_emb.<in:position_ids>", [whole] * len(plan.axes))
+    plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
+    if tp is not None:
+        rest = Shard(1) if sp else whole
+        plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
+        plan.shard(r"model\.embed_tokens.<out>", rest, tp)
+        plan.shard(rf"{layer}\.(self_attn|mlp).<in>", whole, tp)
+        plan.shard(rf"{layer}\.(self_attn|mlp).<out>", rest, tp)
+        plan.shard("lm_head.<in>", whole, tp)
+    return plan.shard("<out:loss>", [whole] * len(plan.axes))
