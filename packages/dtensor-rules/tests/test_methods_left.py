@@ -211,6 +211,9 @@ class Cut(torch.autograd.Function):
         return None
 
 
+@pytest.mark.skipif(
+    _compat.RELEASE < (2, 12), reason="2.11's from_local fails where there is no gradient"
+)
 def test_no_gradient_stays_none():
     with fake_mesh((2,)) as mesh:
         local = torch.ones(4, 2, requires_grad=True)

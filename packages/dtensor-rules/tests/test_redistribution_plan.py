@@ -95,6 +95,7 @@ def test_a_local_tensor_that_belies_its_spec_is_noticed():
             plan_redistribution(src, dst).apply(torch.zeros(5))
 
 
+@pytest.mark.skipif(_compat.RELEASE < (2, 12), reason="2.11 makes no plan for strided shards")
 def test_strided_pieces_that_belie_their_spec_are_noticed():
     with fake_mesh((2,)) as mesh:
         whole = torch.zeros(8)

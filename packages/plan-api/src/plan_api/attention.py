@@ -22,11 +22,7 @@ _registered = False
 
 
 def register_cpu_attention() -> None:
-    """Registers both operators, once.
-
-    A call with a mask is refused by torch as before: it cannot move a tensor that is a keyword
-    (pytorch#167977).
-    """
+    """Registers both operators, once; a call with a mask is refused, with the remedy."""
     global _registered
     if _registered:
         return
@@ -39,11 +35,19 @@ def _placements() -> list[Placement]:
     return [Replicate(), Shard(0), Shard(1)]  # of (batch, heads, sequence, features)
 
 
-def _forward(query: Any, key: Any, value: Any, *options: Any, **keywords: Any) -> list[Any]:
+def _forward(
+    query: Any, key: Any, value: Any, *options: Any, attn_mask: Any = None, scale: Any = None
+) -> list[Any]:
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "scaled_dot_product_attention of DTensors on a CPU takes no mask: torch does not move "
+            "keyword tensors there; use eager attention, attn_implementation='eager' in "
+            "transformers"
+        )
     rest = [None] * len(options)
     return [([one, one], [one, one, one, *rest]) for one in _placements()]
 
 
-def _backward(*arguments: Any, **keywords: Any) -> list[Any]:
+def _backward(*arguments: Any, attn_mask: Any = None, scale: Any = None) -> list[Any]:
     rest = [None] * (len(arguments) - 6)  # grad, query, key, value, out and logsumexp are tensors
     return [([one] * 3, [one] * 6 + rest) for one in _placements()]

@@ -27,7 +27,7 @@ def llama(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bo
         raise ValueError("zoo.llama: sp=True cuts the sequence along tp, which is None")
     plan, whole, layer = Plan(mesh), Replicate(), r"model\.layers\.\d+"
     if dp is not None:
-        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
+        for name in ("input_ids", "position_ids", "labels"):
             plan.shard(f"<in:{name}>", Shard(0), dp)
     plan.shard(r"model\.rotary_emb.<in:position_ids>", [whole] * len(plan.axes))
     plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
