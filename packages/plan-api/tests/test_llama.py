@@ -73,17 +73,19 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
                 warnings.simplefilter("always")
                 with installed(model).gradients.no_sync():
                     _loss(model, 0).backward()
+                waits = model.lm_head.weight.grad.placements[0].is_partial()
                 _loss(model, 1).backward()
                 _loss(model, 2).backward()
         finally:
             gradients.find_spec = before
         said = [str(one.message) for one in caught if "plan-api[comm]" in str(one.message)]
-        return [param.grad.full_tensor() for param in model.parameters()], len(said)
+        return [param.grad.full_tensor() for param in model.parameters()], len(said), waits
 
     model = _llama()
     for micro in range(3):
         _loss(model, micro).backward()
-    for grads, said in run_ranks(check, 2):
+    for grads, said, waits in run_ranks(check, 2):
         assert said == alone
+        assert waits
         for param, grad in zip(model.parameters(), grads, strict=True):
             torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-6)

@@ -76,9 +76,10 @@ def test_a_source_that_is_another_is_named(mesh, model):
 
 def test_another_mesh_is_named(mesh, model):
     move = mover(Plan(mesh).shard("layers.0.<in>", R, "tp"), model)
-    other = init_device_mesh("cpu", (4,))
-    with pytest.raises(ValueError, match=r"<in>:0 is on .*, the plan's mesh is"):
-        move(placed(other, (R,)))
+    move(placed(mesh, (S0, S1)))  # these placements are known from now on
+    for other in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4, 1))):
+        with pytest.raises(ValueError, match=r"<in>:0 is on .*, the plan's mesh is"):
+            move(placed(other, (S0, S1)[: other.ndim]))
     equal = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert move(placed(equal, (S0, S1))).placements == (S0, R)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, installed, parallelize
 from testkit import CommLog, run_ranks
@@ -78,6 +78,13 @@ def test_it_is_done_once(mesh, model):
     parallelize(model, tensor_parallel(mesh))
     with pytest.raises(ValueError, match="this Model has been parallelized already"):
         parallelize(model, tensor_parallel(mesh))
+
+
+def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
+    placed = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [S0, R], src_data_rank=None))
+    model.layers[1].up.weight = placed
+    parallelize(model, tensor_parallel(mesh))
+    assert model.layers[1].up.weight is placed
 
 
 def test_overrides_are_logged(mesh, model, caplog):
