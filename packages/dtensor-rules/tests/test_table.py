@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dtensor_rules
-from dtensor_rules import Move, Plan, Rule, _compat
+from dtensor_rules import Move, Plan, Rule
 from testkit import fake_mesh
 
 aten = torch.ops.aten
@@ -79,14 +79,7 @@ def test_an_action_that_returns_no_plan_is_named(mesh):
     ("function", "op", "argument"),
     [
         (torch.add, "aten.add.Tensor", "other"),
-        pytest.param(
-            torch.mm,
-            "aten.mm.default",
-            "mat2",
-            marks=pytest.mark.skipif(
-                _compat.RELEASE < (2, 12), reason="2.11 refuses it in words of its own"
-            ),
-        ),
+        (torch.mm, "aten.mm.default", "mat2"),
         (lambda x, y: torch.cat([x, y]), "aten.cat.default", "tensors"),
         (torch.Tensor.add_, "aten.add_.Tensor", "other"),
     ],

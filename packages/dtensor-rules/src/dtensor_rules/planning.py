@@ -54,7 +54,7 @@ def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     try:
         sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     except Exception as error:
-        _refuse_mixed_meshes(call, error)
+        _refuse_mixed_meshes(call, cause=error)
         return _torch_says_why()
     return from_sharding(call, sharding)
 
@@ -64,7 +64,7 @@ def _torch_says_why() -> Plan:
     return Plan(reason="propagation", keep=False)
 
 
-def _refuse_mixed_meshes(call: Call, error: Exception) -> None:
+def _refuse_mixed_meshes(call: Call, cause: Exception | None = None) -> None:
     """Says which argument is on another mesh than the first; torch says which meshes they are."""
     arguments = call.op._schema.arguments
     positional = zip(call.places, call.specs, strict=False)  # no specs of keyword arguments
@@ -75,7 +75,7 @@ def _refuse_mixed_meshes(call: Call, error: Exception) -> None:
             raise RuntimeError(
                 f"{call.op}: argument {name!r} is on {mesh}, argument {first!r} on {expected}: "
                 f"bring them to one mesh first"
-            ) from error
+            ) from cause
 
 
 def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
@@ -130,6 +130,8 @@ def _moves(call: Call, wanted: OpSchema) -> list[Move]:
     ):
         if isinstance(source, DTensorSpec) and source != target:
             assert isinstance(target, DTensorSpec)
+            if source.mesh != target.mesh:  # some versions of torch notice when it is to be moved
+                _refuse_mixed_meshes(call)
             moves.append(Move(argument, element, transform_between(source, target), target))
     return moves
 
