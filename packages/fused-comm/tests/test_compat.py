@@ -21,6 +21,15 @@ def test_the_preferred_names_are_taken_where_they_exist():
     assert _compat._ALL_GATHER.__name__ == expected
 
 
+def test_views_are_noticed_and_forgotten():
+    buffer = torch.empty(8)
+    assert not _compat.is_viewed(buffer)
+    view = torch.nn.Parameter(buffer[2:4].view(2, 1))
+    assert _compat.is_viewed(buffer)
+    del view
+    assert not _compat.is_viewed(buffer)
+
+
 def test_a_dtensor_is_made_as_torch_makes_it():
     with fake_mesh((2,)) as mesh:
         param = torch.nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Partial()]))

@@ -36,6 +36,12 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
     return work
 
 
+def is_viewed(tensor: torch.Tensor) -> bool:
+    """Whether any other tensor lies in the memory of this one."""
+    # This tensor, and the storage object that is made to ask.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
 def dtensor(
     local: torch.Tensor,
     param: torch.Tensor,

@@ -66,11 +66,9 @@ class Flight:
     def launch(self, locals_: Mapping[int, torch.Tensor]) -> None:
         """Packs local gradients and starts the first."""
         self.times.launched = time.perf_counter()
-        pack(self.bucket, locals_, self._data, first=not self._rest)
-        self.given = set(locals_)
         before, _ = divisors(self.bucket.route)
-        if before != 1.0:
-            self._data.div_(before)
+        pack(self.bucket, locals_, self._data, before, first=not self._rest)
+        self.given = set(locals_)
         self._start()
 
     def advance(self) -> None:

@@ -9,6 +9,7 @@ right there, and so is what was finished: as this rank's part of a sum that make
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +54,20 @@ class Gradient:
         self.name = name
         self.param = param
         self._accumulate_dtype = accumulate_dtype
-        self._finished: torch.Tensor | None = None  # what was assigned to param.grad
+        self._assigned: weakref.ref[torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None  # local, of fresh ones, in accumulate_dtype
         self._like: torch.Tensor | None = None  # placed as they were, and of no memory
         self._home: Home | None = None
+
+    @property
+    def _finished(self) -> torch.Tensor | None:
+        """What was assigned to param.grad, while it or anybody has it."""
+        return None if self._assigned is None else self._assigned()
+
+    @_finished.setter
+    def _finished(self, grad: torch.Tensor | None) -> None:
+        self._assigned = None if grad is None else weakref.ref(grad)
 
     @property
     def fresh(self) -> torch.Tensor | None:

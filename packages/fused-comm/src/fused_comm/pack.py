@@ -13,19 +13,24 @@ __all__ = ["own_piece", "pack", "used"]
 
 
 def pack(
-    bucket: Bucket, locals_: Mapping[int, torch.Tensor], buffer: torch.Tensor, first: bool = True
+    bucket: Bucket,
+    locals_: Mapping[int, torch.Tensor],
+    buffer: torch.Tensor,
+    divisor: float = 1.0,
+    first: bool = True,
 ) -> None:
-    """Copies local gradients into their slots, with casts, and says which there are.
+    """Copies local gradients into their slots, divided and cast, and says which there are.
 
     Args:
         bucket: the plan of the buffer.
         locals_: local gradients by parameter; of those missing the slots become zero.
         buffer: of ``bucket.numel`` elements. What lies between slots, and behind the smaller pieces
             of uneven shards, stays as it is: it is reduced, and never read.
+        divisor: of every gradient.
         first: whether this is a step's first round.
     """
     rows = buffer.view(bucket.route.rows, bucket.row)
-    into, out_of, empty = [], [], []
+    into, out_of, lives, empty = [], [], [], []
     for slot in bucket.slots:
         local = locals_.get(slot.entry.index)
         for row, piece in zip(rows, slot.pieces, strict=True):
@@ -34,11 +39,17 @@ def pack(
                 continue
             part = local[piece]
             place = row[slot.start : slot.start + part.numel()].view(part.shape)
-            if place.data_ptr() != part.data_ptr():  # it lives there
+            if place.data_ptr() == part.data_ptr():
+                lives.append(place)
+            elif divisor != 1.0 and part.dtype == place.dtype:
+                torch.div(part, divisor, out=place)
+            else:
                 into.append(place)
                 out_of.append(part)
     if into:
         torch._foreach_copy_(into, out_of)
+    if divisor != 1.0 and (into or lives):
+        torch._foreach_div_([*into, *lives], divisor)
     if empty:
         torch._foreach_zero_(empty)
     begin = bucket.slots[0].flag

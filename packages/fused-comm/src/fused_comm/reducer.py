@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from fused_comm import _compat
 from fused_comm.axes import plain_group
 from fused_comm.bucket import Bucket, Entry, plan_buckets
 from fused_comm.flat_buffer import Allocate, FlatBuffer, allocate
@@ -268,6 +269,8 @@ class GradReducer:
         bucket, held = plan.buckets[number], plan.held[number]
         if held and self._is_home(bucket, step):
             return held[0]
+        if held and not _compat.is_viewed(held[-1].data):
+            return held[-1]
         held.append(self._allocate(bucket.numel, bucket.route.dtype, bucket.route.device))
         return held[-1]
 
