@@ -1,5 +1,6 @@
 """A plan applied to a model."""
 
+import contextlib
 import copy
 import logging
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, installed, parallelize
+from plan_api import Plan, gradients, installed, parallelize
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -87,6 +88,33 @@ def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
     assert model.layers[1].up.weight is placed
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_placed_whatever_part_of_the_model_was_called(
+    mesh, model, monkeypatch, fused
+):
+    monkeypatch.setattr(gradients, "find_spec", lambda name: fused)
+    parallelize(model, tensor_parallel(mesh))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [S0, R], src_data_rank=None)
+    with contextlib.nullcontext() if fused else pytest.warns(UserWarning, match="one by one"):
+        model.layers[1](x).sum().backward()
+    grads = {name: p.grad for name, p in model.layers[1].named_parameters()}
+    assert {name: grad.placements for name, grad in grads.items()} == {
+        name: p.placements for name, p in model.layers[1].named_parameters()
+    }
+
+
+def test_a_model_on_meta_is_materialised_and_trained(mesh):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    plan = Plan(mesh).shard("weight", S0, "tp").shard("<in>", S0, "dp")
+    parallelize(model, plan).to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
+    model(torch.ones(4, 4)).sum().backward()
+    assert model.weight.grad.placements == model.weight.placements == (R, S0)
+    assert model.bias.grad.placements == (R, R)
+
+
 def test_overrides_are_logged(mesh, model, caplog):
     plan = tensor_parallel(mesh).shard("layers.1.up.weight", S1, "tp")
     with caplog.at_level(logging.WARNING, "plan_api"):
@@ -150,3 +178,27 @@ def test_all_ranks_get_the_parameters_of_the_first():
     for weight, bias in run_ranks(check, 2):
         assert torch.equal(weight, expected.weight)
         assert torch.equal(bias, expected.bias)
+
+
+@pytest.mark.ranks
+def test_gradients_are_those_of_one_device_however_backward_places_them():
+    """Of a sharded weight whose outputs are summed, backward makes the whole gradient on tp."""
+
+    def check():
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, x = nn.Linear(4, 6), torch.randn(8, 4)
+        expected = copy.deepcopy(model)
+        expected(x).sum().backward()
+        plan = Plan(mesh).shard("weight", S0, "tp").shard("<in>", S0, "dp")
+        parallelize(model, plan)
+        model(x).sum().backward()
+        return [
+            (
+                ours.grad.placements == ours.placements,
+                torch.allclose(ours.grad.full_tensor(), theirs.grad),
+            )
+            for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True)
+        ]
+
+    assert run_ranks(check, 4) == [[(True, True)] * 2] * 4

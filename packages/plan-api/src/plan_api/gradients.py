@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.hooks import Fired
@@ -27,7 +28,7 @@ _log = logging.getLogger("plan_api")
 class Gradients:
     """Places gradients as their parameters when a backward ends.
 
-    It begins with the first forward, so parameters may be materialised or frozen until then.
+    Of a model on ``meta`` it begins with the first forward: materialised parameters are others.
 
     Args:
         model: whose parameters they are of.
@@ -41,7 +42,11 @@ class Gradients:
         self._synchronises = True
         self._queued = False
         self._warned = False
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
+        self._handles: list[RemovableHandle] = []
+        if any(param.is_meta for param in model.parameters()):
+            self._handles.append(model.register_forward_pre_hook(self._begin_once))
+        else:
+            self._begin(model)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -65,14 +70,20 @@ class Gradients:
         if self._reducer is not None:
             self._reducer.set_requires_gradient_sync(self._synchronises)
 
-    def _begin(self, model: nn.Module, _: object) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def _begin_once(self, model: nn.Module, _: object) -> None:
         self._handles.pop(0).remove()
+        self._begin(model)
+
+    def _begin(self, model: nn.Module) -> None:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         if not named:
             return
         self._params = [param for _, param in named]
+        self._handles += [
+            param.register_hook(_cut_as(param.placements))
+            for param in self._params
+            if isinstance(param, DTensor)
+        ]
         if find_spec("fused_comm"):
             from fused_comm import GradReducer
 
@@ -112,3 +123,23 @@ class Gradients:
             grad = param.grad
             if isinstance(param, DTensor) and isinstance(grad, DTensor):
                 param.grad = grad.redistribute(placements=param.placements)
+
+
+def _cut_as(
+    placements: tuple[Placement, ...],
+) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """A hook for gradients that are whole where their parameter is sharded, or sharded otherwise.
+
+    Backward places them as its operators like it; what is Partial is left to be reduced.
+    """
+
+    def hook(grad: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(grad, DTensor) or grad.placements == placements:
+            return None
+        wanted = tuple(
+            is_now if is_now.is_partial() else to
+            for is_now, to in zip(grad.placements, placements, strict=True)
+        )
+        return None if wanted == grad.placements else grad.redistribute(placements=wanted)
+
+    return hook
