@@ -66,9 +66,9 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
         model = _llama()
-        parallelize(model, zoo.llama(mesh, dp="dp", sp=True))
         before, gradients.find_spec = gradients.find_spec, lambda name: not alone
         try:
+            parallelize(model, zoo.llama(mesh, dp="dp", sp=True))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 with installed(model).gradients.no_sync():
