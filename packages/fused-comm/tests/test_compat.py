@@ -1,7 +1,10 @@
 """Canaries for the shims of _compat.py: each fails when its shim can go."""
 
+import gc
 import inspect
+import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
@@ -28,6 +31,25 @@ def test_views_are_noticed_and_forgotten():
     assert _compat.is_viewed(buffer)
     del view
     assert not _compat.is_viewed(buffer)
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["plain", "DTensor"])
+def test_a_weak_reference_lives_as_long_as_the_parameter_has_the_gradient(placed):
+    """`Gradient` knows by one that a gradient is finished: else it would be summed again."""
+    with fake_mesh((2,)) as mesh:
+
+        def made():
+            local = torch.ones(4)
+            return DTensor.from_local(local, mesh, [Partial()]) if placed else local
+
+        param = torch.nn.Parameter(made())
+        param.grad = made()
+        finished = weakref.ref(param.grad)
+        gc.collect()
+        assert finished() is param.grad
+        param.grad = None
+        gc.collect()
+        assert finished() is None
 
 
 def test_a_dtensor_is_made_as_torch_makes_it():

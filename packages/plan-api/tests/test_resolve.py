@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, lower
+from plan_api import Phase, Plan, lower
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -89,6 +89,12 @@ def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
     assert said[3] == ("forward of layers.0 (Block) has no argument 'maks'; did you mean 'mask'?")
     assert said[4] == "forward of layers.0 (Block) has 2 arguments: x, mask"
     assert said[5] == "no parameter or buffer has this name"
+
+
+def test_phases_that_are_not_there_yet_are_refused(mesh, model):
+    plan = Plan(mesh).shard("layers.0.up.weight", R, "dp", Phase.RUN)
+    with pytest.raises(ValueError, match="parameters have phase INIT only, so far"):
+        lower(plan, model)
 
 
 def test_nothing_is_asked_of_the_tensors_memory(mesh):

@@ -22,8 +22,9 @@ def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
     Raises:
         ValueError: on every rank, where any two differ: names the first line of a rank that does.
     """
-    numbers = [_number(lines)]
-    extremes = torch.tensor([*numbers, *(-one for one in numbers)], device=mesh.device_type)
+    own = _number(lines)
+    # The maximum of both tells whether all are the same.
+    extremes = torch.tensor([own, -own], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if (extremes[0] == -extremes[1]).item():
