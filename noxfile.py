@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "types", "tests"]
@@ -70,9 +71,15 @@ def compat(session: nox.Session, torch: str) -> None:
     session.install("-c", str(pins), f"torch=={torch}.*", *tools)
     local = [str(PACKAGES[name]) for name in PACKAGES]
     session.install("--no-build-isolation", "-c", str(pins), *local, str(ROOT / "testkit"))
+    failed = []
     for name in session.posargs or PACKAGES:
         # Other versions warn of other things; their warnings are not ours to mend.
-        session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
+        try:
+            session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
+        except CommandFailed:  # the next package is tested all the same
+            failed.append(name)
+    if failed:
+        session.error(f"with torch {torch} these packages' tests fail: {failed}")
 
 
 @nox.session
