@@ -7,6 +7,7 @@ are replaced by ones that compute every expert for every token and weigh them by
 """
 
 import torch
+from dit import dit
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import LlamaConfig, LlamaModel, MixtralConfig, MixtralModel
@@ -177,7 +178,7 @@ def mixtral(edges):
     return Block(MixtralModel(config), edges)
 
 
-BLOCKS = {"LLaMA": llama, "Mixtral": mixtral}
+BLOCKS = {"LLaMA": llama, "Mixtral": mixtral, "DiT": dit}
 
 
 def step_of(build, edges):

@@ -24,6 +24,7 @@ def _row(name, build):
         }
         best = {k: v / 1000 for k, v in interleaved(steps, calls=CALLS, rounds=ROUNDS).items()}
         sent = {kind: _collectives(context, step) for kind, (context, step) in steps.items()}
+        calls, missed = _calls(*steps["ours"])
     over_stock, over_ours = best["stock"] - best["local"], best["ours"] - best["local"]
     ratio = over_stock / over_ours if over_ours > 0 else float("inf")
     times = best["ours"] / best["local"]
@@ -38,6 +39,8 @@ def _row(name, build):
         "most_times_local": MOST_TIMES_LOCAL,
         "least_ratio": LEAST_RATIO,
         "met": "yes" if times <= MOST_TIMES_LOCAL and ratio >= LEAST_RATIO else "no",
+        "calls": calls,
+        "missed_or_left": missed,
         "collectives": "/".join(str(sum(counts.values())) for counts in sent.values()),
     }
 
@@ -46,3 +49,14 @@ def _collectives(context, step):
     with context(), CommLog() as log:
         step()
     return log.counts()
+
+
+def _calls(context, step):
+    """How many calls of operators a warm step makes, and how many of them ran no cached plan."""
+    with context():
+        step()
+        dtensor_rules.stats_clear()
+        step()
+        counts = dtensor_rules.stats().values()
+    missed = sum(op.miss + sum(op.fallthrough.values()) for op in counts)
+    return sum(op.rule + op.cache for op in counts) + missed, missed
