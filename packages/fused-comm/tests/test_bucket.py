@@ -126,3 +126,14 @@ def test_packing_casts_and_takes_any_strides():
         grad = torch.arange(6.0).view(2, 3).t()
         pack(bucket, {0: grad}, buffer)
         assert torch.equal(own_piece(bucket.slots[0], buffer), grad.double())
+
+
+def test_empty_pieces_do_not_pass_for_gradients_that_live_in_the_buffer():
+    """Three slots, three empty pieces: as many as there are slots, and none of them lives there."""
+    with fake_mesh((2,)) as mesh:
+        shapes = [(1, 4), (1, 4), (1, 4)]
+        (bucket,) = plan_buckets(entries(mesh, shapes, [P], [S0]), 1000)
+        buffer = torch.zeros(bucket.numel)
+        pack(bucket, {number: torch.full((1, 4), 8.0) for number in range(3)}, buffer, 2.0)
+        row = buffer.view(2, bucket.row)[0]
+        assert [own_piece(slot, row).tolist() for slot in bucket.slots] == [[[4.0] * 4]] * 3

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import run_ranks
+from testkit import deposit, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -40,19 +40,6 @@ class Spoiled:
     def release(self):
         self.pool.alive.remove(self)  # raises the second time
         self.data.fill_(math.nan)
-
-
-class Deposit(torch.autograd.Function):
-    """Gives a parameter this gradient, placed as it is."""
-
-    @staticmethod
-    def forward(ctx, param, grad):
-        ctx.grad = grad
-        return torch.zeros((), requires_grad=True)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.grad, None
 
 
 class Gathered(torch.autograd.Function):
@@ -205,7 +192,7 @@ def test_any_pattern_of_gradients_adds_up(shape, zero_copy, target, op):
                         if rank == dist.get_rank():
                             local = torch.full((4, 4), float(value))
                             grad = DTensor.from_local(local, mesh, [P] * mesh.ndim, run_check=False)
-                            total = total + Deposit.apply(param, grad)
+                            total = total + deposit(param, grad)
                 total.backward()
             reducer.finish()
             if waits:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import CommLog, run_ranks
+from testkit import CommLog, deposit, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -15,21 +15,8 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 SHAPES = [(5, 3), (7,), (1,), (4, 6), (3, 2, 2), (2,)]
 
 
-class Deposit(torch.autograd.Function):
-    """Gives a parameter this gradient, placed as it is."""
-
-    @staticmethod
-    def forward(ctx, param, grad):
-        ctx.grad = grad
-        return torch.zeros((), requires_grad=True)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.grad, None
-
-
-def deposit(params, grads):
-    sum(Deposit.apply(p, g) for p, g in zip(params, grads, strict=True) if g is not None).backward()
+def deposit_all(params, grads):
+    sum(deposit(p, g) for p, g in zip(params, grads, strict=True) if g is not None).backward()
 
 
 def make_params(mesh, placements, shapes=SHAPES, dtype=torch.float32):
@@ -77,7 +64,7 @@ def test_two_ranks_have_the_bits_of_redistribution(source, target, dtype):
         results = []
         for step in range(3):
             grads = make_grads(params, source, step)
-            deposit(params, grads)
+            deposit_all(params, grads)
             reducer.finish()
             results += equal(locals_of(params), alone(grads, target))
             results += [p.grad.placements == target and p.grad.shape == p.shape for p in params]
@@ -112,7 +99,7 @@ def test_four_ranks_agree_with_redistribution(case, fuse_axes):
         results = []
         for step in range(2):
             grads = make_grads(params, source, step)
-            deposit(params, grads)
+            deposit_all(params, grads)
             reducer.finish()
             for ours, theirs in zip(locals_of(params), alone(grads, target), strict=True):
                 results.append(ours.shape == theirs.shape)
@@ -140,7 +127,7 @@ def test_collectives_are_buckets_times_sets_of_axes():
                     param.grad = None
                 grads = make_grads(norms, (P, P)), make_grads(weights, (P, S0))
                 with CommLog() as log:
-                    deposit(params, [g for pair in zip(*grads, strict=True) for g in pair])
+                    deposit_all(params, [g for pair in zip(*grads, strict=True) for g in pair])
                     reducer.finish()
             counts[fuse] = log.counts()
             reducer.remove()
@@ -159,7 +146,7 @@ def test_buckets_are_sent_while_backward_goes_on():
             grads = make_grads(params, (P,), step)
             total = torch.zeros((), requires_grad=True)
             for param, grad in zip(params, grads, strict=True):
-                total = total + Deposit.apply(param, grad)
+                total = total + deposit(param, grad)
                 total.register_hook(lambda _: sent.append(len(reducer._step.flights)))
             total.backward()
             sent.append(len(reducer._step.flights))
@@ -206,7 +193,7 @@ def test_reduce_dtype_holds_on_every_axis(axes):
         (param,) = make_params(mesh, (R, R), [(64,)], torch.bfloat16)
         reducer = GradReducer([param], reduce_dtype=torch.float32)
         (grad,) = make_grads([param], axes)
-        deposit([param], [grad])
+        deposit_all([param], [grad])
         with CommLog() as log:
             reducer.finish()
         wide = DTensor.from_local(grad.to_local().float(), mesh, axes, run_check=False)
@@ -226,7 +213,7 @@ def test_means_of_halves_do_not_overflow():
         (param,) = make_params(mesh, (R,), [(8,)], torch.float16)
         reducer = GradReducer([param], op="avg")
         grad = DTensor.from_local(torch.full((8,), 30000.0).half(), mesh, (P,), run_check=False)
-        deposit([param], [grad])
+        deposit_all([param], [grad])
         reducer.finish()
         return param.grad.to_local().tolist()
 

@@ -2,6 +2,7 @@
 
 from testkit.cases import Case, cases
 from testkit.comm_log import Collective, CommLog
+from testkit.deposit import deposit
 from testkit.mesh import clear_caches, each_rank, fake_mesh
 from testkit.parity import assert_bitwise, assert_close, assert_same_tensor, assert_ulp
 from testkit.ranks import RankError, RankReport, run_ranks
@@ -20,6 +21,7 @@ __all__ = [
     "assert_ulp",
     "cases",
     "clear_caches",
+    "deposit",
     "each_rank",
     "fake_mesh",
     "run_ranks",

@@ -14,11 +14,12 @@ import datetime
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from fused_comm.axes import FlatGroup, flat_group
-from fused_comm.pieces import Piece, numel, piece_at
+from fused_comm.pieces import Piece, numel, piece_at, shape_of
 from fused_comm.reduction import Reduction
 
 __all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets", "route_of"]
@@ -44,17 +45,17 @@ class Route:
     device: torch.device
     averaged: bool
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of its buckets."""
         return math.prod(group.size for group in self.scattered)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """How many parts the sum has."""
         return self.rows * math.prod(group.size for group in self.reduced)
 
-    @property
+    @cached_property
     def keeps_finished(self) -> bool:
         """Whether this rank's part of what is reduced already is all of it, rather than nothing.
 
@@ -127,6 +128,25 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A contiguous tensor's place in a flat one.
+
+    Attributes:
+        start: its first element.
+        shape: its sizes.
+        stride: its strides, in elements.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view: in one call, where a slice and a view are two."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+
+@dataclass(frozen=True)
 class Slot:
     """A gradient's range in every row.
 
@@ -135,22 +155,19 @@ class Slot:
         start: its first element.
         size: elements of the largest piece.
         flag: the element that says whether there is a gradient.
-        own: the row that comes to this rank.
-        pieces: per row, the slices of the local gradient that go there; of uneven shards the
-            smaller ones leave the end of the slot unused.
+        parts: per row, where in the buffer which slices of the local gradient go; None is all of
+            it. Of uneven shards the smaller ones leave the end of the slot unused.
+        own_place: where this rank's piece is in the row that comes to it.
+        own_piece: which slices of the local gradient that is.
     """
 
     entry: Entry
     start: int
     size: int
     flag: int
-    pieces: tuple[Piece, ...]
-    own: int
-
-    @property
-    def own_piece(self) -> Piece:
-        """What this rank has of the local gradient when it is reduced."""
-        return self.pieces[self.own]
+    parts: tuple[tuple[Place, Piece | None], ...]
+    own_place: Place
+    own_piece: Piece
 
 
 @dataclass(frozen=True)
@@ -215,12 +232,22 @@ def _bucket(entries: Sequence[Entry]) -> Bucket:
         size = max(numel(piece) for piece in pieces)
         places.append((end, size, pieces))
         end += math.ceil(size / align) * align
-    slots = [
-        Slot(entry, start, size, end + number, pieces, route.own_row)
-        for number, (entry, (start, size, pieces)) in enumerate(zip(entries, places, strict=True))
-    ]
-    row = end + math.ceil((len(slots) + 1) / align) * align
+    row = end + math.ceil((len(entries) + 1) / align) * align
+    slots = []
+    for number, (entry, (start, size, pieces)) in enumerate(zip(entries, places, strict=True)):
+        parts = tuple(
+            (_place(index * row + start, piece), piece if route.rows > 1 else None)
+            for index, piece in enumerate(pieces)
+        )
+        own = pieces[route.own_row]
+        slots.append(Slot(entry, start, size, end + number, parts, _place(start, own), own))
     return Bucket(route, tuple(slots), end + len(slots), row)
+
+
+def _place(start: int, piece: Piece) -> Place:
+    shape = shape_of(piece)
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return Place(start, tuple(shape), tuple(stride))
 
 
 def _pieces(reduction: Reduction, route: Route) -> tuple[Piece, ...]:

@@ -166,7 +166,8 @@ class Gradient:
             if kept is not None:
                 self.param.grad = self._finished = kept
             return
-        local = local.to(reduction.dtype)
+        if local.dtype != reduction.dtype:
+            local = local.to(reduction.dtype)
         if kept is not None:
             local.add_(local_of(kept))
         grad = self._placed(local, reduction, reduction.placements)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from fused_comm.bucket import Bucket, Slot
-from fused_comm.pieces import numel, shape_of
 
 __all__ = ["own_piece", "pack", "used"]
 
@@ -26,33 +25,37 @@ def pack(
         locals_: local gradients by parameter; of those missing the slots become zero.
         buffer: of ``bucket.numel`` elements. What lies between slots, and behind the smaller pieces
             of uneven shards, stays as it is: it is reduced, and never read.
-        divisor: of every gradient.
+        divisor: of every gradient; a power of two.
         first: whether this is a step's first round.
     """
-    rows = buffer.view(bucket.route.rows, bucket.row)
+    # Exact, and as a tensor applied in a third of the time of a Python number.
+    inverse = torch.tensor(1.0 / divisor, device="cpu")
     into, out_of, lives, empty = [], [], [], []
     for slot in bucket.slots:
         local = locals_.get(slot.entry.index)
-        for row, piece in zip(rows, slot.pieces, strict=True):
+        for at, piece in slot.parts:
+            place = at.of(buffer)
             if local is None:
-                empty.append(row[slot.start : slot.start + slot.size])
+                empty.append(place)
                 continue
-            part = local[piece]
-            place = row[slot.start : slot.start + part.numel()].view(part.shape)
+            part = local if piece is None else local[piece]
             if place.data_ptr() == part.data_ptr():
                 lives.append(place)
             elif divisor != 1.0 and part.dtype == place.dtype:
-                torch.div(part, divisor, out=place)
+                torch.mul(part, inverse, out=place)
             else:
                 into.append(place)
                 out_of.append(part)
     if into:
         torch._foreach_copy_(into, out_of)
-    if divisor != 1.0 and (into or lives):
-        torch._foreach_div_([*into, *lives], divisor)
+    if divisor != 1.0:
+        # Where all gradients live in the buffer, of one row, one call is enough.
+        all_live = bucket.route.rows == 1 and len(lives) == len(bucket.slots)
+        for place in [buffer] if all_live else [*into, *lives]:
+            place.mul_(inverse)
     if empty:
         torch._foreach_zero_(empty)
-    begin = bucket.slots[0].flag
+    rows, begin = buffer.view(bucket.route.rows, bucket.row), bucket.slots[0].flag
     flags = [float(slot.entry.index in locals_) for slot in bucket.slots] + [float(first)]
     if all(flags):
         rows[:, begin : begin + len(flags)].fill_(1.0)
@@ -67,8 +70,7 @@ def own_piece(slot: Slot, row: torch.Tensor) -> torch.Tensor:
         slot: whose.
         row: what the collectives have left on this rank.
     """
-    stop = slot.start + numel(slot.own_piece)
-    return row[slot.start : stop].view(shape_of(slot.own_piece))
+    return slot.own_place.of(row)
 
 
 def used(slot: Slot, row: torch.Tensor) -> bool:

@@ -203,7 +203,10 @@ class GradReducer:
         self._handles.clear()
 
     def _plan(self) -> _Plan:
-        return self._plans.setdefault(self._skipped, _Plan())
+        plan = self._plans.get(self._skipped)
+        if plan is None:
+            plan = self._plans[self._skipped] = _Plan()
+        return plan
 
     def _hook_new(self) -> None:
         for number, gradient in enumerate(self._gradients):
