@@ -1,7 +1,9 @@
 """Buffers of somebody else's: used for every bucket, and released when nothing is in them."""
 
+import gc
 import math
 import random
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import deposit, run_ranks
+from testkit import deposit, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -137,6 +139,27 @@ def test_a_buffer_is_used_again_when_nobody_has_its_gradients(target):
         return all(correct), pool.made
 
     assert run_ranks(check, 2) == [(True, 1)] * 2
+
+
+def test_shards_of_many_buckets_are_cut_out_of_two_buffers():
+    """So that memory does not grow with the model (ZeRO-2): one is filled, one is on its way."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params, pool = model(mesh, [S0], count=7), Pool()
+        reducer = GradReducer(params, allocate=pool, bucket_mb=64 / 2**20)
+        correct = []
+        for step in range(3):
+            sums, x = {}, batch(mesh, step)
+            loss([Gathered.apply(p) for p in params], x).backward()
+            add_reference(params, x, sums)
+            reducer.finish()
+            correct.append(as_expected(params, sums))
+            for param in params:
+                param.grad = None
+        return len(reducer.report().buckets), all(correct), pool.made
+
+    assert run_ranks(check, 2) == [(7, True, 2)] * 2
 
 
 @pytest.mark.parametrize("part", ["gradient", "local tensor", "view"])
@@ -275,3 +298,16 @@ def test_what_comes_twice_here_and_once_elsewhere_is_an_error():
         return True
 
     assert run_ranks(check, 2) == [True] * 2
+
+
+def test_parameters_that_nobody_has_are_freed_with_their_reducer():
+    with fake_mesh((2,)) as mesh:
+        params = model(mesh)
+        reducer = GradReducer(params)
+        for step in range(2):
+            loss(params, batch(mesh, step)).backward()
+            reducer.finish()
+        seen = [weakref.ref(one) for one in (reducer, *params)]
+        del params, reducer
+        gc.collect()
+        assert [one() for one in seen] == [None] * len(seen)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fused_comm import GradReducer
 from testkit import CommLog, deposit, run_ranks
@@ -182,6 +183,46 @@ def test_plain_tensors_are_reduced_as_ddp_does_it():
         return all(results)
 
     assert run_ranks(check, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_pieces_of_shards_are_cut_from_them(rows):
+    """Beside tensor parallelism FSDP2 places parameters so; the whole is along dp alone."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2))
+        (whole,) = make_params(mesh, (R, S0), [(rows, 3)])
+        pieces = (_StridedShard(0, split_factor=2), S0)
+        param = torch.nn.Parameter(whole.detach().redistribute(placements=pieces))
+        reducer = GradReducer([param])
+        (grad,) = make_grads([whole], (P, S0))
+        deposit_all([param], [grad])
+        with CommLog() as log:
+            reducer.finish()
+        expected = grad.redistribute(placements=(R, S0)).redistribute(placements=pieces)
+        same = torch.equal(param.grad.to_local(), expected.to_local())
+        return same, param.grad.placements == pieces, log.counts()["reduce_scatter"]
+
+    assert run_ranks(check, 4) == [(True, True, 1)] * 4
+
+
+def test_other_pieces_are_no_cut():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2))
+        placements = (_StridedShard(0, split_factor=4), S0)
+        local = torch.zeros(2, 3)
+        param = torch.nn.Parameter(
+            DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1)
+            )
+        )
+        (whole,) = make_params(mesh, (R, S0), [(8, 3)])
+        reducer = GradReducer([param])
+        deposit_all([param], make_grads([whole], (P, S0)))
+        with pytest.raises(ValueError, match="its own part of the sum is no shard of that"):
+            reducer.finish()
+
+    run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("axes", [(P, R), (P, P)])

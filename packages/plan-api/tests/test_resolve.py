@@ -91,10 +91,34 @@ def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
     assert said[5] == "no parameter or buffer has this name"
 
 
-def test_phases_that_are_not_there_yet_are_refused(mesh, model):
-    plan = Plan(mesh).shard("layers.0.up.weight", R, "dp", Phase.RUN)
-    with pytest.raises(ValueError, match="parameters have phase INIT only, so far"):
-        lower(plan, model)
+def test_phases_are_operations_of_parameters(mesh, model):
+    plan = (
+        Plan(mesh)
+        .shard("layers.0.up.weight", S0, "dp")
+        .shard("layers.0.up.weight", R, "dp", Phase.RUN)
+    )
+    assert texts(plan, model) == [
+        "layers.0.up.init:weight:0:shard(->S(0), dp)",
+        "layers.0.up.run:weight:0:shard(->R, dp)",
+    ]
+    assert lower(plan, model).overrides == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "phase", "words"),
+    [
+        ("layers.0.scale", Phase.RUN, "layers.0.scale is a buffer: it is placed once"),
+        ("layers.0.up.weight", Phase.GRAD, r"is to be \(S\(0\), R\): say \(R, R\)"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused(mesh, model, path, phase, words):
+    with pytest.raises(ValueError, match=words):
+        lower(Plan(mesh).shard(path, S0, "dp", phase), model)
+
+
+def test_activations_have_no_phases(mesh):
+    with pytest.raises(ValueError, match="only parameters have phases"):
+        Plan(mesh).shard("<in>", S0, "dp", Phase.RUN)
 
 
 def test_nothing_is_asked_of_the_tensors_memory(mesh):

@@ -77,6 +77,12 @@ class Flight:
             self._wait()
             self._start()
 
+    def vacate(self) -> None:
+        """Waits until what is scattered is sent, so that its buffer can be filled again."""
+        if self._source is not None:
+            self._wait()
+            self._start()
+
     def land(self) -> torch.Tensor:
         """Waits for everything: this rank's row, scaled.
 
@@ -87,7 +93,8 @@ class Flight:
             self._wait()
             self._start()
         _, after = divisors(self.bucket.route)
-        row = self._data.view(-1)
+        # A flight is kept for the report, and must not keep gradients that nobody has.
+        row, self._data = self._data.view(-1), self._data.new_empty(0)
         if self._rest and row[self.bucket.first_flag].item() > 0:
             raise RuntimeError(
                 f"gradients of {', '.join(self.names)} came several times on this rank, and at "

@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fused_comm import _compat
@@ -213,7 +213,7 @@ def _folded(
         )
         if isinstance(source, Partial) and placement == Replicate()
     ]
-    cut = [one for one in reduction.scattered if isinstance(earlier.placements[one.axis], Shard)]
+    cut = [one for one in reduction.scattered if not earlier.placements[one.axis].is_partial()]
     if cut and len(cut) != len(reduction.scattered):
         raise ValueError(
             f"gradient of {name!r} is {earlier.placements}, to be {reduction.placements}: its "

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from fused_comm import _compat
 from fused_comm.axes import plain_group
-from fused_comm.bucket import Bucket, Entry, plan_buckets
+from fused_comm.bucket import Bucket, Entry, Route, plan_buckets
 from fused_comm.flat_buffer import Allocate, FlatBuffer, allocate
 from fused_comm.flight import Flight
 from fused_comm.gradient import Home
@@ -57,9 +58,10 @@ class _Step:
 class GradReducer:
     """Reduces the gradients of parameters to their parameters' placements.
 
-    Call `finish()` after backward and before anything reads gradients. A gradient that is Partial
-    along mesh axes is summed over them: all-reduced where the parameter is replicated,
-    reduce-scattered where it is sharded (veScale, section 6.3). Until then `.grad` may be None.
+    Keep it as long as it is to work. Call `finish()` after backward and before anything reads
+    gradients. A gradient that is Partial along mesh axes is summed over them: all-reduced where the
+    parameter is replicated, reduce-scattered where it is sharded (veScale, section 6.3). Until then
+    `.grad` may be None.
 
     Args:
         params: parameters, or pairs of name and parameter as `model.named_parameters()` gives
@@ -115,6 +117,8 @@ class GradReducer:
         self._zero_copy, self._allocate = zero_copy, allocate
         self._known: dict[int, Reduction] = {}  # of gradients that any rank has had, as they came
         self._plans: dict[frozenset[str | int], _Plan] = {}
+        # What shards are cut out of: two for each route.
+        self._sent: dict[tuple[Route, int], list[FlatBuffer]] = {}
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
         self._step = _Step()
@@ -213,14 +217,9 @@ class GradReducer:
             if number in self._hooked or not gradient.param.requires_grad:
                 continue
             self._hooked.add(number)
-            self._handles.append(
-                gradient.param.register_hook(lambda _, number=number: self._before(number))
-            )
-            self._handles.append(
-                gradient.param.register_post_accumulate_grad_hook(
-                    lambda _, number=number: self._after(number)
-                )
-            )
+            before, after = _hooks(self, number)
+            self._handles.append(gradient.param.register_hook(before))
+            self._handles.append(gradient.param.register_post_accumulate_grad_hook(after))
 
     def _before(self, number: int) -> None:
         self._gradients[number].before_accumulation()
@@ -251,6 +250,9 @@ class GradReducer:
             if step.flights:
                 step.flights[-1].advance()
             bucket = plan.buckets[number]
+            if bucket.route.rows > 1:
+                for flight in step.flights[:-1]:
+                    flight.vacate()
             locals_ = {}
             for slot in bucket.slots:
                 gradient = self._gradients[slot.entry.index]
@@ -260,13 +262,26 @@ class GradReducer:
                 if local is not None:
                     locals_[slot.entry.index] = local
             names = [self._gradients[slot.entry.index].name for slot in bucket.slots]
-            flight = Flight(bucket, names, self._buffer(plan, number, step).data, step.rest)
+            flight = Flight(bucket, names, self._room(plan, number, step), step.rest)
             step.flights.append(flight)
             flight.launch(locals_)
 
     def _is_home(self, bucket: Bucket, step: _Step) -> bool:
         """Whether gradients live in the buffer in which this bucket is sent in this step."""
         return self._zero_copy and not step.rest and not bucket.route.scattered
+
+    def _room(self, plan: _Plan, number: int, step: _Step) -> torch.Tensor:
+        bucket = plan.buckets[number]
+        if bucket.route.rows == 1:
+            return self._buffer(plan, number, step).data
+        # Nothing stays in it: two for all buckets are enough, one filled and one on its way.
+        size = max(b.numel for b in plan.buckets if b.route == bucket.route)
+        held = self._sent.setdefault((bucket.route, number % 2), [])
+        if held and held[0].data.numel() < size:
+            held.pop().release()
+        if not held:
+            held.append(self._allocate(size, bucket.route.dtype, bucket.route.device))
+        return held[0].data[: bucket.numel]
 
     def _buffer(self, plan: _Plan, number: int, step: _Step) -> FlatBuffer:
         bucket, held = plan.buckets[number], plan.held[number]
@@ -293,7 +308,7 @@ class GradReducer:
                 elif exists:
                     gradient.live_in(None)
                 found, missing = found or exists, missing or not exists
-            if not missing and not (self._zero_copy and step.rest):
+            if plan.held[number] and not missing and not (self._zero_copy and step.rest):
                 # Nothing is left in the buffers before.
                 self._release(plan.held[number], self._is_home(bucket, step))
         return found
@@ -350,3 +365,23 @@ class GradReducer:
                 f"of {self._gradients[entry.index].name!r} is {entry.reduction.dtype}: leave one "
                 f"of them out"
             )
+
+
+def _hooks(
+    reducer: GradReducer, number: int
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """Of one parameter; they do not keep the reducer, which has the parameters.
+
+    Autograd has hooks where the garbage collector does not look.
+    """
+    reference = weakref.ref(reducer)
+
+    def before(_: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive._before(number)
+
+    def after(_: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive._after(number)
+
+    return before, after

@@ -7,6 +7,7 @@ sum. Its *target* is its parameter's placement there. Where that is Replicate th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
     "Reduction",
@@ -155,8 +156,8 @@ def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Red
         placements[axis] = to
         if type(to) is Replicate:
             reduced.append(axis)
-        elif type(to) is Shard and is_local_cut(axis, target):
-            scattered.append(Scatter(axis, to.dim))
+        elif (dim := _cut_dim(axis, target, mesh)) is not None:
+            scattered.append(Scatter(axis, dim))
         else:
             raise ValueError(
                 f"{what} is Partial on axis {axis}, to be placed as {tuple(target)}: its own part "
@@ -172,6 +173,20 @@ def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Red
         mesh, tuple(reduced), tuple(scattered), operations == {"avg"}, tensor.placements,
         tuple(placements), local.shape, local.dtype, local.device,
     )  # fmt: skip
+
+
+def _cut_dim(axis: int, target: Sequence[Placement], mesh: DeviceMesh) -> int | None:
+    """The dim of its own part that a rank has a chunk of, where that is all it takes."""
+    to = target[axis]
+    if type(to) is Shard:
+        return to.dim if is_local_cut(axis, target) else None
+    if not isinstance(to, _StridedShard):
+        return None
+    # Of what the axes on its right have cut, as FSDP2 places parameters beside tensor parallelism.
+    right = [
+        mesh.size(other) for other in range(axis + 1, len(target)) if target[other] == Shard(to.dim)
+    ]
+    return to.dim if math.prod(right) == to.split_factor else None
 
 
 def is_local_cut(

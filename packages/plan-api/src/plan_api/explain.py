@@ -103,8 +103,8 @@ def explain(plan: Plan, model: nn.Module) -> Explanation:
     for site in sites:
         for step in site.steps:
             name = f"{site.path}.{step.tensor}" if site.path else step.tensor
-            shown = step.tensor if site.moment is Moment.INIT else f"{step.tensor}:{step.index}"
-            size = _bytes(state[name], step, plan) if site.moment is Moment.INIT else ""
+            shown = step.tensor if site.moment.of_state else f"{step.tensor}:{step.index}"
+            size = _bytes(state[name], step, plan) if site.moment.of_state else ""
             lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
             rows.append(
                 Row(

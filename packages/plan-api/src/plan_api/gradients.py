@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -32,11 +33,17 @@ class Gradients:
 
     Args:
         model: whose parameters they are of.
+        waits: whether gradients stay whole until backward is through (ZeRO-1); otherwise they are
+            sent as they come.
         fired: of the model's sites; those that the first step has not passed are named once.
+        bucket_mb: of gradients that are sent together.
     """
 
-    def __init__(self, model: nn.Module, fired: Fired) -> None:
+    def __init__(
+        self, model: nn.Module, waits: bool, fired: Fired, bucket_mb: float = 25.0
+    ) -> None:
         self._params: list[torch.Tensor] = []
+        self._waits, self._bucket_mb = waits, bucket_mb
         self._fired: Fired | None = fired
         self._reducer: GradReducer | None = None
         self._synchronises = True
@@ -68,7 +75,7 @@ class Gradients:
 
     def _tell(self) -> None:
         if self._reducer is not None:
-            self._reducer.set_requires_gradient_sync(self._synchronises)
+            self._reducer.set_requires_gradient_sync(self._synchronises and not self._waits)
 
     def _begin_once(self, model: nn.Module, _: object) -> None:
         self._handles.pop(0).remove()
@@ -87,13 +94,18 @@ class Gradients:
         if find_spec("fused_comm"):
             from fused_comm import GradReducer
 
-            self._reducer = GradReducer(named)
+            self._reducer = GradReducer(named, bucket_mb=self._bucket_mb)
             self._tell()
-        self._handles += [
-            param.register_post_accumulate_grad_hook(self._after) for param in self._params
-        ]
+        # Autograd has hooks where the garbage collector does not look: they must not keep this.
+        reference = weakref.ref(self)
 
-    def _after(self, _: torch.Tensor) -> None:
+        def after(_: torch.Tensor) -> None:
+            if (alive := reference()) is not None:
+                alive._after()
+
+        self._handles += [param.register_post_accumulate_grad_hook(after) for param in self._params]
+
+    def _after(self) -> None:
         if self._synchronises and not self._queued:
             self._queued = True
             # As torch/distributed/fsdp does it: runs when this backward is through.
@@ -102,7 +114,9 @@ class Gradients:
     def _finish(self) -> None:
         self._queued = False
         if self._reducer is not None:
+            self._reducer.set_requires_gradient_sync(True)
             self._reducer.finish()
+            self._tell()
         else:
             self._reduce_each()
         if self._fired is not None:

@@ -19,11 +19,19 @@ __all__ = ["Act", "Moment", "Op", "short"]
 
 
 class Moment(Enum):
-    """When an operation happens."""
+    """When an operation happens: in a phase of parameters, or before or after a module runs."""
 
     INIT = "init"
+    OPTIM = "optim"
+    RUN = "run"
     FORWARD_PRE = "forward_pre"
     FORWARD = "forward"
+    GRAD = "grad"
+
+    @property
+    def of_state(self) -> bool:
+        """Whether it is a phase of parameters, and not a hook of activations."""
+        return self not in (Moment.FORWARD_PRE, Moment.FORWARD)
 
 
 class Act(Enum):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
@@ -19,9 +17,11 @@ from plan_api.extras import use_extras
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
-from plan_api.ir import Moment, Op
+from plan_api.ir import Op
 from plan_api.plan import Plan
 from plan_api.resolve import resolve, state_of
+from plan_api.schedule import Schedule, schedules
+from plan_api.state import place_state, use_copies
 
 __all__ = ["Installed", "Lowered", "installed", "lower", "parallelize"]
 
@@ -36,11 +36,13 @@ class Lowered:
         ops: that hold, in the order of the plan.
         overrides: what the plan said and took back.
         sites: the operations, fused.
+        schedules: of parameters and buffers that the plan names, by their first name.
     """
 
     ops: tuple[Op, ...]
     overrides: tuple[Override, ...]
     sites: tuple[Site, ...]
+    schedules: Mapping[str, Schedule]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +86,19 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     ops, overrides = last_words(resolve(plan, model))
     if overrides and strict:
         raise ValueError("the plan overrides itself, under strict=True:\n" + _lines(overrides))
+    placed = schedules(dict(state_of(model)), ops, plan.mesh)
     if plan.cover:
-        _check_cover(ops, model)
-    return Lowered(tuple(ops), tuple(overrides), tuple(fuse(ops)))
+        _check_cover(placed, model)
+    return Lowered(tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed))
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, strict: bool = False, src_data_rank: int | None = 0
+    model: nn.Module,
+    plan: Plan,
+    *,
+    strict: bool = False,
+    src_data_rank: int | None = 0,
+    bucket_mb: float = 25.0,
 ) -> nn.Module:
     """Makes a model for one device one for the plan's mesh, in place (veScale, section 4).
 
@@ -105,6 +113,7 @@ def parallelize(
         strict: whether an entry that overrides another is an error; otherwise it is logged.
         src_data_rank: whose parameters all ranks get; None: each keeps its part of its own, without
             communication, for models that are the same on all ranks.
+        bucket_mb: of gradients that fused-comm sends together, as `GradReducer` has it.
 
     Returns:
         the model.
@@ -121,14 +130,15 @@ def parallelize(
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
     register_cpu_attention()
-    _place_state(model, plan, lowered.ops, src_data_rank)
-    fired = Fired([site for site in lowered.sites if site.moment is not Moment.INIT])
+    place_state(model, plan.mesh, lowered.schedules, src_data_rank)
+    hooks = [site for site in lowered.sites if not site.moment.of_state]
+    fired = Fired(hooks)
     handles = [
-        install(site, model.get_submodule(site.path), plan.mesh, fired)
-        for site in lowered.sites
-        if site.moment is not Moment.INIT
+        *(install(site, model.get_submodule(site.path), plan.mesh, fired) for site in hooks),
+        *use_copies(model, lowered.schedules),
     ]
-    gradients = Gradients(model, fired)
+    waits = any(schedule.waits for schedule in lowered.schedules.values())
+    gradients = Gradients(model, waits, fired, bucket_mb)
     _installed[model] = Installed(lowered, fired, gradients, extras, tuple(handles))
     return model
 
@@ -144,44 +154,8 @@ def installed(model: nn.Module) -> Installed:
     return _installed[model]
 
 
-def _place_state(
-    model: nn.Module, plan: Plan, ops: Iterable[Op], src_data_rank: int | None
-) -> None:
-    """Every parameter and buffer becomes a DTensor; a tied one, under all its names."""
-    placements: dict[int, list[Placement]] = {}
-    tensors = dict(state_of(model))
-    for op in ops:
-        if op.moment is Moment.INIT:
-            name = f"{op.path}.{op.tensor}" if op.path else op.tensor
-            placed = placements.setdefault(id(tensors[name]), [Replicate()] * plan.mesh.ndim)
-            placed[plan.axes.index(op.axis)] = op.dst
-    made: dict[int, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            continue
-        if id(tensor) not in made:
-            placed = placements.get(id(tensor), [Replicate()] * plan.mesh.ndim)
-            made[id(tensor)] = _placed(tensor, plan, placed, src_data_rank)
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        registry = module._parameters if own in module._parameters else module._buffers
-        registry[own] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _placed(
-    tensor: torch.Tensor, plan: Plan, placements: list[Placement], src_data_rank: int | None
-) -> torch.Tensor:
-    placed = distribute_tensor(tensor.detach(), plan.mesh, placements, src_data_rank=src_data_rank)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(placed, requires_grad=tensor.requires_grad)
-    return placed
-
-
-def _check_cover(ops: Iterable[Op], model: nn.Module) -> None:
-    known = {
-        f"{op.path}.{op.tensor}" if op.path else op.tensor for op in ops if op.moment is Moment.INIT
-    }
-    left = [name for name, _ in model.named_parameters() if name not in known]
+def _check_cover(placed: Mapping[str, Schedule], model: nn.Module) -> None:
+    left = [name for name, _ in model.named_parameters() if name not in placed]
     if left:
         raise ValueError(
             "the plan has to cover every parameter (cover=True), and says nothing of: "

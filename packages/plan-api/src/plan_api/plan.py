@@ -96,17 +96,21 @@ class Plan:
         mesh: Axes = None,
         phase: Phase = Phase.INIT,
     ) -> Plan:
-        """Places tensors: parameters and buffers at the given phase, activations when they pass.
+        """Places tensors: parameters at the given phase, buffers once, activations when they pass.
 
         Args:
             path: see `plan_api.path`.
             placements: per axis.
             mesh: the axes.
-            phase: of parameters and buffers.
+            phase: of parameters; see `Phase`.
 
         Raises:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
+        if phase is not Phase.INIT and parse(path).kind is not Kind.STATE:
+            raise ValueError(
+                f"shard({path!r}, phase={phase.name}): only parameters have phases; leave it out"
+            )
         return self._add(Verb.SHARD, path, mesh, placements, phase=phase)
 
     def redistribute(

@@ -13,7 +13,6 @@ from torch import nn
 
 from plan_api.ir import Act, Moment, Op
 from plan_api.path import Kind, TensorPath
-from plan_api.phase import Phase
 from plan_api.plan import Entry, Plan
 from plan_api.verb import Verb
 
@@ -79,7 +78,7 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
 def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
     if entry.path.kind is Kind.GRADIENT:
         return  # what a gradient is, DTensors know themselves
-    act = Act.SHARD if place.moment is Moment.INIT else _ACTS[entry.verb]
+    act = Act.SHARD if place.moment.of_state else _ACTS[entry.verb]
     for at, axis in enumerate(entry.axes):
         yield Op(
             place.path, place.moment, place.tensor, place.index, act, axis, entry.dst[at],
@@ -93,10 +92,8 @@ def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
 def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
     path = entry.path
     if path.kind in (Kind.STATE, Kind.GRADIENT):
-        if entry.phase is not Phase.INIT:
-            raise ValueError(f"{_at(entry)}: parameters have phase INIT only, so far")
         module, _, tensor = name.rpartition(".")
-        return _Place(module, Moment.INIT, tensor, 0)
+        return _Place(module, Moment(entry.phase.value), tensor, 0)
     if path.kind is Kind.INPUT:
         index = _argument(entry, name, modules[name])
         return _Place(name, Moment.FORWARD_PRE, path.kind.value, index)

@@ -1,0 +1,79 @@
+"""Parameters and buffers become DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.resolve import state_of
+from plan_api.schedule import Schedule
+from plan_api.use import Copy, install_copies
+
+__all__ = ["place_state", "use_copies"]
+
+
+def place_state(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    schedules: Mapping[str, Schedule],
+    src_data_rank: int | None,
+) -> None:
+    """Every parameter and buffer becomes a DTensor at rest; a tied one, under all its names.
+
+    Args:
+        model: is changed in place.
+        mesh: of the DTensors.
+        schedules: by name; what has none is replicated.
+        src_data_rank: as in `distribute_tensor`.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for name, module, own, tensor in list(_places(model)):
+        if isinstance(tensor, DTensor):
+            continue
+        if id(tensor) not in made:
+            schedule = schedules.get(name)
+            rest = (Replicate(),) * mesh.ndim if schedule is None else schedule.rest
+            made[id(tensor)] = _placed(tensor, mesh, rest, src_data_rank)
+        registry = module._parameters if own in module._parameters else module._buffers
+        registry[own] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def use_copies(model: nn.Module, schedules: Mapping[str, Schedule]) -> list[RemovableHandle]:
+    """Makes modules use copies of the parameters that rest otherwise than they run."""
+    copies: dict[int, Copy] = {}
+    of_module: dict[nn.Module, dict[str, Copy]] = {}
+    for name, module, own, tensor in _places(model):
+        schedule = schedules.get(name)
+        if schedule is not None and schedule.moves:
+            copies[id(tensor)] = Copy(module, own, schedule.run, schedule.keeps)
+        if id(tensor) in copies:
+            of_module.setdefault(module, {})[own] = copies[id(tensor)]
+    return [handle for module, used in of_module.items() for handle in install_copies(module, used)]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for name, tensor in state_of(model):
+        path, _, own = name.rpartition(".")
+        yield name, model.get_submodule(path), own, tensor
+
+
+def _placed(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    src_data_rank: int | None,
+) -> torch.Tensor:
+    # A piece of a shard is cut from the shard, where all its ranks have it.
+    shards = [Replicate() if isinstance(p, _StridedShard) else p for p in placements]
+    placed = distribute_tensor(tensor.detach(), mesh, shards, src_data_rank=src_data_rank)
+    if tuple(shards) != placements:
+        placed = placed.redistribute(placements=placements)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(placed, requires_grad=tensor.requires_grad)
+    return placed

@@ -1,0 +1,165 @@
+"""Data parallelism and ZeRO as phases of one plan: the same numbers, other memory and traffic."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from plan_api import Phase, Plan, parallelize
+from plan_api.use import Copy
+from testkit import CommLog, fake_mesh, run_ranks
+
+R, S0 = Replicate(), Shard(0)
+WAYS = {
+    "DP": {},
+    "ZeRO-1": {Phase.OPTIM: S0},
+    "ZeRO-2": {Phase.OPTIM: S0, Phase.GRAD: S0},
+    "ZeRO-3": {Phase.INIT: S0, Phase.RUN: R},
+}
+WIDTH = 6  # uneven on 4 ranks
+
+
+class Layers(nn.Module):
+    """Linears in a row, the last one frozen, the middle ones recomputed if asked."""
+
+    def __init__(self, width=WIDTH, recomputes=None, count=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.layers[3].requires_grad_(False)
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if self.recomputes is not None and number in (1, 2):
+                x = checkpoint(self._run, layer, x, use_reentrant=self.recomputes)
+            else:
+                x = self._run(layer, x)
+        return x
+
+    @staticmethod
+    def _run(layer, x):
+        return torch.tanh(layer(x))
+
+
+def plan_of(mesh, way):
+    plan = Plan(mesh).shard("<in>", S0, "dp").shard("<out>", [R] * mesh.ndim)
+    for phase, placement in WAYS[way].items():
+        plan.shard(r"layers\.\d+\.(weight|bias)", placement, "dp", phase)
+    if "tp" in plan.axes:
+        plan.shard(r"layers\.[02]\.(weight|bias)", S0, "tp").shard(
+            r"layers\.[13]\.weight", Shard(1), "tp"
+        )
+        plan.shard(r"layers\.[13].<out>", R, "tp")
+    return plan
+
+
+def train(model, steps=4, width=WIDTH):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "recomputes", [None, False, True], ids=["plain", "recomputed", "reentrant"]
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (4,)], ids=str)
+def test_every_way_trains_as_one_device(shape, way, recomputes):
+    def check():
+        names = ("dp", "tp")[: len(shape)]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = Layers(recomputes=recomputes)
+        parallelize(model, plan_of(mesh, way))
+        return train(model)
+
+    expected = train(Layers(recomputes=recomputes))
+    for losses in run_ranks(check, 4 if shape != (2,) else 2, timeout=120):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+# What each way keeps on each of n ranks, of all elements: of parameters, and of gradients while
+# backward runs; and what it sends in a step, where a collective that gives every rank all of them
+# counts as one (Rajbhandari et al., ZeRO, section 7).
+EXPECTED = {
+    "DP": lambda n: (1, 1, 2),
+    "ZeRO-1": lambda n: (1 + 1 / n, 1, 2),
+    "ZeRO-2": lambda n: (1 + 1 / n, 1 / n, 2),
+    "ZeRO-3": lambda n: (1 / n, 1 / n, 3),
+}
+LAYERS, BROAD = 16, 64
+LARGE = BROAD * BROAD  # bytes: a quarter of a weight, twice an activation
+
+
+def storages(tensors):
+    found = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+    return {storage._cdata: storage.nbytes() for storage in found}
+
+
+def objects(*kinds):
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_and_traffic_are_those_of_the_paper(ranks, way):
+    """A bucket is a layer: two of them and one new gradient are alive beside what is counted."""
+
+    def check():
+        gc.collect()  # models of other tests in this process
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+        model = Layers(BROAD, count=LAYERS)
+        model.layers[3].requires_grad_(True)
+        parallelize(model, plan_of(mesh, way), bucket_mb=BROAD * (BROAD + 1) * 4.2 / 2**20)
+        train(model, 2, BROAD)
+        gc.collect()
+        params = list(model.parameters())
+        copies = [copy._local for copy in objects(Copy)]
+        kept, beside = storages([p._local_tensor for p in params] + copies), []
+
+        def look(_):
+            large = (t for t in objects(torch.Tensor) if t.nbytes >= LARGE)
+            now = storages(large)
+            beside.append(sum(size for at, size in now.items() if at not in kept))
+
+        for layer in model.layers[::5]:
+            layer.weight.register_post_accumulate_grad_hook(look)
+        with CommLog() as log:
+            train(model, 1, BROAD)
+        elements = sum(p.numel() for p in params)
+        sent = sum(call.wire_bytes for call in log.calls if call.input_bytes > 8)
+        sent -= 2 * 8 * BROAD * 4 * (ranks - 1) / ranks  # the model's output, and its gradient
+        return (
+            sum(kept.values()) / 4 / elements,
+            max(beside) / 4 / elements,
+            sent / 4 / elements * ranks / (ranks - 1),
+        )
+
+    parameters, gradients, traffic = EXPECTED[way](ranks)
+    for kept, beside, sent in run_ranks(check, ranks, timeout=120):
+        assert kept == pytest.approx(parameters, rel=0.001)
+        assert gradients - 0.03 <= beside <= gradients + 3.2 / LAYERS
+        assert sent == pytest.approx(traffic, rel=0.03)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_nobody_has_is_freed(way):
+    with fake_mesh((2,), ("dp",)) as mesh:
+        model = parallelize(Layers(), plan_of(mesh, way))
+        train(model, 2)
+        seen = [weakref.ref(one) for one in (model, *model.parameters())]
+        del model
+        gc.collect()
+        assert [one() for one in seen] == [None] * len(seen)
