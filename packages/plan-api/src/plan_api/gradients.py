@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -37,13 +37,19 @@ class Gradients:
             sent as they come.
         fired: of the model's sites; those that the first step has not passed are named once.
         bucket_mb: of gradients that are sent together.
+        without: modules whose gradients somebody else reduces.
     """
 
     def __init__(
-        self, model: nn.Module, waits: bool, fired: Fired, bucket_mb: float = 25.0
+        self,
+        model: nn.Module,
+        waits: bool,
+        fired: Fired,
+        bucket_mb: float = 25.0,
+        without: Collection[str] = (),
     ) -> None:
         self._params: list[torch.Tensor] = []
-        self._waits, self._bucket_mb = waits, bucket_mb
+        self._waits, self._bucket_mb, self._without = waits, bucket_mb, without
         self._fired: Fired | None = fired
         self._reducer: GradReducer | None = None
         self._synchronises = True
@@ -82,7 +88,12 @@ class Gradients:
         self._begin(model)
 
     def _begin(self, model: nn.Module) -> None:
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        left = {id(p) for path in self._without for p in model.get_submodule(path).parameters()}
+        named = [
+            (name, param)
+            for name, param in model.named_parameters()
+            if param.requires_grad and id(param) not in left
+        ]
         if not named:
             return
         self._params = [param for _, param in named]

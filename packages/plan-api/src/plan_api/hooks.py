@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors, replace_part
 from plan_api.fuse import Site
-from plan_api.ir import Moment
+from plan_api.ir import Act, Moment
 from plan_api.move import Mover
 
 __all__ = ["Fired", "install"]
@@ -46,7 +46,11 @@ def install(site: Site, module: nn.Module, mesh: DeviceMesh, fired: Fired) -> Re
         fired: is told when the hook runs for the first time.
     """
     name = f"{site.path}.{site.moment.value}" if site.path else site.moment.value
-    movers = [(step.index, Mover(step, mesh, name)) for step in site.steps]
+    movers = [
+        (step.index, Mover(step, mesh, name))
+        for step in site.steps
+        if step.act not in (Act.FACTORY, Act.LOCAL)  # see region.py
+    ]
     if site.moment is Moment.FORWARD_PRE:
         places = _places(module)
         arguments = [_argument(index, mover, places) for index, mover in movers]

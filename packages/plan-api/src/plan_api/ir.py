@@ -39,6 +39,8 @@ class Act(Enum):
 
     SHARD = "shard"  # a parameter becomes a DTensor
     ANNOTATE = "annotate"  # a local tensor becomes one, without communication
+    FACTORY = "factory"  # what a module makes while it runs becomes a DTensor
+    LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
     REDIST = "redist"  # an activation, which may be a plain tensor, is moved
 
 

@@ -14,12 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
 from plan_api.extras import use_extras
+from plan_api.fully import apply_fully_shard, find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
 from plan_api.ir import Op
-from plan_api.plan import Plan
-from plan_api.resolve import resolve, state_of
+from plan_api.plan import Entry, Plan
+from plan_api.region import check_regions, install_regions
+from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
 from plan_api.state import place_state, use_copies
 
@@ -37,12 +39,14 @@ class Lowered:
         overrides: what the plan said and took back.
         sites: the operations, fused.
         schedules: of parameters and buffers that the plan names, by their first name.
+        fully_sharded: modules that fsdp is applied to, with the entries that say so.
     """
 
     ops: tuple[Op, ...]
     overrides: tuple[Override, ...]
     sites: tuple[Site, ...]
     schedules: Mapping[str, Schedule]
+    fully_sharded: Mapping[str, Entry]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,7 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
 
     Raises:
         ValueError: the plan does not fit the model; see the message.
+        ModuleNotFoundError: it asks for fully_shard, and no package offers it.
     """
     ops, overrides = last_words(resolve(plan, model))
     if overrides and strict:
@@ -89,7 +94,14 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     placed = schedules(dict(state_of(model)), ops, plan.mesh)
     if plan.cover:
         _check_cover(placed, model)
-    return Lowered(tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed))
+    fully = fully_sharded(plan, model)
+    for entry in fully.values():
+        find_fully_shard(entry)
+    check_regions(ops)
+    return Lowered(
+        tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed),
+        MappingProxyType(fully),
+    )  # fmt: skip
 
 
 def parallelize(
@@ -136,9 +148,11 @@ def parallelize(
     handles = [
         *(install(site, model.get_submodule(site.path), plan.mesh, fired) for site in hooks),
         *use_copies(model, lowered.schedules),
+        *install_regions(model, hooks, plan.mesh),
     ]
+    apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
     waits = any(schedule.waits for schedule in lowered.schedules.values())
-    gradients = Gradients(model, waits, fired, bucket_mb)
+    gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
     _installed[model] = Installed(lowered, fired, gradients, extras, tuple(handles))
     return model
 

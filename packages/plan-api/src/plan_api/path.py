@@ -25,6 +25,7 @@ class Kind(Enum):
     GRADIENT = "grad"
     INPUT = "<in>"
     OUTPUT = "<out>"
+    MODULE = "module"
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,20 @@ class TensorPath:
         return TensorPath(f"{prefix}.{self.text}", dotted, self.kind, self.index)
 
 
-def parse(text: str) -> TensorPath:
+def parse(text: str, of_modules: bool = False) -> TensorPath:
     """Reads a path.
 
     Args:
         text: see the module's docstring.
+        of_modules: whether it names modules, and not tensors; the empty path is the whole model.
 
     Raises:
         ValueError: it is empty, no regular expression, or names something else in angle brackets.
     """
+    if of_modules:
+        if "<" in text and ">" in text:
+            raise ValueError(f"path {text!r} has to name modules: leave out <in> and <out>")
+        return _checked(TensorPath(text, text, Kind.MODULE))
     if found := _ACTIVATION.fullmatch(text):
         kind = Kind.INPUT if found["kind"] == "in" else Kind.OUTPUT
         index = found["index"] or "0"

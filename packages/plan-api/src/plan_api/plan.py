@@ -8,11 +8,12 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,7 @@ class Entry:
         grad_src: what the gradient is before; None where nothing was said.
         phase: when.
         line: where it was written, as ``train.py:12``.
+        options: of fully_shard, by name.
     """
 
     verb: Verb
@@ -59,8 +61,12 @@ class Entry:
     grad_src: tuple[Placement, ...] | None = None
     phase: Phase = Phase.INIT
     line: str = field(default="", compare=False)
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
+        if self.verb is Verb.FULLY_SHARD:
+            options = "".join(f", {name}={value!r}" for name, value in self.options)
+            return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
         placed = ", ".join(f"{axis}={to}" for axis, to in zip(self.axes, self.dst, strict=True))
         when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
         return f"{self.verb.value}({self.path.text!r}, {placed}{when})"
@@ -163,6 +169,57 @@ class Plan:
             )
         return self._add(Verb.ANNOTATE, path, mesh, placements)
 
+    def factory(self, path: str, placements: Placements, mesh: Axes = None) -> Plan:
+        """Places the tensors that modules make while they run, by `torch.zeros` and its friends.
+
+        Args:
+            path: of modules; what they call is theirs too.
+            placements: per axis; a tensor that lacks the dim of a shard is whole.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor.
+        """
+        return self._add(Verb.FACTORY, path, mesh, placements)
+
+    def local(self, path: str, placements: Placements, mesh: Axes = None) -> Plan:
+        """Runs modules on this rank's parts of their inputs and parameters, as plain tensors.
+
+        For what DTensors cannot do, such as loops over indices that depend on the data. Random
+        numbers there are this rank's own.
+
+        Args:
+            path: of modules, with all that is in them.
+            placements: of what they return, per axis; along other axes as their first input.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor.
+        """
+        return self._add(Verb.LOCAL, path, mesh, placements)
+
+    def fully_shard(
+        self,
+        path: str,
+        mesh: Axes,
+        granularity: str | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Plan:
+        """Applies the fsdp package to modules, after all other parameters are placed.
+
+        Args:
+            path: of modules.
+            mesh: the axes to shard on.
+            granularity: of the shards, as fsdp knows it.
+            reshard_after_forward: whether parameters are gathered again in backward.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor. That fsdp is not installed is said
+                by `lower` and `parallelize`.
+        """
+        options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
+        return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
+
     def explain(self, model: nn.Module) -> Explanation:
         """Prints what this plan does to a model, as a table, and returns it.
 
@@ -230,16 +287,18 @@ class Plan:
         verb: Verb,
         path: str,
         mesh: Axes,
-        dst: Placements,
+        dst: Placements | None,
         *,
         src: Placements | None = None,
         grad_src: Placements | None = None,
         grad_dst: Placements | None = None,
         phase: Phase = Phase.INIT,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Plan:
         what = f"{verb.value}({path!r})"
+        parsed = parse(path, verb.of_modules)
         axes = axes_of(mesh, self.mesh, what)
-        placed = _per_axis(dst, axes, what)
+        placed = () if dst is None else _per_axis(dst, axes, what)
 
         def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
             return None if placements is None else _per_axis(placements, axes, what)
@@ -247,7 +306,7 @@ class Plan:
         self._entries.append(
             Entry(
                 verb,
-                parse(path),
+                parsed,
                 axes,
                 placed,
                 or_none(src),
@@ -255,6 +314,7 @@ class Plan:
                 or_none(grad_src),
                 phase,
                 _caller(),
+                tuple(options.items()),
             )
         )
         return self

@@ -16,9 +16,15 @@ from plan_api.path import Kind, TensorPath
 from plan_api.plan import Entry, Plan
 from plan_api.verb import Verb
 
-__all__ = ["resolve", "state_of"]
+__all__ = ["fully_sharded", "resolve", "state_of"]
 
-_ACTS = {Verb.SHARD: Act.REDIST, Verb.REDISTRIBUTE: Act.REDIST, Verb.ANNOTATE: Act.ANNOTATE}
+_ACTS = {
+    Verb.SHARD: Act.REDIST,
+    Verb.REDISTRIBUTE: Act.REDIST,
+    Verb.ANNOTATE: Act.ANNOTATE,
+    Verb.FACTORY: Act.FACTORY,
+    Verb.LOCAL: Act.LOCAL,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,17 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers under all their names; a tied one comes under each."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def fully_sharded(plan: Plan, model: nn.Module) -> dict[str, Entry]:
+    """The modules that fsdp is asked for, each with the last entry that names it."""
+    return {
+        name: entry
+        for entry in plan.entries
+        if entry.verb is Verb.FULLY_SHARD
+        for name, _ in model.named_modules()
+        if entry.path.matches(name)
+    }
 
 
 def resolve(plan: Plan, model: nn.Module) -> list[Op]:
@@ -55,7 +72,7 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
         first.setdefault(id(tensor), name)
     ops, problems = [], []
     for number, entry in enumerate(plan.entries):
-        names = state if entry.path.kind in (Kind.STATE, Kind.GRADIENT) else modules
+        names = state if _of_state(entry) else modules
         matched = [name for name in names if entry.path.matches(name)]
         if not matched:
             problems.append(_unmatched(entry, names))
@@ -69,7 +86,8 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
         except ValueError as error:
             problems.append(str(error))
             continue
-        ops += [op for place in places for op in _ops(entry, number, place)]
+        if entry.verb is not Verb.FULLY_SHARD:
+            ops += [op for place in places for op in _ops(entry, number, place)]
     if problems:
         raise ValueError("the plan does not fit the model:\n" + "\n".join(problems))
     return ops
@@ -91,6 +109,10 @@ def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
 
 def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
     path = entry.path
+    if entry.verb is Verb.FACTORY:
+        return _Place(name, Moment.FORWARD_PRE, "<new>", 0)
+    if entry.verb is Verb.LOCAL:
+        return _Place(name, Moment.FORWARD, Kind.OUTPUT.value, 0)
     if path.kind in (Kind.STATE, Kind.GRADIENT):
         module, _, tensor = name.rpartition(".")
         return _Place(module, Moment(entry.phase.value), tensor, 0)
@@ -134,8 +156,12 @@ def _check_dims(entry: Entry, name: str, tensor: torch.Tensor) -> None:
 
 
 def _unmatched(entry: Entry, names: Iterable[str]) -> str:
-    what = "parameter or buffer" if entry.path.kind in (Kind.STATE, Kind.GRADIENT) else "module"
+    what = "parameter or buffer" if _of_state(entry) else "module"
     return f"{_at(entry)}: no {what} has this name{_meant(_plain(entry.path), names)}"
+
+
+def _of_state(entry: Entry) -> bool:
+    return entry.path.kind in (Kind.STATE, Kind.GRADIENT)
 
 
 def _at(entry: Entry) -> str:

@@ -39,13 +39,15 @@ def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -
     rows = []
     for entry in entries:
         row: dict[str, Any] = {"verb": entry.verb.value, "path": entry.path.text}
-        if entry.path != parse(entry.path.text):  # moved under a prefix
+        if entry.path != parse(entry.path.text, entry.verb.of_modules):  # moved under a prefix
             row["pattern"] = entry.path.pattern
         row["axes"] = list(entry.axes)
         for name in _LISTS:
             placements = getattr(entry, name)
             if placements is not None:
                 row[name] = [_to_json(one) for one in placements]
+        if entry.options:
+            row["options"] = dict(entry.options)
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
     shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
     plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
@@ -72,12 +74,16 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         }
         dst = lists.pop("dst")
         assert dst is not None
-        path = parse(row["path"])
+        verb = Verb(row["verb"])
+        path = parse(row["path"], verb.of_modules)
         if "pattern" in row:
             path = type(path)(path.text, row["pattern"], path.kind, path.index)
         axes = axes_of(row["axes"], mesh, what)
         phase, line = Phase(row["phase"]), row.get("line", "")
-        entries.append(Entry(Verb(row["verb"]), path, axes, dst, **lists, phase=phase, line=line))
+        options = tuple(row.get("options", {}).items())
+        entries.append(
+            Entry(verb, path, axes, dst, **lists, phase=phase, line=line, options=options)
+        )
     return entries, bool(found["cover"])
 
 

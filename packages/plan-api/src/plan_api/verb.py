@@ -13,3 +13,11 @@ class Verb(enum.Enum):
     SHARD = "shard"
     REDISTRIBUTE = "redistribute"
     ANNOTATE = "annotate"
+    FACTORY = "factory"
+    LOCAL = "local"
+    FULLY_SHARD = "fully_shard"
+
+    @property
+    def of_modules(self) -> bool:
+        """Whether its path names modules, and not tensors."""
+        return self in (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD)

@@ -1,0 +1,192 @@
+"""Modules on local tensors, tensors that forward makes, and the fsdp package by entry point."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from plan_api import Phase, Plan, lower, parallelize
+from testkit import run_ranks
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+class Experts(nn.Module):
+    """Loops over those that are chosen: their number depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 4))
+        self.down = nn.Parameter(torch.randn(4, 4, 6))
+
+    def forward(self, x, chosen, *, weights):
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == expert)
+            hidden = torch.tanh(x[rows] @ self.up[expert].t())
+            out = out.index_add(0, rows, (hidden @ self.down[expert].t()) * weights[rows])
+        return out
+
+
+class Routed(nn.Module):
+    """A router, experts, and a mask that forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(4, 4), Experts()
+
+    def forward(self, x):
+        scores = torch.softmax(self.router(x), -1)
+        weights, chosen = scores.max(-1, keepdim=True)
+        mask = torch.arange(4) < 3
+        return self.experts(x * mask, chosen.squeeze(-1), weights=weights) + torch.full((4,), 0.5)
+
+
+def plan_of(mesh):
+    return (
+        Plan(mesh)
+        .shard("<in>", S0, "dp")
+        .factory("", R, "dp")
+        .shard(r"experts\.up", S1, "tp")
+        .shard(r"experts\.down", Shard(2), "tp")
+        .local("experts", P, "tp")
+        .shard("experts.<out>", R, "tp")
+        .shard("<out>", [R, R])
+    )
+
+
+def train(model, rows):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = model(torch.randn(rows, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_experts_that_loop_over_indices_train_as_on_one_device(shape, rows):
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        return train(parallelize(Routed(), plan_of(mesh)), rows)
+
+    expected = train(Routed(), rows)
+    for losses in run_ranks(check, shape[0] * shape[1], timeout=120):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_region_sees_plain_tensors_and_its_parameters_stay(mesh):
+    seen = []
+
+    class Inner(nn.Linear):
+        def forward(self, x):
+            seen.append((type(self.weight), type(x)))
+            return super().forward(x)
+
+    model = nn.Sequential(Inner(4, 4))
+    parallelize(model, Plan(mesh).shard(r"0\.(weight|bias)", S0, "tp").local("0", S1, "tp"))
+    out = model(torch.randn(3, 4))
+    assert seen == [(torch.Tensor, torch.Tensor)]
+    assert (out.shape, out.placements) == ((3, 4), (R, S1))
+    assert isinstance(model[0].weight, DTensor)
+
+
+def test_a_region_that_raises_leaves_the_model_as_it_was(mesh):
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize(model, Plan(mesh).local("0", R, "tp"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(3, 5))
+    assert isinstance(model[0].weight, DTensor)
+
+
+def test_a_part_of_a_sum_is_no_input_of_a_region(mesh):
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    plan = Plan(mesh).annotate("0.<in>", P, "tp").local("1", R, "tp")
+    with pytest.raises(ValueError, match=r"1 runs on local tensors and was given .*add shard\('1"):
+        parallelize(model, plan)(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda plan: plan.shard("layers.0.up.<out>", R, "tp"),
+        lambda plan: plan.shard("layers.0.up.weight", S0, "dp", Phase.OPTIM),
+        lambda plan: plan.local("layers.0.up", R, "tp"),
+    ],
+)
+def test_nothing_is_moved_inside_of_a_region(mesh, model, add):
+    with pytest.raises(ValueError, match=r"is inside of 'layers\.0', which runs on local tensors"):
+        lower(add(Plan(mesh).local("layers.0", R, "tp")), model)
+
+
+@pytest.mark.parametrize("verb", ["factory", "local"])
+def test_these_name_modules(mesh, model, verb):
+    with pytest.raises(ValueError, match=r"'layers\.0\.<in>' has to name modules"):
+        getattr(Plan(mesh), verb)("layers.0.<in>", R, "tp")
+    with pytest.raises(ValueError, match=r"no module has this name; did you mean 'layers\.\d\.up'"):
+        lower(getattr(Plan(mesh), verb)("layers.0.upp", R, "tp"), model)
+
+
+class Making(nn.Module):
+    """Makes tensors itself, and in what it calls."""
+
+    def forward(self, x):
+        torch.manual_seed(1)
+        made = [torch.zeros(4, 2), torch.arange(6), torch.rand(4, 3), torch.tensor(2.0)]
+        return made, torch.ones(3, device="meta"), torch.zeros_like(x)
+
+
+def test_what_forward_makes_is_placed(mesh):
+    outer = nn.Sequential(Making())
+    parallelize(outer, Plan(mesh).factory("", S0, "tp"))
+    made, elsewhere, like = outer(torch.ones(2))
+    assert [one.placements for one in made] == [(R, S0)] * 3 + [(R, R)]
+    torch.manual_seed(1)
+    assert torch.equal(made[2].to_local(), torch.rand(4, 3)[:2])
+    assert not isinstance(elsewhere, DTensor)
+    assert not isinstance(like, DTensor)
+    assert not isinstance(torch.zeros(2), DTensor)
+
+
+def test_without_fsdp_the_error_names_it(mesh, model):
+    with pytest.raises(ModuleNotFoundError, match="pip install fsdp"):
+        lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)
+
+
+def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model, tmp_path):
+    """A package that is installed as others are: metadata beside a module."""
+    (tmp_path / "some_fsdp.py").write_text(
+        "calls = []\ndef fully_shard(module, **options):\n    calls.append((module, options))\n"
+    )
+    info = tmp_path / "some_fsdp-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-fsdp\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[plan_api.fully_shard]\nfully_shard = some_fsdp:fully_shard\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        plan = Plan(mesh).shard("<in>", [R, R]).fully_shard("", "dp")
+        plan.fully_shard(r"layers\.[01]", "dp", "rows", False)
+        assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+        parallelize(model, plan)
+        calls = sys.modules["some_fsdp"].calls
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("some_fsdp", None)
+    assert [module for module, _ in calls] == [model.layers[0], model.layers[1], model]
+    inner = {"mesh": mesh["dp"], "granularity": "rows", "reshard_after_forward": False}
+    assert calls[0][1] == inner
+    assert calls[2][1] == {"mesh": mesh["dp"], "granularity": None, "reshard_after_forward": True}
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.layers[2].down.weight.grad is not None  # nobody's to reduce but fsdp's
