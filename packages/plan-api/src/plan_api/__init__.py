@@ -1,6 +1,7 @@
 """Parallelism said once, outside the model."""
 
 from plan_api import zoo
+from plan_api.deferred import deferred_init
 from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
@@ -14,6 +15,7 @@ __all__ = [
     "Lowered",
     "Phase",
     "Plan",
+    "deferred_init",
     "diff",
     "explain",
     "installed",

@@ -142,7 +142,7 @@ def parallelize(
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
     register_cpu_attention()
-    place_state(model, plan.mesh, lowered.schedules, src_data_rank)
+    place_state(model, plan.mesh, lowered.schedules, src_data_rank, "dist-rng" in extras)
     hooks = [site for site in lowered.sites if not site.moment.of_state]
     fired = Fired(hooks)
     handles = [

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.deferred import tape_of
 from plan_api.resolve import state_of
 from plan_api.schedule import Schedule
 from plan_api.use import Copy, install_copies
@@ -23,6 +24,7 @@ def place_state(
     mesh: DeviceMesh,
     schedules: Mapping[str, Schedule],
     src_data_rank: int | None,
+    random_shards: bool = False,
 ) -> None:
     """Every parameter and buffer becomes a DTensor at rest; a tied one, under all its names.
 
@@ -30,16 +32,27 @@ def place_state(
         model: is changed in place.
         mesh: of the DTensors.
         schedules: by name; what has none is replicated.
-        src_data_rank: as in `distribute_tensor`.
+        src_data_rank: as in `distribute_tensor`; nothing is sent of a model of `deferred_init`.
+        random_shards: of such a model; see `Tape.replay`.
     """
-    made: dict[int, torch.Tensor] = {}
-    for name, module, own, tensor in list(_places(model)):
-        if isinstance(tensor, DTensor):
-            continue
-        if id(tensor) not in made:
-            schedule = schedules.get(name)
-            rest = (Replicate(),) * mesh.ndim if schedule is None else schedule.rest
-            made[id(tensor)] = _placed(tensor, mesh, rest, src_data_rank)
+    places = [place for place in _places(model) if not isinstance(place[-1], DTensor)]
+    wanted: dict[int, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
+    for name, _, _, tensor in places:  # a tied tensor's schedule is under its first name
+        schedule = schedules.get(name)
+        rest = (Replicate(),) * mesh.ndim if schedule is None else schedule.rest
+        wanted.setdefault(id(tensor), (tensor, rest))
+    tape = tape_of(model)
+    if tape is None:
+        placed = [_placed(one, mesh, rest, src_data_rank) for one, rest in wanted.values()]
+    else:
+        placed = tape.replay(list(wanted.values()), mesh, random_shards)
+    made = {
+        id(old): nn.Parameter(new, requires_grad=old.requires_grad)
+        if isinstance(old, nn.Parameter)
+        else new
+        for (old, _), new in zip(wanted.values(), placed, strict=True)
+    }
+    for _, module, own, tensor in places:
         registry = module._parameters if own in module._parameters else module._buffers
         registry[own] = made[id(tensor)]  # type: ignore[assignment]
 
@@ -74,6 +87,4 @@ def _placed(
     placed = distribute_tensor(tensor.detach(), mesh, shards, src_data_rank=src_data_rank)
     if tuple(shards) != placements:
         placed = placed.redistribute(placements=placements)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(placed, requires_grad=tensor.requires_grad)
     return placed

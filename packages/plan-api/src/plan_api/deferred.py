@@ -1,0 +1,253 @@
+"""Models made without memory, and materialised as each rank's shards, with the bits of one device.
+
+While the model is made its tensors are fake, and what is done to them is recorded on a *tape*. The
+tape is replayed on DTensors: what is random goes through dist-rng, so a shard has the numbers that
+the whole tensor would have there (veScale, appendix 12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Tape", "deferred_init", "tape_of"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_Placements = tuple[Placement, ...]
+
+_aten = torch.ops.aten
+# Nothing but another object for the same memory.
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+# Elements of the result are those of the argument.
+_COPIES = {_aten._to_copy.default, _aten.clone.default}
+# Each element is the same whatever the shape, which is the first argument.
+_UNIFORM = {
+    _aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Call:
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[torch.Tensor, ...]  # that are new
+    places: tuple[int, ...]  # of those among all
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Arguments and results."""
+        for one in pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(one, torch.Tensor):
+                yield one
+        yield from self.results
+
+    @property
+    def writes_elements(self) -> bool:
+        """Whether it changes its argument in place, each element by itself or by its place."""
+        if not isinstance(self.func, torch._ops.OpOverload):
+            return False
+        others = pytree.tree_leaves((self.args[1:], self.kwargs))
+        in_place = self.func._schema.name.endswith("_") and not self.results
+        return in_place and not any(isinstance(one, torch.Tensor) for one in others)
+
+
+class Tape:
+    """What was done to fake tensors, in order."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._state = torch.get_rng_state()
+
+    def record(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        """Remembers a call; results that are arguments are nothing new."""
+        given = {id(one) for one in pytree.tree_leaves((args, kwargs))}
+        new = {
+            at: one
+            for at, one in enumerate(pytree.tree_leaves(results))
+            if isinstance(one, torch.Tensor) and id(one) not in given
+        }
+        call = _Call(func, tuple(args), dict(kwargs), tuple(new.values()), tuple(new))
+        self._calls.append(call)
+
+    def replay(
+        self,
+        wanted: Sequence[tuple[torch.Tensor, _Placements]],
+        mesh: DeviceMesh,
+        random_shards: bool,
+    ) -> list[torch.Tensor]:
+        """Does it all again with memory.
+
+        Random numbers begin where they began when the model was made; afterwards the generator is
+        where one device would have it, unless it has been used or seeded in between.
+
+        Args:
+            wanted: fake tensors, each with its placements.
+            mesh: of the DTensors.
+            random_shards: whether shards have the random numbers of the whole, by dist-rng.
+
+        Returns:
+            a DTensor for each. Where a tensor cannot be made by shards, it is made whole and cut.
+        """
+        now = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            with torch.no_grad():
+                made = _Replay(self._calls, wanted, mesh, random_shards).run()
+        finally:
+            if not torch.equal(now, self._state):
+                torch.set_rng_state(now)
+        return made
+
+
+class _Replay:
+    def __init__(
+        self,
+        calls: Sequence[_Call],
+        wanted: Sequence[tuple[torch.Tensor, _Placements]],
+        mesh: DeviceMesh,
+        random_shards: bool,
+    ) -> None:
+        self._calls, self._wanted, self._mesh = calls, wanted, mesh
+        self._random_shards = random_shards
+        self._real: dict[int, torch.Tensor] = {}
+        self._shards = self._made_by_shards()
+
+    def run(self) -> list[torch.Tensor]:
+        last = {id(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
+        kept = {id(one) for one, _ in self._wanted}
+        for at, call in enumerate(self._calls):
+            results = self._call(call)
+            self._real.update(zip(map(id, call.results), results, strict=True))
+            for one in call.tensors():
+                if last[id(one)] == at and id(one) not in kept:
+                    self._real.pop(id(one), None)
+        return [self._placed(self._real.pop(id(one)), to) for one, to in self._wanted]
+
+    def _call(self, call: _Call) -> list[torch.Tensor]:
+        placements = self._shards.get(_storage(call.results[0])) if call.results else None
+        if placements is not None and call.func in _UNIFORM:
+            return [self._uniform(call, placements)]
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda one: self._real.get(id(one), one), (call.args, call.kwargs)
+        )
+        results = pytree.tree_leaves(call.func(*args, **kwargs))
+        return [results[at] for at in call.places]
+
+    def _uniform(self, call: _Call, placements: _Placements) -> torch.Tensor:
+        shape = torch.Size(call.args[0])
+        local_shape, _ = compute_local_shape_and_global_offset(shape, self._mesh, placements)
+        local = call.func(local_shape, *call.args[1:], **call.kwargs)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def _placed(self, real: torch.Tensor, placements: _Placements) -> torch.Tensor:
+        if isinstance(real, DTensor):
+            return real
+        simple = all(isinstance(one, (Replicate, Shard)) for one in placements)
+        shards = placements if simple else tuple(Replicate() for _ in placements)
+        placed = distribute_tensor(real, self._mesh, shards, src_data_rank=None)
+        return placed if simple else placed.redistribute(placements=placements)
+
+    def _made_by_shards(self) -> dict[int, _Placements]:
+        """The storages that are made and changed by each element alone, and how they are placed."""
+        placed = {
+            _storage(one): to
+            for one, to in self._wanted
+            if all(type(p) in (Replicate, Shard) for p in to)
+        }
+        for call in reversed(self._calls):
+            if call.func in _COPIES and (to := placed.get(_storage(call.results[0]))):
+                placed.setdefault(_storage(call.args[0]), to)
+        for call in self._calls:
+            random = torch.Tag.nondeterministic_seeded in getattr(call.func, "tags", ())
+            simple = call.func in (*_UNIFORM, *_ALIASES, *_COPIES) or call.writes_elements
+            if not simple or (random and not self._random_shards):
+                for one in call.tensors():
+                    placed.pop(_storage(one), None)
+            elif call.func in _COPIES and _storage(call.args[0]) not in placed:
+                placed.pop(_storage(call.results[0]), None)
+        return placed
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._tape.record(func, args, kwargs or {}, results)
+        return results
+
+
+@contextlib.contextmanager
+def _whole_calls(tape: Tape) -> Iterator[None]:
+    """Records as one call what looks at the values that it has drawn, to draw some again."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tape.record(original, (tensor, *args), kwargs, tensor)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = recorded
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+_tapes: weakref.WeakKeyDictionary[nn.Module, Tape] = weakref.WeakKeyDictionary()
+
+
+def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
+    """Makes a model without memory for its parameters, which `parallelize` makes as shards.
+
+    With dist-rng installed they have, bit for bit, the values of one device, and no rank holds more
+    than its shards; without it they have them too, but each is made whole first, one at a time.
+
+    Args:
+        model_fn: makes the model, on the device on which it is to be.
+        args: for it.
+        kwargs: for it.
+
+    Returns:
+        the model, of fake tensors.
+
+    Raises:
+        RuntimeError: it looks at values, which are not there.
+    """
+    tape = Tape()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _Recorder(tape), _whole_calls(tape):
+            model = model_fn(*args, **kwargs)
+    except DataDependentOutputException as error:
+        raise RuntimeError(
+            f"deferred_init: the model looks at values of its tensors while it is made ({error}), "
+            f"and they have none yet: make it as usual, and give it to parallelize"
+        ) from error
+    _tapes[model] = tape
+    return model
+
+
+def tape_of(model: nn.Module) -> Tape | None:
+    """The tape of a model that was made by `deferred_init`."""
+    return _tapes.get(model)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,161 @@
+"""Models without memory, whose shards have the bits of one device."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from plan_api import Phase, Plan, deferred_init, extras, parallelize, zoo
+from testkit import fake_mesh, run_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class Odd(nn.Module):
+    """Initialisers of all kinds: by element, by row, by decomposition, copied, computed, tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6, padding_idx=2)
+        self.linear, self.normal = nn.Linear(6, 7), nn.LayerNorm(6)
+        self.square, self.copied = nn.Linear(6, 6, bias=False), nn.Linear(6, 9, bias=False)
+        nn.init.orthogonal_(self.square.weight)
+        nn.init.trunc_normal_(self.linear.weight, std=0.1, b=0.15)
+        self.scaled = nn.Parameter(torch.randn(8, 6) * 0.02)
+        self.halves = nn.Parameter(torch.randn(5, 6).to(torch.float16))
+        self.copied.weight = self.table.weight
+        self.register_buffer("angles", torch.arange(6) / 10000.0)
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("shared", torch.zeros(3).expand(2, 3).clone())
+        with torch.no_grad():
+            self.linear.weight[1:3] *= 2
+
+
+def plan_of(mesh):
+    return (
+        Plan(mesh)
+        .shard("table.weight", [S1, S0])
+        .shard("(linear|square).weight", [R, S0])
+        .shard("scaled|halves", [S0, S0])
+        .shard("linear.bias", S0, "dp", Phase.OPTIM)
+    )
+
+
+def states_of(make):
+    """The parameters and buffers of one device, and the next random number."""
+    torch.manual_seed(0)
+    model = make()
+    return [one.detach() for one in (*model.parameters(), *model.buffers())], torch.rand(3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("random", [True, False], ids=["dist-rng", "without dist-rng"])
+def test_shards_have_the_bits_of_one_device(random):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        find = extras.find_spec
+        if not random:
+            extras.find_spec = lambda name: None
+        try:
+            torch.manual_seed(0)
+            model = parallelize(deferred_init(Odd), plan_of(mesh))
+        finally:
+            extras.find_spec = find
+        after = torch.rand(3)
+        tied = model.copied.weight is model.table.weight
+        assert all(isinstance(one, DTensor) for one in (*model.parameters(), *model.buffers()))
+        states = [one.full_tensor().detach() for one in (*model.parameters(), *model.buffers())]
+        return states, after, tied
+
+    expected, following = states_of(Odd)
+    for states, after, tied in run_ranks(check, 4, timeout=120):
+        assert all(torch.equal(*pair) for pair in zip(states, expected, strict=True))
+        assert [one.dtype for one in states] == [one.dtype for one in expected]
+        assert torch.equal(after, following)
+        assert tied
+
+
+def small_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=64, use_cache=False, attn_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        plan = zoo.llama(mesh, dp="dp", sp=True)
+        for phase, placement in ((Phase.INIT, S0), (Phase.RUN, R)):
+            plan.shard(r".*(embed_tokens|proj|lm_head)\.weight", placement, "dp", phase)
+        model = parallelize(deferred_init(small_llama), plan)
+        ids = torch.arange(32).view(4, 8)
+        loss = model(input_ids=ids, labels=ids).loss
+        states = [*model.parameters(), *model.buffers()]
+        return [one.full_tensor().detach() for one in states], loss.item()
+
+    expected, _ = states_of(small_llama)
+    torch.manual_seed(0)
+    ids = torch.arange(32).view(4, 8)
+    loss = small_llama()(input_ids=ids, labels=ids).loss.item()
+    for states, ours in run_ranks(check, 4, timeout=120):
+        assert all(torch.equal(*pair) for pair in zip(states, expected, strict=True))
+        assert ours == pytest.approx(loss, abs=1e-5)
+
+
+def test_numbers_drawn_in_between_are_not_drawn_again(mesh):
+    model = deferred_init(nn.Linear, 4, 4)
+    torch.manual_seed(5)
+    parallelize(model, Plan(mesh))
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_nothing_is_allocated_but_shards(monkeypatch):
+    """64 GiB as one tensor, of which this rank has a 4,096th."""
+
+    def make():
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.empty(2**17, 2**17))
+        nn.init.constant_(model.weight, 3.0)
+        return model
+
+    with fake_mesh((64, 64), ("dp", "tp")) as mesh:
+        plan = Plan(mesh).shard("weight", [S0, S1])
+        monkeypatch.setattr(extras, "find_spec", lambda name: None)
+        model = parallelize(deferred_init(make), plan)
+        assert model.weight.shape == (2**17, 2**17)
+        assert torch.equal(model.weight.to_local(), torch.full((2**11, 2**11), 3.0))
+
+
+def test_a_model_that_looks_at_values_is_refused():
+    def make():
+        model = nn.Linear(2, 2)
+        if model.weight.sum() > 0:
+            model.bias.data.zero_()
+        return model
+
+    with pytest.raises(RuntimeError, match="looks at values of its tensors while it is made"):
+        deferred_init(make)
+
+
+def test_the_tape_goes_with_the_model():
+    from plan_api import deferred
+
+    gc.collect()
+    before = len(deferred._tapes)
+    model = deferred_init(nn.Linear, 4, 4)
+    assert len(deferred._tapes) == before + 1
+    del model
+    gc.collect()
+    assert len(deferred._tapes) == before
