@@ -5,6 +5,7 @@ from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
 from plan_api.plan import Entry, Plan
+from plan_api.track import Record, track
 
 __all__ = [
     "Diff",
@@ -14,11 +15,13 @@ __all__ = [
     "Lowered",
     "Phase",
     "Plan",
+    "Record",
     "diff",
     "explain",
     "installed",
     "lower",
     "parallelize",
+    "track",
     "zoo",
 ]
 __version__ = "0.1.0"

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.hooks import Fired
+from plan_api.watch import reducing
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer
@@ -102,7 +103,8 @@ class Gradients:
     def _finish(self) -> None:
         self._queued = False
         if self._reducer is not None:
-            self._reducer.finish()
+            with reducing():
+                self._reducer.finish()
         else:
             self._reduce_each()
         if self._fired is not None:
@@ -122,7 +124,8 @@ class Gradients:
         for param in self._params:
             grad = param.grad
             if isinstance(param, DTensor) and isinstance(grad, DTensor):
-                param.grad = grad.redistribute(placements=param.placements)
+                with reducing(param, grad.placements, param.placements):
+                    param.grad = grad.redistribute(placements=param.placements)
 
 
 def _cut_as(
@@ -140,6 +143,9 @@ def _cut_as(
             is_now if is_now.is_partial() else to
             for is_now, to in zip(grad.placements, placements, strict=True)
         )
-        return None if wanted == grad.placements else grad.redistribute(placements=wanted)
+        if wanted == grad.placements:
+            return None
+        with reducing(None, grad.placements, wanted):
+            return grad.redistribute(placements=wanted)
 
     return hook

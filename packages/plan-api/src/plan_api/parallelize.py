@@ -48,12 +48,14 @@ class Installed:
     """What `parallelize` has done to a model.
 
     Attributes:
+        plan: as it was given.
         lowered: the plan, for this model.
         fired: which sites have been passed.
         gradients: what reduces them.
         extras: the packages that were found and switched on.
     """
 
+    plan: Plan
     lowered: Lowered
     fired: Fired
     gradients: Gradients
@@ -129,7 +131,7 @@ def parallelize(
         if site.moment is not Moment.INIT
     ]
     gradients = Gradients(model, fired)
-    _installed[model] = Installed(lowered, fired, gradients, extras, tuple(handles))
+    _installed[model] = Installed(plan, lowered, fired, gradients, extras, tuple(handles))
     return model
 
 
