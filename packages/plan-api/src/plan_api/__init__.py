@@ -6,6 +6,7 @@ from plan_api.parallelize import Installed, Lowered, installed, lower, paralleli
 from plan_api.phase import Phase
 from plan_api.plan import Entry, Plan
 from plan_api.track import Record, track
+from plan_api.view import view
 
 __all__ = [
     "Diff",
@@ -22,6 +23,7 @@ __all__ = [
     "lower",
     "parallelize",
     "track",
+    "view",
     "zoo",
 ]
 __version__ = "0.1.0"
