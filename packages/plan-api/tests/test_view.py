@@ -124,6 +124,19 @@ def test_it_is_the_same_before_and_after_parallelize(mesh, model, tmp_path):
     assert view(plan, model, tmp_path / "again.html").read_text(encoding="utf-8") == before
 
 
+def test_placements_of_other_packages_have_shapes_as_well(mesh, tmp_path):
+    ragged = pytest.importorskip("ragged_shard", reason="an extra of plan-api")
+    model = nn.Linear(4, 12, bias=False)
+    for placement, rows in (
+        (ragged.InterleavedShard(0, 3), 6),
+        (ragged.RaggedShard((0,), (1, 2)), 4),
+    ):
+        plan = Plan(mesh).shard("weight", placement, "tp")
+        page = Page(view(plan, model, tmp_path / "plan.html"))
+        assert f"(12, 4) → ({rows}, 4)" in page.row("weight")
+        assert plan.explain(model).rows[0].bytes == str(rows * 4 * 4)
+
+
 def test_communication_is_summed_upwards(mesh, model, tmp_path):
     plan = plan_of(mesh)
     parallelize(model, plan)

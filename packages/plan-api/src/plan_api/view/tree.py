@@ -15,7 +15,6 @@ from itertools import groupby
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.fuse import Move as Moving
@@ -24,6 +23,7 @@ from plan_api.ir import Moment, short
 from plan_api.parallelize import lower
 from plan_api.plan import Plan
 from plan_api.resolve import state_of
+from plan_api.shapes import local_shape
 from plan_api.track import Record
 
 __all__ = ["Branch", "Move", "State", "Traffic", "tree_of"]
@@ -199,7 +199,7 @@ class _Reader:
         placements = self._placements(tensor, step)
         return State(
             name, tuple(map(short, placements)), tuple(tensor.shape),
-            self._local_shape(tensor, placements), tensor.element_size(),
+            tuple(local_shape(tensor, self._plan.mesh, placements)), tensor.element_size(),
             str(tensor.dtype).removeprefix("torch."), "" if first == full else first,
             () if step is None else self._lines(step), is_buffer,
         )  # fmt: skip
@@ -209,14 +209,6 @@ class _Reader:
             return tensor.placements
         moves: Mapping[str, Moving] = {} if step is None else step.moves
         return tuple(moves[axis].dst if axis in moves else Replicate() for axis in self._plan.axes)
-
-    def _local_shape(
-        self, tensor: torch.Tensor, placements: tuple[Placement, ...]
-    ) -> tuple[int, ...]:
-        if isinstance(tensor, DTensor):
-            return tuple(tensor._local_tensor.shape)
-        mesh = self._plan.mesh
-        return tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[0])
 
     def _along(self, step: Step, end: str) -> tuple[str, ...]:
         ends = (getattr(step.moves.get(axis), end, None) for axis in self._plan.axes)
