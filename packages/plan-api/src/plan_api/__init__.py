@@ -1,6 +1,7 @@
 """Parallelism said once, outside the model."""
 
 from plan_api import zoo
+from plan_api.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
@@ -17,6 +18,7 @@ __all__ = [
     "Phase",
     "Plan",
     "Record",
+    "breakpoint",
     "diff",
     "explain",
     "installed",
