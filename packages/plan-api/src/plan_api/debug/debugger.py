@@ -38,8 +38,7 @@ class Debugger(pdb.Pdb):
         """One prompt, until it is left."""
         meeting = self._meeting
         if meeting is not None and not meeting.ended:
-            others = meeting.size - 1
-            self.message(f"rank {meeting.rank} has stopped; {others} wait: see `ranks`")
+            self.message(f"rank {meeting.rank} has stopped; others wait for it: see `ranks`")
         try:
             super().interaction(*args, **kwargs)
         finally:
