@@ -337,3 +337,26 @@ def test_collectives_are_those_that_reach_the_process_groups(fused):
     ranks = run_ranks(check, 4)
     assert [one[:2] + one[3:] for one in ranks] == [(True, True, True)] * 4
     assert {one[2] for one in ranks} == {3 if fused else 6}
+
+
+@pytest.mark.ranks
+def test_a_recorded_step_computes_the_same_to_the_bit():
+    """With dropout, whose numbers are those of one device where dist-rng is installed."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        plan = Plan(mesh).shard("<in>", [S0, R]).shard("<out>", R, "tp")
+        plan.shard(r"0\.(weight|bias)", S0, "tp").shard(r"2\.weight", S1, "tp")
+        parallelize(model, plan)
+        found = []
+        for recorded in (False, True):
+            torch.manual_seed(1)
+            with track(model) if recorded else contextlib.nullcontext():
+                loss = model(torch.ones(4, 8)).square().sum()
+                loss.backward()
+            found.append([loss.full_tensor(), *(p.grad.full_tensor() for p in model.parameters())])
+            model.zero_grad()
+        return all(map(torch.equal, *found))
+
+    assert run_ranks(check, 2) == [True, True]
