@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import fake_mesh, run_ranks
+from testkit import deposit, fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -196,3 +196,19 @@ def test_a_rank_that_raises_in_backward_ends_every_rank():
     told, raised = run_ranks(check, 2)
     assert raised == "raised in backward"
     assert "bucket of 32 bytes failed, with the gradients of layer.weight: " in told
+
+
+def test_gradients_that_need_nothing_are_enough():
+    """Those of tensor parallelism alone: placed as their parameters by backward itself."""
+    with fake_mesh((2,)) as mesh:
+        local = torch.ones(2, 3)
+        param = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        reducer = GradReducer([param])
+        for _ in range(2):
+            param.grad = None
+            deposit(param, DTensor.from_local(local, mesh, [Shard(0)], run_check=False)).backward()
+            reducer.finish()
+            assert torch.equal(param.grad.to_local(), local)
+        param.grad = None
+        with pytest.raises(RuntimeError, match="no rank has a gradient"):
+            reducer.finish()

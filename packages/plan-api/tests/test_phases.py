@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from plan_api import Phase, Plan, parallelize
+from plan_api import Phase, Plan, parallelize, track
 from plan_api.use import Copy
 from testkit import CommLog, fake_mesh, run_ranks
 
@@ -163,3 +163,16 @@ def test_a_model_that_nobody_has_is_freed(way):
         del model
         gc.collect()
         assert [one() for one in seen] == [None] * len(seen)
+
+
+def test_what_is_gathered_is_recorded_with_its_line():
+    with fake_mesh((2,), ("dp",)) as mesh:
+        model = parallelize(Layers(), plan_of(mesh, "ZeRO-3"))
+        train(model, 1)
+        with track(model) as record:
+            train(model, 1)
+        gathers = [one for one in record.collectives if "all_gather" in one.name]
+        forward = [one for one in gathers if one.phase.name == "FORWARD" and one.site]
+        assert [one.site for one in forward] == [f"layers.{at}" for at in range(4) for _ in "wb"]
+        assert {one.cause for one in forward} == {"plan"}
+        assert all("test_phases.py:" in one.line for one in forward)

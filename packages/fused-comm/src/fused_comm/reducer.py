@@ -151,7 +151,8 @@ class GradReducer:
             self._launch(plan, rest, len(plan.buckets))
             self._land(plan, rest)
             self._last = [*step.flights, *rest.flights]
-        if not any_gradient:
+        # Those that need nothing are in no bucket.
+        if not any_gradient and all(one.param.grad is None for one in self._gradients):
             raise RuntimeError(
                 "GradReducer.finish(): no rank has a gradient; call it once after each backward"
             )

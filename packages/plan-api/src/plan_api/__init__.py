@@ -1,11 +1,14 @@
 """Parallelism said once, outside the model."""
 
 from plan_api import zoo
+from plan_api.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.deferred import deferred_init
 from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
 from plan_api.plan import Entry, Plan
+from plan_api.track import Record, track
+from plan_api.view import view
 
 __all__ = [
     "Diff",
@@ -15,12 +18,16 @@ __all__ = [
     "Lowered",
     "Phase",
     "Plan",
+    "Record",
+    "breakpoint",
     "deferred_init",
     "diff",
     "explain",
     "installed",
     "lower",
     "parallelize",
+    "track",
+    "view",
     "zoo",
 ]
 __version__ = "0.1.0"

@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from plan_api.fuse import Override, Step
 from plan_api.ir import Moment, short
 from plan_api.parallelize import lower
 from plan_api.plan import Entry, Plan
 from plan_api.resolve import state_of
+from plan_api.shapes import local_shape
 
 __all__ = ["Diff", "Explanation", "Row", "diff", "explain"]
 
@@ -134,8 +134,7 @@ def _placed(step: Step, plan: Plan, end: str) -> str:
 
 def _bytes(tensor: torch.Tensor, step: Step, plan: Plan) -> str:
     placements = [step.moves[axis].dst if axis in step.moves else Replicate() for axis in plan.axes]
-    shape, _ = compute_local_shape_and_global_offset(tensor.shape, plan.mesh, placements)
-    return str(torch.Size(shape).numel() * tensor.element_size())
+    return str(local_shape(tensor, plan.mesh, placements).numel() * tensor.element_size())
 
 
 def _caption(overrides: tuple[Override, ...]) -> str | None:

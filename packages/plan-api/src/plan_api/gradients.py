@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.hooks import Fired
+from plan_api.watch import reducing
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer
@@ -126,7 +127,8 @@ class Gradients:
         self._queued = False
         if self._reducer is not None:
             self._reducer.set_requires_gradient_sync(True)
-            self._reducer.finish()
+            with reducing():
+                self._reducer.finish()
             self._tell()
         else:
             self._reduce_each()
@@ -147,7 +149,8 @@ class Gradients:
         for param in self._params:
             grad = param.grad
             if isinstance(param, DTensor) and isinstance(grad, DTensor):
-                param.grad = grad.redistribute(placements=param.placements)
+                with reducing(param, grad.placements, param.placements):
+                    param.grad = grad.redistribute(placements=param.placements)
 
 
 def _cut_as(
@@ -165,6 +168,9 @@ def _cut_as(
             is_now if is_now.is_partial() else to
             for is_now, to in zip(grad.placements, placements, strict=True)
         )
-        return None if wanted == grad.placements else grad.redistribute(placements=wanted)
+        if wanted == grad.placements:
+            return None
+        with reducing(None, grad.placements, wanted):
+            return grad.redistribute(placements=wanted)
 
     return hook

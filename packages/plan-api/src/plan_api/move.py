@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.axes import axis_names
 from plan_api.fuse import Move, Step
 from plan_api.ir import Act, short
+from plan_api.watch import moving
 
 __all__ = ["Mover"]
 
@@ -28,6 +29,7 @@ class Mover:
 
     def __init__(self, step: Step, mesh: DeviceMesh, site: str) -> None:
         axes = axis_names(mesh)
+        self._step = step
         self._mesh = mesh
         self._what = f"{site}:{step.tensor}:{step.index}"
         self._annotates = step.act is Act.ANNOTATE
@@ -49,7 +51,8 @@ class Mover:
             ValueError: it is on another mesh, or not what the plan says it is.
         """
         if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, self._mesh, self._plain, run_check=False)
+            with moving(self._step, self._plain, self._plain):
+                tensor = DTensor.from_local(tensor, self._mesh, self._plain, run_check=False)
         elif self._annotates:
             raise ValueError(
                 f"{self._what} is a DTensor already, {tensor._spec}: annotate() is for local "
@@ -62,9 +65,10 @@ class Mover:
         if target is spec.placements or target == spec.placements:
             self.settled = spec
             return tensor
-        if self._back:
-            return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
-        return tensor.redistribute(placements=target)
+        with moving(self._step, spec.placements, target):
+            if self._back:
+                return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
+            return tensor.redistribute(placements=target)
 
     def _target(self, tensor: DTensor) -> tuple[Placement, ...]:
         if tensor.device_mesh != self._mesh:

@@ -54,12 +54,14 @@ class Installed:
     """What `parallelize` has done to a model.
 
     Attributes:
+        plan: as it was given.
         lowered: the plan, for this model.
         fired: which sites have been passed.
         gradients: what reduces them.
         extras: the packages that were found and switched on.
     """
 
+    plan: Plan
     lowered: Lowered
     fired: Fired
     gradients: Gradients
@@ -153,7 +155,7 @@ def parallelize(
     apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
     waits = any(schedule.waits for schedule in lowered.schedules.values())
     gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
-    _installed[model] = Installed(lowered, fired, gradients, extras, tuple(handles))
+    _installed[model] = Installed(plan, lowered, fired, gradients, extras, tuple(handles))
     return model
 
 

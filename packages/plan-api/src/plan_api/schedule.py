@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -30,12 +30,14 @@ class Schedule:
         run: while its module runs.
         keeps: whether what forward and backward use stays until the optimizer has changed it.
         waits: whether its gradients stay whole until backward is through.
+        entries: of the plan, which it comes from.
     """
 
     rest: _Placements
     run: _Placements
     keeps: bool = False
     waits: bool = False
+    entries: tuple[int, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -57,12 +59,17 @@ def schedules(
         ValueError: a buffer has phases, or a gradient is to be placed as no phase needs it.
     """
     said: dict[str, dict[Moment, dict[int, Placement]]] = {}
+    entries: dict[str, dict[int, None]] = {}
     axes = axis_names(mesh)
     for op in ops:
         if op.moment in _WHEN:
             name = f"{op.path}.{op.tensor}" if op.path else op.tensor
             said.setdefault(name, {}).setdefault(op.moment, {})[axes.index(op.axis)] = op.dst
-    return {name: _schedule(name, tensors[name], when, mesh) for name, when in said.items()}
+            entries.setdefault(name, {})[op.entry] = None
+    return {
+        name: replace(_schedule(name, tensors[name], when, mesh), entries=tuple(entries[name]))
+        for name, when in said.items()
+    }
 
 
 def _schedule(

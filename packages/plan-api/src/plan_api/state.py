@@ -64,7 +64,7 @@ def use_copies(model: nn.Module, schedules: Mapping[str, Schedule]) -> list[Remo
     for name, module, own, tensor in _places(model):
         schedule = schedules.get(name)
         if schedule is not None and schedule.moves:
-            copies[id(tensor)] = Copy(module, own, schedule.run, schedule.keeps)
+            copies[id(tensor)] = Copy(module, own, schedule)
         if id(tensor) in copies:
             of_module.setdefault(module, {})[own] = copies[id(tensor)]
     return [handle for module, used in of_module.items() for handle in install_copies(module, used)]

@@ -16,10 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors
+from plan_api.fuse import Step
+from plan_api.ir import Act
+from plan_api.schedule import Schedule
+from plan_api.watch import moving
 
 __all__ = ["Copy", "install_copies"]
 
@@ -30,16 +33,14 @@ class Copy:
     Args:
         owner: a module that has the parameter.
         name: its name there.
-        placements: while it is used.
-        keeps: whether it stays until the parameter has changed; otherwise it is let go after use.
+        schedule: how it is placed while it is used, and whether it stays until the parameter has
+            changed; otherwise it is let go after use.
     """
 
-    def __init__(
-        self, owner: nn.Module, name: str, placements: tuple[Placement, ...], keeps: bool
-    ) -> None:
+    def __init__(self, owner: nn.Module, name: str, schedule: Schedule) -> None:
         self._owner, self._name = owner, name
-        self._placements = placements
-        self._keeps = keeps
+        self._placements, self._keeps = schedule.run, schedule.keeps
+        self._step = Step(name, 0, Act.SHARD, {}, schedule.entries)
         self._local: torch.Tensor | None = None
         self._nbytes = 0
         self._of: tuple[int, int] | None = None  # the versions of what it is a copy of
@@ -105,7 +106,8 @@ class Copy:
 
     def _fill(self, rest: DTensor) -> None:
         with torch.no_grad():
-            fresh = rest.redistribute(placements=self._placements)._local_tensor
+            with moving(self._step, rest.placements, self._placements):
+                fresh = rest.redistribute(placements=self._placements)._local_tensor
             if self._local is None or self._local.device != fresh.device:
                 # Not the parameter's own memory, as along axes of one rank, nor a part of more.
                 self._local = fresh.clone(memory_format=torch.contiguous_format)

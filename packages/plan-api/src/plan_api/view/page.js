@@ -1,0 +1,34 @@
+"use strict";
+// Without it the page can be read as well; it opens and closes many branches at once.
+const branches = [...document.querySelectorAll("details")];
+const named = [...document.querySelectorAll("[data-name]")];
+const open = (one) => { for (let at = one.closest("details"); at; at = at.parentElement.closest("details")) at.open = true; };
+
+document.getElementById("open").onclick = () => branches.forEach((one) => { one.open = true; });
+document.getElementById("close").onclick = () => branches.forEach((one, at) => { one.open = at === 0; });
+
+// Of modules that are alike the first is shown: for `layers.7` look there for `layers.0`.
+const plain = (text) => text.replace(/[^\w]/g, "\\$&");
+const shown = (one, text) => {
+  for (let at = one.closest("[data-in]"); at; at = at.parentElement.closest("[data-in]")) {
+    const { in: prefix, first, last } = at.dataset;
+    const number = new RegExp(`(^|\\.)${plain(prefix)}(\\d+)(?=\\.|$)`);
+    text = text.replace(number, (whole, dot, n) => +first <= +n && +n <= +last ? `${dot}${prefix}${first}` : whole);
+  }
+  return text;
+};
+
+// Names that contain the text are marked, and can be seen.
+const find = (text) => {
+  const count = named.filter((one) => {
+    const here = text !== "" && one.dataset.name.includes(shown(one, text));
+    one.classList.toggle("found", here);
+    if (here) open(one.matches("details") ? one.parentElement : one);
+    return here;
+  }).length;
+  document.getElementById("count").textContent = text === "" ? "" : `${count} found`;
+};
+document.getElementById("find").oninput = (event) => find(event.target.value);
+// view.html#layers.3 begins with a search.
+const asked = decodeURIComponent(location.hash.slice(1));
+if (asked) { document.getElementById("find").value = asked; find(asked); document.querySelector(".found")?.scrollIntoView(); }

@@ -1,0 +1,266 @@
+"""The page of a plan on a model, read as text and drawn by a browser."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plan_api import Plan, parallelize, track, view
+from plan_api.track import Collective, Phase, Record
+from plan_api.view.colours import DIMS, colour_of
+from plan_api.view.html import element
+from plan_api.view.rows import size
+from plan_api.view.tree import Traffic, tree_of
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+VOID = {"meta", "input"}
+
+
+def plan_of(mesh):
+    return (
+        Plan(mesh)
+        .shard(r"layers\.\d+\.up\.(weight|bias)", S0, "tp")
+        .shard(r"layers\.\d+\.down\.weight", S1, "tp")
+        .shard(r"layers\.\d+.<in>", R, "tp")
+        .redistribute(r"layers\.\d+.<out>", P, S1, "tp")
+        .shard("<in>", S0, "dp")
+    )
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order, and keeps the rows of the tree as text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open, self.rows, self.addresses, self.scripts = [], [], [], 0
+        self.feed(self.text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.addresses += [given[name] for name in ("src", "href") if name in given]
+        self.scripts += tag == "script"
+        if tag not in VOID:
+            self.open.append((tag, "row" in (given.get("class") or "").split()))
+        if self.open[-1][1]:
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if any(row for _, row in self.open) and data.strip():
+            self.rows[-1].append(data.strip())
+
+    def row(self, *begin):
+        return next(row for row in self.rows if row[: len(begin)] == list(begin))
+
+
+def stack(number):
+    model = nn.Module()
+    model.layers = nn.ModuleList()
+    for _ in range(number):
+        block = nn.Module()
+        block.up, block.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        model.layers.append(block)
+    return model
+
+
+def test_rows_say_placements_shapes_bytes_and_lines(mesh, model, tmp_path):
+    page = Page(view(plan_of(mesh), model, tmp_path / "plan.html"))
+    weight = page.row("weight", "float32")
+    assert weight[2:6] == ["R", "S(0)", "(8, 4) → (4, 4)", "64 B"]
+    assert re.fullmatch(r"test_view\.py:\d+", weight[6])
+    assert page.row("scale")[1:5] == ["buffer float32", "R", "R", "(4)"]
+    assert page.row("<out>:0")[1:-1] == ["redist", "P", "→", "S(1)"]
+    assert page.row("<in>:0")[1:-1] == ["redist", "→", "S(0)"]
+
+
+def test_a_tied_weight_is_named_and_counted_once(mesh, model, tmp_path):
+    page = Page(view(plan_of(mesh), model, tmp_path / "plan.html"))
+    tied = page.row("weight", "float32 = layers.0.up.weight")
+    assert tied[2:5] == ["R", "S(0)", "(8, 4) → (4, 4)"]
+    states = list(tree_of(plan_of(mesh), model, None).all_states)
+    assert len(states) == len(list(model.parameters())) + len(list(model.buffers()))
+
+
+def test_layers_that_are_alike_are_one(mesh, tmp_path):
+    with torch.device("meta"):
+        model = stack(80)
+    model.layers[40].up.bias = None
+    plan = plan_of(mesh)
+    plan._entries.pop()
+    page = Page(view(plan, model, tmp_path / "plan.html"))
+    assert page.row("0 … 39")[1] == "40 alike"
+    assert page.row("41 … 79")[1] == "39 alike"
+    assert "40" in [row[0] for row in page.rows]
+    assert [row[0] for row in page.rows].count("up") == 3
+    # 80 blocks of 32 + 8 + 32 numbers halved and 4 whole ones, less the missing bias.
+    assert page.row("layers")[-1] == size(4 * (80 * (16 + 4 + 16 + 4) - 4))
+    assert len(page.text) < 30_000
+
+
+def test_layers_that_are_placed_otherwise_are_not_alike(mesh, tmp_path):
+    plan = plan_of(mesh)
+    plan._entries.pop()
+    plan.shard(r"layers\.1\.up\.bias", R, "tp")
+    page = Page(view(plan, stack(3), tmp_path / "plan.html"))
+    assert "alike" not in str(page.rows)
+
+
+def test_it_is_the_same_before_and_after_parallelize(mesh, model, tmp_path):
+    plan = plan_of(mesh)
+    before = view(plan, model, tmp_path / "plan.html").read_text(encoding="utf-8")
+    parallelize(model, plan)
+    assert view(plan, model, tmp_path / "again.html").read_text(encoding="utf-8") == before
+
+
+def test_placements_of_other_packages_have_shapes_as_well(mesh, tmp_path):
+    ragged = pytest.importorskip("ragged_shard", reason="an extra of plan-api")
+    model = nn.Linear(4, 12, bias=False)
+    for placement, rows in (
+        (ragged.InterleavedShard(0, 3), 6),
+        (ragged.RaggedShard((0,), (1, 2)), 4),
+    ):
+        plan = Plan(mesh).shard("weight", placement, "tp")
+        page = Page(view(plan, model, tmp_path / "plan.html"))
+        assert f"(12, 4) → ({rows}, 4)" in page.row("weight")
+        assert plan.explain(model).rows[0].bytes == str(rows * 4 * 4)
+
+
+def test_communication_is_summed_upwards(mesh, model, tmp_path):
+    plan = plan_of(mesh)
+    parallelize(model, plan)
+    with track(model) as record:
+        model.layers[0](torch.ones(2, 4))
+        model.layers[1](torch.ones(2, 4))
+    sent = [one for one in record.collectives if one.site is not None]
+    tree = tree_of(plan, model, record)
+    assert tree.total == Traffic(len(sent), sum(one.bytes for one in sent))
+    assert tree.own == Traffic()
+    assert tree.total.number >= 2
+    page = Page(view(plan, model, tmp_path / "plan.html", record=record))
+    assert f"{len(sent)} · {size(tree.total.bytes)}" in page.row("layers")
+
+
+def test_what_belongs_to_no_module_is_told(mesh, model, tmp_path):
+    record = Record("Model")
+    together = Collective(
+        "all_reduce", None, Phase.BACKWARD, "dp", 2, "", "", 5000, "gradients", "", 0.0, 1.0
+    )
+    record._set((together,), ())
+    text = view(plan_of(mesh), model, tmp_path / "plan.html", record=record).read_text("utf-8")
+    assert "1 collectives, 4.9 KiB on rank 0; 1 of them, 4.9 KiB, belong to no module" in text
+
+
+def test_nothing_is_fetched_and_names_are_text(mesh, tmp_path):
+    evil = "<img src=http://a.example onerror=alert(1)>&\"'"
+    model = nn.Module()
+    model.add_module(evil.replace(".", "_"), nn.Linear(4, 4))
+    page = Page(view(Plan(mesh), model, tmp_path / "plan.html"))
+    assert page.row(evil.replace(".", "_"), "Linear")
+    assert page.addresses == []
+    assert page.scripts == 1
+    assert "default-src 'none'" in html.unescape(page.text)
+    assert "<img" not in page.text
+
+
+def test_elements_escape_text_and_attributes():
+    assert element("b", "<i>", element("i", "&"), title='"') == (
+        '<b title="&quot;">&lt;i&gt;<i>&amp;</i></b>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (2**20, "1.0 MiB"), (2**41, "2,048.0 GiB")],
+)
+def test_sizes(number, text):
+    assert size(number) == text
+
+
+def luminance(colour):
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("placed", ["R", "P", "P(avg)", "S(0)", "S(1)", "S(2)", "S(3)", "Ragged"])
+def test_text_on_colours_can_be_read(placed):
+    """Web Content Accessibility Guidelines 2.1, 1.4.3: a contrast of 4.5."""
+    back, text = luminance(colour_of(placed)), luminance("#14171c")
+    assert (back + 0.05) / (text + 0.05) >= 4.5
+    assert (colour_of(placed) in DIMS) == placed.startswith("S(")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PROBE = Path(__file__).with_name("view_probe.js").read_text(encoding="utf-8")
+
+
+def browse(path, tmp_path, *, ask="", width=1400, dark=False):
+    """What a headless Chromium finds on the page."""
+    probed = tmp_path / "probed.html"
+    text = path.read_text(encoding="utf-8").replace("</body>", f"<script>{PROBE}</script></body>")
+    probed.write_text(text, encoding="utf-8")
+    options = [
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", f"{probed.as_uri()}#{ask}"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return json.loads(html.unescape(re.search('data-found="([^"]*)"', done.stdout)[1]))
+
+
+@pytest.fixture
+def page(mesh, tmp_path):
+    model, plan = stack(12), plan_of(mesh)
+    plan._entries.pop()
+    record = Record("Module")
+    sent = [
+        Collective(
+            "all_gather", f"layers.{n}", Phase.FORWARD, "tp", 2, "R,S(1)", "R,R", 123_456_789,
+            "plan", "test_view.py:1", float(n), 1.0,
+        )
+        for n in range(12)
+    ]  # fmt: skip
+    record._set(tuple(sent), ())
+    return view(plan, model, tmp_path / "plan.html", record=record)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_draws_it_without_overlaps(page, tmp_path, dark):
+    found = browse(page, tmp_path, ask="weight", dark=dark)
+    assert found["rows"] == 1 + 1 + 1 + 1 + 2 + 2 * 3  # with the heading; one block of twelve
+    assert (found["clipped"], found["overlapping"], found["outside"]) == ([], [], 0)
+    assert (found["text"] > 128) == dark
+    assert found["chip"] < 64
+    assert found["loaded"] == 0
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_narrow_window_scrolls(page, tmp_path):
+    found = browse(page, tmp_path, ask="weight", width=600)
+    assert (found["clipped"], found["overlapping"], found["outside"]) == ([], [], 0)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_search_opens_what_it_finds_among_those_that_are_alike(page, tmp_path):
+    found = browse(page, tmp_path, ask="layers.7.up.weight")
+    assert found["found"] == ["layers.0.up.weight"]
+    assert found["open"] == ["", "layers", "layers.0", "layers.0.up"]
+    assert browse(page, tmp_path, ask="layers.12.up")["found"] == []
+    assert browse(page, tmp_path)["open"] == ["", "layers"]
