@@ -20,6 +20,7 @@ from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
 from plan_api.ir import Moment, Op
+from plan_api.losses import register_losses
 from plan_api.plan import Plan
 from plan_api.resolve import resolve, state_of
 
@@ -121,6 +122,7 @@ def parallelize(
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
     register_cpu_attention()
+    register_losses()
     _place_state(model, plan, lowered.ops, src_data_rank)
     fired = Fired([site for site in lowered.sites if site.moment is not Moment.INIT])
     handles = [
