@@ -73,8 +73,9 @@ def join(question: Question) -> Answer | None:
 def view(question: Question) -> Answer | None:
     """`view`: other dims may change, dims before may join the interleaved one, chunks fall apart.
 
-    ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads. Where
-    axes before cut the first dim (the batch) evenly, here and there, all is said of what they leave.
+    ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads.
+    Where earlier axes cut the first dim (the batch) evenly, before and after, all is said of what
+    they leave.
     """
     [spec] = question.specs
     on_axis = interleaved_of(spec)
@@ -84,11 +85,11 @@ def view(question: Question) -> Answer | None:
     shape = tuple(meta_of(spec).shape)
     size = resolved(question.argument("size"), math.prod(shape))
     pieces = _pieces_of_batch(spec, on_axis.axis)
-    if pieces is None or any(
-        pieces > 1 and (not dims or dims[0] % pieces) for dims in (shape, size)
-    ):
+    if pieces is None:
         return None
     if pieces > 1:
+        if not size or shape[0] % pieces or size[0] % pieces:
+            return None
         shape, size = (shape[0] // pieces, *shape[1:]), (size[0] // pieces, *size[1:])
     target = _after(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
