@@ -26,7 +26,7 @@ def llama(**changes: Any) -> nn.Module:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options = {
+    options: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
         "use_cache": False, "attn_implementation": "eager",
@@ -44,7 +44,7 @@ def gpt2(**changes: Any) -> nn.Module:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    options = {
+    options: dict[str, Any] = {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY,
         "use_cache": False, "attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 1,
         "loss_type": "ForCausalLM",
@@ -62,7 +62,7 @@ def vit(**changes: Any) -> nn.Module:
     """
     from transformers import ViTConfig, ViTForImageClassification
 
-    options = {
+    options: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "num_labels": 10,
         "hidden_dropout_prob": 0.1, "attn_implementation": "sdpa",
