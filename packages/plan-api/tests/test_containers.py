@@ -99,3 +99,16 @@ def test_an_output_of_transformers_keeps_its_two_faces_alike():
 def test_a_part_that_is_not_there_is_named(value, index, message):
     with pytest.raises(ValueError, match=f"here: there is {message}"):
         replace_part(value, index, negative, "here")
+
+
+def test_a_part_that_is_none_stays_so_in_a_mapping_that_leaves_it_out():
+    """As the loss of transformers' outputs, of a model that was given no labels."""
+
+    class Output(dict):
+        __dataclass_fields__ = Result.__dataclass_fields__
+        loss = None
+
+    value = Output(logits=X)
+    assert replace_part(value, "loss", negative, "here") is value
+    with pytest.raises(ValueError, match="there is no part 'lost' in a Output with logits"):
+        replace_part(value, "lost", negative, "here")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ragged_shard
 from ragged_shard import InterleavedShard, RaggedShard
@@ -212,6 +213,53 @@ def attention():
 
 def test_tensor_parallel_attention_with_a_fused_projection_equals_one_device():
     run_ranks(attention, 2)
+
+
+def attention_with_a_cut_batch():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain, parallel = Attention(), Attention()
+    parallel.load_state_dict(plain.state_dict())
+    placements = [InterleavedShard(0, 3), InterleavedShard(0, 3), Shard(1), R]
+    for (name, param), placement in zip(plain.named_parameters(), placements, strict=True):
+        path, leaf = name.split(".")
+        value = distribute_tensor(param.detach(), mesh, [R, placement])
+        getattr(parallel, path).register_parameter(leaf, nn.Parameter(value))
+    x = torch.randn(4, 5, 16)
+    placed = distribute_tensor(x, mesh, [Shard(0), R])
+    with CommLog() as log, ragged_shard.strict():
+        result = parallel(placed)
+        loss = result.redistribute(placements=[Shard(0), R]).square().sum()
+        loss.backward()
+    log.assert_counts({"all_reduce": 1 + (result.placements != (Shard(0), Partial()))})
+    plain(x).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-5, what=name)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot flatten a batch with sharded heads"
+)
+def test_heads_stay_cut_where_another_axis_cuts_the_batch():
+    run_ranks(attention_with_a_cut_batch, 4)
+
+
+def strided_twice():
+    """What a view of batch and heads leaves is a `_StridedShard` to torch, and moves as one."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(operand(4, 6, 2), mesh, [Shard(0), InterleavedShard(1, 1)])
+    with CommLog() as log, ragged_shard.strict():
+        flat = x.view(24, 2)
+    log.assert_counts({})
+    assert flat.placements == (Shard(0), InterleavedShard(0, 2))
+    strided = flat.redistribute(placements=[Shard(0), _StridedShard(0, split_factor=2)])
+    assert_bitwise(strided.to_local(), flat.to_local(), "under torch's name")
+    assert_bitwise(flat.full_tensor(), operand(4, 6, 2).view(24, 2), "whole")
+    assert_bitwise(flat.view(4, 6, 2).full_tensor(), operand(4, 6, 2), "back")
+
+
+def test_batch_and_heads_in_one_dim_are_what_torch_calls_a_strided_shard():
+    run_ranks(strided_twice, 4)
 
 
 def two_interleaved_axes():

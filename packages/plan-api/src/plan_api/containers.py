@@ -76,6 +76,8 @@ def _replace_named(
             raise ValueError(f"{what}: there is no part {index} in a {_described(value)}")
         index = fields[index]
     if index not in fields:
+        if _is_dataclass(value) and getattr(value, index, value) is None:
+            return value  # as the loss of a model that was given no labels
         raise ValueError(f"{what}: there is no part {index!r} in a {_described(value)}")
     mapping = isinstance(value, Mapping)
     old = value[index] if mapping else getattr(value, index)

@@ -19,6 +19,7 @@ from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
 from plan_api.ir import Op
+from plan_api.losses import register_losses
 from plan_api.plan import Entry, Plan
 from plan_api.region import check_regions, install_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
@@ -144,6 +145,7 @@ def parallelize(
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
     register_cpu_attention()
+    register_losses()
     place_state(model, plan.mesh, lowered.schedules, src_data_rank, "dist-rng" in extras)
     hooks = [site for site in lowered.sites if not site.moment.of_state]
     fired = Fired(hooks)

@@ -262,6 +262,27 @@ class Plan:
         plan._entries = entries
         return plan
 
+    @classmethod
+    def from_tp_plan(cls, model: nn.Module, mesh: DeviceMesh, tp: str = "tp") -> Plan:
+        """The tensor parallelism that a model of transformers brings along, its `_tp_plan`.
+
+        Join it with entries for other axes, such as the batch's, by ``|``.
+
+        Args:
+            model: of transformers; it is not changed.
+            mesh: with the axis.
+            tp: the axis of tensor parallelism.
+
+        Raises:
+            ValueError: the model has none, or one with a style that is not known here; the mesh
+                lacks the axis.
+        """
+        from plan_api.tp_plan import add_tp_plan
+
+        plan = cls(mesh)
+        add_tp_plan(plan, model, tp)
+        return plan
+
     def under(self, prefix: str) -> Plan:
         """The plan of a model that has this one's model as its submodule ``prefix``."""
         moved = Plan(self.mesh, cover=self.cover)

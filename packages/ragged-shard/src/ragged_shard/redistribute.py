@@ -77,7 +77,9 @@ def redistribute_local_tensor(
     target: Placements = tuple(target_spec.placements)
     if filled is not None:
         target = put(target, filled.axis, filled.placement.ragged)
-    check_placements(meta_of(current_spec).shape, mesh, target)
+    shape = meta_of(current_spec).shape
+    target = _in_our_words(target, shape)
+    check_placements(shape, mesh, target)
     result = _Way(current_spec, target, stock).go(local_tensor)
     if isinstance(result, AsyncCollectiveTensor) and not (async_op and filled is None):
         result = result.wait()
@@ -104,18 +106,24 @@ def _in_our_words(placements: Placements, shape: Sequence[int]) -> Placements:
     """The placements with one name for what is the same.
 
     A `_StridedShard` is an InterleavedShard where no other axis cuts the dim: what torch makes of a
-    sharded dim that is flattened behind another. Where another axis does, `_StridedShard` says in
-    which order they cut. An InterleavedShard of one chunk is a Shard.
+    sharded dim that is flattened behind another. Where another axis does, as a view of batch and
+    heads leaves it (ops/interleaved_views.py), both are called `_StridedShard`, which says in which
+    order they cut. An InterleavedShard of one chunk is a Shard.
     """
     for axis, placement in enumerate(placements):
-        if isinstance(placement, InterleavedShard) and placement.interleaves == 1:
-            placements = put(placements, axis, Shard(placement.dim))
-        if not isinstance(placement, _StridedShard):
+        if not isinstance(placement, InterleavedShard | _StridedShard):
             continue
-        dim, factor = placement.dim, int(placement.split_factor)
-        others = put(placements, axis, Replicate())
-        if shape[dim] % factor == 0 and all(dim_of(other) != dim for other in others):
-            placements = put(placements, axis, InterleavedShard(dim, factor))
+        dim, others = placement.dim, put(placements, axis, Replicate())
+        alone = all(dim_of(other) != dim for other in others)
+        if isinstance(placement, _StridedShard):
+            factor = int(placement.split_factor)
+            if alone and shape[dim] % factor == 0:
+                placements = put(placements, axis, InterleavedShard(dim, factor))
+        elif placement.interleaves == 1:
+            placements = put(placements, axis, Shard(dim))
+        elif not alone and any(dim_of(other) == dim for other in placements[:axis]):
+            strided = _StridedShard(dim, split_factor=placement.interleaves)
+            placements = put(placements, axis, strided)
     return placements
 
 
@@ -131,7 +139,6 @@ class _Way:
         self.mesh = self.spec.mesh
         self.meta = meta_of(self.spec)
         self.at: Placements = _in_our_words(tuple(self.spec.placements), self.meta.shape)
-        self.target = _in_our_words(self.target, self.meta.shape)
 
     def go(self, local: torch.Tensor) -> torch.Tensor:
         self._refuse_new_sums()

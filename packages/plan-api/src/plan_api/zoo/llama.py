@@ -6,11 +6,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api.plan import Plan
+from plan_api.zoo.needs import check_options
 
 __all__ = ["llama"]
 
 
-def llama(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
+def llama(
+    mesh: DeviceMesh,
+    tp: str | None = "tp",
+    dp: str | None = None,
+    sp: bool = False,
+    *,
+    loss_parallel: bool = False,
+) -> Plan:
     """Tensor parallel Linears, with sequence and data parallelism if asked (Megatron-LM's way).
 
     Args:
@@ -19,12 +27,12 @@ def llama(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bo
             should be multiples of its size. None: none.
         dp: the axis along which batches are cut; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
+        loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
 
     Raises:
-        ValueError: the mesh lacks an axis, or ``sp`` without ``tp``.
+        ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
     """
-    if sp and tp is None:
-        raise ValueError("zoo.llama: sp=True cuts the sequence along tp, which is None")
+    check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
     plan, whole, layer = Plan(mesh), Replicate(), r"model\.layers\.\d+"
     if dp is not None:
         for name in ("input_ids", "position_ids", "labels"):
@@ -39,4 +47,6 @@ def llama(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bo
         plan.shard(rf"{layer}\.(self_attn|mlp).<in>", whole, tp)
         plan.shard(rf"{layer}\.(self_attn|mlp).<out>", rest, tp)
         plan.shard("lm_head.<in>", whole, tp)
+        if loss_parallel:
+            plan.shard(r"lm_head\.weight", Shard(0), tp)
     return plan.shard("<out:loss>", [whole] * len(plan.axes))

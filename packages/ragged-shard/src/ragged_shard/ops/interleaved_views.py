@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ops.sizes import local_size, resolved
 from ragged_shard.question import Answer, OnAxis, Question
-from ragged_shard.spec import cut_a_dim, meta_of
+from ragged_shard.spec import dim_of, meta_of
 
 
 def split(question: Question) -> Answer | None:
@@ -74,6 +74,8 @@ def view(question: Question) -> Answer | None:
     """`view`: other dims may change, dims before may join the interleaved one, chunks fall apart.
 
     ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads.
+    Where earlier axes cut the first dim (the batch) evenly, before and after, all is said of what
+    they leave.
     """
     [spec] = question.specs
     on_axis = interleaved_of(spec)
@@ -81,10 +83,14 @@ def view(question: Question) -> Answer | None:
     placement = on_axis.placement
     assert isinstance(placement, InterleavedShard)
     shape = tuple(meta_of(spec).shape)
-    others = (*spec.placements[: on_axis.axis], *spec.placements[on_axis.axis + 1 :])
-    if cut_a_dim(others):
-        return None
     size = resolved(question.argument("size"), math.prod(shape))
+    pieces = _pieces_of_batch(spec, on_axis.axis)
+    if pieces is None:
+        return None
+    if pieces > 1:
+        if not size or shape[0] % pieces or size[0] % pieces:
+            return None
+        shape, size = (shape[0] // pieces, *shape[1:]), (size[0] // pieces, *size[1:])
     target = _after(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
         one_chunk = Answer((on_axis,), (on_axis,), as_shard=True)
@@ -93,6 +99,18 @@ def view(question: Question) -> Answer | None:
     return Answer(
         (on_axis,), (OnAxis(on_axis.axis, target),), {question.position("size"): local_size}
     )
+
+
+def _pieces_of_batch(spec: DTensorSpec, axis: int) -> int | None:
+    """Into how many pieces axes before this one cut the first dim; None where others cut more."""
+    pieces = 1
+    for other, placement in enumerate(spec.placements):
+        if other == axis or dim_of(placement) is None:
+            continue
+        if type(placement) is not Shard or placement.dim != 0 or other > axis:
+            return None
+        pieces *= spec.mesh.size(other)
+    return pieces
 
 
 def _after(

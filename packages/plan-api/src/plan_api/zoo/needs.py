@@ -1,0 +1,53 @@
+"""What plans of several models ask for: axes, and the placement of fused projections."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["check_options", "fused"]
+
+
+def check_options(
+    name: str, tp: str | None, *, sp: bool = False, loss_parallel: bool = False
+) -> None:
+    """Refuses options that need an axis of tensor parallelism where there is none.
+
+    Args:
+        name: of the plan, for messages.
+        tp: the axis.
+        sp: as the plans' option.
+        loss_parallel: as the plans' option.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if sp and tp is None:
+        raise ValueError(
+            f"zoo.{name}: sp=True cuts the sequence along tp, which is None; name an axis"
+        )
+    if loss_parallel and tp is None:
+        raise ValueError(
+            f"zoo.{name}: loss_parallel=True cuts the vocabulary along tp, which is None; name an "
+            f"axis"
+        )
+
+
+def fused(dim: int, parts: int, name: str) -> Placement:
+    """A Shard of each of the parts that a projection computes at once (ragged-shard's).
+
+    Args:
+        dim: of the parameter, which is made of so many parts.
+        parts: 3 for queries, keys and values.
+        name: of the plan, for messages.
+
+    Raises:
+        ImportError: ragged-shard is not installed.
+    """
+    try:
+        from ragged_shard import InterleavedShard
+    except ImportError as error:
+        raise ImportError(
+            f"zoo.{name}: the model computes queries, keys and values by one matrix, which stock "
+            f"DTensor cannot cut by heads; ragged-shard can: pip install plan-api[ragged]"
+        ) from error
+    return InterleavedShard(dim, parts)

@@ -1,0 +1,82 @@
+"""The tensor parallelism that transformers' models bring along."""
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Plan, installed, lower, parallelize
+from testkit import models, run_ranks
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_llama_trains_as_on_one_device(tied):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = models.llama(tie_word_embeddings=tied)
+        plan = Plan.from_tp_plan(model, mesh)
+        for name in ("input_ids", "labels"):
+            plan.shard(f"<in:{name}>", Shard(0), "dp")
+        parallelize(model, plan.shard("<out:loss>", [Replicate()] * 2))
+        layer, head = model.model.layers[0], model.lm_head.weight
+        placed = [layer.self_attn.q_proj.weight, layer.mlp.down_proj.weight, head]
+        losses = models.train(model, steps=5)
+        return losses, [one.placements[1] for one in placed], installed(model).fired.never
+
+    losses = models.train(models.llama(tie_word_embeddings=tied), steps=5)
+    for ours, placements, never in run_ranks(check, 4, timeout=180):
+        assert ours == pytest.approx(losses, abs=1e-5, rel=0)
+        assert placements == [Shard(0), Shard(1), Shard(0)]
+        assert never == []
+
+
+def test_styles_become_placements(mesh):
+    model = models.llama(attention_bias=True)
+    model._tp_plan = {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "packed_colwise",
+        "model.layers.*.mlp.absent": "colwise",
+        "model.norm": "sequence_parallel",
+        "model.embed_tokens": "embedding_colwise",
+        "lm_head": "colwise_rep",
+    }
+    lowered = lower(Plan.from_tp_plan(model, mesh), model)
+    done = {
+        f"{op.path}.{op.tensor}": str(op.dst) for op in lowered.ops if "layers.1" not in op.path
+    }
+    attention = "model.layers.0.self_attn"
+    assert (
+        done
+        | {
+            f"{attention}.q_proj.weight": "S(0)",
+            f"{attention}.q_proj.bias": "S(0)",
+            f"{attention}.q_proj.<in>": "R",
+            f"{attention}.o_proj.weight": "S(1)",
+            f"{attention}.o_proj.<out>": "R",
+            "model.layers.0.mlp.gate_proj.weight": "IS(0,2)",
+            "model.norm.<in>": "S(1)",
+            "model.embed_tokens.weight": "S(1)",
+            "lm_head.weight": "S(0)",
+            "lm_head.<out>": "R",
+        }
+        == done
+    )
+    assert f"{attention}.o_proj.bias" not in done
+
+
+@pytest.mark.parametrize(
+    ("rule", "style"),
+    [("model.layers.*.mlp", "moe_tp_experts"), ("model.layers.*.mlp.up_proj.weight", "colwise")],
+)
+def test_what_is_not_known_is_named_with_its_module(mesh, rule, style):
+    model = models.llama()
+    model._tp_plan = {rule: style}
+    with pytest.raises(ValueError, match=rf"style '{style}' for '.*\(model\.layers\.0\.mlp"):
+        Plan.from_tp_plan(model, mesh)
+
+
+def test_a_model_without_one_is_refused(mesh):
+    with pytest.raises(ValueError, match="Linear has no _tp_plan"):
+        Plan.from_tp_plan(nn.Linear(4, 4), mesh)

@@ -1,0 +1,49 @@
+"""Lines of plan code: what is counted, and that the zoo's plans are no longer than the paper's."""
+
+import pytest
+
+from tools.plan_lines import PAPER, ZOO, main, plan_lines
+
+SOURCE = '''
+import x
+
+def other(mesh):
+    return 1
+
+def one(mesh, tp=None):
+    """A docstring
+    of two lines."""
+    from y import z
+    check_options("one", tp)
+
+    # a comment
+    plan = Plan(
+        mesh
+    )
+    if tp is not None:
+        # another
+        plan.shard("a", z, tp)
+    return plan
+'''
+
+
+def test_what_builds_the_plan_is_counted_line_by_line():
+    assert plan_lines(SOURCE, "one") == 6
+    assert plan_lines(SOURCE, "other") == 1
+
+
+def test_a_function_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="no function 'two'"):
+        plan_lines(SOURCE, "two")
+
+
+@pytest.mark.parametrize("name", [name for name in PAPER if (ZOO / f"{name}.py").exists()])
+def test_plans_are_no_longer_than_the_papers(name):
+    assert plan_lines((ZOO / f"{name}.py").read_text(), name) <= PAPER[name]
+
+
+def test_every_plan_of_the_zoo_is_printed(capsys):
+    main()
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {"dit", "gpt2", "llama", "vit"} <= set(printed)
+    assert not {"needs", "__init__"} & set(printed)
