@@ -2,7 +2,8 @@
 
 A line of plan code is a line of a zoo function's body that builds the plan. Not counted are the
 docstring, blank lines and comments, imports, and calls of `check_options`, which refuse options and
-build nothing. Lines are those of the formatted file, so a statement over two lines is two.
+build nothing. A plan that begins with another's has that one's lines, too. Lines are those of the
+formatted file, so a statement over two lines is two.
 
     python -m tools.plan_lines
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-__all__ = ["PAPER", "plan_lines"]
+__all__ = ["PAPER", "plan_lines", "total_lines"]
 
 ZOO = Path(__file__).parents[1] / "packages/plan-api/src/plan_api/zoo"
 #: The paper's own counts, for its plans of models of the same names.
@@ -61,6 +62,14 @@ def _is_code(line: str) -> bool:
     return bool(line.strip()) and not line.strip().startswith("#")
 
 
+def total_lines(name: str) -> int:
+    """The lines of a plan of the zoo, with those of the plans of the zoo that it begins with."""
+    source = (ZOO / f"{name}.py").read_text()
+    others = {path.stem for path in ZOO.glob("*.py")} - {"__init__", "needs", name}
+    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    return plan_lines(source, name) + sum(total_lines(other) for other in others & used)
+
+
 def main() -> None:
     """Prints a line per plan of the zoo."""
     print(f"{'plan':10}{'lines':>6}{'paper':>7}")
@@ -68,7 +77,7 @@ def main() -> None:
         if path.stem in ("__init__", "needs"):
             continue
         paper = str(PAPER.get(path.stem, "-"))
-        print(f"{path.stem:10}{plan_lines(path.read_text(), path.stem):>6}{paper:>7}")
+        print(f"{path.stem:10}{total_lines(path.stem):>6}{paper:>7}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 import sys
 
 import pytest
+import torch
+from torch.distributed.tensor import Replicate
 
-from plan_api import zoo
+from plan_api import extras, parallelize, zoo
+from testkit import fake_mesh, models
 
-PLANS = ("dit", "gpt2", "llama", "vit")
+PLANS = ("dit", "gpt2", "llama", "mixtral", "vit")
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -16,7 +19,7 @@ def test_a_sequence_is_cut_along_tp_or_not_at_all(mesh, name):
         getattr(zoo, name)(mesh, tp=None, dp="dp", sp=True)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_a_vocabulary_is_cut_along_tp_or_not_at_all(mesh, name):
     said = rf"zoo\.{name}: loss_parallel=True cuts the vocabulary along tp, which is None"
     with pytest.raises(ValueError, match=said):
@@ -31,9 +34,20 @@ def test_axes_that_the_mesh_lacks_are_named(mesh, name):
         getattr(zoo, name)(mesh, dp="ddp")
 
 
-@pytest.mark.parametrize("name", ["dit", "gpt2"])
+@pytest.mark.parametrize("name", ["dit", "gpt2", "mixtral"])
 def test_fused_projections_need_ragged_shard_and_say_so(mesh, name, monkeypatch):
     monkeypatch.setitem(sys.modules, "ragged_shard", None)
     with pytest.raises(ImportError, match=rf"zoo\.{name}: .*pip install plan-api\[ragged\]"):
         getattr(zoo, name)(mesh)
     getattr(zoo, name)(mesh, tp=None, dp="dp")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_without_an_axis_for_the_batch_all_ranks_have_it_whole(name, monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with fake_mesh((2,), ("tp",)) as mesh:
+        model = parallelize(getattr(models, name)(), getattr(zoo, name)(mesh))
+        ids = torch.arange(16).view(2, 8)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert loss.placements == model.lm_head.weight.grad.placements == (Replicate(),)

@@ -13,7 +13,7 @@ from torch import nn
 
 from testkit.dit import Diffusion, DiT
 
-__all__ = ["dit", "gpt2", "llama", "reinitialize", "token_loss", "train", "vit"]
+__all__ = ["dit", "gpt2", "llama", "mixtral", "reinitialize", "token_loss", "train", "vit"]
 
 VOCABULARY = 64
 
@@ -33,6 +33,25 @@ def llama(**changes: Any) -> nn.Module:
     }  # fmt: skip
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**options | changes))
+    return model.train()
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    """Mixtral of transformers: 2 layers of 32 features, 4 heads, 2 of 4 experts of 48 features.
+
+    Args:
+        changes: to its config.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    options: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+        "use_cache": False, "attn_implementation": "eager",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = MixtralForCausalLM(MixtralConfig(**options | changes))
     return model.train()
 
 

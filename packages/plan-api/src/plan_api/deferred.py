@@ -120,21 +120,28 @@ class _Replay:
         mesh: DeviceMesh,
         random_shards: bool,
     ) -> None:
-        self._calls, self._wanted, self._mesh = calls, wanted, mesh
+        self._calls, self._mesh = calls, mesh
+        self._wanted = {id(one): to for one, to in wanted}
+        self._done: dict[int, torch.Tensor] = {}
         self._random_shards = random_shards
         self._real: dict[int, torch.Tensor] = {}
-        self._shards = self._made_by_shards()
+        self._shards = self._made_by_shards(wanted)
 
     def run(self) -> list[torch.Tensor]:
-        last = {id(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
-        kept = {id(one) for one, _ in self._wanted}
+        # By storage: a tensor may be changed through another that lies in the same memory.
+        last = {_storage(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
+        over: dict[int, list[torch.Tensor]] = {}
         for at, call in enumerate(self._calls):
             results = self._call(call)
             self._real.update(zip(map(id, call.results), results, strict=True))
             for one in call.tensors():
-                if last[id(one)] == at and id(one) not in kept:
-                    self._real.pop(id(one), None)
-        return [self._placed(self._real.pop(id(one)), to) for one, to in self._wanted]
+                over.setdefault(last[_storage(one)], []).append(one)
+            # What is whole so far is cut as soon as it is done, so that there is one at a time.
+            for one in over.pop(at, ()):
+                if (to := self._wanted.get(id(one))) is not None and id(one) not in self._done:
+                    self._done[id(one)] = self._placed(self._real[id(one)], to)
+                self._real.pop(id(one), None)
+        return [self._done[one] for one in self._wanted]
 
     def _call(self, call: _Call) -> list[torch.Tensor]:
         placements = self._shards.get(_storage(call.results[0])) if call.results else None
@@ -156,20 +163,17 @@ class _Replay:
         )
 
     def _placed(self, real: torch.Tensor, placements: _Placements) -> torch.Tensor:
-        if isinstance(real, DTensor):
-            return real
-        simple = all(isinstance(one, (Replicate, Shard)) for one in placements)
-        shards = placements if simple else tuple(Replicate() for _ in placements)
-        placed = distribute_tensor(real, self._mesh, shards, src_data_rank=None)
-        return placed if simple else placed.redistribute(placements=placements)
+        base = _simple(placements)
+        if not isinstance(real, DTensor):
+            real = distribute_tensor(real, self._mesh, base, src_data_rank=None)
+        assert isinstance(real, DTensor)
+        return real if base == placements else real.redistribute(placements=placements)
 
-    def _made_by_shards(self) -> dict[int, _Placements]:
+    def _made_by_shards(
+        self, wanted: Sequence[tuple[torch.Tensor, _Placements]]
+    ) -> dict[int, _Placements]:
         """The storages that are made and changed by each element alone, and how they are placed."""
-        placed = {
-            _storage(one): to
-            for one, to in self._wanted
-            if all(type(p) in (Replicate, Shard) for p in to)
-        }
+        placed = {_storage(one): _simple(to) for one, to in wanted}
         for call in reversed(self._calls):
             if call.func in _COPIES and (to := placed.get(_storage(call.results[0]))):
                 placed.setdefault(_storage(call.args[0]), to)
@@ -247,6 +251,11 @@ def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) ->
 def tape_of(model: nn.Module) -> Tape | None:
     """The tape of a model that was made by `deferred_init`."""
     return _tapes.get(model)
+
+
+def _simple(placements: _Placements) -> _Placements:
+    """Those of torch's operators; where others cut, it is cut later."""
+    return tuple(p if type(p) in (Replicate, Shard) else Replicate() for p in placements)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -62,7 +62,7 @@ class Mover:
         target = self._targets.get(spec.placements)
         if target is None or spec.mesh is not self._mesh:
             target = self._target(tensor)
-        if target is spec.placements or target == spec.placements:
+        if not self._back and (target is spec.placements or target == spec.placements):
             self.settled = spec
             return tensor
         with moving(self._step, spec.placements, target):
@@ -107,7 +107,8 @@ class _MoveBack(torch.autograd.Function):
         ctx: Any, tensor: DTensor, target: tuple[Placement, ...], back: tuple[Placement, ...]
     ) -> torch.Tensor:
         ctx.back = back
-        return tensor.redistribute(placements=target)
+        moved = tensor.redistribute(placements=target)
+        return tensor.view_as(tensor) if moved is tensor else moved  # which may not be an argument
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

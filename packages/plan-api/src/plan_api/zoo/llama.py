@@ -34,9 +34,9 @@ def llama(
     """
     check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
     plan, whole, layer = Plan(mesh), Replicate(), r"model\.layers\.\d+"
-    if dp is not None:
-        for name in ("input_ids", "position_ids", "labels"):
-            plan.shard(f"<in:{name}>", Shard(0), dp)
+    batch = [whole] * len(plan.axes) if dp is None else Shard(0)
+    for name in ("input_ids", "position_ids", "labels"):
+        plan.shard(f"<in:{name}>", batch, dp)
     plan.shard(r"model\.rotary_emb.<in:position_ids>", [whole] * len(plan.axes))
     plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
     if tp is not None:

@@ -37,7 +37,7 @@ def fused(dim: int, parts: int, name: str) -> Placement:
 
     Args:
         dim: of the parameter, which is made of so many parts.
-        parts: 3 for queries, keys and values.
+        parts: 3 for queries, keys and values, 2 for a gate and what it gates.
         name: of the plan, for messages.
 
     Raises:
@@ -47,7 +47,7 @@ def fused(dim: int, parts: int, name: str) -> Placement:
         from ragged_shard import InterleavedShard
     except ImportError as error:
         raise ImportError(
-            f"zoo.{name}: the model computes queries, keys and values by one matrix, which stock "
-            f"DTensor cannot cut by heads; ragged-shard can: pip install plan-api[ragged]"
+            f"zoo.{name}: the model computes {parts} things by one matrix, and stock DTensor "
+            f"cannot cut each of them; ragged-shard can: pip install plan-api[ragged]"
         ) from error
     return InterleavedShard(dim, parts)
