@@ -101,6 +101,9 @@ def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
         ids = torch.arange(32).view(4, 8)
         loss = model(input_ids=ids, labels=ids).loss
         states = [*model.parameters(), *model.buffers()]
+        for one in states:
+            local = one._local_tensor
+            assert local.untyped_storage().nbytes() == local.nbytes  # no part of more
         return [one.full_tensor().detach() for one in states], loss.item()
 
     expected, _ = states_of(small_llama)

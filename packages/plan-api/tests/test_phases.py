@@ -158,6 +158,9 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, way):
 def test_a_model_that_nobody_has_is_freed(way):
     with fake_mesh((2,), ("dp",)) as mesh:
         model = parallelize(Layers(), plan_of(mesh, way))
+        parts = [param._local_tensor for param in model.parameters()]
+        assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+        del parts
         train(model, 2)
         seen = [weakref.ref(one) for one in (model, *model.parameters())]
         del model

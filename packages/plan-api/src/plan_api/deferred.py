@@ -18,10 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from plan_api.shapes import cut, local_shape
 
 __all__ = ["Tape", "deferred_init", "tape_of"]
 
@@ -155,19 +156,20 @@ class _Replay:
 
     def _uniform(self, call: _Call, placements: _Placements) -> torch.Tensor:
         shape = torch.Size(call.args[0])
-        local_shape, _ = compute_local_shape_and_global_offset(shape, self._mesh, placements)
-        local = call.func(local_shape, *call.args[1:], **call.kwargs)
-        stride = torch.empty(shape, device="meta").stride()
+        hollow = torch.empty(shape, device="meta")
+        part = local_shape(hollow, self._mesh, placements)
+        local = call.func(part, *call.args[1:], **call.kwargs)
+        stride = hollow.stride()
         return DTensor.from_local(
             local, self._mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
     def _placed(self, real: torch.Tensor, placements: _Placements) -> torch.Tensor:
-        base = _simple(placements)
         if not isinstance(real, DTensor):
-            real = distribute_tensor(real, self._mesh, base, src_data_rank=None)
+            whole = [p if type(p) is Shard else Replicate() for p in placements]
+            real = distribute_tensor(real, self._mesh, whole, src_data_rank=None)
         assert isinstance(real, DTensor)
-        return real if base == placements else real.redistribute(placements=placements)
+        return cut(real, placements)
 
     def _made_by_shards(
         self, wanted: Sequence[tuple[torch.Tensor, _Placements]]
@@ -254,8 +256,9 @@ def tape_of(model: nn.Module) -> Tape | None:
 
 
 def _simple(placements: _Placements) -> _Placements:
-    """Those of torch's operators; where others cut, it is cut later."""
-    return tuple(p if type(p) in (Replicate, Shard) else Replicate() for p in placements)
+    """Those in which torch's operators can make a tensor; where others cut, it is cut later."""
+    simple = (Replicate, Shard, _StridedShard)
+    return tuple(p if type(p) in simple else Replicate() for p in placements)
 
 
 def _storage(tensor: torch.Tensor) -> int:

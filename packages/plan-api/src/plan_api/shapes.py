@@ -1,4 +1,4 @@
-"""Shapes of tensors before they are placed."""
+"""Shapes of tensors before they are placed, and parts of them that stand alone."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["local_shape"]
+__all__ = ["cut", "local_shape"]
 
 
 def local_shape(
@@ -28,4 +28,16 @@ def local_shape(
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.shape
     hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return distribute_tensor(hollow, mesh, placements, src_data_rank=None)._local_tensor.shape
+    # Pieces of shards are cut from these.
+    shards = [Replicate() if isinstance(p, _StridedShard) else p for p in placements]
+    placed = distribute_tensor(hollow, mesh, shards, src_data_rank=None)
+    return placed.redistribute(placements=placements)._local_tensor.shape
+
+
+def cut(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor moved, in memory that holds no more than its part."""
+    moved = tensor.redistribute(placements=placements)
+    local = moved._local_tensor
+    if local.untyped_storage().nbytes() > local.nbytes:
+        moved = DTensor(local.clone(), moved._spec, requires_grad=False)
+    return moved

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.deferred import tape_of
 from plan_api.resolve import state_of
 from plan_api.schedule import Schedule
+from plan_api.shapes import cut
 from plan_api.use import Copy, install_copies
 
 __all__ = ["place_state", "use_copies"]
@@ -85,6 +86,4 @@ def _placed(
     # A piece of a shard is cut from the shard, where all its ranks have it.
     shards = [Replicate() if isinstance(p, _StridedShard) else p for p in placements]
     placed = distribute_tensor(tensor.detach(), mesh, shards, src_data_rank=src_data_rank)
-    if tuple(shards) != placements:
-        placed = placed.redistribute(placements=placements)
-    return placed
+    return cut(placed, placements)
