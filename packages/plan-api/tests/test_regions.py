@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, lower, parallelize
-from testkit import run_ranks
+from testkit import TORCH_RELEASE, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -73,6 +73,9 @@ def train(model, rows):
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12), reason="torch 2.11: backward of max mixes plain tensors with DTensors"
+)
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_experts_that_loop_over_indices_train_as_on_one_device(shape, rows):
