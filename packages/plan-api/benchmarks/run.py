@@ -1,7 +1,8 @@
-"""What `nox -s bench -- plan-api` runs: the cost of a hook, and of parallelizing a large model."""
+"""What `nox -s bench -- plan-api` runs: the cost of a hook, and of making large models."""
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from plan_api import Plan, lower, parallelize
+from plan_api import Phase, Plan, deferred_init, lower, parallelize, zoo
 from testkit import fake_mesh
 
 CALLS, ROUNDS = 2000, 30
@@ -21,10 +22,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    with fake_mesh((128, 8), ("dp", "tp"), rank=3) as mesh:
+        made = deferred_model(mesh)  # first, for the peak is the process's
     with fake_mesh((2, 4), ("dp", "tp")) as mesh:
         rows = [hook_overhead(mesh)]
     with fake_mesh((2, 4), ("dp", "tp")) as mesh:
         rows.append(large_model(mesh))
+    rows.append(made)
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
@@ -63,16 +67,47 @@ def hook_overhead(mesh):
     }
 
 
-def large_model(mesh):
-    """Seconds to lower and to install a plan on LLaMA's 80 layers, on meta: nothing allocated."""
+def llama_70b():
+    """LLaMA-3-70B, with values that no device here could hold."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS,
-        num_attention_heads=64, num_key_value_heads=8,
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS,
+            num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, use_cache=False,
+        )
     )  # fmt: skip
+
+
+def deferred_model(mesh):
+    """Seconds and memory to make 70 B random parameters on one of 1,024 ranks, fp32."""
+    plan = zoo.llama(mesh, dp="dp", sp=True)
+    for phase, placement in ((Phase.INIT, Shard(0)), (Phase.RUN, Replicate())):
+        plan.shard(r".*(embed_tokens|proj|lm_head|norm)\.weight", placement, "dp", phase)
+    start, before = time.perf_counter(), _peak_gib()
+    model = deferred_init(llama_70b)
+    deferred_s = time.perf_counter() - start
+    parallelize(model, plan)
+    shards = sum(param.to_local().nbytes for param in model.parameters())
+    return {
+        "case": f"deferred_init of {sum(p.numel() for p in model.parameters()):,} parameters",
+        "ranks": mesh.size(),
+        "deferred_s": round(deferred_s, 1),
+        "parallelize_s": round(time.perf_counter() - start - deferred_s, 1),
+        "shards_gib": round(shards / 2**30, 2),
+        "peak_gib": round(_peak_gib(), 2),
+        "peak_before_gib": round(before, 2),
+    }
+
+
+def _peak_gib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def large_model(mesh):
+    """Seconds to lower and to install a plan on LLaMA's 80 layers, on meta: nothing allocated."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = llama_70b()
     replicate, layer = Replicate(), r"model\.layers\.\d+"
     plan = (
         Plan(mesh)
