@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from integration.metrics import read_metrics, read_summary
+from integration.systems import SYSTEM_NAMES
 from integration.train.checkpoint import newest_complete
 from integration.train.stop import EXIT_TERMINATED
 
@@ -217,7 +218,7 @@ def test_help_names_every_system():
         [sys.executable, "-m", "integration.train", "--help"], capture_output=True, text=True
     )
     assert result.returncode == 0
-    for name in ("single", "ddp", "fsdp1", "fsdp2", "dtensor-tp"):
+    for name in SYSTEM_NAMES:
         assert name in result.stdout
 
 

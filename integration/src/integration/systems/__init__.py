@@ -6,6 +6,7 @@ from integration.systems.ddp import DataParallel
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp1 import FullyShardedOne
 from integration.systems.fsdp2 import FullyShardedTwo
+from integration.systems.plan import PlanTensorSequence, PlanZeroThree
 from integration.systems.single import SingleDevice
 
 _ALL: tuple[type[System], ...] = (
@@ -14,6 +15,8 @@ _ALL: tuple[type[System], ...] = (
     FullyShardedOne,
     FullyShardedTwo,
     DTensorTensorParallel,
+    PlanTensorSequence,
+    PlanZeroThree,
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 

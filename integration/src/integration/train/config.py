@@ -30,7 +30,7 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, dtensor-tp."""
+    """How to run: single, ddp, fsdp1, fsdp2, dtensor-tp, plan-tp-sp, plan-zero3."""
     model: str = "llama-10m"
     """Which model to build from its configuration: llama-10m, llama-tiny."""
     data: Path | None = None

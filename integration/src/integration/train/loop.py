@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import BatchLoader, load_corpus
@@ -94,7 +95,7 @@ class Trainer:
             with self._setup.system.microbatch(self.model, last=last):
                 loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss / len(microbatches)
                 loss.backward()
-            total += loss.detach()
+            total += _whole(loss.detach())
         return total
 
     def save(self) -> Path:
@@ -166,6 +167,11 @@ class Trainer:
             initial_weights=self._initial_weights,
             first_masks=self._first_masks,
         )
+
+
+def _whole(loss: Tensor) -> Tensor:
+    """Return a loss as a plain tensor; that of a model on DTensors is the same on all ranks."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class _Outputs(AbstractContextManager["_Outputs"]):
