@@ -72,6 +72,7 @@ def train(model, steps=4, width=WIDTH):
     return losses
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "recomputes", [None, False, True], ids=["plain", "recomputed", "reentrant"]
 )
@@ -88,6 +89,28 @@ def test_every_way_trains_as_one_device(shape, way, recomputes):
     expected = train(Layers(recomputes=recomputes))
     for losses in run_ranks(check, 4 if shape != (2,) else 2, timeout=120):
         assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_that_is_kept_goes_back_twice(way):
+    """What was let go after the first is gathered again for the second."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Layers(), plan_of(mesh, way))
+        loss = model(torch.ones(8, WIDTH)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+
+    alone = Layers()
+    for _ in range(2):
+        alone(torch.ones(8, WIDTH)).square().mean().backward()
+    expected = [p.grad for p in alone.parameters() if p.requires_grad]
+    for grads in run_ranks(check, 2, timeout=120):
+        for ours, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 # What each way keeps on each of n ranks, of all elements: of parameters, and of gradients while
@@ -112,6 +135,7 @@ def objects(*kinds):
     return [one for one in gc.get_objects() if type(one) in kinds]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_and_traffic_are_those_of_the_paper(ranks, way):

@@ -157,13 +157,14 @@ def install_copies(module: nn.Module, copies: Mapping[str, Copy]) -> list[Remova
 
 
 def _announcer(copies: Mapping[str, Copy]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Tells the copies of one call, once, that gradients are about to be made."""
-    told = False
+    """Tells the copies of one call, once a backward, that gradients are about to be made."""
+    told = -1  # in which backward
 
     def tell(_: torch.Tensor) -> None:
         nonlocal told
-        if not told:
-            told = True
+        backward = torch._C._current_graph_task_id()
+        if told != backward:
+            told = backward
             for copy in copies.values():
                 copy.await_gradient()
 
