@@ -101,3 +101,19 @@ def test_plans_are_compared_by_what_they_say(mesh):
     assert len(found.removed) == 4
     assert str(found).splitlines()[-1].startswith("+ shard('more', dp=")
     assert str(diff(other, other)) == ""
+
+
+def test_bytes_of_phases_are_those_along_all_axes(mesh, model):
+    """A weight of 8 x 4 numbers: a half of it on tp at all times, and of that a half on dp."""
+    plan = Plan(mesh)
+    for weight, phase in (("up", Phase.OPTIM), ("down", Phase.INIT)):
+        path = rf"layers\.1\.{weight}\.weight"
+        plan.shard(path, S0, "tp").shard(path, S0, "dp", phase)
+    plan.shard(r"layers\.1\.down\.weight", R, "dp", Phase.RUN)
+    rows = {(row.site, row.hook): row.bytes for row in explain(plan, model).rows}
+    assert rows == {
+        ("layers.1.up", "init"): "64",
+        ("layers.1.up", "optim"): "32",
+        ("layers.1.down", "init"): "32",
+        ("layers.1.down", "run"): "64",
+    }

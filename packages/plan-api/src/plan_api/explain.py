@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 
-import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 from plan_api.fuse import Override, Step
 from plan_api.ir import Moment, short
@@ -28,7 +26,8 @@ class Row:
         tensor: its name there, with the argument's number or name.
         before: a placement per axis; what the plan does not say is empty.
         after: the same.
-        bytes: of a parameter or buffer on this rank afterwards; activations have them at run time.
+        bytes: of a parameter or buffer on this rank then, along all axes; activations have them at
+            run time.
         line: of the plan.
     """
 
@@ -104,7 +103,11 @@ def explain(plan: Plan, model: nn.Module) -> Explanation:
         for step in site.steps:
             name = f"{site.path}.{step.tensor}" if site.path else step.tensor
             shown = step.tensor if site.moment.of_state else f"{step.tensor}:{step.index}"
-            size = _bytes(state[name], step, plan) if site.moment.of_state else ""
+            size = ""
+            if site.moment.of_state:
+                placements = lowered.schedules[name].at(site.moment)
+                part = local_shape(state[name], plan.mesh, placements)
+                size = str(part.numel() * state[name].element_size())
             lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
             rows.append(
                 Row(
@@ -130,11 +133,6 @@ def _placed(step: Step, plan: Plan, end: str) -> str:
         if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
     ]
     return ", ".join(shown)
-
-
-def _bytes(tensor: torch.Tensor, step: Step, plan: Plan) -> str:
-    placements = [step.moves[axis].dst if axis in step.moves else Replicate() for axis in plan.axes]
-    return str(local_shape(tensor, plan.mesh, placements).numel() * tensor.element_size())
 
 
 def _caption(overrides: tuple[Override, ...]) -> str | None:

@@ -44,6 +44,11 @@ class Schedule:
         """Whether it is used otherwise than it rests."""
         return self.rest != self.run
 
+    def at(self, moment: Moment) -> _Placements:
+        """The placements in a phase: of GRAD those of a gradient that does not wait."""
+        whole = moment is Moment.RUN or (moment is Moment.INIT and self.keeps)
+        return self.run if whole else self.rest
+
 
 def schedules(
     tensors: Mapping[str, torch.Tensor], ops: Iterable[Op], mesh: DeviceMesh
