@@ -55,9 +55,12 @@ def states_of(make):
 @pytest.mark.parametrize("random", [True, False], ids=["dist-rng", "without dist-rng"])
 def test_shards_have_the_bits_of_one_device(random):
     def check():
+        import dist_rng
+
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         find = extras.find_spec
         if not random:
+            dist_rng.uninstall()  # of the case before, in the same processes
             extras.find_spec = lambda name: None
         try:
             torch.manual_seed(0)
