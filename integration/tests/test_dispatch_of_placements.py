@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import dist_rng
 import dtensor_rules
 import ragged_shard
 from ragged_shard import InterleavedShard, RaggedShard
@@ -102,7 +103,9 @@ def outcome(function, *args):
 
 def both(function, shape=(2,)):
     """What a function of a mesh gives without dtensor-rules and with it, in its third run."""
+    # A test before this one may have left them on in these processes.
     dtensor_rules.disable()
+    dist_rng.uninstall()
     mesh = init_device_mesh("cpu", shape)
     ragged_shard.reset_fallbacks()
     stock, gathered = function(mesh), ragged_shard.fallbacks()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plan_api import Phase, Plan, parallelize, track
 from plan_api.use import Copy
-from testkit import CommLog, fake_mesh, run_ranks
+from testkit import CommLog, fake_mesh, models, run_ranks
 
 R, S0 = Replicate(), Shard(0)
 WAYS = {
@@ -63,16 +63,9 @@ def plan_of(mesh, way):
 
 
 def train(model, steps=4, width=WIDTH):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = model(torch.randn(8, width)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return models.train(
+        model, lambda model: model(torch.randn(8, width)).square().mean(), steps=steps, lr=1e-2
+    )
 
 
 @pytest.mark.ranks

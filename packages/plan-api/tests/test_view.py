@@ -203,6 +203,9 @@ def test_text_on_colours_can_be_read(placed):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_a_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="draws the page in Chromium, which is not on this machine"
+)
 PROBE = Path(__file__).with_name("view_probe.js").read_text(encoding="utf-8")
 
 
@@ -240,7 +243,7 @@ def page(mesh, tmp_path):
     return view(plan, model, tmp_path / "plan.html", record=record)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@in_a_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_draws_it_without_overlaps(page, tmp_path, dark):
     found = browse(page, tmp_path, ask="weight", dark=dark)
@@ -251,13 +254,13 @@ def test_a_browser_draws_it_without_overlaps(page, tmp_path, dark):
     assert found["loaded"] == 0
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@in_a_browser
 def test_a_narrow_window_scrolls(page, tmp_path):
     found = browse(page, tmp_path, ask="weight", width=600)
     assert (found["clipped"], found["overlapping"], found["outside"]) == ([], [], 0)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@in_a_browser
 def test_a_search_opens_what_it_finds_among_those_that_are_alike(page, tmp_path):
     found = browse(page, tmp_path, ask="layers.7.up.weight")
     assert found["found"] == ["layers.0.up.weight"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ragged_shard
 from ragged_shard import InterleavedShard, RaggedShard
-from testkit import CommLog, assert_bitwise, assert_close, run_ranks
+from testkit import TORCH_RELEASE, CommLog, assert_bitwise, assert_close, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -238,7 +238,7 @@ def attention_with_a_cut_batch():
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot flatten a batch with sharded heads"
+    TORCH_RELEASE < (2, 12), reason="torch 2.11 cannot flatten a batch with sharded heads"
 )
 def test_heads_stay_cut_where_another_axis_cuts_the_batch():
     run_ranks(attention_with_a_cut_batch, 4)

@@ -43,10 +43,7 @@ class PlanTensorSequence(_Planned):
 
     def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
         """Apply the zoo's plan of LLaMA."""
-        from plan_api import (
-            parallelize,
-            zoo,
-        )
+        from plan_api import parallelize, zoo
 
         mesh = _mesh(*_degrees(world_size))
         return parallelize(model, zoo.llama(mesh, dp="dp", sp=True))

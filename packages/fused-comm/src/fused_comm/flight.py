@@ -74,14 +74,12 @@ class Flight:
     def advance(self) -> None:
         """Waits for what is under way and starts the next, if there is more than one in all."""
         if len(self.bucket.route.scattered) + len(self.bucket.route.reduced) > 1 and self._left:
-            self._wait()
-            self._start()
+            self._next()
 
     def vacate(self) -> None:
         """Waits until what is scattered is sent, so that its buffer can be filled again."""
         if self._source is not None:
-            self._wait()
-            self._start()
+            self._next()
 
     def land(self) -> torch.Tensor:
         """Waits for everything: this rank's row, scaled.
@@ -90,8 +88,7 @@ class Flight:
             RuntimeError: a collective failed, or other ranks have not sent this bucket again.
         """
         while self._work is not None or self._left:
-            self._wait()
-            self._start()
+            self._next()
         _, after = divisors(self.bucket.route)
         # A flight is kept for the report, and must not keep gradients that nobody has.
         row, self._data = self._data.view(-1), self._data.new_empty(0)
@@ -102,6 +99,10 @@ class Flight:
                 f"last in no_sync()"
             )
         return row if after == 1.0 else row.div_(after)
+
+    def _next(self) -> None:
+        self._wait()
+        self._start()
 
     def _start(self) -> None:
         while self._left and self._work is None:

@@ -40,6 +40,7 @@ class _Plan:
 
     buckets: list[Bucket] = field(default_factory=list)
     bucket_of: dict[int, int] = field(default_factory=dict)  # by parameter
+    largest: dict[Route, int] = field(default_factory=dict)  # elements of its largest bucket
     planned: int = 0  # so many of the known gradients
     held: list[list[FlatBuffer]] = field(default_factory=list)  # per bucket, what gradients are in
 
@@ -118,7 +119,7 @@ class GradReducer:
         self._known: dict[int, Reduction] = {}  # of gradients that any rank has had, as they came
         self._plans: dict[frozenset[str | int], _Plan] = {}
         # What shards are cut out of: two for each route.
-        self._sent: dict[tuple[Route, int], list[FlatBuffer]] = {}
+        self._sent: dict[tuple[Route, int], FlatBuffer] = {}
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
         self._step = _Step()
@@ -276,13 +277,14 @@ class GradReducer:
         if bucket.route.rows == 1:
             return self._buffer(plan, number, step).data
         # Nothing stays in it: two for all buckets are enough, one filled and one on its way.
-        size = max(b.numel for b in plan.buckets if b.route == bucket.route)
-        held = self._sent.setdefault((bucket.route, number % 2), [])
-        if held and held[0].data.numel() < size:
-            held.pop().release()
-        if not held:
-            held.append(self._allocate(size, bucket.route.dtype, bucket.route.device))
-        return held[0].data[: bucket.numel]
+        key, size = (bucket.route, number % 2), plan.largest[bucket.route]
+        held = self._sent.get(key)
+        if held is None or held.data.numel() < size:
+            if held is not None:
+                held.release()
+            held = self._allocate(size, bucket.route.dtype, bucket.route.device)
+            self._sent[key] = held
+        return held.data[: bucket.numel]
 
     def _buffer(self, plan: _Plan, number: int, step: _Step) -> FlatBuffer:
         bucket, held = plan.buckets[number], plan.held[number]
@@ -345,6 +347,7 @@ class GradReducer:
             for slot in bucket.slots:
                 plan.bucket_of[slot.entry.index] = len(plan.buckets)
             plan.buckets.append(bucket)
+            plan.largest[bucket.route] = max(bucket.numel, plan.largest.get(bucket.route, 0))
             plan.held.append([])
 
     def _check_settled(self) -> None:
