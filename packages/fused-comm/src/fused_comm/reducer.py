@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -28,32 +27,11 @@ from fused_comm.gradient import Home
 from fused_comm.pack import own_piece, used
 from fused_comm.parameters import agreed_group, gradients_of
 from fused_comm.planner import Options, agree_on, entry_of
-from fused_comm.reduction import Reduction
+from fused_comm.reduction import Reduction, local_of
 from fused_comm.report import BucketReport, Report
+from fused_comm.step import Step, StepPlan
 
 __all__ = ["GradReducer"]
-
-
-@dataclass
-class _Plan:
-    """Buckets for one choice of axes that stay pending."""
-
-    buckets: list[Bucket] = field(default_factory=list)
-    bucket_of: dict[int, int] = field(default_factory=dict)  # by parameter
-    largest: dict[Route, int] = field(default_factory=dict)  # elements of its largest bucket
-    planned: int = 0  # so many of the known gradients
-    held: list[list[FlatBuffer]] = field(default_factory=list)  # per bucket, what gradients are in
-
-
-@dataclass
-class _Step:
-    """What has happened since the last `finish()`."""
-
-    order: dict[int, None] = field(default_factory=dict)  # parameters, as their gradients came
-    missing: list[int] = field(default_factory=list)  # per bucket, gradients that have not come
-    flights: list[Flight] = field(default_factory=list)  # of the buckets, in their order
-    again: bool = False  # a gradient came a second time
-    rest: bool = False  # of such a step, what came after its bucket was launched
 
 
 class GradReducer:
@@ -110,6 +88,7 @@ class GradReducer:
         if not bucket_mb > 0:
             raise ValueError(f"GradReducer: bucket_mb={bucket_mb} must be more than 0")
         self._gradients = gradients_of(params, accumulate_dtype)
+        self._numbers = {id(one.param): number for number, one in enumerate(self._gradients)}
         self._options = Options(
             int(bucket_mb * 2**20), reduce_dtype, accumulate_dtype, fuse_axes, op == "avg",
             None if group is None else plain_group(group), timeout,
@@ -117,12 +96,12 @@ class GradReducer:
         self._everyone = agreed_group(self._gradients, self._options.plain, timeout)
         self._zero_copy, self._allocate = zero_copy, allocate
         self._known: dict[int, Reduction] = {}  # of gradients that any rank has had, as they came
-        self._plans: dict[frozenset[str | int], _Plan] = {}
+        self._plans: dict[frozenset[str | int], StepPlan] = {}
         # What shards are cut out of: two for each route.
         self._sent: dict[tuple[Route, int], FlatBuffer] = {}
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
-        self._step = _Step()
+        self._step = Step()
         self._last: list[Flight] = []
         self._hooked: set[int] = set()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -140,7 +119,7 @@ class GradReducer:
         if not self._synchronises:
             return
         plan = self._plan()
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, Step()
         # What is planned goes first: on other ranks backward may have launched it.
         self._launch(plan, step, len(plan.buckets))
         self._learn(plan, step)
@@ -148,7 +127,7 @@ class GradReducer:
         any_gradient = self._land(plan, step)
         self._last = step.flights
         if step.again:
-            rest = _Step(rest=True)
+            rest = Step(rest=True)
             self._launch(plan, rest, len(plan.buckets))
             self._land(plan, rest)
             self._last = [*step.flights, *rest.flights]
@@ -185,6 +164,32 @@ class GradReducer:
         else:
             self._skipped |= frozenset(axes)
 
+    def accumulate(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Takes a gradient that autograd did not put there itself, as if it had.
+
+        For parameters of which forward uses something else, such as plain tensors that share their
+        memory.
+
+        Args:
+            param: one of the reducer's.
+            grad: placed as backward has made it; it is the parameter's from now on.
+
+        Raises:
+            ValueError: the parameter is not one of the reducer's, or needs no gradient.
+        """
+        number = self._numbers.get(id(param))
+        if number is None or number not in self._hooked:
+            raise ValueError(
+                "GradReducer.accumulate: this parameter is none of those that were given and need "
+                "a gradient"
+            )
+        self._before(number)
+        if param.grad is None:
+            param.grad = grad
+        else:
+            local_of(param.grad).add_(local_of(grad))
+        self._after(number)
+
     def report(self) -> Report:
         """What the last step sent: a table as text, and a picture of its times."""
         start = min((flight.times.launched for flight in self._last), default=0.0)
@@ -208,10 +213,10 @@ class GradReducer:
             handle.remove()
         self._handles.clear()
 
-    def _plan(self) -> _Plan:
+    def _plan(self) -> StepPlan:
         plan = self._plans.get(self._skipped)
         if plan is None:
-            plan = self._plans[self._skipped] = _Plan()
+            plan = self._plans[self._skipped] = StepPlan()
         return plan
 
     def _hook_new(self) -> None:
@@ -246,7 +251,7 @@ class GradReducer:
             complete += 1
         self._launch(plan, step, complete)
 
-    def _launch(self, plan: _Plan, step: _Step, until: int) -> None:
+    def _launch(self, plan: StepPlan, step: Step, until: int) -> None:
         """Launches buckets in their order, so that it is the same on all ranks."""
         for number in range(len(step.flights), until):
             if step.flights:
@@ -268,11 +273,11 @@ class GradReducer:
             step.flights.append(flight)
             flight.launch(locals_)
 
-    def _is_home(self, bucket: Bucket, step: _Step) -> bool:
+    def _is_home(self, bucket: Bucket, step: Step) -> bool:
         """Whether gradients live in the buffer in which this bucket is sent in this step."""
         return self._zero_copy and not step.rest and not bucket.route.scattered
 
-    def _room(self, plan: _Plan, number: int, step: _Step) -> torch.Tensor:
+    def _room(self, plan: StepPlan, number: int, step: Step) -> torch.Tensor:
         bucket = plan.buckets[number]
         if bucket.route.rows == 1:
             return self._buffer(plan, number, step).data
@@ -286,7 +291,7 @@ class GradReducer:
             self._sent[key] = held
         return held.data[: bucket.numel]
 
-    def _buffer(self, plan: _Plan, number: int, step: _Step) -> FlatBuffer:
+    def _buffer(self, plan: StepPlan, number: int, step: Step) -> FlatBuffer:
         bucket, held = plan.buckets[number], plan.held[number]
         if held and self._is_home(bucket, step):
             return held[0]
@@ -295,7 +300,7 @@ class GradReducer:
         held.append(self._allocate(bucket.numel, bucket.route.dtype, bucket.route.device))
         return held[-1]
 
-    def _land(self, plan: _Plan, step: _Step) -> bool:
+    def _land(self, plan: StepPlan, step: Step) -> bool:
         """Waits for all buckets and sets the gradients; whether there were any."""
         found = False
         for number, flight in enumerate(step.flights):
@@ -325,7 +330,7 @@ class GradReducer:
                 buffer.release()
         held[:] = [kept]
 
-    def _learn(self, plan: _Plan, step: _Step) -> None:
+    def _learn(self, plan: StepPlan, step: Step) -> None:
         """Plans gradients that have come for the first time, on any rank."""
         self._hook_new()
         self._check_settled()

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from torch import nn
 
 from plan_api.fuse import Override, Step
-from plan_api.ir import Moment, short
+from plan_api.ir import Act, Moment, short
 from plan_api.parallelize import lower
 from plan_api.plan import Entry, Plan
 from plan_api.resolve import state_of
@@ -104,7 +104,7 @@ def explain(plan: Plan, model: nn.Module) -> Explanation:
             name = f"{site.path}.{step.tensor}" if site.path else step.tensor
             shown = step.tensor if site.moment.of_state else f"{step.tensor}:{step.index}"
             size = ""
-            if site.moment.of_state:
+            if step.act is Act.SHARD:
                 placements = lowered.schedules[name].at(site.moment)
                 part = local_shape(state[name], plan.mesh, placements)
                 size = str(part.numel() * state[name].element_size())

@@ -61,6 +61,16 @@ class Site:
     moment: Moment
     steps: tuple[Step, ...]
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.path}.{self.moment.value}" if self.path else self.moment.value
+
+    @property
+    def moved(self) -> tuple[Step, ...]:
+        """What its hook does; regions and factories are others' (see `plan_api.region`)."""
+        return tuple(one for one in self.steps if one.act not in (Act.FACTORY, Act.LOCAL))
+
 
 def last_words(ops: Iterable[Op]) -> tuple[list[Op], list[Override]]:
     """Of operations that decide the same only the last, in the order of the first.

@@ -98,12 +98,7 @@ class Gradients:
         if not named:
             return
         self._params = [param for _, param in named]
-        self._handles += [
-            param.register_hook(_cut_as(param.placements))
-            for param in self._params
-            if isinstance(param, DTensor)
-        ]
-        if find_spec("fused_comm"):
+        if self._reduces() and find_spec("fused_comm"):
             from fused_comm import GradReducer
 
             self._reducer = GradReducer(named, bucket_mb=self._bucket_mb)
@@ -115,6 +110,19 @@ class Gradients:
             if (alive := reference()) is not None:
                 alive._after()
 
+        self._listen(after)
+
+    def _reduces(self) -> bool:
+        """Whether there may be anything to reduce."""
+        return True
+
+    def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
+        """Has a function called after each gradient has been accumulated."""
+        self._handles += [
+            param.register_hook(_cut_as(param.placements))
+            for param in self._params
+            if isinstance(param, DTensor)
+        ]
         self._handles += [param.register_post_accumulate_grad_hook(after) for param in self._params]
 
     def _after(self) -> None:
@@ -130,7 +138,7 @@ class Gradients:
             with reducing():
                 self._reducer.finish()
             self._tell()
-        else:
+        elif self._reduces():
             self._reduce_each()
         if self._fired is not None:
             never, self._fired = self._fired.never, None
@@ -148,7 +156,9 @@ class Gradients:
             )
         for param in self._params:
             grad = param.grad
-            if isinstance(param, DTensor) and isinstance(grad, DTensor):
+            if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+                continue
+            if grad.placements != param.placements:
                 with reducing(param, grad.placements, param.placements):
                     param.grad = grad.redistribute(placements=param.placements)
 

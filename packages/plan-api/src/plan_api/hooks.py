@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors, replace_part
 from plan_api.fuse import Site
-from plan_api.ir import Act, Moment
-from plan_api.move import Mover
+from plan_api.ir import Moment
 
-__all__ = ["Fired", "install"]
+__all__ = ["Fired", "Moves", "install"]
 
 
 class Fired:
@@ -36,31 +36,38 @@ class Fired:
         return list(self._waiting.values())
 
 
-def install(site: Site, module: nn.Module, mesh: DeviceMesh, fired: Fired) -> RemovableHandle:
+class Moves(Protocol):
+    """What a hook does with each tensor of one part of what passes."""
+
+    # The last spec of a DTensor that stayed as it was. Torch gives the same object to the same
+    # operator's result again, so hooks look at this first.
+    settled: DTensorSpec | None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it should be; itself if it is that."""
+
+
+def install(
+    site: Site, module: nn.Module, movers: Sequence[tuple[int | str, Moves]], fired: Fired
+) -> RemovableHandle:
     """Registers one hook that does all that a site asks for.
 
     Args:
         site: with activations only.
         module: the site's.
-        mesh: the plan's.
+        movers: of the site's steps, with what each is of.
         fired: is told when the hook runs for the first time.
     """
-    name = f"{site.path}.{site.moment.value}" if site.path else site.moment.value
-    movers = [
-        (step.index, Mover(step, mesh, name))
-        for step in site.steps
-        if step.act not in (Act.FACTORY, Act.LOCAL)  # see region.py
-    ]
     if site.moment is Moment.FORWARD_PRE:
         places = _places(module)
         arguments = [_argument(index, mover, places) for index, mover in movers]
         return module.register_forward_pre_hook(_pre_hook(site, arguments, fired), with_kwargs=True)
-    return module.register_forward_hook(_post_hook(site, name, movers, fired))
+    return module.register_forward_hook(_post_hook(site, movers, fired))
 
 
 # An argument by place and by name, for it may be given by either, and what is done with it: exact
 # tuples, which a loop takes apart fastest.
-_Argument: TypeAlias = tuple[int, str, Mover]
+_Argument: TypeAlias = tuple[int, str, Moves]
 
 
 def _places(module: nn.Module) -> list[str]:
@@ -68,7 +75,7 @@ def _places(module: nn.Module) -> list[str]:
     return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def _argument(index: int | str, mover: Mover, places: Sequence[str]) -> _Argument:
+def _argument(index: int | str, mover: Moves, places: Sequence[str]) -> _Argument:
     if isinstance(index, str):
         return sys.maxsize, index, mover
     return index, places[index] if index < len(places) else "", mover
@@ -106,7 +113,7 @@ def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable
 
 
 def _post_hook(
-    site: Site, name: str, movers: Sequence[tuple[int | str, Mover]], fired: Fired
+    site: Site, movers: Sequence[tuple[int | str, Moves]], fired: Fired
 ) -> Callable[..., Any]:
     seen = False
 
@@ -119,7 +126,7 @@ def _post_hook(
         for index, mover in movers:
             if type(moved) is DTensor and moved._spec is mover.settled and index == 0:
                 continue
-            moved = replace_part(moved, index, mover, name)
+            moved = replace_part(moved, index, mover, site.name)
         return None if moved is output else moved
 
     return hook

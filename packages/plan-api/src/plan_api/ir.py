@@ -19,7 +19,7 @@ __all__ = ["Act", "Moment", "Op", "short"]
 
 
 class Moment(Enum):
-    """When an operation happens: in a phase of parameters, or before or after a module runs."""
+    """When: in a phase of parameters, before or after a module runs, or as it calls an operator."""
 
     INIT = "init"
     OPTIM = "optim"
@@ -27,21 +27,27 @@ class Moment(Enum):
     FORWARD_PRE = "forward_pre"
     FORWARD = "forward"
     GRAD = "grad"
+    OPERATOR = "op"
 
     @property
     def of_state(self) -> bool:
-        """Whether it is a phase of parameters, and not a hook of activations."""
-        return self not in (Moment.FORWARD_PRE, Moment.FORWARD)
+        """Whether it is a phase of parameters."""
+        return not self.of_activations and self is not Moment.OPERATOR
+
+    @property
+    def of_activations(self) -> bool:
+        """Whether it is a hook of what modules are given and return."""
+        return self in (Moment.FORWARD_PRE, Moment.FORWARD)
 
 
 class Act(Enum):
     """What an operation does; in the order in which those on one tensor are done."""
 
     SHARD = "shard"  # a parameter becomes a DTensor
-    ANNOTATE = "annotate"  # a local tensor becomes one, without communication
+    ANNOTATE = "annotate"  # a local tensor is said to be one, without communication
     FACTORY = "factory"  # what a module makes while it runs becomes a DTensor
     LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
-    REDIST = "redist"  # an activation, which may be a plain tensor, is moved
+    REDIST = "redist"  # what may be a plain tensor is moved
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,8 @@ class Op:
     Attributes:
         path: of the module.
         moment: when.
-        tensor: a parameter's or buffer's name in its module, ``<in>`` or ``<out>``.
-        index: of the argument or result, by number or name.
+        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>`` or ``<op>``.
+        index: of the argument or result, by number or name; of an operator its function.
         act: what is done.
         axis: of the mesh, by name.
         dst: the placement along it afterwards.

@@ -5,9 +5,6 @@ the mean of the ranks' means, which is another number where ranks ignore differe
 targets. Its `loss_parallel` context gathers nothing, but refuses means on meshes of several axes,
 and has to be open around backward too. Here each of the four operators is right by itself, so there
 is nothing to open: logits stay sharded if the plan leaves them so.
-
-Numbers per row, not logits, are sent: for a log-softmax the maximum and the sum of exponentials, in
-backward the sum of gradients.
 """
 
 from __future__ import annotations
@@ -17,14 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["register_losses"]
+from plan_api.cross_entropy import (
+    NONE,
+    Cut,
+    Targets,
+    log_softmax,
+    log_softmax_backward,
+    nll_loss,
+    nll_loss_backward,
+)
 
-_NONE, _MEAN = 0, 1  # of at::Reduction
+__all__ = ["register_losses"]
 
 
 def register_losses() -> None:
@@ -44,42 +47,26 @@ def register_losses() -> None:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How logits are cut: along their classes on one axis at most, as they like along the rest.
+class _Logits:
+    """Logits that have been moved only where they are sums, or their classes cut more than once.
 
     Attributes:
-        mesh: theirs.
-        placements: of the logits.
-        dim: of the classes.
-        axis: that cuts the classes; None if none does.
-        first: of the classes that this rank holds.
+        local: this rank's.
+        shape: of all.
+        placements: theirs.
+        cut: how that cuts classes and rows.
     """
 
-    mesh: DeviceMesh
+    local: torch.Tensor
+    shape: torch.Size
     placements: tuple[Placement, ...]
-    dim: int
-    axis: int | None
-    first: int
-
-    def over_classes(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """All ranks' numbers put together, if each has seen a part of the classes."""
-        if self.axis is None:
-            return tensor
-        reduced: torch.Tensor = funcol.all_reduce(tensor, reduction, (self.mesh, self.axis))
-        return reduced
-
-    def over_batch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks that hold different rows."""
-        for axis, placement in enumerate(self.placements):
-            if axis != self.axis and not placement.is_replicate():
-                tensor = funcol.all_reduce(tensor, "sum", (self.mesh, axis))
-        return tensor
+    cut: Cut
 
     @property
     def rows(self) -> tuple[Placement, ...]:
         """The placements of what has one number per row."""
         return tuple(
-            Replicate() if axis == self.axis else _without(placement, self.dim)
+            Replicate() if axis == self.cut.axis else _without(placement, self.cut.dim)
             for axis, placement in enumerate(self.placements)
         )
 
@@ -88,104 +75,77 @@ class _Cut:
         """The placements of a sum over this rank's rows."""
         return tuple(Replicate() if one.is_replicate() else Partial() for one in self.rows)
 
+    @property
+    def whole(self) -> tuple[Placement, ...]:
+        """The placements of what all ranks have."""
+        return (Replicate(),) * len(self.placements)
+
+    def part(self, tensor: Any, placements: tuple[Placement, ...]) -> torch.Tensor:
+        """The local part of a tensor; a plain one is taken as the same on all ranks."""
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.cut.mesh, self.whole, run_check=False)
+        if tensor.placements != placements:
+            tensor = tensor.redistribute(placements=placements)
+        local: torch.Tensor = tensor._local_tensor
+        return local
+
+    def targets(self, target: Any, weight: Any, ignored: int) -> Targets:
+        """Of these rows."""
+        classes = self.part(target, self.rows)
+        weights = None if weight is None else self.part(weight, self.whole)
+        return Targets.of(self.local, self.cut, classes, weights, ignored)
+
     def wrap(
-        self, local: torch.Tensor, placements: tuple[Placement, ...], like: torch.Size
+        self, local: torch.Tensor, placements: tuple[Placement, ...], shape: torch.Size
     ) -> DTensor:
         """A local tensor as a DTensor of a global shape."""
-        stride = torch.empty(like, device="meta").stride()
+        stride = torch.empty(shape, device="meta").stride()
         local = local.contiguous()
         return DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=like, stride=stride
+            local, self.cut.mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
 
 def _log_softmax(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    logits, dim, to_float = args
-    logits, cut = _settled(logits, dim % logits.ndim)
-    local = logits._local_tensor
-    if cut.axis is None:
-        return cut.wrap(torch._log_softmax(local, cut.dim, to_float), cut.placements, logits.shape)
-    computed = local.float() if local.dtype in (torch.half, torch.bfloat16) else local
-    none = not local.shape[cut.dim]
-    shape = [1 if dim == cut.dim else size for dim, size in enumerate(local.shape)]
-    lowest = computed.new_full(shape, -torch.inf)
-    peak = cut.over_classes(lowest if none else computed.amax(cut.dim, keepdim=True), "max")
-    shifted = computed - peak
-    result = shifted - cut.over_classes(shifted.exp().sum(cut.dim, keepdim=True), "sum").log()
-    return cut.wrap(result if to_float else result.to(local.dtype), cut.placements, logits.shape)
+    dtensor, dim, to_float = args
+    logits = _settled(dtensor, dim % dtensor.ndim)
+    result = log_softmax(logits.local, logits.cut, to_float)
+    return logits.wrap(result, logits.placements, logits.shape)
 
 
 def _log_softmax_backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    grad, output, dim, dtype = args
-    output, cut = _settled(output, dim % output.ndim)
-    local = _placed(grad, cut, cut.placements)
-    row = cut.over_classes(local.sum(cut.dim, keepdim=True), "sum")
-    result = local - output._local_tensor.exp() * row
-    return cut.wrap(result.to(dtype), cut.placements, output.shape)
-
-
-@dataclass(frozen=True)
-class _Targets:
-    """Of the targets of this rank's rows, which are among its classes, and at what index."""
-
-    here: torch.Tensor
-    index: torch.Tensor
-    weights: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: DTensor, cut: _Cut, target: Any, weight: Any, ignored: int) -> _Targets:
-        classes = _placed(target, cut, cut.rows)
-        counted = classes != ignored
-        last = cut.first + logits._local_tensor.shape[cut.dim]
-        here = counted & (classes >= cut.first) & (classes < last)
-        weights = counted.to(logits.dtype)
-        if weight is not None:
-            whole = _placed(weight, cut, (Replicate(),) * cut.mesh.ndim)
-            weights = weights * whole[torch.where(counted, classes, 0)]
-        index = torch.where(here, classes - cut.first, 0)
-        return cls(here, index.unsqueeze(cut.dim), weights)
+    grad, dtensor, dim, dtype = args
+    output = _settled(dtensor, dim % dtensor.ndim)
+    local = output.part(grad, output.placements)
+    result = log_softmax_backward(local, output.local, output.cut, dtype)
+    return output.wrap(result, output.placements, output.shape)
 
 
 def _nll_loss(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    logits, target, weight, reduction, ignored = args
-    logits, cut = _settled(logits, min(1, logits.ndim - 1))
-    local, targets = logits._local_tensor, _Targets.of(logits, cut, target, weight, ignored)
-    losses = torch.zeros_like(targets.weights)
-    if local.shape[cut.dim]:
-        picked = local.gather(cut.dim, targets.index).squeeze(cut.dim)
-        losses = torch.where(targets.here, -picked * targets.weights, 0)
-    whole, one = (Replicate(),) * cut.mesh.ndim, torch.Size([])
-    if reduction == _NONE:
-        shape = torch.Size(size for dim, size in enumerate(logits.shape) if dim != cut.dim)
-        by_row = cut.wrap(cut.over_classes(losses, "sum"), cut.rows, shape)
-        return by_row, cut.wrap(local.new_zeros(()), whole, one)
-    total = cut.over_batch(targets.weights.sum())
-    loss = cut.over_classes(losses.sum(), "sum")
-    if reduction == _MEAN:
-        loss = loss / total
-    return cut.wrap(loss, cut.total, one), cut.wrap(total, whole, one)
+    dtensor, target, weight, reduction, ignored = args
+    logits = _settled(dtensor, min(1, dtensor.ndim - 1))
+    targets, one = logits.targets(target, weight, ignored), torch.Size([])
+    loss, total = nll_loss(logits.local, targets, logits.cut, reduction)
+    if reduction == NONE:
+        shape = torch.Size(s for dim, s in enumerate(logits.shape) if dim != logits.cut.dim)
+        return logits.wrap(loss, logits.rows, shape), logits.wrap(total, logits.whole, one)
+    return logits.wrap(loss, logits.total, one), logits.wrap(total, logits.whole, one)
 
 
 def _nll_loss_backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    grad, logits, target, weight, reduction, ignored, total = args
-    logits, cut = _settled(logits, min(1, logits.ndim - 1))
-    whole = (Replicate(),) * cut.mesh.ndim
-    targets = _Targets.of(logits, cut, target, weight, ignored)
-    scale = _placed(grad, cut, cut.rows if reduction == _NONE else whole)
-    if reduction == _MEAN:
-        scale = scale / _placed(total, cut, whole)
-    result = torch.zeros_like(logits._local_tensor)
-    if result.shape[cut.dim]:
-        values = torch.where(targets.here, -targets.weights * scale, 0)
-        result.scatter_(cut.dim, targets.index, values.unsqueeze(cut.dim))
-    return cut.wrap(result, cut.placements, logits.shape)
+    grad, dtensor, target, weight, reduction, ignored, total = args
+    logits = _settled(dtensor, min(1, dtensor.ndim - 1))
+    targets = logits.targets(target, weight, ignored)
+    scale = logits.part(grad, logits.rows if reduction == NONE else logits.whole)
+    weighed = logits.part(total, logits.whole)
+    result = nll_loss_backward(scale, logits.local, targets, logits.cut, reduction, weighed)
+    return logits.wrap(result, logits.placements, logits.shape)
 
 
-def _settled(logits: DTensor, dim: int) -> tuple[DTensor, _Cut]:
-    """Logits, moved only where they are sums, or cut along their classes in more than one way."""
+def _settled(dtensor: DTensor, dim: int) -> _Logits:
     placements: list[Placement] = []
     axis = None
-    for at, placement in enumerate(logits.placements):
+    for at, placement in enumerate(dtensor.placements):
         known: Any = placement if type(placement) in (Shard, _StridedShard) else None
         cut = None if known is None else known.dim
         if cut == dim and type(placement) is Shard and axis is None:
@@ -193,26 +153,17 @@ def _settled(logits: DTensor, dim: int) -> tuple[DTensor, _Cut]:
         elif cut is None or cut == dim:
             placement = Replicate()
         placements.append(placement)
-    mesh = logits.device_mesh
-    if tuple(placements) != logits.placements:
-        logits = logits.redistribute(placements=placements)
-    if axis is None:
-        return logits, _Cut(mesh, tuple(placements), dim, None, 0)
-    length = logits.shape[dim]
-    size = -(-length // mesh.size(axis))  # as torch.chunk cuts
-    first = min(size * mesh.get_local_rank(axis), length)
-    return logits, _Cut(mesh, tuple(placements), dim, axis, first)
-
-
-def _placed(tensor: Any, cut: _Cut, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """The local part of a tensor; a plain one is taken as the same on all ranks."""
-    if not isinstance(tensor, DTensor):
-        whole = (Replicate(),) * cut.mesh.ndim
-        tensor = DTensor.from_local(tensor, cut.mesh, whole, run_check=False)
-    if tensor.placements != placements:
-        tensor = tensor.redistribute(placements=placements)
-    local: torch.Tensor = tensor._local_tensor
-    return local
+    mesh, placed = dtensor.device_mesh, tuple(placements)
+    if placed != dtensor.placements:
+        dtensor = dtensor.redistribute(placements=placements)
+    rows = tuple(at for at, one in enumerate(placed) if at != axis and not one.is_replicate())
+    first = 0
+    if axis is not None:
+        length = dtensor.shape[dim]
+        size = -(-length // mesh.size(axis))  # as torch.chunk cuts
+        first = min(size * mesh.get_local_rank(axis), length)
+    cut_so = Cut(mesh, dim, axis, first, rows)
+    return _Logits(dtensor._local_tensor, dtensor.shape, placed, cut_so)
 
 
 def _without(placement: Any, dim: int) -> Placement:

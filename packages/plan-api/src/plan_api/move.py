@@ -40,8 +40,6 @@ class Mover:
         )
         self._back = any(move.grad_dst is not None for move in self._moves.values())
         self._targets: dict[tuple[Placement, ...], tuple[Placement, ...]] = {}
-        # The last spec with which a tensor stayed as it was. Torch gives the same object to the
-        # same operator's result again, so hooks look at this first.
         self.settled: DTensorSpec | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,11 +51,6 @@ class Mover:
         if not isinstance(tensor, DTensor):
             with moving(self._step, self._plain, self._plain):
                 tensor = DTensor.from_local(tensor, self._mesh, self._plain, run_check=False)
-        elif self._annotates:
-            raise ValueError(
-                f"{self._what} is a DTensor already, {tensor._spec}: annotate() is for local "
-                f"tensors; use redistribute()"
-            )
         spec = tensor._spec
         target = self._targets.get(spec.placements)
         if target is None or spec.mesh is not self._mesh:
@@ -77,10 +70,11 @@ class Mover:
             )
         target = list(tensor.placements)
         for axis, move in self._moves.items():
-            if move.src is not None and target[axis] != move.src and not self._annotates:
+            said = move.dst if self._annotates else move.src
+            if said is not None and target[axis] != said:
                 raise ValueError(
                     f"{self._what} is {short(target[axis])} along "
-                    f"{axis_names(self._mesh)[axis]!r}, and the plan says {short(move.src)}"
+                    f"{axis_names(self._mesh)[axis]!r}, and the plan says {short(said)}"
                 )
             target[axis] = move.dst
         return self._targets.setdefault(tensor.placements, tuple(target))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
@@ -20,11 +22,13 @@ from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
 from plan_api.ir import Op
 from plan_api.losses import register_losses
+from plan_api.move import Mover
 from plan_api.plan import Entry, Plan
 from plan_api.region import check_regions, install_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
 from plan_api.state import place_state, use_copies
+from plan_api.static.install import check_static, install_static
 
 __all__ = ["Installed", "Lowered", "installed", "lower", "parallelize"]
 
@@ -56,6 +60,7 @@ class Installed:
 
     Attributes:
         plan: as it was given.
+        mode: as it was given.
         lowered: the plan, for this model.
         fired: which sites have been passed.
         gradients: what reduces them.
@@ -63,6 +68,7 @@ class Installed:
     """
 
     plan: Plan
+    mode: Literal["eager", "static"]
     lowered: Lowered
     fired: Fired
     gradients: Gradients
@@ -112,6 +118,7 @@ def parallelize(
     plan: Plan,
     *,
     strict: bool = False,
+    mode: Literal["eager", "static"] = "eager",
     src_data_rank: int | None = 0,
     bucket_mb: float = 25.0,
 ) -> nn.Module:
@@ -126,6 +133,9 @@ def parallelize(
         model: unmodified.
         plan: see `Plan`.
         strict: whether an entry that overrides another is an error; otherwise it is logged.
+        mode: ``"eager"``: operators run on DTensors, which know how they are placed. ``"static"``:
+            they run on local tensors, and the plan says how those are placed where they are moved
+            (veScale, section 6.2); parameters are DTensors to optimizers and checkpoints only.
         src_data_rank: whose parameters all ranks get; None: each keeps its part of its own, without
             communication, for models that are the same on all ranks.
         bucket_mb: of gradients that fused-comm sends together, as `GradReducer` has it.
@@ -137,28 +147,42 @@ def parallelize(
         ValueError: the plan does not fit the model, or differs between ranks (then on every rank);
             or the model has been parallelized already. Nothing is changed, and nothing sent before.
     """
+    if mode not in ("eager", "static"):
+        raise ValueError(f"parallelize: mode={mode!r} must be 'eager' or 'static'")
     if model in _installed:
         raise ValueError(f"parallelize: this {type(model).__name__} has been parallelized already")
     lowered = lower(plan, model, strict=strict)
-    check_agreement([str(plan.mesh), *map(str, lowered.ops)], plan.mesh)
+    if mode == "static":
+        check_static(lowered.sites, lowered.schedules, plan.mesh)
+    check_agreement([mode, str(plan.mesh), *map(str, lowered.ops)], plan.mesh)
     if lowered.overrides:
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()
     register_cpu_attention()
     register_losses()
     place_state(model, plan.mesh, lowered.schedules, src_data_rank, "dist-rng" in extras)
-    hooks = [site for site in lowered.sites if not site.moment.of_state]
+    hooks = [site for site in lowered.sites if site.moment.of_activations]
     fired = Fired(hooks)
-    handles = [
-        *(install(site, model.get_submodule(site.path), plan.mesh, fired) for site in hooks),
-        *use_copies(model, lowered.schedules),
-        *install_regions(model, hooks, plan.mesh),
-    ]
-    apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
-    waits = any(schedule.waits for schedule in lowered.schedules.values())
-    gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
-    _installed[model] = Installed(plan, lowered, fired, gradients, extras, tuple(handles))
+    if mode == "static":
+        parts = install_static(model, lowered.sites, plan.mesh, fired, bucket_mb)
+        handles, gradients = parts.handles, parts.gradients
+    else:
+        handles = tuple(_install_eager(model, lowered, hooks, plan.mesh, fired))
+        waits = any(schedule.waits for schedule in lowered.schedules.values())
+        gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
+    _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, handles)
     return model
+
+
+def _install_eager(
+    model: nn.Module, lowered: Lowered, hooks: Sequence[Site], mesh: DeviceMesh, fired: Fired
+) -> Iterator[RemovableHandle]:
+    for site in hooks:
+        movers = [(step.index, Mover(step, mesh, site.name)) for step in site.moved]
+        yield install(site, model.get_submodule(site.path), movers, fired)
+    yield from use_copies(model, lowered.schedules)
+    yield from install_regions(model, hooks, mesh)
+    apply_fully_shard(model, lowered.fully_sharded, mesh)
 
 
 def installed(model: nn.Module) -> Installed:

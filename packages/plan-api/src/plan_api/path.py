@@ -3,7 +3,8 @@ r"""Which tensors an entry of a plan means: a regular expression over modules, a
 `layers\.\d+\.mlp\.up_proj\.weight` means parameters and buffers by their full names;
 `layers\.\d+\.mlp.<in>` what is given to these modules, `<out>` what they return. `<in:2>` and
 `<in:hidden_states>` choose an argument, by its place in the signature of `forward` or by its name;
-`<in>` alone is the first. `weight.grad` is a parameter's gradient.
+`<in>` alone is the first. `weight.grad` is a parameter's gradient, and `<op:dropout>` what functions
+of torch with this name are given in the forward of these modules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from enum import Enum
 
 __all__ = ["Kind", "TensorPath", "parse"]
 
-_ACTIVATION = re.compile(r"(?P<module>.*?)(?:\\?\.)?<(?P<kind>in|out)(?::(?P<index>[^<>]+))?>")
+_ACTIVATION = re.compile(r"(?P<module>.*?)(?:\\?\.)?<(?P<kind>in|out|op)(?::(?P<index>[^<>]+))?>")
 _GRADIENT = re.compile(r"(?P<name>.+?)\\?\.grad")
 
 
@@ -25,6 +26,7 @@ class Kind(Enum):
     GRADIENT = "grad"
     INPUT = "<in>"
     OUTPUT = "<out>"
+    OPERATOR = "<op>"
     MODULE = "module"
 
 
@@ -36,7 +38,8 @@ class TensorPath:
         text: as the user wrote it.
         pattern: a regular expression for the whole name of a parameter or buffer, or of a module.
         kind: what it names there.
-        index: the argument or the result, by number or by name; 0 for state and gradients.
+        index: the argument or the result, by number or by name; of an operator its function; 0 for
+            state and gradients.
     """
 
     text: str
@@ -70,13 +73,15 @@ def parse(text: str, of_modules: bool = False) -> TensorPath:
             raise ValueError(f"path {text!r} has to name modules: leave out <in> and <out>")
         return _checked(TensorPath(text, text, Kind.MODULE))
     if found := _ACTIVATION.fullmatch(text):
-        kind = Kind.INPUT if found["kind"] == "in" else Kind.OUTPUT
+        kind = Kind(f"<{found['kind']}>")
+        if kind is Kind.OPERATOR and not found["index"]:
+            raise ValueError(f"path {text!r}: name the function, as in <op:dropout>")
         index = found["index"] or "0"
         return _checked(TensorPath(text, found["module"], kind, _number(index)))
     if "<" in text and ">" in text[text.index("<") :] and "(?" not in text:
         raise ValueError(
-            f"path {text!r}: only <in>, <in:INDEX>, <in:NAME>, <out>, <out:INDEX> and <out:NAME> "
-            f"stand in angle brackets, at the end"
+            f"path {text!r}: only <in>, <in:INDEX>, <in:NAME>, <out>, <out:INDEX>, <out:NAME> "
+            f"and <op:FUNCTION> stand in angle brackets, at the end"
         )
     if found := _GRADIENT.fullmatch(text):
         return _checked(TensorPath(text, found["name"], Kind.GRADIENT))

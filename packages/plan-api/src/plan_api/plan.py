@@ -113,9 +113,15 @@ class Plan:
         Raises:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
-        if phase is not Phase.INIT and parse(path).kind is not Kind.STATE:
+        kind = parse(path).kind
+        if phase is not Phase.INIT and kind is not Kind.STATE:
             raise ValueError(
                 f"shard({path!r}, phase={phase.name}): only parameters have phases; leave it out"
+            )
+        if kind is Kind.OPERATOR:
+            raise ValueError(
+                f"shard({path!r}): operators' inputs are where their module's are; annotate() "
+                f"says where that is"
             )
         return self._add(Verb.SHARD, path, mesh, placements, phase=phase)
 
@@ -131,8 +137,11 @@ class Plan:
     ) -> Plan:
         """Moves activations from one placement to another, and their gradients back.
 
+        Static mode has to know all four; Eager finds out what is not said, and checks ``src``.
+
         Args:
-            path: of an input or output.
+            path: of an input or output; or of a parameter, as operators of its module take it (the
+                bias of a row parallel Linear is Partial there), which DTensors do by themselves.
             src: what they are before, per axis; a plain tensor is taken for this.
             dst: what they become, per axis.
             mesh: the axes.
@@ -140,22 +149,27 @@ class Plan:
             grad_dst: what it becomes; by default ``src``.
 
         Raises:
-            ValueError: as `shard`; or the path names a parameter.
+            ValueError: as `shard`; or the path names a gradient or an operator.
         """
-        parsed = parse(path)
-        if parsed.kind in (Kind.STATE, Kind.GRADIENT):
+        if parse(path).kind in (Kind.GRADIENT, Kind.OPERATOR):
             raise ValueError(
-                f"redistribute({path!r}): moves inputs and outputs; shard() places parameters"
+                f"redistribute({path!r}): moves inputs, outputs and parameters; annotate() says "
+                f"what gradients and operators' inputs are"
             )
         return self._add(
             Verb.REDISTRIBUTE, path, mesh, dst, src=src, grad_src=grad_src, grad_dst=grad_dst
         )
 
     def annotate(self, path: str, placements: Placements, mesh: Axes = None) -> Plan:
-        """Says how local tensors are placed, without communication.
+        """Says how tensors are placed, without communication.
+
+        A plain tensor becomes such a DTensor; one that is a DTensor has to be placed so already.
+        Static mode has none, and is told by this how gradients are placed (``weight.grad`` is
+        Partial: it is summed once), and what operators are given that depend on the whole, random
+        ones and losses (``<op:dropout>``).
 
         Args:
-            path: of an input or output that is a plain tensor on each rank, or of a gradient.
+            path: of an input or output, a gradient, or an operator.
             placements: per axis.
             mesh: the axes.
 

@@ -39,7 +39,7 @@ def check_regions(ops: Iterable[Op]) -> None:
         parts = op.path.split(".")
         above = {".".join(parts[:count]) for count in range(len(parts))}
         inside = above & regions or ({op.path} & regions if op.moment.of_state else set())
-        if inside and op.moment is not Moment.INIT:
+        if inside and op.moment is not Moment.INIT and op.act is not Act.ANNOTATE:
             raise ValueError(
                 f"{op} is inside of {min(inside)!r}, which runs on local tensors (local()): there "
                 f"parameters have phase INIT, and nothing is moved"

@@ -74,6 +74,8 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
     for number, entry in enumerate(plan.entries):
         names = state if _of_state(entry) else modules
         matched = [name for name in names if entry.path.matches(name)]
+        if entry.path.kind is Kind.GRADIENT:
+            matched = [name for name in matched if state[name].requires_grad]
         if not matched:
             problems.append(_unmatched(entry, names))
             continue
@@ -94,9 +96,8 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
 
 
 def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
-    if entry.path.kind is Kind.GRADIENT:
-        return  # what a gradient is, DTensors know themselves
-    act = Act.SHARD if place.moment.of_state else _ACTS[entry.verb]
+    phase = entry.verb is Verb.SHARD and place.moment.of_state
+    act = Act.SHARD if phase else _ACTS[entry.verb]
     for at, axis in enumerate(entry.axes):
         yield Op(
             place.path, place.moment, place.tensor, place.index, act, axis, entry.dst[at],
@@ -115,7 +116,14 @@ def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
         return _Place(name, Moment.FORWARD, Kind.OUTPUT.value, 0)
     if path.kind in (Kind.STATE, Kind.GRADIENT):
         module, _, tensor = name.rpartition(".")
-        return _Place(module, Moment(entry.phase.value), tensor, 0)
+        moment = Moment(entry.phase.value)
+        if path.kind is Kind.GRADIENT:
+            moment = Moment.GRAD
+        elif entry.verb is Verb.REDISTRIBUTE:
+            moment = Moment.RUN
+        return _Place(module, moment, tensor, 0)
+    if path.kind is Kind.OPERATOR:
+        return _Place(name, Moment.OPERATOR, path.kind.value, path.index)
     if path.kind is Kind.INPUT:
         index = _argument(entry, name, modules[name])
         return _Place(name, Moment.FORWARD_PRE, path.kind.value, index)

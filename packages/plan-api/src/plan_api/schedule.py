@@ -13,12 +13,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from plan_api.axes import axis_names
-from plan_api.ir import Moment, Op, short
+from plan_api.ir import Act, Moment, Op, short
 
 __all__ = ["Schedule", "schedules"]
 
 _Placements = tuple[Placement, ...]
-_WHEN = (Moment.INIT, Moment.RUN, Moment.GRAD, Moment.OPTIM)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def schedules(
     entries: dict[str, dict[int, None]] = {}
     axes = axis_names(mesh)
     for op in ops:
-        if op.moment in _WHEN:
+        if op.act is Act.SHARD:
             name = f"{op.path}.{op.tensor}" if op.path else op.tensor
             said.setdefault(name, {}).setdefault(op.moment, {})[axes.index(op.axis)] = op.dst
             entries.setdefault(name, {})[op.entry] = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options
+from plan_api.zoo.needs import check_options, cut_batch
 
 __all__ = ["llama"]
 
@@ -33,20 +33,24 @@ def llama(
         ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
     """
     check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
-    plan, whole, layer = Plan(mesh), Replicate(), r"model\.layers\.\d+"
-    batch = [whole] * len(plan.axes) if dp is None else Shard(0)
-    for name in ("input_ids", "position_ids", "labels"):
-        plan.shard(f"<in:{name}>", batch, dp)
-    plan.shard(r"model\.rotary_emb.<in:position_ids>", [whole] * len(plan.axes))
-    plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
+    plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
+    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
+    for made in (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"):
+        plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
-        plan.shard(r"model\.embed_tokens.<out>", rest, tp)
-        plan.shard(rf"{layer}\.(self_attn|mlp).<in>", whole, tp)
-        plan.shard(rf"{layer}\.(self_attn|mlp).<out>", rest, tp)
-        plan.shard("lm_head.<in>", whole, tp)
+        columns = rf"{layer}\.(self_attn|mlp).<in>"
+        plan.redistribute(columns, rest, whole, tp, grad_src=part, grad_dst=rest)
+        plan.redistribute(rf"{layer}\.(self_attn|mlp).<out>", part, rest, tp)
+        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
+        if sp:
+            plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
+            plan.annotate(r".*norm\.weight\.grad", part, tp)
+        logits = part if loss_parallel else whole
+        plan.redistribute("lm_head.<in>", rest, whole, tp, grad_src=logits, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
-    return plan.shard("<out:loss>", [whole] * len(plan.axes))
+            plan.annotate("<op:cross_entropy>", Shard(1), tp)
+    return plan

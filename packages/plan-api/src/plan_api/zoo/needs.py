@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["check_options", "fused"]
+from plan_api.plan import Plan
+
+__all__ = ["check_options", "cut_batch", "fused"]
 
 
 def check_options(
@@ -51,3 +56,23 @@ def fused(dim: int, parts: int, name: str) -> Placement:
             f"cannot cut each of them; ragged-shard can: pip install plan-api[ragged]"
         ) from error
     return InterleavedShard(dim, parts)
+
+
+def cut_batch(plan: Plan, dp: str | None, inputs: Iterable[str], *random: str) -> None:
+    """What a model of transformers is given is cut along the batch, and what comes of it is said.
+
+    Args:
+        plan: is added to.
+        dp: the axis of data parallelism; None: every rank has the whole batch.
+        inputs: of the model.
+        random: operators that draw random numbers, per element of the batch.
+    """
+    for name in inputs:
+        plan.shard(f"<in:{name}>", *([Shard(0)], dp) if dp else ([Replicate()] * len(plan.axes),))
+    if dp is None:
+        return
+    plan.annotate(r".*\.grad", Partial(), dp)
+    for operator in ("<op:cross_entropy>", *random):
+        plan.annotate(operator, Shard(0), dp)
+    plan.redistribute("<out:loss>", Partial(), Replicate(), dp)
+    plan.annotate("<out:logits>", Shard(0), dp)

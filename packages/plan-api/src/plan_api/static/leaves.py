@@ -1,0 +1,111 @@
+"""What modules use of parameters in static mode: this rank's part, as a plain tensor.
+
+Note: a parameter's *leaf* shares the memory of its local tensor, and autograd's gradients come to
+it. Modules find leaves before they find parameters, which stay DTensors where optimizers and
+checkpoints look: in `named_parameters` and `state_dict`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.resolve import state_of
+
+__all__ = ["Leaf", "leaves_of"]
+
+
+class Leaf:
+    """Of one parameter, or of a buffer that is cut.
+
+    Args:
+        name: the first of the tensor.
+        users: the modules that have it, with its name there; the first is asked for it.
+
+    Attributes:
+        param: the DTensor.
+        tensor: the leaf.
+    """
+
+    param: Any
+    tensor: torch.Tensor
+
+    def __init__(self, name: str, users: list[tuple[nn.Module, str]]) -> None:
+        self.name = name
+        self._users = users
+        self._source: torch.Tensor | None = None
+        self._told: Callable[[Leaf], None] | None = None
+        self._handle: RemovableHandle | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Makes a new leaf if the parameter is another one, or its memory elsewhere, by now."""
+        owner, own = self._users[0]
+        registry: Any = owner._parameters if own in owner._parameters else owner._buffers
+        param = registry[own]
+        if self._source is not None and param._local_tensor is self._source:
+            return
+        self.param, self._source = param, param._local_tensor
+        self.tensor = param._local_tensor.detach().requires_grad_(param.requires_grad)
+        self.show()
+        if self._told is not None:
+            self.tell(self._told)
+
+    def show(self) -> None:
+        """Modules find the leaf from now on."""
+        for module, own in self._users:
+            module.__dict__[own] = self.tensor
+
+    def hide(self) -> None:
+        """Modules find the parameter from now on."""
+        for module, own in self._users:
+            module.__dict__.pop(own, None)
+
+    def tell(self, told: Callable[[Leaf], None]) -> None:
+        """Calls a function whenever backward has accumulated a gradient in the leaf."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._told = told
+        if not self.tensor.requires_grad:
+            return
+        # Autograd has hooks where the garbage collector does not look: they must not keep this.
+        reference = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            if (alive := reference()) is not None and alive._told is not None:
+                alive._told(alive)
+
+        self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
+
+    def remove(self) -> None:
+        """Modules find the parameter, and nobody is told any more."""
+        self.hide()
+        if self._handle is not None:
+            self._handle.remove()
+        self._told = None
+
+
+def leaves_of(model: nn.Module) -> list[Leaf]:
+    """Leaves for all parameters and cut buffers of a model of DTensors, which modules find at once.
+
+    Buffers that are whole become plain tensors: modules may replace them while they run.
+    """
+    users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
+    for name, tensor in list(state_of(model)):
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._buffers and _is_whole(tensor):
+            module._buffers[own] = tensor._local_tensor  # type: ignore[attr-defined]
+        elif isinstance(tensor, DTensor):
+            users.setdefault(id(tensor), (name, []))[1].append((module, own))
+    return [Leaf(name, modules) for name, modules in users.values()]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and all(one.is_replicate() for one in tensor.placements)

@@ -1,0 +1,150 @@
+"""What is done with one local tensor at a site: moved forward, and its gradient on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.axes import axis_names
+from plan_api.fuse import Move, Step
+from plan_api.ir import short
+from plan_api.static.moves import LocalMove, local_move
+from plan_api.watch import moving
+
+__all__ = ["StaticMover"]
+
+_Along = tuple[int, Placement, Placement]  # an axis, before and after
+
+
+class StaticMover:
+    """Moves local tensors as one step says; called with each tensor that passes.
+
+    Args:
+        step: of a site; its moves say what tensors are before.
+        mesh: the plan's.
+        site: for messages.
+        whole: whether what is not said to be anything before is whole, as what the script gives.
+
+    Raises:
+        ValueError: the step does not say what a tensor, or its gradient, is before.
+    """
+
+    settled: DTensorSpec | None = None  # as `Mover` has it; here nothing is a DTensor
+
+    def __init__(self, step: Step, mesh: DeviceMesh, site: str, whole: bool = False) -> None:
+        self.what = f"{site}:{step.tensor}:{step.index}"
+        self._step = step
+        axes = axis_names(mesh)
+        there: list[_Along] = []
+        back: list[_Along] = []
+        shares = 1
+        for name, move in step.moves.items():
+            axis = axes.index(name)
+            src = self._src(name, move, whole)
+            there.append((axis, src, move.dst))
+            back.append((axis, *self._gradient(name, move, src)))
+            if isinstance(src, Partial) and src.reduce_op == "avg" and src != move.dst:
+                shares *= mesh.size(axis)
+        self._before = tuple(src for _, src, _ in there)
+        self._after = tuple(dst for _, _, dst in there)
+        self._there = _moves(there, mesh, self.what)
+        self._back = _moves(back, mesh, f"the gradient of {self.what}")
+        if shares > 1:
+            self._back.append(lambda grad: grad / shares)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it moves nothing, in neither direction."""
+        return not self._there and not self._back
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it should be.
+
+        Raises:
+            ValueError: it is a DTensor, or cannot be cut evenly.
+        """
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{self.what} is a DTensor, {tensor._spec}: in static mode modules run on local "
+                f"tensors; give to_local() of it, placed as the plan says, or use mode='eager'"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Moved.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
+        return self.forward(tensor)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Without autograd."""
+        if not self._there:
+            return tensor
+        with moving(self._step, self._before, self._after):
+            for move in self._there:
+                tensor = move(tensor)
+        return tensor
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of what was moved, moved back."""
+        if not self._back:
+            return grad
+        with moving(self._step, self._after, self._before):
+            for move in self._back:
+                grad = move(grad)
+        return grad
+
+    def _src(self, axis: str, move: Move, whole: bool) -> Placement:
+        if move.src is not None:
+            return move.src
+        if whole:
+            return Replicate()
+        raise ValueError(
+            f"{self.what}, to be {short(move.dst)} along {axis!r}: static mode has to know what it "
+            f"is before: say redistribute(path, src, dst), or have generate_static() find out"
+        )
+
+    def _gradient(self, axis: str, move: Move, src: Placement) -> tuple[Placement, Placement]:
+        """What the gradient along an axis is, and what it becomes."""
+        if move.grad_src is None and move.grad_dst is None and src == move.dst:
+            return Replicate(), Replicate()
+        found = move.grad_src
+        if found is None and type(move.dst) is Shard:
+            found = move.dst
+        if found is None and (not isinstance(src, Shard) or isinstance(move.dst, Partial)):
+            found = Replicate()
+        if found is None or (move.grad_dst is not None and move.grad_src is None):
+            raise ValueError(
+                f"{self.what}, {short(src)} to {short(move.dst)} along {axis!r}: static mode has "
+                f"to know what its gradient is before: Partial() where the ranks go on with "
+                f"different parts of the work, Replicate() where all do the same; say grad_src="
+            )
+        if move.grad_dst is not None:
+            return found, move.grad_dst
+        return found, src if type(src) is Shard else Replicate()
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mover: StaticMover) -> torch.Tensor:
+        ctx.mover = mover
+        moved = mover.forward(tensor)
+        return tensor.view_as(tensor) if moved is tensor else moved  # which may not be an argument
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return ctx.mover.backward(grads[0]), None
+
+
+def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalMove]:
+    """First what is gathered or summed, the innermost axis first; then what is cut."""
+    changes = sorted((one for one in along if one[1] != one[2]), key=lambda one: one[0])
+    return [
+        local_move(src, dst, mesh, axis, what)
+        for axis, src, dst in [
+            *(one for one in reversed(changes) if one[1] != Replicate()),
+            *(one for one in changes if one[1] == Replicate()),
+        ]
+    ]

@@ -1,0 +1,198 @@
+"""Operators in static mode whose result depends on the whole: random ones, and losses.
+
+A plan says how they are given their inputs (`plan.annotate("attn.<op:dropout>", ...)`). They are
+caught in the module's own code only: while a child that has children runs, nothing is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.axes import axis_names
+from plan_api.containers import map_tensors
+from plan_api.cross_entropy import Cut, cross_entropy
+from plan_api.fuse import Site
+
+__all__ = ["install_operators"]
+
+_Operator: TypeAlias = Callable[..., Any]
+
+
+def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+    """Catches operators in a module's own code.
+
+    Args:
+        site: of operators.
+        module: the site's.
+        mesh: the plan's.
+
+    Raises:
+        ValueError: torch has no such function.
+    """
+    axes = axis_names(mesh)
+    table: dict[_Operator, _Operator] = {}
+    for step in site.steps:
+        placed = {axes.index(axis): move.dst for axis, move in step.moves.items()}
+        placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
+        function = _function(str(step.index), site.name)
+        make = _MADE.get(function, _on_dtensors)
+        table[function] = make(function, mesh, placements)
+    span = _Span(table)
+    handles = [
+        module.register_forward_pre_hook(span.enter),
+        module.register_forward_hook(span.leave, prepend=True, always_call=True),
+    ]
+    for child in module.children():
+        if next(child.children(), None) is not None:
+            handles += [
+                child.register_forward_pre_hook(span.leave, prepend=True),
+                child.register_forward_hook(span.enter, always_call=True),
+            ]
+    return handles
+
+
+class _Span:
+    """While a module's own code runs: entered by it, left for children."""
+
+    def __init__(self, table: Mapping[_Operator, _Operator]) -> None:
+        self._table = table
+        self._modes: list[_Catching] = []
+
+    def enter(self, *_: Any) -> None:
+        mode: Any = _Catching(self._table)
+        mode.__enter__()
+        self._modes.append(mode)
+
+    def leave(self, *_: Any) -> None:
+        if self._modes:
+            mode: Any = self._modes.pop()
+            mode.__exit__(None, None, None)
+
+
+class _Catching(TorchFunctionMode):
+    """Calls others for some functions of torch."""
+
+    def __init__(self, table: Mapping[_Operator, _Operator]) -> None:
+        super().__init__()
+        self._table = table
+
+    def __torch_function__(
+        self, func: _Operator, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._table.get(func, func)(*args, **(kwargs or {}))
+
+
+def _function(name: str, where: str) -> _Operator:
+    for place in (F, torch, torch.Tensor):
+        if callable(found := getattr(place, name, None)):
+            return found  # type: ignore[no-any-return]
+    raise ValueError(f"{where}: torch has no function {name!r}, neither in torch.nn.functional")
+
+
+def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+    if not find_spec("dist_rng"):
+        return F.dropout
+    from dist_rng import Region, dropout
+
+    regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
+
+    def dropped(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if not training or p == 0.0:
+            return input
+        key = (input.shape, input.stride())
+        if key not in regions:
+            regions[key] = Region.of(_as_dtensor(input.detach(), mesh, placements))
+        result = dropout(input, regions[key], p)
+        return input.copy_(result) if inplace else result
+
+    return dropped
+
+
+def _cross_entropy(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+    cuts: dict[torch.Size, Cut] = {}
+
+    def computed(
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        if size_average is not None or reduce is not None or label_smoothing:
+            raise NotImplementedError(
+                "cross_entropy in static mode knows no label_smoothing, size_average or reduce: "
+                "leave the module that calls it on DTensors, with plan.eager()"
+            )
+        dim = min(1, input.ndim - 1)
+        if input.shape not in cuts:
+            cuts[input.shape] = _cut(input, dim, mesh, placements)
+        kind = ("none", "mean", "sum").index(reduction)
+        return cross_entropy(input, target, weight, kind, ignore_index, cuts[input.shape])
+
+    return computed
+
+
+def _cut(
+    logits: torch.Tensor, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Cut:
+    """How logits are cut; classes may be uneven, so ranks tell one another once how many."""
+    of_classes = [at for at, one in enumerate(placements) if getattr(one, "dim", None) == dim]
+    rows = [
+        at for at, one in enumerate(placements) if at not in of_classes and not one.is_replicate()
+    ]
+    if len(of_classes) > 1:
+        raise ValueError(f"cross_entropy in static mode: classes are cut twice, {placements}")
+    if not of_classes:
+        return Cut(mesh, dim, None, 0, tuple(rows))
+    (axis,) = of_classes
+    own = torch.tensor([logits.shape[dim]], device=logits.device)
+    lengths = funcol.all_gather_tensor(own, 0, (mesh, axis)).tolist()
+    return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
+
+
+def _on_dtensors(
+    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> _Operator:
+    """Any other function: its first tensor is a DTensor while it runs."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        first = next((at for at, one in enumerate(args) if isinstance(one, torch.Tensor)), None)
+        if first is None:
+            return function(*args, **kwargs)
+        given = [*args]
+        given[first] = _as_dtensor(args[first], mesh, placements)
+        return map_tensors(
+            function(*given, **kwargs),
+            lambda one: one.to_local() if isinstance(one, DTensor) else one,
+        )
+
+    return called
+
+
+def _as_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+_MADE: dict[_Operator, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
+    F.dropout: _dropout,
+    F.cross_entropy: _cross_entropy,
+}
