@@ -6,7 +6,8 @@ caught in the module's own code only: while a child that has children runs, noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -42,16 +43,18 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         ValueError: torch has no such function.
     """
     axes = axis_names(mesh)
-    table: dict[_Operator, _Operator] = {}
+    table: dict[_Operator, _Calls] = {}
     for step in site.steps:
         placed = {axes.index(axis): move.dst for axis, move in step.moves.items()}
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
-        function = _function(str(step.index), site.name)
-        make = _MADE.get(function, _on_dtensors)
-        table[function] = make(function, mesh, placements)
+        name, _, number = str(step.index).partition(":")
+        for function in _functions(name, site.name):
+            make = _MADE.get(name, _on_dtensors)
+            calls = table.setdefault(function, _Calls(function))
+            calls.instead[int(number) if number else None] = make(function, mesh, placements)
     span = _Span(table)
     handles = [
-        module.register_forward_pre_hook(span.enter),
+        module.register_forward_pre_hook(span.begin),
         module.register_forward_hook(span.leave, prepend=True, always_call=True),
     ]
     for child in module.children():
@@ -63,12 +66,37 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
     return handles
 
 
-class _Span:
-    """While a module's own code runs: entered by it, left for children."""
+@dataclass
+class _Calls:
+    """The calls of one function in a module's own code.
 
-    def __init__(self, table: Mapping[_Operator, _Operator]) -> None:
+    Attributes:
+        function: of torch.
+        instead: what is called, by the call's number; with None, in all others.
+        count: of calls so far.
+    """
+
+    function: _Operator
+    instead: dict[int | None, _Operator] = field(default_factory=dict)
+    count: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        number, self.count = self.count, self.count + 1
+        function = self.instead.get(number) or self.instead.get(None, self.function)
+        return function(*args, **kwargs)
+
+
+class _Span:
+    """While a module's own code runs: begun by it, left for children."""
+
+    def __init__(self, table: Mapping[_Operator, _Calls]) -> None:
         self._table = table
         self._modes: list[_Catching] = []
+
+    def begin(self, *_: Any) -> None:
+        for calls in self._table.values():
+            calls.count = 0
+        self.enter()
 
     def enter(self, *_: Any) -> None:
         mode: Any = _Catching(self._table)
@@ -84,7 +112,7 @@ class _Span:
 class _Catching(TorchFunctionMode):
     """Calls others for some functions of torch."""
 
-    def __init__(self, table: Mapping[_Operator, _Operator]) -> None:
+    def __init__(self, table: Mapping[_Operator, _Calls]) -> None:
         super().__init__()
         self._table = table
 
@@ -94,11 +122,16 @@ class _Catching(TorchFunctionMode):
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
 
-def _function(name: str, where: str) -> _Operator:
-    for place in (F, torch, torch.Tensor):
-        if callable(found := getattr(place, name, None)):
-            return found  # type: ignore[no-any-return]
-    raise ValueError(f"{where}: torch has no function {name!r}, neither in torch.nn.functional")
+def _functions(name: str, where: str) -> list[_Operator]:
+    """All that goes by a name: torch.reshape is one thing, Tensor.reshape another."""
+    found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
+    functions = [one for one in found if callable(one)]
+    if not functions:
+        raise ValueError(
+            f"{where}:<op:{name}>: there is no such function in torch, torch.nn.functional or "
+            f"torch.Tensor"
+        )
+    return functions
 
 
 def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
@@ -167,6 +200,53 @@ def _cut(
     return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
 
 
+def _sized(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+    """`view`, `reshape`: the code says the sizes of the whole, and each rank makes its part."""
+    parts = _parts(mesh, placements)
+
+    def called(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
+        given = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
+        given = given or [*kwargs.pop("shape", kwargs.pop("size", ()))]
+        for dim, by in parts:
+            given[dim] = _part(given[dim], by, function)
+        return function(tensor, tuple(given), **kwargs)
+
+    return called
+
+
+def _split(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+    """The code says how long pieces of the whole are."""
+    parts = dict(_parts(mesh, placements))
+
+    def called(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
+        by = parts.get(dim % tensor.ndim, 1)
+        if isinstance(split_size, Sequence):
+            return function(tensor, [_part(one, by, function) for one in split_size], dim)
+        return function(tensor, _part(split_size, by, function), dim)
+
+    return called
+
+
+def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+    """Which dims are cut, and by how many."""
+    return [
+        (dim, mesh.size(axis))
+        for axis, placement in enumerate(placements)
+        if (dim := getattr(placement, "dim", None)) is not None
+    ]
+
+
+def _part(size: int, by: int, function: _Operator) -> int:
+    if size == -1:
+        return size
+    if size % by:
+        raise ValueError(
+            f"{function.__name__} in static mode: a size of {size} cannot be cut into {by}: shards "
+            f"are even; use mode='eager'"
+        )
+    return size // by
+
+
 def _on_dtensors(
     function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> _Operator:
@@ -192,7 +272,10 @@ def _as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-_MADE: dict[_Operator, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
-    F.dropout: _dropout,
-    F.cross_entropy: _cross_entropy,
+_MADE: dict[str, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
+    "dropout": _dropout,
+    "cross_entropy": _cross_entropy,
+    "view": _sized,
+    "reshape": _sized,
+    "split": _split,
 }

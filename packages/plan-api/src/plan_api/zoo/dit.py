@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
 from plan_api.zoo.needs import check_options, fused
@@ -27,19 +27,35 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         ImportError: ragged-shard is not installed.
     """
     check_options("dit", tp, sp=sp)
-    plan, whole, block = Plan(mesh), Replicate(), r"blocks\.\d+"
+    plan, whole, part, block = Plan(mesh), Replicate(), Partial(), r"blocks\.\d+"
     axis = dp or tp or plan.axes[0]
+    drop = rf"{block}\.(attn\.proj_drop|mlp\.drop2).<op:dropout>"
     for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
-        plan.shard(f"{name}.<in>", whole if dp is None else Shard(0), axis)
+        plan.redistribute(f"{name}.<in>", whole, whole if dp is None else Shard(0), axis)
+    if dp is not None:
+        plan.annotate(r".*\.grad", part, dp)
+        plan.annotate(drop, Shard(0), dp)
+        plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(0), dp)
     if tp is not None:
-        rest = Shard(1) if sp else whole
+        rest, of_tokens = (Shard(1), part) if sp else (whole, whole)
         plan.shard(rf"{block}\.attn\.qkv\.(weight|bias)", fused(0, 3, "dit"), tp)
         plan.shard(rf"{block}\.mlp\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2)\.weight", Shard(1), tp)
         plan.shard(r".*\.adaLN_modulation\.1\.(weight|bias)", Shard(0), tp)
-        plan.shard(r".*\.adaLN_modulation.<out>", whole, tp)
-        plan.shard(r"x_embedder.<out>", rest, tp)
-        plan.shard(rf"{block}\.(attn|mlp).<in>", whole, tp)
-        plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2).<out>", rest, tp)
-        plan.shard("final_layer.<out>", whole, tp)
+        plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2)\.bias", whole, part, tp)
+        condition, given = r".*\.adaLN_modulation", rf"{block}\.(attn|mlp).<in>"
+        plan.redistribute(f"{condition}\\.1.<in>", whole, whole, tp, grad_src=part, grad_dst=whole)
+        plan.redistribute(
+            f"{condition}.<out>", Shard(1), whole, tp, grad_src=of_tokens, grad_dst=Shard(1)
+        )
+        plan.redistribute(given, rest, whole, tp, grad_src=part, grad_dst=rest)
+        plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2).<out>", part, rest, tp)
+        plan.annotate(rf"{block}\.attn.<op:reshape:0>", Shard(3), tp)
+        plan.annotate(rf"{block}\.attn.<op:reshape:1>", Shard(2), tp)
+        plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(2), tp)
+        if sp:
+            plan.redistribute(r"blocks\.0.<in>", whole, rest, tp)
+            plan.redistribute("final_layer.<out>", rest, whole, tp, grad_src=whole, grad_dst=rest)
+            plan.annotate(r"final_layer\.linear\.(weight|bias)\.grad", part, tp)
+            plan.annotate(drop, Shard(1), tp)
     return plan

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
 from plan_api.zoo.needs import check_options, cut_batch
 
-__all__ = ["llama"]
+__all__ = ["decoder", "llama"]
 
 
 def llama(
@@ -33,6 +34,27 @@ def llama(
         ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
     """
     check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
+    return decoder(mesh, tp, dp, sp, loss_parallel, Partial())
+
+
+def decoder(
+    mesh: DeviceMesh,
+    tp: str | None,
+    dp: str | None,
+    sp: bool,
+    loss_parallel: bool,
+    of_mlp: Placement,
+) -> Plan:
+    """What `llama` and its relatives have in common.
+
+    Args:
+        mesh: as in `llama`.
+        tp: as in `llama`.
+        dp: as in `llama`.
+        sp: as in `llama`.
+        loss_parallel: as in `llama`.
+        of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``.
+    """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
     cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
     for made in (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"):
@@ -41,8 +63,9 @@ def llama(
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
-        columns = rf"{layer}\.(self_attn|mlp).<in>"
-        plan.redistribute(columns, rest, whole, tp, grad_src=part, grad_dst=rest)
+        for name, gradient in (("self_attn", part), ("mlp", of_mlp)):
+            given = rf"{layer}\.{name}.<in>"
+            plan.redistribute(given, rest, whole, tp, grad_src=gradient, grad_dst=rest)
         plan.redistribute(rf"{layer}\.(self_attn|mlp).<out>", part, rest, tp)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
         if sp:

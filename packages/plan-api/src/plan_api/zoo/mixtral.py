@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
-from plan_api.zoo.llama import llama
+from plan_api.zoo.llama import decoder
 from plan_api.zoo.needs import check_options, fused
 
 __all__ = ["mixtral"]
@@ -37,9 +37,15 @@ def mixtral(
         ImportError: ``tp`` without ragged-shard, which cuts the fused gate and up projections.
     """
     check_options("mixtral", tp, sp=sp, loss_parallel=loss_parallel)
-    plan, experts = llama(mesh, tp, dp, sp, loss_parallel=loss_parallel), r".*\.mlp\.experts"
+    whole, part, experts = Replicate(), Partial(), r".*\.mlp\.experts"
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, whole)
     if tp is None:
         return plan.local(experts, (), ())
+    # The router goes on alike on all ranks, so gradients are summed where experts begin.
+    for given in (0, "top_k_weights"):
+        plan.redistribute(
+            f"{experts}.<in:{given}>", whole, whole, tp, grad_src=part, grad_dst=whole
+        )
     plan.shard(rf"{experts}\.gate_up_proj", fused(1, 2, "mixtral"), tp)
     plan.shard(rf"{experts}\.down_proj", Shard(2), tp)
-    return plan.local(experts, Partial(), tp)
+    return plan.local(experts, part, tp)
