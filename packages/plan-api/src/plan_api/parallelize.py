@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,14 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
+from plan_api.entry import Entry
 from plan_api.extras import use_extras
 from plan_api.fully import apply_fully_shard, find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
+from plan_api.indices import Indices, indices_of
 from plan_api.ir import Op
 from plan_api.losses import register_losses
-from plan_api.plan import Entry, Plan
+from plan_api.plan import Plan
 from plan_api.region import check_regions, install_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
@@ -40,6 +42,7 @@ class Lowered:
         overrides: what the plan said and took back.
         sites: the operations, fused.
         schedules: of parameters and buffers that the plan names, by their first name.
+        indices: arguments that count what each rank has, by the module's path.
         fully_sharded: modules that fsdp is applied to, with the entries that say so.
     """
 
@@ -47,6 +50,7 @@ class Lowered:
     overrides: tuple[Override, ...]
     sites: tuple[Site, ...]
     schedules: Mapping[str, Schedule]
+    indices: Mapping[str, Sequence[Indices]]
     fully_sharded: Mapping[str, Entry]
 
 
@@ -101,9 +105,10 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     for entry in fully.values():
         find_fully_shard(entry)
     check_regions(ops)
+    indices = indices_of(ops, plan.entries, model, placed, plan.mesh)
     return Lowered(
         tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed),
-        MappingProxyType(fully),
+        MappingProxyType(indices), MappingProxyType(fully),
     )  # fmt: skip
 
 
@@ -152,7 +157,7 @@ def parallelize(
     handles = [
         *(install(site, model.get_submodule(site.path), plan.mesh, fired) for site in hooks),
         *use_copies(model, lowered.schedules),
-        *install_regions(model, hooks, plan.mesh),
+        *install_regions(model, hooks, plan.mesh, lowered.indices),
     ]
     apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
     waits = any(schedule.waits for schedule in lowered.schedules.values())

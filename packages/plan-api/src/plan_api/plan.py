@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axes_of, axis_names
-from plan_api.path import Kind, TensorPath, parse
+from plan_api.entry import Entry
+from plan_api.path import Kind, parse
 from plan_api.phase import Phase
 from plan_api.serial import entries_from_json, entries_to_json
 from plan_api.verb import Verb
@@ -29,47 +30,10 @@ from plan_api.verb import Verb
 if TYPE_CHECKING:
     from plan_api.explain import Explanation
 
-__all__ = ["Entry", "Plan"]
+__all__ = ["Plan"]
 
 Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
 Placements: TypeAlias = "Placement | Sequence[Placement]"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One call on a plan.
-
-    Attributes:
-        verb: what is done.
-        path: with which tensors.
-        axes: of the plan's mesh, by name.
-        dst: a placement per axis.
-        src: what they are before, per axis; None where nothing was said.
-        grad_dst: of the gradient, on its way back; None where nothing was said.
-        grad_src: what the gradient is before; None where nothing was said.
-        phase: when.
-        line: where it was written, as ``train.py:12``.
-        options: of fully_shard, by name.
-    """
-
-    verb: Verb
-    path: TensorPath
-    axes: tuple[str, ...]
-    dst: tuple[Placement, ...]
-    src: tuple[Placement, ...] | None = None
-    grad_dst: tuple[Placement, ...] | None = None
-    grad_src: tuple[Placement, ...] | None = None
-    phase: Phase = Phase.INIT
-    line: str = field(default="", compare=False)
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        if self.verb is Verb.FULLY_SHARD:
-            options = "".join(f", {name}={value!r}" for name, value in self.options)
-            return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
-        placed = ", ".join(f"{axis}={to}" for axis, to in zip(self.axes, self.dst, strict=True))
-        when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
-        return f"{self.verb.value}({self.path.text!r}, {placed}{when})"
 
 
 class Plan:
@@ -197,6 +161,42 @@ class Plan:
             ValueError: as `shard`; or the path names a tensor.
         """
         return self._add(Verb.LOCAL, path, mesh, placements)
+
+    def index(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        count: str | None = None,
+        flag: str | None = None,
+    ) -> Plan:
+        """Says that an argument counts what is divided among ranks, such as experts.
+
+        Its module runs on local tensors (`local`), and there it gets numbers that count its own
+        parts: from 0, and what other ranks have is the number of its own, which the module has to
+        leave out. What is placed is not this argument, which like the others has to be whole along
+        these axes, but the module's parameters.
+
+        Args:
+            path: of the argument, a tensor of integers.
+            placements: per axis, of the parameters that it counts, all with one dim.
+            mesh: the axes.
+            count: the module's attribute that has how many there are; while it runs, its own.
+            flag: the module's attribute that is True while it runs so.
+
+        Raises:
+            ValueError: as `shard`; or the path names no argument, or a placement is no Shard. What
+                does not fit the model is said by `lower` and `parallelize`.
+        """
+        what = f"index({path!r})"
+        if parse(path).kind is not Kind.INPUT:
+            raise ValueError(f"{what}: names an argument, as in 'experts.<in:top_k_index>'")
+        given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+        if any(type(one) is not Shard or one != given[0] for one in given):
+            raise ValueError(f"{what}: {placements} is not one Shard of the module's parameters")
+        options = {"count": count, "flag": flag}
+        return self._add(Verb.INDEX, path, mesh, placements, options=options)
 
     def fully_shard(
         self,
