@@ -27,6 +27,7 @@ from plan_api.region import check_regions, install_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
 from plan_api.state import place_state, use_copies
+from plan_api.units import check_units
 
 __all__ = ["Installed", "Lowered", "installed", "lower", "parallelize"]
 
@@ -98,13 +99,15 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     ops, overrides = last_words(resolve(plan, model))
     if overrides and strict:
         raise ValueError("the plan overrides itself, under strict=True:\n" + _lines(overrides))
-    placed = schedules(dict(state_of(model)), ops, plan.mesh)
+    tensors = dict(state_of(model))
+    placed = schedules(tensors, ops, plan.mesh)
     if plan.cover:
         _check_cover(placed, model)
     fully = fully_sharded(plan, model)
     for entry in fully.values():
         find_fully_shard(entry)
     check_regions(ops)
+    check_units(ops, plan.entries, model, tensors, placed, plan.mesh)
     indices = indices_of(ops, plan.entries, model, placed, plan.mesh)
     return Lowered(
         tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed),

@@ -65,6 +65,8 @@ class Plan:
         placements: Placements,
         mesh: Axes = None,
         phase: Phase = Phase.INIT,
+        *,
+        unit: int | str | None = None,
     ) -> Plan:
         """Places tensors: parameters at the given phase, buffers once, activations when they pass.
 
@@ -73,15 +75,19 @@ class Plan:
             placements: per axis.
             mesh: the axes.
             phase: of parameters; see `Phase`.
+            unit: of a parameter whose dim is made of units that no two ranks can share, as that of
+                a projection is of heads: their size, or the attribute of the parameter's module,
+                or the next one above it that has one, that tells it, as in ``"head_dim"``.
 
         Raises:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
-        if phase is not Phase.INIT and parse(path).kind is not Kind.STATE:
-            raise ValueError(
-                f"shard({path!r}, phase={phase.name}): only parameters have phases; leave it out"
-            )
-        return self._add(Verb.SHARD, path, mesh, placements, phase=phase)
+        if parse(path).kind is not Kind.STATE:
+            given = f"phase={phase.name}" if phase is not Phase.INIT else f"{unit=}"
+            if phase is not Phase.INIT or unit is not None:
+                raise ValueError(f"shard({path!r}, {given}): only parameters have it; leave it out")
+        options = {} if unit is None else {"unit": unit}
+        return self._add(Verb.SHARD, path, mesh, placements, phase=phase, options=options)
 
     def redistribute(
         self,
