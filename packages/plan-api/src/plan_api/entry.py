@@ -27,7 +27,7 @@ class Entry:
         grad_dst: of the gradient, on its way back; None where nothing was said.
         grad_src: what the gradient is before; None where nothing was said.
         phase: when.
-        line: where it was written, as ``train.py:12``.
+        line: where it was written, as ``train.py:12``, or ``train.py:12 > zoo/llama.py:38``.
         options: what else the verb was given, by name.
     """
 

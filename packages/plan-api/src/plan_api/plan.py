@@ -7,11 +7,9 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axes_of, axis_names
 from plan_api.entry import Entry
+from plan_api.line import line_of_call
 from plan_api.path import Kind, parse
 from plan_api.phase import Phase
 from plan_api.serial import entries_from_json, entries_to_json
@@ -340,7 +339,7 @@ class Plan:
                 or_none(grad_dst),
                 or_none(grad_src),
                 phase,
-                _caller(),
+                line_of_call(),
                 tuple(options.items()),
             )
         )
@@ -362,12 +361,3 @@ def _per_axis(placements: Placements, axes: tuple[str, ...], what: str) -> tuple
             f"name the axes by mesh="
         )
     return given
-
-
-def _caller() -> str:
-    """Where the plan's method was called: the first frame outside of this package."""
-    frame = sys._getframe(1)
-    here = str(Path(__file__).parent)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
