@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -143,10 +144,18 @@ def parallelize(
 
     Raises:
         ValueError: the plan does not fit the model, or differs between ranks (then on every rank);
-            or the model has been parallelized already. Nothing is changed, and nothing sent before.
+            or this rank is not of the plan's mesh; or the model has been parallelized already.
+            Nothing is changed, and nothing sent before.
     """
     if model in _installed:
         raise ValueError(f"parallelize: this {type(model).__name__} has been parallelized already")
+    if plan.mesh.get_coordinate() is None:
+        raise ValueError(
+            f"parallelize: rank {dist.get_rank()} is not of the plan's mesh, which has ranks "
+            f"{plan.mesh.mesh.flatten().tolist()}: it would keep a model of its own; call "
+            f"parallelize on these alone, if mesh.get_coordinate() is not None, or make the mesh "
+            f"of all ranks"
+        )
     lowered = lower(plan, model, strict=strict)
     check_agreement([str(plan.mesh), *map(str, lowered.ops)], plan.mesh)
     if lowered.overrides:
