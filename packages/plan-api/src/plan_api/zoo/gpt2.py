@@ -35,9 +35,9 @@ def gpt2(
     """
     check_options("gpt2", tp, sp=sp, loss_parallel=loss_parallel)
     plan, whole, layer = Plan(mesh), Replicate(), r"transformer\.h\.\d+"
-    if dp is not None:
-        for name in ("input_ids", "position_ids", "labels"):
-            plan.shard(f"<in:{name}>", Shard(0), dp)
+    batch = [whole] * len(plan.axes) if dp is None else Shard(0)
+    for name in ("input_ids", "position_ids", "labels"):
+        plan.shard(f"<in:{name}>", batch, dp)
     plan.shard(r"transformer\.wpe.<in>", [whole] * len(plan.axes))
     plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
     if tp is not None:
