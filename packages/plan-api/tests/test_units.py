@@ -155,7 +155,7 @@ def test_axes_that_cut_one_dim_count_together(mesh):
 
 
 def test_it_is_said_of_parameters_and_survives_json(mesh):
-    with pytest.raises(ValueError, match=r"shard\('<in>', unit='head_dim'\): only parameters"):
+    with pytest.raises(ValueError, match=r"shard\('<in>', unit=\): only parameters have units"):
         Plan(mesh).shard("<in>", S0, "tp", unit="head_dim")
     plan = queries(mesh) | queries(mesh, 4)
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries

@@ -82,9 +82,11 @@ class Plan:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
         if parse(path).kind is not Kind.STATE:
-            given = f"phase={phase.name}" if phase is not Phase.INIT else f"{unit=}"
-            if phase is not Phase.INIT or unit is not None:
-                raise ValueError(f"shard({path!r}, {given}): only parameters have it; leave it out")
+            for what, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
+                if given:
+                    raise ValueError(
+                        f"shard({path!r}, {what}=): only parameters have {what}s; leave it out"
+                    )
         options = {} if unit is None else {"unit": unit}
         return self._add(Verb.SHARD, path, mesh, placements, phase=phase, options=options)
 
