@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, gradients, installed, parallelize
+from plan_api import Plan, explain, gradients, installed, parallelize
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -162,6 +162,26 @@ def test_plans_that_differ_are_an_error_on_every_rank():
         return isinstance(model.weight, DTensor)
 
     assert run_ranks(check, 4) == [False] * 4
+
+
+@pytest.mark.ranks
+def test_a_rank_outside_of_the_mesh_is_told_so_and_keeps_nobody_waiting():
+    """The plan is of ranks 0 and 1 of 3; the third may explain it."""
+
+    def check():
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        model = nn.Sequential(nn.Linear(4, 4))
+        plan = Plan(mesh).shard("<in>", R).shard(r"0\.weight", S0)
+        told = [row.after for row in explain(plan, model).rows]
+        if mesh.get_coordinate() is None:
+            with CommLog() as log, pytest.raises(ValueError, match=r"rank 2 .* has ranks \[0, 1\]"):
+                parallelize(model, plan)
+            return told, sum(log.counts().values()), type(model[0].weight) is nn.Parameter
+        return told, parallelize(model, plan)(torch.ones(2, 4)).shape, model[0].weight.placements
+
+    *inside, outside = run_ranks(check, 3)
+    assert inside == [(["tp=R", "tp=S(0)"], (2, 4), (S0,))] * 2
+    assert outside == (["tp=R", "tp=S(0)"], 0, True)
 
 
 @pytest.mark.ranks

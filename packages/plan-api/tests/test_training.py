@@ -33,6 +33,7 @@ class Case:
         loss: draws a batch.
         lr: of AdamW.
         within: of one device's losses.
+        axes: of the mesh.
     """
 
     make: Callable[[], nn.Module]
@@ -40,6 +41,7 @@ class Case:
     loss: Callable[[Any], torch.Tensor]
     lr: float = 1e-3
     within: float = 1e-5
+    axes: tuple[str, str] = ("dp", "tp")
 
 
 def _image_loss(model):
@@ -55,6 +57,11 @@ def _diffusion(mesh, sp):
     plan = zoo.dit(mesh, dp="dp", sp=sp).under("model")
     plan.shard("criterion.<in:target>", Shard(0), "dp")
     return plan.shard("<out>", [Replicate()] * 2)
+
+
+def _experts_alone(mesh, sp, **options):
+    """There is no axis to cut the sequence along."""
+    return zoo.mixtral(mesh, tp=None, ep="ep", **options)
 
 
 CASES = {
@@ -77,6 +84,26 @@ CASES = {
         models.token_loss,
         within=6e-5,
     ),
+    "mixtral, 3 experts divided along tp": Case(
+        partial(models.mixtral, attention_dropout=0.1, num_local_experts=3),
+        partial(zoo.mixtral, dp="dp", ep="tp"),
+        models.token_loss,
+        within=6e-5,
+    ),
+    "mixtral, experts on an axis of their own": Case(
+        partial(models.mixtral, attention_dropout=0.1),
+        partial(_experts_alone, dp="dp"),
+        models.token_loss,
+        within=6e-5,
+        axes=("dp", "ep"),
+    ),
+    "mixtral, 3 experts divided along ep and cut along tp": Case(
+        partial(models.mixtral, attention_dropout=0.1, num_local_experts=3),
+        partial(zoo.mixtral, ep="ep"),
+        models.token_loss,
+        within=6e-5,
+        axes=("ep", "tp"),
+    ),
     "vit": Case(models.vit, partial(zoo.vit, dp="dp"), _image_loss),
     # The authors' learning rate; with a larger one the zeros that its gates begin with amplify
     # the rounding of a sum over ranks beyond 1e-5.
@@ -88,7 +115,7 @@ def _parallel(case, shape, sp):
     """The losses of 20 steps, whether parameters began bit-equal, extras, and what went wrong."""
     import ragged_shard
 
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=case.axes)
     model = parallelize(case.make(), case.plan(mesh, sp=sp))
     models.reinitialize(model)
     alone = case.make()
@@ -104,7 +131,7 @@ def _parallel(case, shape, sp):
     ("name", "shape"),
     [
         *((name, (2, 2)) for name in CASES),
-        *((name, (1, 2)) for name in CASES if "loss parallel" not in name),
+        *((name, (1, 2)) for name in CASES if "parallel" not in name and "along ep" not in name),
     ],
     ids=str,
 )

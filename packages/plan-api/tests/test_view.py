@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import plan_api
 from plan_api import Plan, parallelize, track, view
 from plan_api.track import Collective, Phase, Record
 from plan_api.view.colours import DIMS, colour_of
@@ -91,6 +92,23 @@ def test_a_tied_weight_is_named_and_counted_once(mesh, model, tmp_path):
     assert tied[2:5] == ["R", "S(0)", "(8, 4) → (4, 4)"]
     states = list(tree_of(plan_of(mesh), model, None).all_states)
     assert len(states) == len(list(model.parameters())) + len(list(model.buffers()))
+
+
+def test_a_weight_is_shown_as_it_rests_before_and_after(mesh, model):
+    """ZeRO-1 beside tensor parallelism: the optimizer's shards, with the lines of both entries."""
+    plan = plan_of(mesh).shard(r"layers\.1\.up\.weight", S0, "dp", plan_api.Phase.OPTIM)
+
+    def shown():
+        (layers,) = tree_of(plan, model, None).children
+        block = next(one for one in layers.children if one.paths == ("layers.1",))
+        up = next(one for one in block.children if one.name == "up")
+        return next(one for one in up.states if one.name == "weight")
+
+    before = shown()
+    assert before.local_shape == (2, 4)
+    assert len(before.lines) == 2
+    parallelize(model, plan, src_data_rank=None)
+    assert shown() == before
 
 
 def test_layers_that_are_alike_are_one(mesh, tmp_path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from plan_api.plan import Entry
+from plan_api.entry import Entry
 
 __all__ = ["GROUP", "apply_fully_shard", "find_fully_shard"]
 
@@ -32,7 +31,7 @@ def find_fully_shard(entry: Entry) -> Callable[..., Any]:
         found: Callable[..., Any] = point.load()
         return found
     raise ModuleNotFoundError(
-        f"{entry.line}: {entry}: no package offers fully_shard (entry point {GROUP!r}): "
+        f"{entry.said}: no package offers fully_shard (entry point {GROUP!r}): "
         f"pip install fsdp; or place parameters by phases, shard(..., phase=Phase.RUN)"
     )
 

@@ -17,7 +17,7 @@ from plan_api.containers import map_tensors, replace_part
 from plan_api.fuse import Site
 from plan_api.ir import Moment
 
-__all__ = ["Fired", "Moves", "install"]
+__all__ = ["Fired", "Moves", "argument_at", "install", "places_of"]
 
 
 class Fired:
@@ -59,8 +59,8 @@ def install(
         fired: is told when the hook runs for the first time.
     """
     if site.moment is Moment.FORWARD_PRE:
-        places = _places(module)
-        arguments = [_argument(index, mover, places) for index, mover in movers]
+        places = places_of(module)
+        arguments = [(*argument_at(index, places), mover) for index, mover in movers]
         return module.register_forward_pre_hook(_pre_hook(site, arguments, fired), with_kwargs=True)
     return module.register_forward_hook(_post_hook(site, movers, fired))
 
@@ -70,15 +70,22 @@ def install(
 _Argument: TypeAlias = tuple[int, str, Moves]
 
 
-def _places(module: nn.Module) -> list[str]:
+def places_of(module: nn.Module) -> list[str]:
+    """The names of arguments that may be given by place."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def _argument(index: int | str, mover: Moves, places: Sequence[str]) -> _Argument:
+def argument_at(index: int | str, places: Sequence[str]) -> tuple[int, str]:
+    """The place of an argument, and its name.
+
+    Args:
+        index: of an operation.
+        places: as `places_of` gives them.
+    """
     if isinstance(index, str):
-        return sys.maxsize, index, mover
-    return index, places[index] if index < len(places) else "", mover
+        return sys.maxsize, index
+    return index, places[index] if index < len(places) else ""
 
 
 def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable[..., Any]:

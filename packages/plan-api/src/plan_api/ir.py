@@ -46,6 +46,7 @@ class Act(Enum):
     SHARD = "shard"  # a parameter becomes a DTensor
     ANNOTATE = "annotate"  # a local tensor is said to be one, without communication
     FACTORY = "factory"  # what a module makes while it runs becomes a DTensor
+    INDEX = "index"  # an argument counts what this rank has of the parameters that are cut
     LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
     REDIST = "redist"  # what may be a plain tensor is moved
 
@@ -57,7 +58,8 @@ class Op:
     Attributes:
         path: of the module.
         moment: when.
-        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>`` or ``<op>``.
+        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``, ``<new>``
+            of FACTORY or ``<index>`` of INDEX.
         index: of the argument or result, by number or name; of an operator its function.
         act: what is done.
         axis: of the mesh, by name.

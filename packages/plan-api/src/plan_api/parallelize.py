@@ -9,26 +9,30 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
+from plan_api.entry import Entry
 from plan_api.extras import use_extras
 from plan_api.fully import apply_fully_shard, find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
+from plan_api.indices import Indices, indices_of
 from plan_api.ir import Op
 from plan_api.losses import register_losses
 from plan_api.move import Mover
-from plan_api.plan import Entry, Plan
+from plan_api.plan import Plan
 from plan_api.region import check_regions, install_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
 from plan_api.state import place_state, use_copies
 from plan_api.static.install import check_static, install_static
+from plan_api.units import check_units
 
 __all__ = ["Installed", "Lowered", "installed", "lower", "parallelize"]
 
@@ -44,6 +48,7 @@ class Lowered:
         overrides: what the plan said and took back.
         sites: the operations, fused.
         schedules: of parameters and buffers that the plan names, by their first name.
+        indices: arguments that count what each rank has, by the module's path.
         fully_sharded: modules that fsdp is applied to, with the entries that say so.
     """
 
@@ -51,6 +56,7 @@ class Lowered:
     overrides: tuple[Override, ...]
     sites: tuple[Site, ...]
     schedules: Mapping[str, Schedule]
+    indices: Mapping[str, Sequence[Indices]]
     fully_sharded: Mapping[str, Entry]
 
 
@@ -100,16 +106,19 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     ops, overrides = last_words(resolve(plan, model))
     if overrides and strict:
         raise ValueError("the plan overrides itself, under strict=True:\n" + _lines(overrides))
-    placed = schedules(dict(state_of(model)), ops, plan.mesh)
+    tensors = dict(state_of(model))
+    placed = schedules(tensors, ops, plan.mesh)
     if plan.cover:
         _check_cover(placed, model)
     fully = fully_sharded(plan, model)
     for entry in fully.values():
         find_fully_shard(entry)
     check_regions(ops)
+    check_units(ops, plan.entries, model, tensors, placed, plan.mesh)
+    indices = indices_of(ops, plan.entries, model, placed, plan.mesh)
     return Lowered(
         tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed),
-        MappingProxyType(fully),
+        MappingProxyType(indices), MappingProxyType(fully),
     )  # fmt: skip
 
 
@@ -145,12 +154,20 @@ def parallelize(
 
     Raises:
         ValueError: the plan does not fit the model, or differs between ranks (then on every rank);
-            or the model has been parallelized already. Nothing is changed, and nothing sent before.
+            or this rank is not of the plan's mesh; or the model has been parallelized already.
+            Nothing is changed, and nothing sent before.
     """
     if mode not in ("eager", "static"):
         raise ValueError(f"parallelize: mode={mode!r} must be 'eager' or 'static'")
     if model in _installed:
         raise ValueError(f"parallelize: this {type(model).__name__} has been parallelized already")
+    if plan.mesh.get_coordinate() is None:
+        raise ValueError(
+            f"parallelize: rank {dist.get_rank()} is not of the plan's mesh, which has ranks "
+            f"{plan.mesh.mesh.flatten().tolist()}: it would keep a model of its own; call "
+            f"parallelize on these alone, if mesh.get_coordinate() is not None, or make the mesh "
+            f"of all ranks"
+        )
     lowered = lower(plan, model, strict=strict)
     if mode == "static":
         check_static(lowered.sites, lowered.schedules, plan.mesh)
@@ -164,7 +181,7 @@ def parallelize(
     hooks = [site for site in lowered.sites if site.moment.of_activations]
     fired = Fired(hooks)
     if mode == "static":
-        parts = install_static(model, lowered.sites, plan.mesh, fired, bucket_mb)
+        parts = install_static(model, lowered.sites, lowered.indices, plan.mesh, fired, bucket_mb)
         handles, gradients = parts.handles, parts.gradients
     else:
         handles = tuple(_install_eager(model, lowered, hooks, plan.mesh, fired))
@@ -181,7 +198,7 @@ def _install_eager(
         movers = [(step.index, Mover(step, mesh, site.name)) for step in site.moved]
         yield install(site, model.get_submodule(site.path), movers, fired)
     yield from use_copies(model, lowered.schedules)
-    yield from install_regions(model, hooks, mesh)
+    yield from install_regions(model, hooks, mesh, lowered.indices)
     apply_fully_shard(model, lowered.fully_sharded, mesh)
 
 

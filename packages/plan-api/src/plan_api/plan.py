@@ -7,11 +7,9 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +19,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axes_of, axis_names
-from plan_api.path import Kind, TensorPath, parse
+from plan_api.entry import Entry
+from plan_api.line import line_of_call
+from plan_api.path import Kind, parse
 from plan_api.phase import Phase
 from plan_api.serial import entries_from_json, entries_to_json
 from plan_api.verb import Verb
@@ -29,47 +29,10 @@ from plan_api.verb import Verb
 if TYPE_CHECKING:
     from plan_api.explain import Explanation
 
-__all__ = ["Entry", "Plan"]
+__all__ = ["Plan"]
 
 Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
 Placements: TypeAlias = "Placement | Sequence[Placement]"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One call on a plan.
-
-    Attributes:
-        verb: what is done.
-        path: with which tensors.
-        axes: of the plan's mesh, by name.
-        dst: a placement per axis.
-        src: what they are before, per axis; None where nothing was said.
-        grad_dst: of the gradient, on its way back; None where nothing was said.
-        grad_src: what the gradient is before; None where nothing was said.
-        phase: when.
-        line: where it was written, as ``train.py:12``.
-        options: of fully_shard, by name.
-    """
-
-    verb: Verb
-    path: TensorPath
-    axes: tuple[str, ...]
-    dst: tuple[Placement, ...]
-    src: tuple[Placement, ...] | None = None
-    grad_dst: tuple[Placement, ...] | None = None
-    grad_src: tuple[Placement, ...] | None = None
-    phase: Phase = Phase.INIT
-    line: str = field(default="", compare=False)
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        if self.verb is Verb.FULLY_SHARD:
-            options = "".join(f", {name}={value!r}" for name, value in self.options)
-            return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
-        placed = ", ".join(f"{axis}={to}" for axis, to in zip(self.axes, self.dst, strict=True))
-        when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
-        return f"{self.verb.value}({self.path.text!r}, {placed}{when})"
 
 
 class Plan:
@@ -101,6 +64,8 @@ class Plan:
         placements: Placements,
         mesh: Axes = None,
         phase: Phase = Phase.INIT,
+        *,
+        unit: int | str | None = None,
     ) -> Plan:
         """Places tensors: parameters at the given phase, buffers once, activations when they pass.
 
@@ -109,21 +74,27 @@ class Plan:
             placements: per axis.
             mesh: the axes.
             phase: of parameters; see `Phase`.
+            unit: of a parameter whose dim is made of units that no two ranks can share, as that of
+                a projection is of heads: their size, or the attribute of the parameter's module,
+                or the next one above it that has one, that tells it, as in ``"head_dim"``.
 
         Raises:
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
         kind = parse(path).kind
-        if phase is not Phase.INIT and kind is not Kind.STATE:
-            raise ValueError(
-                f"shard({path!r}, phase={phase.name}): only parameters have phases; leave it out"
-            )
+        if kind is not Kind.STATE:
+            for what, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
+                if given:
+                    raise ValueError(
+                        f"shard({path!r}, {what}=): only parameters have {what}s; leave it out"
+                    )
         if kind is Kind.OPERATOR:
             raise ValueError(
                 f"shard({path!r}): operators' inputs are where their module's are; annotate() "
                 f"says where that is"
             )
-        return self._add(Verb.SHARD, path, mesh, placements, phase=phase)
+        options = {} if unit is None else {"unit": unit}
+        return self._add(Verb.SHARD, path, mesh, placements, phase=phase, options=options)
 
     def redistribute(
         self,
@@ -211,6 +182,42 @@ class Plan:
             ValueError: as `shard`; or the path names a tensor.
         """
         return self._add(Verb.LOCAL, path, mesh, placements)
+
+    def index(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        count: str | None = None,
+        flag: str | None = None,
+    ) -> Plan:
+        """Says that an argument counts what is divided among ranks, such as experts.
+
+        Its module runs on local tensors (`local`), and there it gets numbers that count its own
+        parts: from 0, and what other ranks have is the number of its own, which the module has to
+        leave out. What is placed is not this argument, which like the others has to be whole along
+        these axes, but the module's parameters.
+
+        Args:
+            path: of the argument, a tensor of integers.
+            placements: per axis, of the parameters that it counts, all with one dim.
+            mesh: the axes.
+            count: the module's attribute that has how many there are; while it runs, its own.
+            flag: the module's attribute that is True while it runs so.
+
+        Raises:
+            ValueError: as `shard`; or the path names no argument, or a placement is no Shard. What
+                does not fit the model is said by `lower` and `parallelize`.
+        """
+        what = f"index({path!r})"
+        if parse(path).kind is not Kind.INPUT:
+            raise ValueError(f"{what}: names an argument, as in 'experts.<in:top_k_index>'")
+        given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+        if any(type(one) is not Shard or one != given[0] for one in given):
+            raise ValueError(f"{what}: {placements} is not one Shard of the module's parameters")
+        options = {"count": count, "flag": flag}
+        return self._add(Verb.INDEX, path, mesh, placements, options=options)
 
     def fully_shard(
         self,
@@ -348,7 +355,7 @@ class Plan:
                 or_none(grad_dst),
                 or_none(grad_src),
                 phase,
-                _caller(),
+                line_of_call(),
                 tuple(options.items()),
             )
         )
@@ -370,12 +377,3 @@ def _per_axis(placements: Placements, axes: tuple[str, ...], what: str) -> tuple
             f"name the axes by mesh="
         )
     return given
-
-
-def _caller() -> str:
-    """Where the plan's method was called: the first frame outside of this package."""
-    frame = sys._getframe(1)
-    here = str(Path(__file__).parent)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

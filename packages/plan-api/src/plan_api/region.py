@@ -8,7 +8,7 @@ replicated parameter's is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.factory import install_factory
 from plan_api.fuse import Site
+from plan_api.indices import Counting, Indices
 from plan_api.ir import Act, Moment, Op
 
 __all__ = ["check_regions", "install_regions"]
@@ -37,7 +38,7 @@ def check_regions(ops: Iterable[Op]) -> None:
     regions = {op.path for op in ops if op.act is Act.LOCAL}
     for op in ops:
         parts = op.path.split(".")
-        above = {".".join(parts[:count]) for count in range(len(parts))}
+        above = {".".join(parts[:count]) for count in range(len(parts))} - {op.path}
         inside = above & regions or ({op.path} & regions if op.moment.of_state else set())
         if inside and op.moment is not Moment.INIT and op.act is not Act.ANNOTATE:
             raise ValueError(
@@ -47,11 +48,20 @@ def check_regions(ops: Iterable[Op]) -> None:
 
 
 def install_regions(
-    model: nn.Module, sites: Iterable[Site], mesh: DeviceMesh
+    model: nn.Module,
+    sites: Iterable[Site],
+    mesh: DeviceMesh,
+    indices: Mapping[str, Sequence[Indices]],
 ) -> list[RemovableHandle]:
     """Hooks of modules that run on local tensors, or make tensors that are to be DTensors.
 
     They come after those that move inputs and before those that move outputs.
+
+    Args:
+        model: its parameters are DTensors.
+        sites: of a plan.
+        mesh: the plan's.
+        indices: by module, what it counts as its own.
     """
     handles = []
     for site in sites:
@@ -59,14 +69,19 @@ def install_regions(
             placements = {axis: move.dst for axis, move in step.moves.items()}
             module = model.get_submodule(site.path)
             if step.act is Act.LOCAL:
-                handles += _install_local(module, placements, mesh, site.path)
+                own = indices.get(site.path, ())
+                handles += _install_local(module, placements, mesh, site.path, own)
             elif step.act is Act.FACTORY:
                 handles += install_factory(module, placements, mesh)
     return handles
 
 
 def _install_local(
-    module: nn.Module, outputs: Mapping[str, Placement], mesh: DeviceMesh, path: str
+    module: nn.Module,
+    outputs: Mapping[str, Placement],
+    mesh: DeviceMesh,
+    path: str,
+    indices: Sequence[Indices],
 ) -> list[RemovableHandle]:
     """Makes a module, with all that is in it, see this rank's parts of tensors only.
 
@@ -75,10 +90,11 @@ def _install_local(
         outputs: how what it returns is placed, by axis; along others as the first DTensor given.
         mesh: the plan's.
         path: of the module, for messages.
+        indices: arguments that count what each rank has of the parameters.
     """
     axes = axis_names(mesh)
     placed = {axes.index(axis): placement for axis, placement in outputs.items()}
-    region = _Region(module, placed, mesh, path)
+    region = _Region(module, placed, mesh, path, indices)
     return [
         module.register_forward_pre_hook(region.enter, with_kwargs=True),
         # Before hooks that move what it returns.
@@ -88,9 +104,16 @@ def _install_local(
 
 class _Region:
     def __init__(
-        self, module: nn.Module, outputs: Mapping[int, Placement], mesh: DeviceMesh, path: str
+        self,
+        module: nn.Module,
+        outputs: Mapping[int, Placement],
+        mesh: DeviceMesh,
+        path: str,
+        indices: Sequence[Indices],
     ) -> None:
         self._outputs, self._mesh, self._path = outputs, mesh, path
+        self._counting = Counting(indices)
+        self._divided = {axis for one in indices for axis in one.axes}
         self._owners = [
             (owner, name) for owner in module.modules() for name in (*owner._parameters,)
         ]
@@ -115,11 +138,12 @@ class _Region:
             return _local(tensor, cut_params) if isinstance(tensor, DTensor) else tensor
 
         local: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), to_local)
-        return local
+        return self._counting.enter(module, *local)
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
         for owner, name in self._owners:
             owner.__dict__.pop(name, None)
+        self._counting.leave(module)
         given, self._given = self._given, []
         if output is None:  # it has raised, or has nothing to place
             return None
@@ -132,6 +156,14 @@ class _Region:
                     f"{self._path} runs on local tensors and was given {tensor._spec}: a part of a "
                     f"sum means nothing there; add shard('{self._path}.<in>', Replicate())"
                 )
+            for axis in self._divided:
+                if tensor.placements[axis] != Replicate():
+                    name = axis_names(self._mesh)[axis]
+                    raise ValueError(
+                        f"{self._path} has its parameters divided along {name!r}, so each rank "
+                        f"needs all that is to be computed, and was given {tensor._spec}; add "
+                        f"shard('{self._path}.<in:...>', Replicate(), {name!r})"
+                    )
             self._given.append(tensor)
         return tensor
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from plan_api.entry import Entry
 from plan_api.ir import Act, Moment, Op
 from plan_api.path import Kind, TensorPath
-from plan_api.plan import Entry, Plan
+from plan_api.plan import Plan
 from plan_api.verb import Verb
 
 __all__ = ["fully_sharded", "resolve", "state_of"]
@@ -24,6 +25,7 @@ _ACTS = {
     Verb.ANNOTATE: Act.ANNOTATE,
     Verb.FACTORY: Act.FACTORY,
     Verb.LOCAL: Act.LOCAL,
+    Verb.INDEX: Act.INDEX,
 }
 
 
@@ -126,7 +128,8 @@ def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
         return _Place(name, Moment.OPERATOR, path.kind.value, path.index)
     if path.kind is Kind.INPUT:
         index = _argument(entry, name, modules[name])
-        return _Place(name, Moment.FORWARD_PRE, path.kind.value, index)
+        tensor = "<index>" if entry.verb is Verb.INDEX else path.kind.value
+        return _Place(name, Moment.FORWARD_PRE, tensor, index)
     return _Place(name, Moment.FORWARD, path.kind.value, path.index)
 
 
@@ -139,7 +142,7 @@ def _argument(entry: Entry, name: str, module: nn.Module) -> int | str:
     if isinstance(index, int):
         if index >= len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ValueError(
-                f"{_at(entry)}: forward of {name or 'the model'} ({type(module).__name__}) has "
+                f"{entry.said}: forward of {name or 'the model'} ({type(module).__name__}) has "
                 f"{len(places)} arguments: {', '.join(places)}"
             )
         return index
@@ -149,7 +152,7 @@ def _argument(entry: Entry, name: str, module: nn.Module) -> int | str:
     if index in named or inspect.Parameter.VAR_KEYWORD in kinds:
         return index
     raise ValueError(
-        f"{_at(entry)}: forward of {name or 'the model'} ({type(module).__name__}) has no argument "
+        f"{entry.said}: forward of {name or 'the model'} ({type(module).__name__}) has no argument "
         f"{index!r}{_meant(index, [*places, *named])}"
     )
 
@@ -159,21 +162,17 @@ def _check_dims(entry: Entry, name: str, tensor: torch.Tensor) -> None:
         dim = getattr(placement, "dim", None)
         if isinstance(dim, int) and dim >= tensor.ndim:
             raise ValueError(
-                f"{_at(entry)}: {name} has shape {tuple(tensor.shape)}: there is no dim {dim}"
+                f"{entry.said}: {name} has shape {tuple(tensor.shape)}: there is no dim {dim}"
             )
 
 
 def _unmatched(entry: Entry, names: Iterable[str]) -> str:
     what = "parameter or buffer" if _of_state(entry) else "module"
-    return f"{_at(entry)}: no {what} has this name{_meant(_plain(entry.path), names)}"
+    return f"{entry.said}: no {what} has this name{_meant(_plain(entry.path), names)}"
 
 
 def _of_state(entry: Entry) -> bool:
     return entry.path.kind in (Kind.STATE, Kind.GRADIENT)
-
-
-def _at(entry: Entry) -> str:
-    return f"{entry.line}: {entry}" if entry.line else str(entry)
 
 
 def _plain(path: TensorPath) -> str:

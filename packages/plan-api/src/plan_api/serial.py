@@ -6,20 +6,18 @@ import importlib
 import inspect
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axes_of
+from plan_api.entry import Entry
 from plan_api.ir import short
 from plan_api.path import parse
 from plan_api.phase import Phase
 from plan_api.verb import Verb
-
-if TYPE_CHECKING:
-    from plan_api.plan import Entry
 
 __all__ = ["entries_from_json", "entries_to_json"]
 
@@ -60,8 +58,6 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
     Raises:
         ValueError: the text is no plan of this version, or the mesh lacks an axis.
     """
-    from plan_api.plan import Entry
-
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise ValueError(f"this is no plan of version {_VERSION}, as Plan.to_json() writes it")

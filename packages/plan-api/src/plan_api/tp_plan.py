@@ -44,6 +44,7 @@ _STYLES: dict[str, _Style] = {
     "replicate": dict,
     "replicated_with_grad_allreduce": dict,
 }
+_HEADS = ("q_proj", "k_proj", "v_proj")
 _GIVEN = ("input_ids", "inputs_embeds", "pixel_values", "labels")
 _MADE = ("attention_mask", "position_ids")  # by the model itself, as plain tensors
 
@@ -71,15 +72,26 @@ def add_tp_plan(plan: Plan, model: nn.Module, tp: str) -> None:
         plan.shard(f"{path}.<in:{whole}>" if path else f"<in:{whole}>", Replicate(), tp)
     for rule, style in rules.items():
         pattern = re.escape(rule).replace(r"\*", r"\d+")
-        matched = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
+        matched = {name: one for name, one in modules.items() if re.fullmatch(pattern, name)}
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, pattern)
             continue  # for a part that this model lacks
+        heads = all(_makes_heads(name, modules) for name in matched)
         for tensor, placement in _STYLES[style]().items():
             if tensor.startswith("<"):
                 plan.shard(f"{pattern}.{tensor}", placement, tp)
-            elif any(getattr(module, tensor, None) is not None for module in matched):
-                plan.shard(rf"{pattern}\.{tensor}", placement, tp)
+            elif any(getattr(module, tensor, None) is not None for module in matched.values()):
+                unit = "head_dim" if heads and placement == Shard(0) else None
+                plan.shard(rf"{pattern}\.{tensor}", placement, tp, unit=unit)
+
+
+def _makes_heads(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module makes the queries, keys or values of an attention that tells their size."""
+    above, _, own = name.rpartition(".")
+    size, weight = getattr(modules[above], "head_dim", None), getattr(modules[name], "weight", None)
+    if own not in _HEADS or not isinstance(size, int) or weight is None:
+        return False
+    return bool(weight.shape[0] % size == 0)
 
 
 def _refuse(rule: str, style: str, model: nn.Module, pattern: str) -> None:

@@ -15,6 +15,7 @@ class Verb(enum.Enum):
     ANNOTATE = "annotate"
     FACTORY = "factory"
     LOCAL = "local"
+    INDEX = "index"
     FULLY_SHARD = "fully_shard"
 
     @property

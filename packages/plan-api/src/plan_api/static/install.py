@@ -18,6 +18,7 @@ from plan_api.containers import map_tensors
 from plan_api.fuse import Site, Step
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, Moves, install
+from plan_api.indices import Counting, Indices
 from plan_api.ir import Act, Moment
 from plan_api.schedule import Schedule
 from plan_api.static.gradients import LeafGradients
@@ -64,8 +65,8 @@ def check_static(
             made = [move.dst for move in step.moves.values() if step.act is Act.FACTORY]
             if any(placement != Replicate() for placement in made):
                 problems.append(
-                    f"{site.name}: what it makes is to be {made}: in static mode it is made as this "
-                    f"rank's code asks; use mode='eager'"
+                    f"{site.name}: what it makes is to be {made}: in static mode it is what this "
+                    f"rank's code asks for; use mode='eager'"
                 )
     problems += [
         f"{name} rests otherwise than it runs: static mode knows no phases; use mode='eager'"
@@ -77,13 +78,19 @@ def check_static(
 
 
 def install_static(
-    model: nn.Module, sites: Sequence[Site], mesh: DeviceMesh, fired: Fired, bucket_mb: float
+    model: nn.Module,
+    sites: Sequence[Site],
+    indices: Mapping[str, Sequence[Indices]],
+    mesh: DeviceMesh,
+    fired: Fired,
+    bucket_mb: float,
 ) -> StaticParts:
     """Makes modules find local tensors, and installs hooks that move them.
 
     Args:
         model: its parameters are DTensors.
         sites: checked by `check_static`.
+        indices: arguments that count what each rank has, by the module's path.
         mesh: the plan's.
         fired: is told which are passed.
         bucket_mb: as `parallelize` has it.
@@ -103,6 +110,12 @@ def install_static(
                 fired.pass_(site)
         elif site.moment is Moment.RUN:
             handles += _use_moved(site, module, mesh)
+    for path, counted in indices.items():
+        module, counting = model.get_submodule(path), Counting(counted)
+        handles += [
+            module.register_forward_pre_hook(counting.enter, with_kwargs=True),
+            module.register_forward_hook(counting.leave, always_call=True),
+        ]
     step_on_leaves(leaves)
     gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     return StaticParts(tuple(handles), gradients, tuple(leaves))

@@ -142,7 +142,10 @@ def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
 
     def dropped(
-        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> torch.Tensor:
         if not training or p == 0.0:
             return input
@@ -159,7 +162,7 @@ def _cross_entropy(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, 
     cuts: dict[torch.Size, Cut] = {}
 
     def computed(
-        input: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002  # torch's name
         target: torch.Tensor,
         weight: torch.Tensor | None = None,
         size_average: bool | None = None,

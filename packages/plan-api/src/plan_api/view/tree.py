@@ -8,16 +8,14 @@ the loss and the optimizer do) is counted for the whole step only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.fuse import Move as Moving
 from plan_api.fuse import Site, Step
 from plan_api.ir import Moment, short
 from plan_api.parallelize import lower
@@ -164,11 +162,10 @@ class _Reader:
         for name, tensor in state_of(model):
             self._first.setdefault(id(tensor), name)
         self._sites: dict[str, list[Site]] = {}
-        self._steps: dict[str, Step] = {}  # of parameters and buffers, by their first names
-        for site in lower(plan, model).sites:
-            if site.moment is Moment.INIT:
-                self._steps |= {_join(site.path, step.tensor): step for step in site.steps}
-            else:
+        lowered = lower(plan, model)
+        self._schedules = lowered.schedules
+        for site in lowered.sites:
+            if site.moment is not Moment.INIT:
                 self._sites.setdefault(site.path, []).append(site)
         self._sent: dict[str, Traffic] = {}
         for one in record.collectives if record is not None else ():
@@ -191,33 +188,29 @@ class _Reader:
                 where = f" at {site.moment.value}" if site.moment.of_state else f":{step.index}"
                 yield Move(
                     f"{step.tensor}{where}", step.act.value,
-                    self._along(step, "src"), self._along(step, "dst"), self._lines(step),
+                    self._along(step, "src"), self._along(step, "dst"), self._lines(step.entries),
                 )  # fmt: skip
 
     def _state(self, full: str, name: str, tensor: torch.Tensor, is_buffer: bool) -> State:
         first = self._first[id(tensor)]
-        step = self._steps.get(first)
-        placements = self._placements(tensor, step)
+        schedule = self._schedules.get(first)
+        placements = (Replicate(),) * self._plan.mesh.ndim if schedule is None else schedule.rest
+        if isinstance(tensor, DTensor) and tensor.device_mesh == self._plan.mesh:
+            placements = tensor.placements
         return State(
             name, tuple(map(short, placements)), tuple(tensor.shape),
             tuple(local_shape(tensor, self._plan.mesh, placements)), tensor.element_size(),
             str(tensor.dtype).removeprefix("torch."), "" if first == full else first,
-            () if step is None else self._lines(step), is_buffer,
+            () if schedule is None else self._lines(schedule.entries), is_buffer,
         )  # fmt: skip
-
-    def _placements(self, tensor: torch.Tensor, step: Step | None) -> tuple[Placement, ...]:
-        if isinstance(tensor, DTensor) and tensor.device_mesh == self._plan.mesh:
-            return tensor.placements
-        moves: Mapping[str, Moving] = {} if step is None else step.moves
-        return tuple(moves[axis].dst if axis in moves else Replicate() for axis in self._plan.axes)
 
     def _along(self, step: Step, end: str) -> tuple[str, ...]:
         ends = (getattr(step.moves.get(axis), end, None) for axis in self._plan.axes)
         return tuple("" if one is None else short(one) for one in ends)
 
-    def _lines(self, step: Step) -> tuple[str, ...]:
+    def _lines(self, numbers: Iterable[int]) -> tuple[str, ...]:
         entries = self._plan.entries
-        return tuple(dict.fromkeys(entries[number].line for number in step.entries))
+        return tuple(dict.fromkeys(entries[number].line for number in numbers))
 
 
 def _branch(path: str, module: nn.Module, reader: _Reader) -> Branch:

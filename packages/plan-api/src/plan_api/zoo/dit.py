@@ -18,7 +18,7 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
 
     Args:
         mesh: with the axes that are named.
-        tp: the axis of tensor parallelism; heads should be a multiple of its size. None: none.
+        tp: the axis of tensor parallelism; heads have to be a multiple of its size. None: none.
         dp: the axis along which batches are cut, before ``tp`` in the mesh; None: none.
         sp: whether hidden states between attention and MLP are cut along the patches, on ``tp``.
 
@@ -38,7 +38,8 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.annotate(rf"{block}\.mlp\.drop1.<op:dropout>", Shard(0), dp)
     if tp is not None:
         rest, of_tokens = (Shard(1), part) if sp else (whole, whole)
-        plan.shard(rf"{block}\.attn\.qkv\.(weight|bias)", fused(0, 3, "dit"), tp)
+        qkv = rf"{block}\.attn\.qkv\.(weight|bias)"
+        plan.shard(qkv, fused(0, 3, "dit"), tp, unit="head_dim")
         plan.shard(rf"{block}\.mlp\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2)\.weight", Shard(1), tp)
         plan.shard(r".*\.adaLN_modulation\.1\.(weight|bias)", Shard(0), tp)

@@ -23,7 +23,7 @@ def gpt2(
 
     Args:
         mesh: with the axes that are named.
-        tp: the axis of tensor parallelism; heads should be a multiple of its size. None: none.
+        tp: the axis of tensor parallelism; heads have to be a multiple of its size. None: none.
         dp: the axis along which batches are cut, before ``tp`` in the mesh; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
         loss_parallel: whether logits, and with them the embeddings that their weights are tied to,
@@ -35,15 +35,15 @@ def gpt2(
     """
     check_options("gpt2", tp, sp=sp, loss_parallel=loss_parallel)
     plan, whole, layer = Plan(mesh), Replicate(), r"transformer\.h\.\d+"
-    if dp is not None:
-        for name in ("input_ids", "position_ids", "labels"):
-            plan.shard(f"<in:{name}>", Shard(0), dp)
+    batch = [whole] * len(plan.axes) if dp is None else Shard(0)
+    for name in ("input_ids", "position_ids", "labels"):
+        plan.shard(f"<in:{name}>", batch, dp)
     plan.shard(r"transformer\.wpe.<in>", [whole] * len(plan.axes))
     plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
-        plan.shard(rf"{layer}\.attn\.c_attn\.weight", fused(1, 3, "gpt2"), tp)
-        plan.shard(rf"{layer}\.attn\.c_attn\.bias", fused(0, 3, "gpt2"), tp)
+        plan.shard(rf"{layer}\.attn\.c_attn\.weight", fused(1, 3, "gpt2"), tp, unit="head_dim")
+        plan.shard(rf"{layer}\.attn\.c_attn\.bias", fused(0, 3, "gpt2"), tp, unit="head_dim")
         plan.shard(rf"{layer}\.mlp\.c_fc\.weight", Shard(1), tp)
         plan.shard(rf"{layer}\.mlp\.c_fc\.bias", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.c_proj\.weight", Shard(0), tp)

@@ -24,8 +24,8 @@ def llama(
 
     Args:
         mesh: with the axes that are named.
-        tp: the axis of tensor parallelism; heads, key-value heads and the hidden size of the MLP
-            should be multiples of its size. None: none.
+        tp: the axis of tensor parallelism; heads and key-value heads have to be multiples of its
+            size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
         dp: the axis along which batches are cut; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
         loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
@@ -61,7 +61,8 @@ def decoder(
         plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
-        plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.(gate|up)_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         for name, gradient in (("self_attn", part), ("mlp", of_mlp)):
             given = rf"{layer}\.{name}.<in>"

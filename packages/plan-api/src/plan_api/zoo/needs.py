@@ -13,15 +13,23 @@ __all__ = ["check_options", "cut_batch", "fused"]
 
 
 def check_options(
-    name: str, tp: str | None, *, sp: bool = False, loss_parallel: bool = False
+    name: str,
+    tp: str | None,
+    *,
+    sp: bool = False,
+    loss_parallel: bool = False,
+    dp: str | None = None,
+    ep: str | None = None,
 ) -> None:
-    """Refuses options that need an axis of tensor parallelism where there is none.
+    """Refuses options that need an axis which is not there, or is taken.
 
     Args:
         name: of the plan, for messages.
         tp: the axis.
         sp: as the plans' option.
         loss_parallel: as the plans' option.
+        dp: as the plans' option.
+        ep: as the plans' option.
 
     Raises:
         ValueError: names the option.
@@ -34,6 +42,11 @@ def check_options(
         raise ValueError(
             f"zoo.{name}: loss_parallel=True cuts the vocabulary along tp, which is None; name an "
             f"axis"
+        )
+    if ep is not None and ep == dp:
+        raise ValueError(
+            f"zoo.{name}: ep={ep!r} is the axis that cuts the batch, and tokens are not sent to "
+            f"the experts' ranks yet; divide experts along tp, or along an axis of their own"
         )
 
 

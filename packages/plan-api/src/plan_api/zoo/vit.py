@@ -16,8 +16,8 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
 
     Args:
         mesh: with the axes that are named.
-        tp: the axis of tensor parallelism; heads and the hidden size of the MLP should be multiples
-            of its size. None: none.
+        tp: the axis of tensor parallelism; heads have to be a multiple of its size, and the hidden
+            size of the MLP should be. None: none.
         dp: the axis along which batches are cut; None: none.
         sp: whether hidden states between attention and MLP are cut along the patches, on ``tp``.
 
@@ -31,7 +31,8 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.shard(f"<in:{name}>", whole if dp is None else Shard(0), axis)
     if tp is not None:
         rest = Shard(1) if sp else whole
-        plan.shard(rf"{layer}\..*\.((q|k|v)_proj|fc1)\.(weight|bias)", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.(weight|bias)", Shard(0), tp, unit="head_dim")
+        plan.shard(rf"{layer}\..*\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o_proj|fc2)\.weight", Shard(1), tp)
         plan.shard(r"vit\.embeddings.<out>", rest, tp)
         plan.shard(rf"{layer}\.(attention|mlp).<in>", whole, tp)

@@ -1,0 +1,114 @@
+"""Dims that are made of units, such as heads, of which none can be on two ranks.
+
+A projection to heads makes one dim of them, which attention then takes apart. Where a rank's part
+ends within a head torch cannot, and says so in forward, after the model is placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.axes import axis_names
+from plan_api.entry import Entry
+from plan_api.ir import Act, Moment, Op
+from plan_api.schedule import Schedule
+
+__all__ = ["check_units"]
+
+
+def check_units(
+    ops: Iterable[Op],
+    entries: Sequence[Entry],
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses parameters that are cut within a unit while their modules run.
+
+    Nothing is said of modules that run on local tensors, of those whose output the plan moves
+    along the axis, which makes it whole first, and of a single unit, whose dim torch leaves out.
+
+    Args:
+        ops: of a plan.
+        entries: the plan's.
+        model: any.
+        tensors: its parameters and buffers, by their first names.
+        schedules: of these.
+        mesh: the plan's.
+
+    Raises:
+        ValueError: a dim is cut within a unit, or is not made of units, or no module has the
+            attribute that tells their size.
+    """
+    ops = list(ops)
+    regions = tuple(op.path for op in ops if op.act is Act.LOCAL)
+    moved = {(op.path, op.axis) for op in ops if op.moment is Moment.FORWARD}
+    problems = []
+    for op in ops:
+        entry = entries[op.entry]
+        unit = dict(entry.options).get("unit") if op.act is Act.SHARD else None
+        if unit is None or (op.path, op.axis) in moved or _inside(op.path, regions):
+            continue
+        name = f"{op.path}.{op.tensor}".lstrip(".")
+        problems += list(_problems(name, op, unit, entry, model, tensors, schedules[name], mesh))
+    if problems:
+        raise ValueError("the plan cuts what has to stay together:\n" + "\n".join(problems))
+
+
+def _problems(
+    name: str,
+    op: Op,
+    unit: int | str,
+    entry: Entry,
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    schedule: Schedule,
+    mesh: DeviceMesh,
+) -> Iterator[str]:
+    dim, axes = getattr(op.dst, "dim", None), axis_names(mesh)
+    if not isinstance(dim, int) or schedule.run[axes.index(op.axis)] != op.dst:
+        return
+    size, told = _size(op.path, unit, entry, model)
+    parts: int = getattr(op.dst, "interleaves", 1)  # ragged-shard's InterleavedShard
+    number, rest = divmod(tensors[name].shape[dim], parts * size)
+    if rest:
+        yield (
+            f"{entry.said}: dim {dim} of {name} has {tensors[name].shape[dim]}, which is not made "
+            f"of {told}"
+        )
+    cut = [axis for axis, one in enumerate(schedule.run) if getattr(one, "dim", None) == dim]
+    ranks = math.prod(mesh.size(axis) for axis in cut)
+    if number % ranks and number != 1:
+        along = " and ".join(f"{axes[axis]!r} of size {mesh.size(axis)}" for axis in cut)
+        along = f"axis {along} does" if len(cut) == 1 else f"axes {along} do"
+        yield (
+            f"{entry.said}: dim {dim} of {name} is {number} times {told}, and {along} "
+            f"not divide {number}; leave it whole there, by Replicate(), or gather what comes of "
+            f"it, by shard('{op.path}.<out>', Replicate(), {op.axis!r})"
+        )
+
+
+def _size(path: str, unit: int | str, entry: Entry, model: nn.Module) -> tuple[int, str]:
+    """Of a unit, and how it is told."""
+    if isinstance(unit, int):
+        return unit, f"{unit}"
+    parts = path.split(".") if path else []
+    for count in range(len(parts), -1, -1):
+        above = ".".join(parts[:count])
+        size = getattr(model.get_submodule(above), unit, None)
+        if isinstance(size, int):
+            return size, f"{above or 'the model'}'s {unit} ({size})"
+    raise ValueError(
+        f"{entry.said}: neither {path} nor a module above it has an integer {unit!r}: unit= is "
+        f"the name of an attribute that tells the size, or the size"
+    )
+
+
+def _inside(path: str, regions: Sequence[str]) -> bool:
+    return any(f"{path}.".startswith(f"{region}.") or not region for region in regions)

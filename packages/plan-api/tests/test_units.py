@@ -1,0 +1,162 @@
+"""Heads that an axis does not divide are refused before anything is sent, and no others."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Phase, Plan, lower, parallelize, zoo
+from testkit import fake_mesh, models, run_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+THREE = {"hidden_size": 24, "num_attention_heads": 3}
+
+
+class Attention(nn.Module):
+    """3 heads of 4 features."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 4
+        self.query = nn.Linear(6, 12)
+
+    def forward(self, x):
+        return self.query(x).view(*x.shape[:-1], -1, self.head_dim)
+
+
+def queries(mesh, unit="head_dim"):
+    return Plan(mesh).shard(r"query\.(weight|bias)", S0, "tp", unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("plan", "make", "named"),
+    [
+        (
+            zoo.llama,
+            lambda: models.llama(**THREE, num_key_value_heads=3),
+            r"model\.layers\.1\.self_attn\.k_proj\.weight is 3 times model\.layers\.1\.self_attn's",
+        ),
+        (
+            zoo.mixtral,
+            lambda: models.mixtral(**THREE, num_key_value_heads=3),
+            r"model\.layers\.0\.self_attn\.q_proj\.weight is 3 times",
+        ),
+        (
+            zoo.gpt2,
+            lambda: models.gpt2(n_embd=24, n_head=3),
+            r"dim 1 of transformer\.h\.0\.attn\.c_attn\.weight is 3 times .*attn's head_dim",
+        ),
+        (zoo.vit, lambda: models.vit(**THREE), r"\.attention\.v_proj\.bias is 3 times"),
+        (
+            zoo.dit,
+            lambda: models.dit(hidden_size=24, num_heads=3).model,
+            r"blocks\.1\.attn\.qkv\.weight is 3 times blocks\.1\.attn's head_dim \(8\)",
+        ),
+        (
+            lambda mesh: Plan.from_tp_plan(models.llama(), mesh),
+            lambda: models.llama(**THREE, num_key_value_heads=3),
+            r"self_attn\.v_proj\.weight is 3 times",
+        ),
+    ],
+    ids=["llama", "mixtral", "gpt2", "vit", "dit", "from_tp_plan"],
+)
+def test_the_error_names_module_heads_and_axis(mesh, plan, make, named):
+    with pytest.raises(ValueError, match=rf"(?s){named}.*axis 'tp' of size 2 does not divide 3"):
+        lower(plan(mesh), make())
+
+
+def test_key_value_heads_that_do_not_divide_are_refused_alone():
+    """4 heads on 4 ranks, 2 key-value heads: two matrices of two layers."""
+    with fake_mesh((4,), ("tp",)) as mesh:
+        with pytest.raises(ValueError, match="is 2 times") as caught:
+            lower(zoo.llama(mesh), models.llama())
+        said = str(caught.value).splitlines()[1:]
+        assert len(said) == 4
+        assert not any("q_proj.weight is" in line for line in said)
+
+
+@pytest.mark.ranks
+def test_nothing_is_sent_before_and_the_model_stays():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = models.llama(**THREE, num_key_value_heads=3)
+        if mesh.get_rank() == 0:  # what the other one would wait for, if it sent something
+            with pytest.raises(ValueError, match="does not divide 3"):
+                parallelize(model, zoo.llama(mesh))
+        return type(model.model.layers[0].self_attn.q_proj.weight) is nn.Parameter
+
+    assert run_ranks(check, 2) == [True, True]
+
+
+@pytest.mark.ranks
+def test_what_torch_can_do_is_not_refused():
+    """Whole key-value heads, one of them, and cut ones that are gathered train as on one device."""
+
+    def llama(heads):
+        return models.llama(num_key_value_heads=heads, **THREE | {"num_attention_heads": 6})
+
+    def whole(plan):
+        return plan.shard(r".*\.(k|v)_proj\.weight", R, "tp")
+
+    def gathered(plan):
+        return plan.shard(r".*\.(k|v)_proj.<out>", R, "tp")
+
+    def run(plan):
+        return plan.shard(r".*\.(k|v)_proj\.weight", R, "tp", Phase.RUN)
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plans = [
+            (3, whole(zoo.llama(mesh))),
+            (3, gathered(zoo.llama(mesh))),
+            (3, run(zoo.llama(mesh))),
+            (1, zoo.llama(mesh)),
+        ]
+        return [models.train(parallelize(llama(heads), plan), steps=3) for heads, plan in plans]
+
+    three, one = models.train(llama(3), steps=3), models.train(llama(1), steps=3)
+    for found in run_ranks(check, 2, timeout=120):
+        for losses, expected in zip(found, [three, three, three, one], strict=True):
+            assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+
+
+def test_a_module_on_local_tensors_is_not_asked(mesh):
+    plan = queries(mesh).local("", Shard(1), "tp")
+    assert len(lower(plan, Attention()).ops) == 3
+
+
+@pytest.mark.parametrize(
+    ("unit", "message"),
+    [
+        ("head_dim", r"dim 0 of query\.bias is 3 times the model's head_dim \(4\), and axis 'tp'"),
+        (4, r"query\.weight is 3 times 4, and axis 'tp' of size 2 does not divide 3"),
+        (5, r"dim 0 of query\.weight has 12, which is not made of 5"),
+        ("heads_dim", "neither query nor a module above it has an integer 'heads_dim'"),
+    ],
+)
+def test_a_unit_is_a_size_or_an_attribute(mesh, unit, message):
+    with pytest.raises(ValueError, match=rf"(?s)test_units\.py:\d+: shard\(.*{message}"):
+        lower(queries(mesh, unit), Attention())
+
+
+def test_units_that_fit_are_cut_between(mesh):
+    model = parallelize(Attention(), queries(mesh, 2).shard("<in>", R, "tp"), src_data_rank=None)
+    assert model.query.weight.to_local().shape == (6, 6)
+    with pytest.raises(RuntimeError, match="not evenly divisible"):  # what it would have come to
+        model(torch.ones(2, 6))
+
+
+def test_axes_that_cut_one_dim_count_together(mesh):
+    """6 units of 2 can be cut along each of two axes of size 2, and not along both."""
+    plan = Plan(mesh).shard(r"query\.weight", [S0, S0], unit=2)
+    with pytest.raises(ValueError, match="axes 'dp' of size 2 and 'tp' of size 2 do not divide 6"):
+        lower(plan, Attention())
+
+
+def test_it_is_said_of_parameters_and_survives_json(mesh):
+    with pytest.raises(ValueError, match=r"shard\('<in>', unit=\): only parameters have units"):
+        Plan(mesh).shard("<in>", S0, "tp", unit="head_dim")
+    plan = queries(mesh) | queries(mesh, 4)
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    assert ", unit='head_dim')" in str(plan)
