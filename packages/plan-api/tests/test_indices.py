@@ -60,7 +60,7 @@ def test_rows_are_counted_along_several_axes_as_they_are_cut():
     for rank in range(4):
         with fake_mesh((2, 2), ("dp", "tp"), rank=rank) as mesh:
             plan = Plan(mesh).shard("table", [S0, S0]).local("", [P, P])
-            plan.index("<in:chosen>", [S0, S0])
+            plan.index("<in:chosen>", [S0, S0], ("tp", "dp"))  # in any order
             (index,) = lower(plan, Experts(7)).indices[""]
             found.append([*index.own])
             local = parallelize(Experts(7), plan, src_data_rank=None).table.to_local()

@@ -154,6 +154,15 @@ def test_axes_that_cut_one_dim_count_together(mesh):
         lower(plan, Attention())
 
 
+def test_axes_along_which_it_is_whole_or_gathered_do_not_count(mesh):
+    """What rests in halves and runs whole (ZeRO-3), beside tensor parallelism that is gathered."""
+    plan = Plan(mesh).shard(r"query\.weight", [S0, S0], unit="head_dim")
+    plan.shard(r"query\.weight", R, "dp", Phase.RUN)
+    with pytest.raises(ValueError, match="axis 'tp' of size 2 does not divide 3"):
+        lower(plan, Attention())
+    lower(plan.shard("query.<out>", R, "tp"), Attention())
+
+
 def test_it_is_said_of_parameters_and_survives_json(mesh):
     with pytest.raises(ValueError, match=r"shard\('<in>', unit=\): only parameters have units"):
         Plan(mesh).shard("<in>", S0, "tp", unit="head_dim")

@@ -53,44 +53,37 @@ def check_units(
     for op in ops:
         entry = entries[op.entry]
         unit = dict(entry.options).get("unit") if op.act is Act.SHARD else None
-        if unit is None or (op.path, op.axis) in moved or _inside(op.path, regions):
+        if unit is None or _inside(op.path, regions):
             continue
-        name = f"{op.path}.{op.tensor}".lstrip(".")
-        problems += list(_problems(name, op, unit, entry, model, tensors, schedules[name], mesh))
+        name, dim = f"{op.path}.{op.tensor}".lstrip("."), getattr(op.dst, "dim", None)
+        cut = {
+            axis: mesh.size(at)
+            for at, axis in enumerate(axis_names(mesh))
+            if getattr(schedules[name].run[at], "dim", None) == dim and (op.path, axis) not in moved
+        }
+        if isinstance(dim, int) and op.axis in cut:
+            size, told = _size(op.path, unit, entry, model)
+            problems += list(_problems(name, tensors[name].shape[dim], op, entry, size, told, cut))
     if problems:
         raise ValueError("the plan cuts what has to stay together:\n" + "\n".join(problems))
 
 
 def _problems(
-    name: str,
-    op: Op,
-    unit: int | str,
-    entry: Entry,
-    model: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    schedule: Schedule,
-    mesh: DeviceMesh,
+    name: str, whole: int, op: Op, entry: Entry, size: int, told: str, cut: Mapping[str, int]
 ) -> Iterator[str]:
-    dim, axes = getattr(op.dst, "dim", None), axis_names(mesh)
-    if not isinstance(dim, int) or schedule.run[axes.index(op.axis)] != op.dst:
-        return
-    size, told = _size(op.path, unit, entry, model)
+    """What is wrong with one dim, of so many, that is cut along axes of these sizes."""
+    dim = getattr(op.dst, "dim", None)
     parts: int = getattr(op.dst, "interleaves", 1)  # ragged-shard's InterleavedShard
-    number, rest = divmod(tensors[name].shape[dim], parts * size)
+    number, rest = divmod(whole, parts * size)
     if rest:
-        yield (
-            f"{entry.said}: dim {dim} of {name} has {tensors[name].shape[dim]}, which is not made "
-            f"of {told}"
-        )
-    cut = [axis for axis, one in enumerate(schedule.run) if getattr(one, "dim", None) == dim]
-    ranks = math.prod(mesh.size(axis) for axis in cut)
-    if number % ranks and number != 1:
-        along = " and ".join(f"{axes[axis]!r} of size {mesh.size(axis)}" for axis in cut)
+        yield f"{entry.said}: dim {dim} of {name} has {whole}, which is not made of {told}"
+    if number % math.prod(cut.values()) and number != 1:
+        along = " and ".join(f"{axis!r} of size {ranks}" for axis, ranks in cut.items())
         along = f"axis {along} does" if len(cut) == 1 else f"axes {along} do"
         yield (
-            f"{entry.said}: dim {dim} of {name} is {number} times {told}, and {along} "
-            f"not divide {number}; leave it whole there, by Replicate(), or gather what comes of "
-            f"it, by shard('{op.path}.<out>', Replicate(), {op.axis!r})"
+            f"{entry.said}: dim {dim} of {name} is {number} times {told}, and {along} not divide "
+            f"{number}; leave it whole there, by Replicate(), or gather what comes of it, by "
+            f"shard('{op.path}.<out>', Replicate(), {op.axis!r})"
         )
 
 
