@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from plan_api import mean_losses
+
 __all__ = ["register_losses"]
 
 _NONE, _MEAN = 0, 1  # of at::Reduction
@@ -38,7 +40,7 @@ def register_losses() -> None:
         aten.nll_loss2d_forward.default: _nll_loss,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
-    for operator, handler in handlers.items():
+    for operator, handler in (handlers | mean_losses.handlers()).items():
         if table.get(operator) is not handler:
             table[operator] = handler
 
