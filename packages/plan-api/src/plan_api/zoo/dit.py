@@ -39,7 +39,7 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.shard(r".*\.adaLN_modulation\.1\.(weight|bias)", Shard(0), tp)
         plan.shard(r".*\.adaLN_modulation.<out>", whole, tp)
         plan.shard(r"x_embedder.<out>", rest, tp)
-        plan.shard(rf"{block}\.(attn|mlp).<in>", whole, tp)
+        plan.redistribute(rf"{block}\.(attn|mlp).<in>", rest, whole, tp, grad_dst=rest)
         plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2).<out>", rest, tp)
         plan.shard("final_layer.<out>", whole, tp)
     return plan

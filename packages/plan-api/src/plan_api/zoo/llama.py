@@ -44,9 +44,11 @@ def llama(
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         plan.shard(r"model\.embed_tokens.<out>", rest, tp)
-        plan.shard(rf"{layer}\.(self_attn|mlp).<in>", whole, tp)
+        # Where nothing moves forward, gradients come back as sums all the same: left alone, torch
+        # cuts them along the batch, after which attention's products move everything.
+        plan.redistribute(rf"{layer}\.(self_attn|mlp).<in>", rest, whole, tp, grad_dst=rest)
         plan.shard(rf"{layer}\.(self_attn|mlp).<out>", rest, tp)
-        plan.shard("lm_head.<in>", whole, tp)
+        plan.redistribute("lm_head.<in>", rest, whole, tp, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
     return plan.shard("<out:loss>", [whole] * len(plan.axes))
