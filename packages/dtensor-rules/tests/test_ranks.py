@@ -6,22 +6,16 @@ import threading
 
 import pytest
 
-from testkit import assert_bitwise, run_ranks
+from testkit import assert_bitwise, models, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def _llama():
-    """Two small layers of transformers' LLaMA with a head, and a batch of ids."""
+    """A small LLaMA with as many key-value heads as heads, and a batch of ids."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
-    return LlamaForCausalLM(config), torch.randint(0, 64, (2, 8))
+    return models.llama(num_key_value_heads=4), torch.randint(0, 64, (2, 8))
 
 
 def _tensor_parallel(model, mesh):

@@ -91,6 +91,20 @@ def as_expected(params, sums):
     )
 
 
+def all_correct(params, reducer, mesh, steps):
+    """Whether the gradients of each step are right; nobody has them in the next."""
+    correct = []
+    for step in range(steps):
+        sums, x = {}, batch(mesh, step)
+        loss([Gathered.apply(p) for p in params], x).backward()
+        add_reference(params, x, sums)
+        reducer.finish()
+        correct.append(as_expected(params, sums))
+        for param in params:
+            param.grad = None
+    return all(correct)
+
+
 @pytest.mark.parametrize("zero_copy", [False, True])
 @pytest.mark.parametrize("target", [R, S0])
 def test_every_buffer_is_released_when_its_gradients_are_elsewhere(zero_copy, target):
@@ -127,16 +141,8 @@ def test_a_buffer_is_used_again_when_nobody_has_its_gradients(target):
         mesh = init_device_mesh("cpu", (2,))
         params, pool = model(mesh, [target]), Pool()
         reducer = GradReducer(params, allocate=pool)
-        correct = []
-        for step in range(4):
-            sums, x = {}, batch(mesh, step)
-            loss([Gathered.apply(p) for p in params], x).backward()
-            add_reference(params, x, sums)
-            reducer.finish()
-            correct.append(as_expected(params, sums))
-            for param in params:
-                param.grad = None
-        return all(correct), pool.made
+        correct = all_correct(params, reducer, mesh, steps=4)
+        return correct, pool.made
 
     assert run_ranks(check, 2) == [(True, 1)] * 2
 
@@ -148,16 +154,8 @@ def test_shards_of_many_buckets_are_cut_out_of_two_buffers():
         mesh = init_device_mesh("cpu", (2,))
         params, pool = model(mesh, [S0], count=7), Pool()
         reducer = GradReducer(params, allocate=pool, bucket_mb=64 / 2**20)
-        correct = []
-        for step in range(3):
-            sums, x = {}, batch(mesh, step)
-            loss([Gathered.apply(p) for p in params], x).backward()
-            add_reference(params, x, sums)
-            reducer.finish()
-            correct.append(as_expected(params, sums))
-            for param in params:
-                param.grad = None
-        return len(reducer.report().buckets), all(correct), pool.made
+        correct = all_correct(params, reducer, mesh, steps=3)
+        return len(reducer.report().buckets), correct, pool.made
 
     assert run_ranks(check, 2) == [(7, True, 2)] * 2
 

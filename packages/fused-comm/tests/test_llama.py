@@ -7,30 +7,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fused_comm import GradReducer
-from testkit import TORCH_RELEASE, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(
-        TORCH_RELEASE < (2, 12),
-        reason="torch 2.11's DTensor flattens no two sharded dims (batch and heads)",
-    ),
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STEPS = 5
-
-
-def _llama():
-    """Two small layers of transformers' LLaMA with a head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def _batch(step):
@@ -91,7 +76,7 @@ def _train(model, prepare, finish):
 
 
 def _on_one_device():
-    model = _llama()
+    model = models.llama()
     losses = _train(model, lambda x: x, lambda: None)
     return losses, [p.detach() for p in model.parameters()]
 
@@ -100,7 +85,7 @@ def _on_one_device():
 def test_it_trains_as_on_one_device(zero_copy):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = _llama()
+        model = models.llama()
         _parallel(model, mesh)
         reducer = GradReducer(model.named_parameters(), zero_copy=zero_copy)
         with implicit_replication():

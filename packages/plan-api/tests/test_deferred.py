@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Phase, Plan, deferred_init, extras, parallelize, zoo
-from testkit import TORCH_RELEASE, fake_mesh, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -92,10 +92,7 @@ def small_llama():
     )  # fmt: skip
 
 
-@pytest.mark.skipif(
-    TORCH_RELEASE < (2, 12),
-    reason="torch 2.11's DTensor flattens no two sharded dims (batch and heads)",
-)
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.ranks
 def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
     def check():

@@ -7,14 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from plan_api import gradients, installed, parallelize, zoo
-from testkit import TORCH_RELEASE, models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(
-        TORCH_RELEASE < (2, 12),
-        reason="torch 2.11's DTensor flattens no two sharded dims (batch and heads)",
-    ),
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
 

@@ -6,11 +6,13 @@ from testkit.deposit import deposit
 from testkit.mesh import clear_caches, each_rank, fake_mesh
 from testkit.parity import assert_bitwise, assert_close, assert_same_tensor, assert_ulp
 from testkit.ranks import RankError, RankReport, run_ranks
-from testkit.release import TORCH_RELEASE
+from testkit.release import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, TORCH_RELEASE
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FLATTENS_TWO_SHARDED_DIMS",
+    "NO_FLATTENING",
     "TORCH_RELEASE",
     "Case",
     "Collective",

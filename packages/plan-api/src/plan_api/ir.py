@@ -58,8 +58,8 @@ class Op:
     Attributes:
         path: of the module.
         moment: when.
-        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``, ``<new>``
-            of FACTORY or ``<index>`` of INDEX.
+        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``; of
+            FACTORY ``<new>``, of INDEX ``<index>``.
         index: of the argument or result, by number or name; of an operator its function.
         act: what is done.
         axis: of the mesh, by name.

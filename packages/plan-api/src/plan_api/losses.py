@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from plan_api import mean_losses
 from plan_api.cross_entropy import (
     NONE,
     Cut,
@@ -41,7 +42,7 @@ def register_losses() -> None:
         aten.nll_loss2d_forward.default: _nll_loss,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
-    for operator, handler in handlers.items():
+    for operator, handler in (handlers | mean_losses.handlers()).items():
         if table.get(operator) is not handler:
             table[operator] = handler
 

@@ -6,6 +6,7 @@ caught in the module's own code only: while a child that has children runs, noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -203,6 +204,17 @@ def _cut(
     return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
 
 
+def _mean(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+    """A mean over elements: this rank's share of it, a term of the sum over the ranks."""
+    share = 1 / math.prod(size for _, size in _parts(mesh, placements))
+
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = function(*args, **kwargs)
+        return loss * share if kwargs.get("reduction", "mean") == "mean" else loss
+
+    return computed
+
+
 def _sized(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
     """`view`, `reshape`: the code says the sizes of the whole, and each rank makes its part."""
     parts = _parts(mesh, placements)
@@ -278,6 +290,12 @@ def _as_dtensor(
 _MADE: dict[str, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
+    "mse_loss": _mean,
+    "l1_loss": _mean,
+    "smooth_l1_loss": _mean,
+    "huber_loss": _mean,
+    "binary_cross_entropy": _mean,
+    "binary_cross_entropy_with_logits": _mean,
     "view": _sized,
     "reshape": _sized,
     "split": _split,

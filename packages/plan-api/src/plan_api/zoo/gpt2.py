@@ -48,9 +48,9 @@ def gpt2(
         plan.shard(rf"{layer}\.mlp\.c_fc\.bias", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.c_proj\.weight", Shard(0), tp)
         plan.shard(r"transformer\.(wte|wpe).<out>", rest, tp)
-        plan.shard(rf"{layer}\.(attn|mlp).<in>", whole, tp)
+        plan.redistribute(rf"{layer}\.(attn|mlp).<in>", rest, whole, tp, grad_dst=rest)
         plan.shard(rf"{layer}\.(attn|mlp)\.c_proj.<out>", rest, tp)
-        plan.shard("lm_head.<in>", whole, tp)
+        plan.redistribute("lm_head.<in>", rest, whole, tp, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
     return plan.shard("<out:loss>", [whole] * len(plan.axes))

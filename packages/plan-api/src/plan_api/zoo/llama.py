@@ -64,6 +64,8 @@ def decoder(
         plan.shard(rf"{layer}\..*\.(gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
+        # Where nothing moves forward gradients come back as sums all the same: left alone, torch
+        # cuts them along the batch, after which attention's products move everything.
         for name, gradient in (("self_attn", part), ("mlp", of_mlp)):
             given = rf"{layer}\.{name}.<in>"
             plan.redistribute(given, rest, whole, tp, grad_src=gradient, grad_dst=rest)

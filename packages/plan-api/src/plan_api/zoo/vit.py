@@ -35,7 +35,7 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         plan.shard(rf"{layer}\..*\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o_proj|fc2)\.weight", Shard(1), tp)
         plan.shard(r"vit\.embeddings.<out>", rest, tp)
-        plan.shard(rf"{layer}\.(attention|mlp).<in>", whole, tp)
+        plan.redistribute(rf"{layer}\.(attention|mlp).<in>", rest, whole, tp, grad_dst=rest)
         plan.shard(rf"{layer}\.(attention|mlp).<out>", rest, tp)
         plan.shard(r"vit\.layernorm.<out>", whole, tp)
     return plan.shard("<out:loss>", [whole] * len(plan.axes))
