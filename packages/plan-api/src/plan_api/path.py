@@ -3,7 +3,7 @@ r"""Which tensors an entry of a plan means: a regular expression over modules, a
 `layers\.\d+\.mlp\.up_proj\.weight` means parameters and buffers by their full names;
 `layers\.\d+\.mlp.<in>` what is given to these modules, `<out>` what they return. `<in:2>` and
 `<in:hidden_states>` choose an argument, by its place in the signature of `forward` or by its name;
-`<in>` alone is the first. `weight.grad` is a parameter's gradient. `<op:dropout>` means the calls of
+`<in>` alone is the first. `weight.grad` is a gradient. `<op:dropout>` means the calls of
 a function of torch in the forward of these modules, and `<op:reshape:1>` the second of them.
 """
 

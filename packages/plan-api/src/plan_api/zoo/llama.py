@@ -61,7 +61,7 @@ def decoder(
         plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
-        plan.shard(rf"{layer}\..*\.(gate|up)_proj\.weight", Shard(0), tp)
+        plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         # Where nothing moves forward gradients come back as sums all the same: left alone, torch
