@@ -50,8 +50,10 @@ def test_an_annotated_tensor_is_taken_as_it_is(mesh, model):
     log.assert_counts({})
     assert (moved.shape, moved.placements) == ((4, 4), (S0, R))
     assert moved.to_local().data_ptr() == local.data_ptr()
-    with pytest.raises(ValueError, match=r"layers.0.forward_pre:<in>:0 is a DTensor already"):
-        move(moved)
+    assert move(moved) is moved  # it is what it is said to be
+    other = placed(mesh, (R, R))
+    with pytest.raises(ValueError, match=r"<in>:0 is R along 'dp', and the plan says S\(0\)"):
+        move(other)
 
 
 def test_axes_that_are_not_named_stay_as_they_are(mesh, model):

@@ -51,8 +51,10 @@ def test_another_mesh_is_no_axis(mesh):
 
 def test_parameters_are_sharded_and_activations_moved(mesh):
     plan = Plan(mesh)
-    with pytest.raises(ValueError, match=r"redistribute\('w'\).*shard\(\) places parameters"):
-        plan.redistribute("w", R, S0, "tp")
+    with pytest.raises(ValueError, match=r"redistribute\('w.grad'\).*annotate\(\) says"):
+        plan.redistribute("w.grad", R, S0, "tp")
+    with pytest.raises(ValueError, match=r"shard\('m.<op:dropout>'\).*annotate\(\) says"):
+        plan.shard("m.<op:dropout>", S0, "tp")
     with pytest.raises(ValueError, match=r"annotate\('w'\).*as in 'w.grad'"):
         plan.annotate("w", S0, "tp")
     plan.redistribute("m.<in>", R, S0, "tp", grad_dst=R).annotate("w.grad", S0, "tp")

@@ -31,10 +31,15 @@ def test_operations_read_as_they_act(mesh, model):
         .redistribute("layers.0.<in>", R, S0, "tp", grad_src=P, grad_dst=R)
         .annotate("<in>", Partial("avg"), "dp")
         .annotate("layers.0.up.weight.grad", P, "dp")
+        .redistribute("layers.0.down.bias", R, P, "tp")
+        .annotate("layers.0.<op:reshape:1>", S0, "tp")
     )
     assert texts(plan, model) == [
         "layers.0.forward_pre:<in>:0:redist(R->S(0), tp, grad P->R)",
         "forward_pre:<in>:0:annotate(->P(avg), dp)",
+        "layers.0.up.grad:weight:0:annotate(->P, dp)",
+        "layers.0.down.run:bias:0:redist(R->P, tp)",
+        "layers.0.op:<op>:reshape:1:annotate(->S(0), tp)",
     ]
 
 
