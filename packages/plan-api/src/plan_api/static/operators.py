@@ -223,6 +223,8 @@ def _sized(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, .
         given = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
         given = given or [*kwargs.pop("shape", kwargs.pop("size", ()))]
         for dim, by in parts:
+            if dim >= len(given):  # another tensor than is meant, such as labels beside logits
+                continue
             given[dim] = _part(given[dim], by, function)
         return function(tensor, tuple(given), **kwargs)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options, fused
+from plan_api.zoo.needs import check_options, cut_batch, cut_classes, fused
 
 __all__ = ["gpt2"]
 
@@ -34,12 +34,13 @@ def gpt2(
         ImportError: ragged-shard is not installed.
     """
     check_options("gpt2", tp, sp=sp, loss_parallel=loss_parallel)
-    plan, whole, layer = Plan(mesh), Replicate(), r"transformer\.h\.\d+"
-    batch = [whole] * len(plan.axes) if dp is None else Shard(0)
-    for name in ("input_ids", "position_ids", "labels"):
-        plan.shard(f"<in:{name}>", batch, dp)
-    plan.shard(r"transformer\.wpe.<in>", [whole] * len(plan.axes))
-    plan.shard(rf"{layer}.<in:attention_mask>", [whole] * len(plan.axes))
+    plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"transformer\.h\.\d+"
+    dropped = rf"{layer}\.(attn\.resid_dropout|mlp\.dropout).<op:dropout>"
+    weights = rf"{layer}\.attn\.attn_dropout.<op:dropout>"
+    embedded = r"transformer\.drop.<op:dropout>"
+    cut_batch(plan, dp, ("input_ids", "labels"), dropped, weights, embedded)
+    for made in (r"transformer\.wpe.<in>", rf"{layer}.<in:attention_mask>"):
+        plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\.attn\.c_attn\.weight", fused(1, 3, "gpt2"), tp, unit="head_dim")
@@ -47,10 +48,21 @@ def gpt2(
         plan.shard(rf"{layer}\.mlp\.c_fc\.weight", Shard(1), tp)
         plan.shard(rf"{layer}\.mlp\.c_fc\.bias", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.c_proj\.weight", Shard(0), tp)
-        plan.shard(r"transformer\.(wte|wpe).<out>", rest, tp)
-        plan.redistribute(rf"{layer}\.(attn|mlp).<in>", rest, whole, tp, grad_dst=rest)
-        plan.shard(rf"{layer}\.(attn|mlp)\.c_proj.<out>", rest, tp)
-        plan.redistribute("lm_head.<in>", rest, whole, tp, grad_dst=rest)
+        plan.redistribute(rf"{layer}\..*\.c_proj\.bias", whole, part, tp)
+        given = rf"{layer}\.(attn|mlp).<in>"
+        plan.redistribute(given, rest, whole, tp, grad_src=part, grad_dst=rest)
+        plan.redistribute(rf"{layer}\.(attn|mlp)\.c_proj.<out>", part, rest, tp)
+        plan.annotate(rf"{layer}\.(attn\.c_attn|mlp\.c_fc).<op:view:1>", Shard(2), tp)
+        plan.annotate(rf"{layer}\.attn.<op:split>", Shard(2), tp)
+        plan.annotate(weights, Shard(1), tp)
+        if sp:
+            end = r"transformer\.ln_f.<out>"
+            plan.redistribute(r"transformer\.h\.0.<in>", whole, rest, tp)
+            plan.redistribute(end, rest, whole, tp, grad_src=whole, grad_dst=rest)
+            plan.annotate(r"transformer\..*ln_.*\.grad", part, tp)
+            plan.annotate(dropped, rest, tp)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
-    return plan.shard("<out:loss>", [whole] * len(plan.axes))
+            plan.redistribute("lm_head.<in>", whole, whole, tp, grad_src=part, grad_dst=whole)
+            cut_classes(plan, tp)
+    return plan

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options, cut_batch
+from plan_api.zoo.needs import check_options, cut_batch, cut_classes
 
 __all__ = ["decoder", "llama"]
 
@@ -78,5 +78,5 @@ def decoder(
         plan.redistribute("lm_head.<in>", rest, whole, tp, grad_src=logits, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
-            plan.annotate("<op:cross_entropy>", Shard(1), tp)
+            cut_classes(plan, tp)
     return plan

@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
 
-__all__ = ["check_options", "cut_batch", "fused"]
+__all__ = ["check_options", "cut_batch", "cut_classes", "fused"]
 
 
 def check_options(
@@ -89,3 +89,15 @@ def cut_batch(plan: Plan, dp: str | None, inputs: Iterable[str], *random: str) -
         plan.annotate(operator, Shard(0), dp)
     plan.redistribute("<out:loss>", Partial(), Replicate(), dp)
     plan.annotate("<out:logits>", Shard(0), dp)
+
+
+def cut_classes(plan: Plan, tp: str) -> None:
+    """What a model of transformers does with logits whose vocabulary is cut.
+
+    Args:
+        plan: is added to.
+        tp: the axis that cuts it.
+    """
+    plan.annotate("<op:view>", Shard(1), tp)
+    plan.annotate("<op:cross_entropy>", Shard(1), tp)
+    plan.annotate("<out:logits>", Shard(2), tp)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options
+from plan_api.zoo.needs import check_options, cut_batch
 
 __all__ = ["vit"]
 
@@ -25,17 +25,23 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         ValueError: the mesh lacks an axis, or ``sp`` without ``tp``.
     """
     check_options("vit", tp, sp=sp)
-    plan, whole, layer = Plan(mesh), Replicate(), r"vit\.layers\.\d+"
-    axis = dp or tp or plan.axes[0]
-    for name in ("pixel_values", "labels"):
-        plan.shard(f"<in:{name}>", whole if dp is None else Shard(0), axis)
+    plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"vit\.layers\.\d+"
+    drop = rf"{layer}\.dropout.<op:dropout>"
+    cut_batch(plan, dp, ("pixel_values", "labels"), drop, r"vit\.embeddings\.dropout.<op:dropout>")
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.(weight|bias)", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(o_proj|fc2)\.weight", Shard(1), tp)
-        plan.shard(r"vit\.embeddings.<out>", rest, tp)
-        plan.redistribute(rf"{layer}\.(attention|mlp).<in>", rest, whole, tp, grad_dst=rest)
-        plan.shard(rf"{layer}\.(attention|mlp).<out>", rest, tp)
-        plan.shard(r"vit\.layernorm.<out>", whole, tp)
-    return plan.shard("<out:loss>", [whole] * len(plan.axes))
+        plan.redistribute(rf"{layer}\..*\.(o_proj|fc2)\.bias", whole, part, tp)
+        given = rf"{layer}\.(attention|mlp).<in>"
+        plan.redistribute(given, rest, whole, tp, grad_src=part, grad_dst=rest)
+        plan.redistribute(rf"{layer}\.(attention|mlp).<out>", part, rest, tp)
+        if sp:
+            plan.redistribute(r"vit\.layers\.0.<in>", whole, rest, tp)
+            plan.redistribute(
+                r"vit\.layernorm.<out>", rest, whole, tp, grad_src=whole, grad_dst=rest
+            )
+            plan.annotate(r"vit\.(layers\.\d+\.)?layernorm.*\.grad", part, tp)
+            plan.annotate(drop, rest, tp)
+    return plan
