@@ -16,7 +16,9 @@ from integration.systems.base import System, require_divisible
 class _Planned(System):
     """Every rank is given the whole batch, of which the plan leaves it its part."""
 
-    tolerance = 1e-5
+    # In float64 the losses are the single device's to 2e-15 (llama-tiny, 30 steps). In float32 a
+    # spike of the loss amplifies rounding: 1.8e-5 at step 43 of llama-10m.
+    tolerance = 1e-4
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return 1: the plan cuts the batch, not the loader."""
