@@ -50,7 +50,8 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
-            make = _MADE.get(name, _on_dtensors)
+            fused = function is F.scaled_dot_product_attention
+            make = _attention if fused else _MADE.get(name, _on_dtensors)
             calls = table.setdefault(function, _Calls(function))
             calls.instead[int(number) if number else None] = make(function, mesh, placements)
     span = _Span(table)
@@ -127,6 +128,8 @@ def _functions(name: str, where: str) -> list[_Operator]:
     """All that goes by a name: torch.reshape is one thing, Tensor.reshape another."""
     found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
     functions = [one for one in found if callable(one)]
+    if name == "dropout":
+        functions.append(F.scaled_dot_product_attention)  # which has one of its own
     if not functions:
         raise ValueError(
             f"{where}:<op:{name}>: there is no such function in torch, torch.nn.functional or "
@@ -157,6 +160,22 @@ def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
         return input.copy_(result) if inplace else result
 
     return dropped
+
+
+def _attention(
+    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> _Operator:
+    def attended(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
+            raise NotImplementedError(
+                "scaled_dot_product_attention with dropout_p > 0 draws in a fused kernel, which "
+                "static mode cannot make draw one device's numbers: use eager attention, "
+                "attn_implementation='eager' in transformers, or mode='eager'"
+            )
+        result: torch.Tensor = function(*args, **kwargs)
+        return result
+
+    return attended
 
 
 def _cross_entropy(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:

@@ -36,7 +36,7 @@ def gpt2(
     check_options("gpt2", tp, sp=sp, loss_parallel=loss_parallel)
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"transformer\.h\.\d+"
     dropped = rf"{layer}\.(attn\.resid_dropout|mlp\.dropout).<op:dropout>"
-    weights = rf"{layer}\.attn\.attn_dropout.<op:dropout>"
+    weights = rf"{layer}\.attn.<op:dropout>"
     embedded = r"transformer\.drop.<op:dropout>"
     cut_batch(plan, dp, ("input_ids", "labels"), dropped, weights, embedded)
     for made in (r"transformer\.wpe.<in>", rf"{layer}.<in:attention_mask>"):

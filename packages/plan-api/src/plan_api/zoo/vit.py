@@ -27,7 +27,9 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
     check_options("vit", tp, sp=sp)
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"vit\.layers\.\d+"
     drop = rf"{layer}\.dropout.<op:dropout>"
-    cut_batch(plan, dp, ("pixel_values", "labels"), drop, r"vit\.embeddings\.dropout.<op:dropout>")
+    weights = rf"{layer}\.attention.<op:dropout>"
+    embedded = r"vit\.embeddings\.dropout.<op:dropout>"
+    cut_batch(plan, dp, ("pixel_values", "labels"), weights, drop, embedded)
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.(weight|bias)", Shard(0), tp, unit="head_dim")
@@ -37,6 +39,7 @@ def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
         given = rf"{layer}\.(attention|mlp).<in>"
         plan.redistribute(given, rest, whole, tp, grad_src=part, grad_dst=rest)
         plan.redistribute(rf"{layer}\.(attention|mlp).<out>", part, rest, tp)
+        plan.annotate(weights, Shard(1), tp)
         if sp:
             plan.redistribute(r"vit\.layers\.0.<in>", whole, rest, tp)
             plan.redistribute(
