@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
+from plan_api.eager import install_eager
 from plan_api.entry import Entry
 from plan_api.extras import use_extras
 from plan_api.fully import apply_fully_shard, find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.gradients import Gradients
-from plan_api.hooks import Fired, install
+from plan_api.hooks import Fired
 from plan_api.indices import Indices, indices_of
 from plan_api.ir import Op
 from plan_api.losses import register_losses
-from plan_api.move import Mover
 from plan_api.plan import Plan
-from plan_api.region import check_regions, install_regions
+from plan_api.region import check_regions
 from plan_api.resolve import fully_sharded, resolve, state_of
 from plan_api.schedule import Schedule, schedules
-from plan_api.state import place_state, use_copies
+from plan_api.state import place_state
+from plan_api.static.compare import Difference
+from plan_api.static.guard import Guard
 from plan_api.static.install import check_static, install_static
 from plan_api.units import check_units
 
@@ -79,7 +80,26 @@ class Installed:
     fired: Fired
     gradients: Gradients
     extras: tuple[str, ...]
+    _guard: Guard | None
     _handles: tuple[RemovableHandle, ...]
+
+    def check(self, *args: Any, **kwargs: Any) -> tuple[Difference, ...]:
+        """Holds static mode against Eager on one batch, forward and backward; changes nothing.
+
+        Args:
+            args: of the model, on all ranks of the mesh.
+            kwargs: of the model.
+
+        Returns:
+            where only bits differ, on this rank.
+
+        Raises:
+            ValueError: the model is not in static mode; or, on every rank, static mode computes
+                something else than Eager.
+        """
+        if self._guard is None:
+            raise ValueError("check() holds static mode against Eager: this model is in Eager")
+        return self._guard.check(args, kwargs)
 
     def remove(self) -> None:
         """Takes the hooks from the model, whose tensors stay DTensors."""
@@ -128,6 +148,7 @@ def parallelize(
     *,
     strict: bool = False,
     mode: Literal["eager", "static"] = "eager",
+    guard_steps: int = 1,
     src_data_rank: int | None = 0,
     bucket_mb: float = 25.0,
 ) -> nn.Module:
@@ -145,6 +166,8 @@ def parallelize(
         mode: ``"eager"``: operators run on DTensors, which know how they are placed. ``"static"``:
             they run on local tensors, and the plan says how those are placed where they are moved
             (veScale, section 6.2); parameters are DTensors to optimizers and checkpoints only.
+        guard_steps: in static mode, so many of the first calls with gradients are held against
+            Eager before they run (`Installed.check`); more than rounding between them is an error.
         src_data_rank: whose parameters all ranks get; None: each keeps its part of its own, without
             communication, for models that are the same on all ranks.
         bucket_mb: of gradients that fused-comm sends together, as `GradReducer` has it.
@@ -181,25 +204,22 @@ def parallelize(
     hooks = [site for site in lowered.sites if site.moment.of_activations]
     fired = Fired(hooks)
     if mode == "static":
-        parts = install_static(model, lowered.sites, lowered.indices, plan.mesh, fired, bucket_mb)
-        handles, gradients = parts.handles, parts.gradients
+        parts = install_static(
+            model, lowered.sites, lowered.indices, plan.mesh, fired, bucket_mb, guard_steps
+        )
+        handles, gradients, guard = parts.handles, parts.gradients, parts.guard
     else:
-        handles = tuple(_install_eager(model, lowered, hooks, plan.mesh, fired))
+        handles = tuple(
+            install_eager(
+                model, lowered.sites, lowered.schedules, lowered.indices, plan.mesh, fired
+            )
+        )
+        apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
+        guard = None
         waits = any(schedule.waits for schedule in lowered.schedules.values())
         gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
-    _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, handles)
+    _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, guard, handles)
     return model
-
-
-def _install_eager(
-    model: nn.Module, lowered: Lowered, hooks: Sequence[Site], mesh: DeviceMesh, fired: Fired
-) -> Iterator[RemovableHandle]:
-    for site in hooks:
-        movers = [(step.index, Mover(step, mesh, site.name)) for step in site.moved]
-        yield install(site, model.get_submodule(site.path), movers, fired)
-    yield from use_copies(model, lowered.schedules)
-    yield from install_regions(model, hooks, mesh, lowered.indices)
-    apply_fully_shard(model, lowered.fully_sharded, mesh)
 
 
 def installed(model: nn.Module) -> Installed:

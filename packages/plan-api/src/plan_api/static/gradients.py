@@ -55,11 +55,15 @@ class LeafGradients(Gradients):
         for leaf in self._leaves:
             leaf.tell(told)
 
+    def placer(self, leaf: Leaf) -> Callable[[torch.Tensor], DTensor]:
+        """What makes a leaf's gradient the DTensor that it is a part of."""
+        return lambda local: DTensor(local, self._spec(leaf), requires_grad=False)
+
     def _deliver(self, leaf: Leaf) -> None:
         """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
         local, leaf.tensor.grad = leaf.tensor.grad, None
         param = leaf.param
-        spec = self._spec(leaf, local)
+        spec = self._spec(leaf)
         grad = DTensor(local, spec, requires_grad=False)
         if self._reducer is not None:
             self._reducer.accumulate(param, grad)
@@ -70,7 +74,7 @@ class LeafGradients(Gradients):
         else:
             param.grad = param.grad + grad
 
-    def _spec(self, leaf: Leaf, local: torch.Tensor) -> DTensorSpec:
+    def _spec(self, leaf: Leaf) -> DTensorSpec:
         known = self._specs.get(id(leaf))
         if known is not None and known[0] is leaf.param:
             return known[1]

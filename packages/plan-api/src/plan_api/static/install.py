@@ -22,6 +22,7 @@ from plan_api.indices import Counting, Indices
 from plan_api.ir import Act, Moment
 from plan_api.schedule import Schedule
 from plan_api.static.gradients import LeafGradients
+from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of
 from plan_api.static.mover import StaticMover
 from plan_api.static.operators import install_operators
@@ -37,12 +38,12 @@ class StaticParts:
     Attributes:
         handles: of its hooks.
         gradients: what reduces them.
-        leaves: what modules use of its parameters.
+        guard: what compares it with Eager.
     """
 
     handles: tuple[RemovableHandle, ...]
     gradients: Gradients
-    leaves: tuple[Leaf, ...]
+    guard: Guard
 
 
 def check_static(
@@ -84,6 +85,7 @@ def install_static(
     mesh: DeviceMesh,
     fired: Fired,
     bucket_mb: float,
+    guard_steps: int,
 ) -> StaticParts:
     """Makes modules find local tensors, and installs hooks that move them.
 
@@ -94,6 +96,7 @@ def install_static(
         mesh: the plan's.
         fired: is told which are passed.
         bucket_mb: as `parallelize` has it.
+        guard_steps: as `parallelize` has it.
     """
     leaves = leaves_of(model)
     handles = [model.register_forward_pre_hook(_refresh(leaves), prepend=True, with_kwargs=True)]
@@ -118,7 +121,8 @@ def install_static(
         ]
     step_on_leaves(leaves)
     gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
-    return StaticParts(tuple(handles), gradients, tuple(leaves))
+    guard = Guard(model, sites, indices, mesh, leaves, gradients, guard_steps)
+    return StaticParts((*handles, guard.handle), gradients, guard)
 
 
 def _mover(site: Site, step: Step, mesh: DeviceMesh) -> Moves:

@@ -8,7 +8,7 @@ checkpoints look: in `named_parameters` and `state_dict`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Leaf:
 
     def __init__(self, name: str, users: list[tuple[nn.Module, str]]) -> None:
         self.name = name
-        self._users = users
+        # Not to keep a model that nobody else has.
+        self._users = [(weakref.ref(module), own) for module, own in users]
         self._source: torch.Tensor | None = None
         self._told: Callable[[Leaf], None] | None = None
         self._handle: RemovableHandle | None = None
@@ -46,7 +47,9 @@ class Leaf:
 
     def refresh(self) -> None:
         """Makes a new leaf if the parameter is another one, or its memory elsewhere, by now."""
-        owner, own = self._users[0]
+        owner, own = self._users[0][0](), self._users[0][1]
+        if owner is None:
+            return
         registry: Any = owner._parameters if own in owner._parameters else owner._buffers
         param = registry[own]
         if self._source is not None and param._local_tensor is self._source:
@@ -59,13 +62,18 @@ class Leaf:
 
     def show(self) -> None:
         """Modules find the leaf from now on."""
-        for module, own in self._users:
+        for module, own in self._alive():
             module.__dict__[own] = self.tensor
 
     def hide(self) -> None:
         """Modules find the parameter from now on."""
-        for module, own in self._users:
+        for module, own in self._alive():
             module.__dict__.pop(own, None)
+
+    def _alive(self) -> Iterator[tuple[nn.Module, str]]:
+        for reference, own in self._users:
+            if (module := reference()) is not None:
+                yield module, own
 
     def tell(self, told: Callable[[Leaf], None]) -> None:
         """Calls a function whenever backward has accumulated a gradient in the leaf."""

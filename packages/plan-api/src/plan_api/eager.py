@@ -1,0 +1,45 @@
+"""Hooks of a model whose operators run on DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.fuse import Site
+from plan_api.hooks import Fired, install
+from plan_api.indices import Indices
+from plan_api.move import Mover
+from plan_api.region import install_regions
+from plan_api.schedule import Schedule
+from plan_api.state import use_copies
+
+__all__ = ["install_eager"]
+
+
+def install_eager(
+    model: nn.Module,
+    sites: Iterable[Site],
+    schedules: Mapping[str, Schedule],
+    indices: Mapping[str, Sequence[Indices]],
+    mesh: DeviceMesh,
+    fired: Fired,
+) -> Iterator[RemovableHandle]:
+    """Installs hooks that move DTensors.
+
+    Args:
+        model: its parameters and buffers are DTensors.
+        sites: of the plan.
+        schedules: of parameters and buffers, by their first name.
+        indices: arguments that count what each rank has, by the module's path.
+        mesh: the plan's.
+        fired: is told which sites are passed.
+    """
+    hooks = [site for site in sites if site.moment.of_activations]
+    for site in hooks:
+        movers = [(step.index, Mover(step, mesh, site.name)) for step in site.moved]
+        yield install(site, model.get_submodule(site.path), movers, fired)
+    yield from use_copies(model, schedules)
+    yield from install_regions(model, hooks, mesh, indices)

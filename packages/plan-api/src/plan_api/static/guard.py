@@ -1,0 +1,115 @@
+"""Static mode is held against Eager before it trains: nothing else tells that it goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.eager import install_eager
+from plan_api.fuse import Site
+from plan_api.hooks import Fired
+from plan_api.indices import Indices
+from plan_api.static.compare import Difference, compare, differs_anywhere
+from plan_api.static.gradients import LeafGradients
+from plan_api.static.leaves import Leaf
+from plan_api.static.twin import twin_of
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("plan_api")
+
+
+class Guard:
+    """Compares a model in static mode with what Eager makes of the same inputs.
+
+    Args:
+        model: in static mode.
+        sites: of its plan.
+        indices: arguments that count what each rank has, by the module's path.
+        mesh: the plan's.
+        leaves: what modules use of its parameters.
+        gradients: of these.
+        steps: so many calls of the model with gradients are compared before they run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        indices: Mapping[str, Sequence[Indices]],
+        mesh: DeviceMesh,
+        leaves: Sequence[Leaf],
+        gradients: LeafGradients,
+        steps: int,
+    ) -> None:
+        self._sites, self._indices, self._mesh = sites, indices, mesh
+        self._leaves, self._gradients, self._left = leaves, gradients, steps
+        self._model = weakref.ref(model)
+        self.handle: RemovableHandle = model.register_forward_pre_hook(
+            self._before, with_kwargs=True, prepend=True
+        )
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Difference, ...]:
+        """Runs the model in both modes, forward and backward; changes nothing.
+
+        All ranks of the mesh call. It takes a step of Eager, and the memory of what modules return.
+
+        Args:
+            args: of the model.
+            kwargs: of the model.
+
+        Returns:
+            where only bits differ on this rank, as they do where a dim is 1 on a rank and torch
+            lays it out otherwise.
+
+        Raises:
+            ValueError: on every rank, if on any static mode does something else than Eager; names
+                the site, and what differs.
+        """
+        left, self._left = self._left, 0
+        model = self._model()
+        assert model is not None
+        try:
+            for leaf in self._leaves:
+                leaf.refresh()
+            eager = twin_of(model, self._as_dtensor)
+            handles = [*install_eager(eager, self._sites, {}, self._indices, self._mesh, Fired([]))]
+            of_param = {
+                leaf.name: (leaf.tensor, self._gradients.placer(leaf)) for leaf in self._leaves
+            }
+            found = compare(eager, model, of_param, args, kwargs)
+            for handle in handles:
+                handle.remove()
+        finally:
+            self._left = left
+        wrong = [one for one in found if not one.bits]
+        if differs_anywhere(bool(wrong), self._mesh):
+            told = "\n".join(map(str, wrong[:5])) or "this rank is right, another is not"
+            raise ValueError(
+                f"static mode does not compute what Eager does; in the order in which it went "
+                f"wrong:\n{told}\nsay in the plan how the tensors that meet there are placed, or "
+                f"use mode='eager'"
+            )
+        return tuple(found)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._left or not torch.is_grad_enabled():
+            return
+        self._left -= 1
+        found = self.check(args, kwargs)
+        if found:
+            _log.warning("static mode is Eager up to rounding, and not bit for bit: %s", found[0])
+
+    def _as_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        whole = [Replicate()] * self._mesh.ndim
+        return DTensor.from_local(tensor, self._mesh, whole, run_check=False)
