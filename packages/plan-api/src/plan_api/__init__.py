@@ -8,11 +8,14 @@ from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
 from plan_api.phase import Phase
 from plan_api.plan import Plan
+from plan_api.static.compare import Difference, StaticError
+from plan_api.static.generate import generate_static
 from plan_api.track import Record, track
 from plan_api.view import view
 
 __all__ = [
     "Diff",
+    "Difference",
     "Entry",
     "Explanation",
     "Installed",
@@ -20,10 +23,12 @@ __all__ = [
     "Phase",
     "Plan",
     "Record",
+    "StaticError",
     "breakpoint",
     "deferred_init",
     "diff",
     "explain",
+    "generate_static",
     "installed",
     "lower",
     "parallelize",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.fuse import Site
+from plan_api.fuse import Site, Step
 from plan_api.hooks import Fired, install
 from plan_api.indices import Indices
 from plan_api.move import Mover
@@ -26,6 +26,7 @@ def install_eager(
     indices: Mapping[str, Sequence[Indices]],
     mesh: DeviceMesh,
     fired: Fired,
+    mover: Callable[[Step, DeviceMesh, str], Mover] = Mover,
 ) -> Iterator[RemovableHandle]:
     """Installs hooks that move DTensors.
 
@@ -36,10 +37,11 @@ def install_eager(
         indices: arguments that count what each rank has, by the module's path.
         mesh: the plan's.
         fired: is told which sites are passed.
+        mover: makes what moves a tensor, as `Mover` does.
     """
     hooks = [site for site in sites if site.moment.of_activations]
     for site in hooks:
-        movers = [(step.index, Mover(step, mesh, site.name)) for step in site.moved]
+        movers = [(step.index, mover(step, mesh, site.name)) for step in site.moved]
         yield install(site, model.get_submodule(site.path), movers, fired)
     yield from use_copies(model, schedules)
     yield from install_regions(model, hooks, mesh, indices)

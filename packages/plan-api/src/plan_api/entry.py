@@ -46,9 +46,15 @@ class Entry:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
         if self.verb is Verb.FULLY_SHARD:
             return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
-        placed = ", ".join(f"{axis}={to}" for axis, to in zip(self.axes, self.dst, strict=True))
+        placed = ", ".join(map(self._placed, range(len(self.axes))))
         when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
         return f"{self.verb.value}({self.path.text!r}, {placed}{when}{options})"
+
+    def _placed(self, at: int) -> str:
+        before = "" if self.src is None else f"{self.src[at]}->"
+        back = "" if self.grad_dst is None else f"->{self.grad_dst[at]}"
+        back = back if self.grad_src is None else f"{self.grad_src[at]}{back}"
+        return f"{self.axes[at]}={before}{self.dst[at]}{f' (gradient {back})' if back else ''}"
 
     @property
     def said(self) -> str:

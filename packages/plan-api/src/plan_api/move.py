@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
@@ -71,7 +71,7 @@ class Mover:
         target = list(tensor.placements)
         for axis, move in self._moves.items():
             said = move.dst if self._annotates else move.src
-            if said is not None and target[axis] != said:
+            if said is not None and not _is(target[axis], said):
                 raise ValueError(
                     f"{self._what} is {short(target[axis])} along "
                     f"{axis_names(self._mesh)[axis]!r}, and the plan says {short(said)}"
@@ -85,6 +85,13 @@ class Mover:
             if move.grad_dst is not None:
                 wanted[axis] = move.grad_dst
         return tuple(wanted)
+
+
+def _is(placement: Placement, said: Placement) -> bool:
+    """Of sums, whatever they are of: those of an embedding are of a kind of their own."""
+    if isinstance(placement, Partial) and isinstance(said, Partial):
+        return placement.reduce_op == said.reduce_op
+    return placement == said
 
 
 def _of_plain(move: Move | None, annotates: bool) -> Placement:

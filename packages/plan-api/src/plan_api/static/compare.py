@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors
 
-__all__ = ["Difference", "compare", "differs_anywhere"]
+__all__ = ["Difference", "StaticError", "compare", "differs_anywhere", "gradients", "kept"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,18 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.what} {self.site or 'the model'}: {self.reason}"
+
+
+class StaticError(ValueError):
+    """Static mode does not do what Eager does.
+
+    Attributes:
+        site: the module where that shows first.
+    """
+
+    def __init__(self, message: str, site: str) -> None:
+        super().__init__(message)
+        self.site = site
 
 
 @dataclass
@@ -70,18 +82,14 @@ def compare(
     Returns:
         differences on this rank, in the order in which they arose; none if all bits are the same.
     """
-    with _kept(static), torch.enable_grad():
+    with kept(static), torch.enable_grad():
         wanted, traced = _run(eager, args, kwargs)
         used = {name: param for name, param in eager.named_parameters() if param.requires_grad}
-        grads = _gradients(wanted, list(used.values()))
-    with _kept(static), torch.enable_grad():
-        try:
-            found, own = _run(static, args, kwargs)
-        except Exception as error:
-            error.add_note("in static mode, where Eager runs: its code may say sizes of the whole")
-            raise
+        grads = gradients(wanted, list(used.values()))
+    with kept(static), torch.enable_grad():
+        found, own = _run(static, args, kwargs)
         leaves = [of_param[name][0] for name in used]
-        own_grads = _gradients(found, leaves)
+        own_grads = gradients(found, leaves)
     differences = [
         *_of_modules(traced.returned, own.returned, "what is returned by"),
         *_of_results(wanted, found),
@@ -111,7 +119,7 @@ def differs_anywhere(differs: bool, mesh: DeviceMesh) -> bool:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def kept(model: nn.Module) -> Iterator[None]:
     """Within it nothing is changed for good: neither generators nor buffers."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(), torch.no_grad():
@@ -128,8 +136,11 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     try:
         return model(*args, **kwargs), trace
     except Exception as error:
-        error.add_note(f"in {running[-1] or 'the model'}, or what comes after it")
-        raise
+        raise StaticError(
+            f"the model fails in {running[-1] or 'its own code'}, or in what comes after it: "
+            f"{error}; where only static mode fails, its code may say sizes of the whole",
+            running[-1],
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -160,7 +171,8 @@ def _watch(name: str, module: nn.Module, trace: _Trace) -> RemovableHandle:
     return module.register_forward_hook(hook)
 
 
-def _gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Of a model's loss, or of all that it returns: the first number is the loss."""
     leaves = [one for one in _tensors(result) if one.requires_grad]
     loss = next((one for one in leaves if one.ndim == 0), None)
     if not leaves:

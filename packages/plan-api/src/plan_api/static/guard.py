@@ -17,7 +17,7 @@ from plan_api.eager import install_eager
 from plan_api.fuse import Site
 from plan_api.hooks import Fired
 from plan_api.indices import Indices
-from plan_api.static.compare import Difference, compare, differs_anywhere
+from plan_api.static.compare import Difference, StaticError, compare, differs_anywhere
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf
 from plan_api.static.twin import twin_of
@@ -71,7 +71,7 @@ class Guard:
             lays it out otherwise.
 
         Raises:
-            ValueError: on every rank, if on any static mode does something else than Eager; names
+            StaticError: on every rank, if on any static mode does something else than Eager; names
                 the site, and what differs.
         """
         left, self._left = self._left, 0
@@ -93,10 +93,11 @@ class Guard:
         wrong = [one for one in found if not one.bits]
         if differs_anywhere(bool(wrong), self._mesh):
             told = "\n".join(map(str, wrong[:5])) or "this rank is right, another is not"
-            raise ValueError(
+            raise StaticError(
                 f"static mode does not compute what Eager does; in the order in which it went "
                 f"wrong:\n{told}\nsay in the plan how the tensors that meet there are placed, or "
-                f"use mode='eager'"
+                f"use mode='eager'",
+                wrong[0].site if wrong else "",
             )
         return tuple(found)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
@@ -105,10 +106,13 @@ def install_static(
         if site.moment is Moment.OPERATOR:
             handles += install_operators(site, module, mesh)
         elif site.moment.of_activations:
-            movers = [(step.index, _mover(site, step, mesh)) for step in site.moved]
-            at_work = [(index, mover) for index, mover in movers if not _idle(mover)]
-            if at_work:
-                handles.append(install(site, module, at_work, fired))
+            movers = [
+                (step.index, mover)
+                for step in site.moved
+                if (mover := _mover(site, step, mesh)) is not None
+            ]
+            if movers:
+                handles.append(install(site, module, movers, fired))
             else:
                 fired.pass_(site)
         elif site.moment is Moment.RUN:
@@ -125,31 +129,20 @@ def install_static(
     return StaticParts((*handles, guard.handle), gradients, guard)
 
 
-def _mover(site: Site, step: Step, mesh: DeviceMesh) -> Moves:
+def _mover(site: Site, step: Step, mesh: DeviceMesh) -> Moves | None:
+    """What moves a tensor of a step; None if there is nothing to do."""
     at_root = not site.path
-    if step.act is Act.ANNOTATE:
-        ends = at_root and site.moment is Moment.FORWARD
-        return _Shown(step, mesh) if ends else _AsItIs()
-    return StaticMover(step, mesh, site.name, whole=at_root and site.moment is Moment.FORWARD_PRE)
-
-
-def _idle(mover: Moves) -> bool:
-    return isinstance(mover, _AsItIs) or (isinstance(mover, StaticMover) and mover.idle)
-
-
-class _AsItIs:
-    """What is annotated inside of the model: nobody has to know."""
-
-    settled = None
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+    if step.act is Act.ANNOTATE:  # inside of the model nobody has to know
+        return _Shown(step, mesh) if at_root and site.moment is Moment.FORWARD else None
+    whole = at_root and site.moment is Moment.FORWARD_PRE
+    mover = StaticMover(step, mesh, site.name, whole)
+    return None if mover.idle else mover
 
 
 class _Shown:
     """What the model returns, annotated: the script is given the DTensor that Eager would give."""
 
-    settled = None
+    settled: DTensorSpec | None = None
 
     def __init__(self, step: Step, mesh: DeviceMesh) -> None:
         self._mesh = mesh

@@ -13,11 +13,10 @@ from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +25,7 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.cross_entropy import Cut, cross_entropy
 from plan_api.fuse import Site
+from plan_api.static.moves import local_move
 
 __all__ = ["install_operators"]
 
@@ -219,8 +219,31 @@ def _cut(
         return Cut(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
     own = torch.tensor([logits.shape[dim]], device=logits.device)
-    lengths = funcol.all_gather_tensor(own, 0, (mesh, axis)).tolist()
+    gather = local_move(Shard(0), Replicate(), mesh, axis, "lengths of shards")
+    lengths = gather(own).tolist()
     return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
+
+
+def _embedding(
+    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> _Operator:
+    """Of a table whose rows are cut: what other ranks have is zero, a term of the sum."""
+    cuts: dict[torch.Size, Cut] = {}
+
+    def looked_up(
+        input: torch.Tensor,  # noqa: A002  # torch's name
+        weight: torch.Tensor,
+        *options: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if weight.shape not in cuts:
+            cuts[weight.shape] = _cut(weight, 0, mesh, placements)
+        own = input - cuts[weight.shape].first
+        elsewhere = (own < 0) | (own >= weight.shape[0])
+        found: torch.Tensor = function(own.masked_fill(elsewhere, 0), weight, *options, **kwargs)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    return looked_up
 
 
 def _mean(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
@@ -311,6 +334,7 @@ def _as_dtensor(
 _MADE: dict[str, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
+    "embedding": _embedding,
     "mse_loss": _mean,
     "l1_loss": _mean,
     "smooth_l1_loss": _mean,

@@ -1,0 +1,149 @@
+"""Plans for static mode, made of plans that say nothing of it."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Plan, generate_static, installed, parallelize
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def qwen():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, use_cache=False,
+        attn_implementation="eager", attention_dropout=0.1, max_window_layers=0, **HEADS,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).train()
+
+
+def tokens():
+    ids = torch.randint(0, 64, (4, 8))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def script(mesh, *made):
+    """What all of them need: the batch is cut, and what the model makes itself is whole."""
+    plan = Plan(mesh).shard("<in:input_ids>", S0, "dp").shard("<in:labels>", S0, "dp")
+    for path in made:
+        plan.shard(path, [R, R])
+    return plan.shard("<out:loss>", [R, R])
+
+
+def of_llama(mesh):
+    layer = r"model\.layers\.\d+"
+    plan = script(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", S0, "tp")
+    plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", S1, "tp")
+    plan.shard(rf"{layer}\.(self_attn|mlp).<in>", R, "tp")
+    return plan.shard(rf"{layer}\.(self_attn|mlp).<out>", R, "tp")
+
+
+def of_gpt2(mesh):
+    """Its code says sizes of the whole: of a fused projection, and of what it splits."""
+    from ragged_shard import InterleavedShard
+
+    layer = r"transformer\.h\.\d+"
+    plan = script(mesh, r"transformer\.wpe.<in>", rf"{layer}.<in:attention_mask>")
+    plan.shard(rf"{layer}\.attn\.c_attn\.weight", InterleavedShard(1, 3), "tp")
+    plan.shard(rf"{layer}\.attn\.c_attn\.bias", InterleavedShard(0, 3), "tp")
+    plan.shard(rf"{layer}\.mlp\.c_fc\.weight", S1, "tp")
+    plan.shard(rf"{layer}\.mlp\.c_fc\.bias", S0, "tp")
+    plan.shard(rf"{layer}\..*\.c_proj\.weight", S0, "tp")
+    plan.shard(rf"{layer}\.(attn|mlp).<in>", R, "tp")
+    return plan.shard(rf"{layer}\.(attn|mlp)\.c_proj.<out>", R, "tp")
+
+
+def of_qwen(mesh):
+    """The model's own plan, with a vocabulary that is cut in the embedding and in the head."""
+    layer = r"model\.layers\.\d+"
+    made = (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    return Plan.from_tp_plan(qwen(), mesh) | script(mesh, *made)
+
+
+CASES = {
+    "llama": (lambda: models.llama(attention_dropout=0.1, **HEADS), of_llama),
+    "gpt2": (models.gpt2, of_gpt2),
+    "qwen": (qwen, of_qwen),
+}
+
+
+def train(model, steps=4):
+    return models.train(model, lambda model: model(**tokens()).loss, steps=steps)
+
+
+def generated(shape):
+    """By model: the plan as text, and the losses of both modes under it."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, (make, plan_of) in CASES.items():
+        torch.manual_seed(5)
+        model = make()
+        before = [param.clone() for param in model.parameters()]
+        made = generate_static(plan_of(mesh), model, tokens())
+        assert all(map(torch.equal, before, model.parameters()))
+        assert not any(hooks for one in model.modules() for hooks in one._forward_hooks)
+        again = Plan.from_json(made.to_json(), mesh)
+        assert again.entries == made.entries
+        static = parallelize(model, again, mode="static")
+        assert installed(static).check(**tokens()) == ()
+        eager = parallelize(make(), made)
+        found[name] = str(made), train(static), train(eager)
+    return found
+
+
+def test_models_it_has_not_seen_train_as_in_eager():
+    for found in run_ranks(generated, 2, (1, 2), timeout=400):
+        for name, (_, static, eager) in found.items():
+            assert static == eager, name
+        plans = {name: plan for name, (plan, _, _) in found.items()}
+        assert "self_attn.<in:0>', dp=S(0)->S(0)" in plans["llama"]
+        assert re.search(r"self_attn.<in:0>.*tp=R->R \(gradient P\(sum\)->R\)", plans["llama"])
+        assert r"c_attn.<op:view:1>', tp=S(2)" in plans["gpt2"]
+        assert r"attn.<op:split:0>', tp=S(2)" in plans["gpt2"]
+        assert r"c_proj\\.bias', tp=R->P(sum)" in plans["gpt2"]
+        assert r"embed_tokens.<op:embedding:0>', tp=S(0)" in plans["qwen"]
+        assert r"embed_tokens.<out:0>', dp=S(0)->S(0)" in plans["qwen"]
+
+
+class Centred(nn.Module):
+    """Takes the mean of all that it is given, of which a rank has a part only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return self.out(hidden - hidden.mean()).square().sum()
+
+
+def refused():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plan = Plan(mesh).shard("<in>", S0, "dp").shard("<out>", [R, R])
+    with pytest.raises(
+        ValueError, match=r"generate_static: .*cannot run on local tensors"
+    ) as error:
+        generate_static(plan, Centred(), (torch.randn(4, 8),))
+    return str(error.value)
+
+
+def test_what_local_tensors_cannot_do_is_reported():
+    for message in run_ranks(refused, 2):
+        assert "what is returned by out" in message
+        assert "use mode='eager'" in message
