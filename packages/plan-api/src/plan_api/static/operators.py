@@ -13,11 +13,10 @@ from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +25,7 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.cross_entropy import Cut, cross_entropy
 from plan_api.fuse import Site
+from plan_api.static.moves import local_move
 
 __all__ = ["install_operators"]
 
@@ -219,7 +219,8 @@ def _cut(
         return Cut(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
     own = torch.tensor([logits.shape[dim]], device=logits.device)
-    lengths = funcol.all_gather_tensor(own, 0, (mesh, axis)).tolist()
+    gather = local_move(Shard(0), Replicate(), mesh, axis, "the number of classes")
+    lengths = gather(own).tolist()
     return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
 
 
