@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
-# Where a rank has a single key-value head, torch lays a view of local tensors out otherwise than one
-# of DTensors, and sums of matrix products round otherwise.
+# Where a rank has a single key-value head, torch lays views of local tensors out otherwise than
+# those of DTensors, and sums of matrix products round otherwise.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
 
 
