@@ -25,7 +25,7 @@ from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf, leaves_of
 from plan_api.static.mover import StaticMover
 from plan_api.static.operators import install_operators
-from plan_api.static.optimizer import step_on_leaves
+from plan_api.static.optimizer import mend_steps, step_on_leaves
 
 __all__ = ["StaticParts", "check_static", "install_static"]
 
@@ -96,7 +96,7 @@ def install_static(
         bucket_mb: as `parallelize` has it.
     """
     leaves = leaves_of(model)
-    handles = [model.register_forward_pre_hook(_refresh(leaves), prepend=True, with_kwargs=True)]
+    handles: list[RemovableHandle] = []
     for site in sites:
         module = model.get_submodule(site.path)
         if site.moment is Moment.OPERATOR:
@@ -118,6 +118,8 @@ def install_static(
         ]
     step_on_leaves(leaves)
     gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
+    refresh = _refresh(leaves, gradients)
+    handles.append(model.register_forward_pre_hook(refresh, prepend=True, with_kwargs=True))
     return StaticParts(tuple(handles), gradients, tuple(leaves))
 
 
@@ -196,10 +198,12 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     return said
 
 
-def _refresh(leaves: Sequence[Leaf]) -> Any:
+def _refresh(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in leaves:
-            leaf.refresh()
+        mend_steps()
+        if any([leaf.refresh() for leaf in leaves]):
+            step_on_leaves(leaves)
+            gradients.renew(model)
         map_tensors((args, kwargs), _refuse)
 
     return hook
