@@ -44,6 +44,13 @@ class LeafGradients(Gradients):
         self._specs: dict[int, tuple[Any, DTensorSpec]] = {}  # by leaf
         super().__init__(model, False, fired, bucket_mb)
 
+    def renew(self, model: nn.Module) -> None:
+        """Begins again: parameters are others, or have another dtype, than they were."""
+        self.remove()
+        self._reducer = None
+        self._specs.clear()
+        self._begin(model)
+
     def _reduces(self) -> bool:
         return bool(self._said)
 

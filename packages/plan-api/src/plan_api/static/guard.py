@@ -78,8 +78,6 @@ class Guard:
         model = self._model()
         assert model is not None
         try:
-            for leaf in self._leaves:
-                leaf.refresh()
             eager = twin_of(model, self._as_dtensor)
             handles = [*install_eager(eager, self._sites, {}, self._indices, self._mesh, Fired([]))]
             of_param = {

@@ -27,7 +27,7 @@ from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of
 from plan_api.static.mover import StaticMover
 from plan_api.static.operators import install_operators
-from plan_api.static.optimizer import step_on_leaves
+from plan_api.static.optimizer import mend_steps, step_on_leaves
 
 __all__ = ["StaticParts", "check_static", "install_static"]
 
@@ -100,7 +100,7 @@ def install_static(
         guard_steps: as `parallelize` has it.
     """
     leaves = leaves_of(model)
-    handles = [model.register_forward_pre_hook(_refresh(leaves), prepend=True, with_kwargs=True)]
+    handles: list[RemovableHandle] = []
     for site in sites:
         module = model.get_submodule(site.path)
         if site.moment is Moment.OPERATOR:
@@ -126,6 +126,8 @@ def install_static(
     step_on_leaves(leaves)
     gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     guard = Guard(model, sites, indices, mesh, leaves, gradients, guard_steps)
+    refresh = _refresh(leaves, gradients)  # before the guard looks at them
+    handles.append(model.register_forward_pre_hook(refresh, prepend=True, with_kwargs=True))
     return StaticParts((*handles, guard.handle), gradients, guard)
 
 
@@ -193,10 +195,12 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     return said
 
 
-def _refresh(leaves: Sequence[Leaf]) -> Any:
+def _refresh(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for leaf in leaves:
-            leaf.refresh()
+        mend_steps()
+        if any([leaf.refresh() for leaf in leaves]):
+            step_on_leaves(leaves)
+            gradients.renew(model)
         map_tensors((args, kwargs), _refuse)
 
     return hook

@@ -41,24 +41,44 @@ class Leaf:
         # Not to keep a model that nobody else has.
         self._users = [(weakref.ref(module), own) for module, own in users]
         self._source: torch.Tensor | None = None
+        self._needed = False  # a gradient, ever
         self._told: Callable[[Leaf], None] | None = None
         self._handle: RemovableHandle | None = None
         self.refresh()
 
-    def refresh(self) -> None:
-        """Makes a new leaf if the parameter is another one, or its memory elsewhere, by now."""
+    def refresh(self) -> bool:
+        """Makes a new leaf if the parameter is another one, or its memory elsewhere, by now.
+
+        Raises:
+            ValueError: it was tied, and is no longer.
+
+        Returns:
+            whether gradients are to be reduced anew: it has another identity or dtype, or needs one
+            for the first time.
+        """
         owner, own = self._users[0][0](), self._users[0][1]
         if owner is None:
-            return
-        registry: Any = owner._parameters if own in owner._parameters else owner._buffers
-        param = registry[own]
-        if self._source is not None and param._local_tensor is self._source:
-            return
-        self.param, self._source = param, param._local_tensor
-        self.tensor = param._local_tensor.detach().requires_grad_(param.requires_grad)
+            return False
+        param = _registry(owner, own)[own]
+        local, needs = param._local_tensor, param.requires_grad
+        if local is self._source and needs == self.tensor.requires_grad:
+            return False
+        if any(_registry(module, name)[name] is not param for module, name in self._alive()):
+            raise ValueError(
+                f"{self.name} was tied to a parameter that is another one by now, as after "
+                f"load_state_dict(assign=True): load without assign, which keeps them tied"
+            )
+        renewed = self._source is not None and (
+            param is not self.param
+            or local.dtype != self.tensor.dtype
+            or (needs and not self._needed)
+        )
+        self.param, self._source, self._needed = param, local, self._needed or needs
+        self.tensor = local.detach().requires_grad_(needs)
         self.show()
         if self._told is not None:
             self.tell(self._told)
+        return renewed
 
     def show(self) -> None:
         """Modules find the leaf from now on."""
@@ -113,6 +133,10 @@ def leaves_of(model: nn.Module) -> list[Leaf]:
         elif isinstance(tensor, DTensor):
             users.setdefault(id(tensor), (name, []))[1].append((module, own))
     return [Leaf(name, modules) for name, modules in users.values()]
+
+
+def _registry(module: nn.Module, own: str) -> Any:
+    return module._parameters if own in module._parameters else module._buffers
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -139,12 +139,35 @@ class _Moved(torch.autograd.Function):
 
 
 def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalMove]:
-    """First what is gathered or summed, the innermost axis first; then what is cut."""
-    changes = sorted((one for one in along if one[1] != one[2]), key=lambda one: one[0])
+    """First what is gathered or summed, then what is cut, in the order of DTensor.
+
+    A dim that several axes cut is cut by the outermost first, so it is put together by the
+    innermost first.
+    """
+    said = sorted(along, key=lambda one: one[0])
+    changes: list[_Along] = []
+    for axis, src, dst in said:
+        if _entangled((axis, src, dst), said):
+            changes += [(axis, src, Replicate()), (axis, Replicate(), dst)]
+        elif src != dst:
+            changes.append((axis, src, dst))
+    together = [one for one in changes if one[1] != Replicate()]
+    if any(isinstance(src, Shard) for _, src, _ in said):
+        together.reverse()
     return [
         local_move(src, dst, mesh, axis, what)
-        for axis, src, dst in [
-            *(one for one in reversed(changes) if one[1] != Replicate()),
-            *(one for one in changes if one[1] == Replicate()),
-        ]
+        for axis, src, dst in [*together, *(one for one in changes if one[1] == Replicate())]
     ]
+
+
+def _entangled(move: _Along, said: Iterable[_Along]) -> bool:
+    """Whether a shard cannot stay one, as another axis begins or ends to cut its dims."""
+    axis, src, dst = move
+    if not (isinstance(src, Shard) and isinstance(dst, Shard)):
+        return False
+    return any(
+        one in (src, dst) and before != after and (other < axis or src != dst)
+        for other, before, after in said
+        for one in (before, after)
+        if other != axis
+    )

@@ -55,11 +55,10 @@ def local_move(src: Placement, dst: Placement, mesh: DeviceMesh, axis: int, what
     if type(src) is Replicate:
         if type(dst) is Shard:
             return partial(even_part, dim=dst.dim, size=size, rank=rank, what=what)
-        if type(dst) is Partial and dst.reduce_op in ("sum", "avg"):
-            return partial(_share, by=size) if dst.reduce_op == "sum" else _same
+        if type(dst) is Partial and dst.reduce_op == "sum":
+            return partial(_share, by=size)
     raise ValueError(
-        f"{what}: static mode cannot move {short(src)} to {short(dst)}: leave the module that "
-        f"needs it on DTensors, with plan.eager()"
+        f"{what}: static mode cannot move {short(src)} to {short(dst)}: use mode='eager'"
     )
 
 
@@ -119,7 +118,3 @@ def _all_to_all(
 
 def _share(tensor: torch.Tensor, by: int) -> torch.Tensor:
     return tensor / by
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -194,7 +194,7 @@ def _cross_entropy(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, 
         if size_average is not None or reduce is not None or label_smoothing:
             raise NotImplementedError(
                 "cross_entropy in static mode knows no label_smoothing, size_average or reduce: "
-                "leave the module that calls it on DTensors, with plan.eager()"
+                "use mode='eager'"
             )
         dim = min(1, input.ndim - 1)
         if input.shape not in cuts:

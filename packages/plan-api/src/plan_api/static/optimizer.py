@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from plan_api.static.leaves import Leaf
 
-__all__ = ["step_on_leaves"]
+__all__ = ["mend_steps", "step_on_leaves"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -35,6 +35,7 @@ _ELEMENTWISE = frozenset(
 
 _leaves: weakref.WeakValueDictionary[int, Leaf] = weakref.WeakValueDictionary()
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Lent] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 _registered = False
 
 
@@ -68,6 +69,12 @@ def step_on_leaves(leaves: Iterable[Leaf]) -> None:
         register_optimizer_step_post_hook(_give_back)
 
 
+def mend_steps() -> None:
+    """Gives DTensors back to optimizers whose last step has raised; no other one is stepping."""
+    for optimizer in list(_stepping):
+        _give_back(optimizer, (), {})
+
+
 def _lend(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if optimizer in _stepping:  # the step before this one has raised
         _give_back(optimizer, (), {})
@@ -85,6 +92,9 @@ def _lend(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                 grad = grad.redistribute(placements=leaf.param.placements)
             leaf.tensor.grad = grad._local_tensor
     _stepping[optimizer] = _Lent(params, optimizer.state, found)
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_state_dict_pre_hook(lambda own: _give_back(own, (), {}))
     local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for param, held in optimizer.state.items():
         if param in of_param:
@@ -108,6 +118,8 @@ def _give_back(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any
         group["params"] = own
     optimizer.state = lent.state  # type: ignore[assignment]
     for param, leaf in lent.leaves:
+        if leaf.tensor.grad is None:  # zero_grad(), after a step that has raised
+            param.grad = None
         leaf.tensor.grad = None
         if leaf.tensor in local:
             _show(local.pop(leaf.tensor), lent.state[param], leaf)

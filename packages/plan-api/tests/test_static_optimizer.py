@@ -1,0 +1,273 @@
+"""Optimizers of models in static mode step on leaves, and have DTensors before and after."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plan_api import Plan, parallelize
+from testkit import fake_mesh, run_ranks
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+OPTIMIZERS = {
+    "adamw": (optim.AdamW, {}),
+    "adamw, one by one": (optim.AdamW, {"foreach": False}),
+    "adamw, foreach": (optim.AdamW, {"foreach": True}),
+    "adamw, amsgrad": (optim.AdamW, {"amsgrad": True}),
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "sgd, momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd, foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "adam, capturable off": (optim.Adam, {"weight_decay": 0.1}),
+    "rmsprop": (optim.RMSprop, {"centered": True}),
+    "adagrad": (optim.Adagrad, {}),
+}
+FUSED = {
+    "adamw, fused": (optim.AdamW, {"fused": True}),
+    "sgd, fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+}
+
+
+class Net(nn.Module):
+    """Two Linears, cut by columns and rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def _net(mesh, mode="static"):
+    plan = Plan(mesh).shard(r"up\.(weight|bias)", S0).shard(r"down\.weight", S1)
+    plan.redistribute("<in>", R, R).redistribute(r"down\.bias", R, P)
+    plan.redistribute("up.<in>", R, R, grad_src=P, grad_dst=R)
+    return parallelize(Net(), plan.redistribute("down.<out>", P, R), mode=mode)
+
+
+def _step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    model(torch.randn(4, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _whole(model):
+    return {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+def _equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((1,), ("tp",)) as mesh:
+        yield mesh
+
+
+class _OfDTensors(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(isinstance(one, DTensor) for one in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks
+def test_elementwise_optimizers_do_as_in_eager_bit_for_bit_without_dtensors():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for name, (kind, options) in OPTIMIZERS.items():
+            ends = []
+            for mode in ("eager", "static"):
+                model = _net(mesh, mode)
+                optimizer = kind(model.parameters(), **options)
+                for seed in range(4):
+                    _step(model, optimizer, seed)
+                held = optimizer.state_dict()["state"]
+                with _OfDTensors() as seen:
+                    optimizer.step()
+                state = {
+                    (number, key): one.full_tensor() if isinstance(one, DTensor) else one
+                    for number, of_one in held.items()
+                    for key, one in of_one.items()
+                    if isinstance(one, torch.Tensor)
+                }
+                placed = [isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]]
+                ends.append((_whole(model), state, seen.count, all(placed)))
+            (eager, states, _, _), (static, ours, count, dtensors) = ends
+            found[name] = (_equal(eager, static), _equal(states, ours), count == 0, dtensors)
+        return found
+
+    for found in run_ranks(check, 2, timeout=200):
+        assert {name: facts for name, facts in found.items() if not all(facts)} == {}
+        assert len(found) == len(OPTIMIZERS)
+
+
+@pytest.mark.ranks
+def test_fused_kernels_run_on_leaves():
+    """In Eager they need strategies that DTensor has for some; here they see plain tensors."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = {}
+        for name, (kind, options) in FUSED.items():
+            model, plain = _net(mesh), Net()
+            ours, theirs = kind(model.parameters(), **options), kind(plain.parameters(), **options)
+            for seed in range(4):
+                _step(model, ours, seed)
+                _step(plain, theirs, seed)
+            expected = {key: one.detach() for key, one in plain.named_parameters()}
+            found[name] = all(
+                torch.allclose(one, expected[key], atol=1e-6) for key, one in _whole(model).items()
+            )
+        return found
+
+    assert run_ranks(check, 2) == [dict.fromkeys(FUSED, True)] * 2
+
+
+@pytest.mark.ranks
+def test_an_optimizer_that_looks_at_whole_matrices_steps_on_dtensors():
+    """Muon of shards would be another one."""
+
+    def trained(model):
+        optimizer = optim.Muon([param for param in model.parameters() if param.ndim == 2], lr=0.1)
+        for seed in range(3):
+            _step(model, optimizer, seed)
+        return model
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        eager, static = (_whole(trained(_net(mesh, mode))) for mode in ("eager", "static"))
+        plain = dict(trained(Net()).named_parameters())
+        unlike = [key for key in plain if not torch.allclose(static[key], plain[key], atol=1e-2)]
+        return _equal(eager, static), unlike
+
+    assert run_ranks(check, 2) == [(True, [])] * 2
+
+
+def test_a_subclass_of_an_elementwise_optimizer_may_do_anything_and_steps_on_dtensors(mesh):
+    seen = []
+
+    class Mine(optim.SGD):
+        def step(self, closure=None):
+            seen.extend(type(param) for param in self.param_groups[0]["params"])
+            return super().step(closure)
+
+    model = _net(mesh)
+    _step(model, Mine(model.parameters(), lr=0.1), 0)
+    assert all(issubclass(kind, DTensor) for kind in seen)
+
+
+def test_state_dicts_hold_dtensors_and_come_back(mesh):
+    model = _net(mesh)
+    optimizer = optim.AdamW(model.parameters())
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    saved_model = {key: one.clone() for key, one in model.state_dict().items()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    moments = [saved["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(isinstance(one, DTensor) for one in moments)
+    assert moments[0].placements == (S0,)
+    assert type(saved["state"][0]["step"]) is torch.Tensor
+    again = _net(mesh)
+    again.load_state_dict(saved_model)
+    other = optim.AdamW(again.parameters())
+    other.load_state_dict(saved)
+    for one, its in ((model, optimizer), (again, other)):
+        _step(one, its, 9)
+    assert _equal(_whole(model), _whole(again))
+
+
+def test_a_closure_runs_backward_within_the_step(mesh):
+    ends = []
+    for mode in ("eager", "static"):
+        model = _net(mesh, mode)
+        optimizer = optim.AdamW(model.parameters())
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            torch.manual_seed(4)
+            loss = model(torch.randn(4, 4))
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        ends.append((losses, _whole(model)))
+    assert ends[0][0] == ends[1][0]
+    assert ends[1][0][2] < ends[1][0][0]
+    assert _equal(ends[0][1], ends[1][1])
+
+
+def test_groups_have_options_of_their_own(mesh):
+    ends = []
+    for mode in ("eager", "static"):
+        model = _net(mesh, mode)
+        up, down = ([p for n, p in model.named_parameters() if key in n] for key in ("up", "down"))
+        optimizer = optim.AdamW([{"params": up, "lr": 0.1}, {"params": down, "weight_decay": 0.5}])
+        for seed in range(3):
+            _step(model, optimizer, seed)
+        assert [p for group in optimizer.param_groups for p in group["params"]] == [*up, *down]
+        ends.append(_whole(model))
+    assert _equal(*ends)
+
+
+def test_a_parameter_without_gradient_is_left_alone(mesh):
+    model = _net(mesh)
+    optimizer = optim.AdamW(model.parameters())
+    before = _whole(model)
+    optimizer.step()
+    assert _equal(before, _whole(model))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("then", ["step", "state_dict", "forward", "zero_grad"])
+def test_a_step_that_raises_leaves_dtensors(mesh, then):
+    model, other = _net(mesh), _net(mesh)
+    optimizer, its = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
+    for one, its_own in ((model, optimizer), (other, its)):
+        _step(one, its_own, 0)
+        torch.manual_seed(1)
+        one(torch.randn(4, 4)).backward()
+    optimizer.param_groups[0]["betas"] = None  # the step fails once it has begun
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    if then == "step":
+        optimizer.step()
+        its.step()
+    elif then == "state_dict":
+        assert isinstance(optimizer.state_dict()["state"][0]["exp_avg"], DTensor)
+    elif then == "forward":
+        model(torch.randn(4, 4))
+    else:
+        optimizer.zero_grad()
+        its.zero_grad()
+        model(torch.randn(4, 4))
+        assert all(param.grad is None for param in model.parameters())
+    assert all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
+    assert all(isinstance(param, DTensor) for param in optimizer.state)
+    for one, its_own in ((model, optimizer), (other, its)):
+        torch.manual_seed(2)
+        one(torch.randn(4, 4)).backward()
+        its_own.step()
+    assert _equal(_whole(model), _whole(other))
+
+
+def test_optimizers_of_other_models_are_left_alone(mesh):
+    _net(mesh)
+    plain = Net()
+    optimizer = optim.AdamW(plain.parameters())
+    _step(plain, optimizer, 0)
+    assert set(optimizer.state) == set(plain.parameters())

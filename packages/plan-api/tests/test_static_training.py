@@ -1,0 +1,230 @@
+"""Static mode trains as Eager does, bit for bit, and no operator is given a DTensor meanwhile."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plan_api import installed, parallelize, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, RankError, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+# Where a rank has a single key-value head, torch lays views of local tensors out otherwise than
+# those of DTensors, and sums of matrix products round otherwise.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its plan, and a script's loss on a batch.
+
+    Attributes:
+        make: the model, for one device.
+        plan: of a mesh, by ``sp``.
+        loss: draws a batch.
+        sp: with sequence parallelism and without, or without alone.
+        axes: of the mesh.
+    """
+
+    make: Callable[[], nn.Module]
+    plan: Callable[..., Any]
+    loss: Callable[[Any], torch.Tensor] = models.token_loss
+    sp: tuple[bool, ...] = (False, True)
+    axes: tuple[str, str] = ("dp", "tp")
+
+
+def _image_loss(model):
+    return model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.randint(0, 10, (4,))).loss
+
+
+def _noise_loss(model):
+    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
+    return model(images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise)
+
+
+def _diffusion(mesh, sp):
+    plan = zoo.dit(mesh, dp="dp", sp=sp).under("model")
+    plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), "dp")
+    plan.annotate("criterion.<op:mse_loss>", Shard(0), "dp")
+    return plan.redistribute("<out>", Partial(), Replicate(), "dp")
+
+
+def _open_dit():
+    """Its gates begin closed, and gradients behind them are zero."""
+    model = models.dit()
+    torch.manual_seed(5)
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param.data, std=0.05)
+    return model
+
+
+def _experts_alone(mesh, sp, **options):
+    """There is no axis to cut the sequence along."""
+    return zoo.mixtral(mesh, tp=None, ep="ep", **options)
+
+
+CASES = {
+    "llama": Case(partial(models.llama, **HEADS), partial(zoo.llama, dp="dp")),
+    "llama, loss parallel": Case(
+        partial(models.llama, **HEADS), partial(zoo.llama, dp="dp", loss_parallel=True)
+    ),
+    "gpt2": Case(models.gpt2, partial(zoo.gpt2, dp="dp")),
+    "mixtral": Case(partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp")),
+    "mixtral, experts divided along tp": Case(
+        partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp", ep="tp")
+    ),
+    "mixtral, experts on an axis of their own": Case(
+        partial(models.mixtral, **HEADS),
+        partial(_experts_alone, dp="dp"),
+        sp=(False,),
+        axes=("dp", "ep"),
+    ),
+    # Its 17 patches cannot be cut evenly.
+    "vit": Case(models.vit, partial(zoo.vit, dp="dp"), _image_loss, sp=(False,)),
+    "dit": Case(_open_dit, _diffusion, _noise_loss),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a model.
+
+    Attributes:
+        losses: of 20 steps.
+        params: this rank's parts, by name.
+        grads: this rank's, of one more batch.
+        never: entries of the plan that did nothing.
+    """
+
+    losses: list[float]
+    params: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    never: list[str]
+
+
+def _train(case, mesh, sp, mode):
+    model = parallelize(case.make(), case.plan(mesh, sp=sp), mode=mode)
+    losses = models.train(model, case.loss)
+    case.loss(model).backward()
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return Trained(
+        losses,
+        {name: param.detach().to_local() for name, param in named},
+        {name: param.grad.to_local() for name, param in named if param.grad is not None},
+        [str(one) for one in installed(model).fired.never],
+    )
+
+
+def _unlike(eager, static):
+    """The names of the tensors of which not every bit is the same."""
+    assert eager.keys() == static.keys()
+    return [name for name, one in eager.items() if not torch.equal(one, static[name])]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_static_mode_trains_as_eager_does_bit_for_bit(shape):
+    """20 steps of AdamW, dropout on; all in one call, for planning operators takes most time."""
+
+    def check():
+        meshes = {
+            axes: init_device_mesh("cpu", shape, mesh_dim_names=axes)
+            for axes in {case.axes: None for case in CASES.values()}
+        }
+        found = {}
+        for name, case in CASES.items():
+            for sp in case.sp:
+                eager, static = (
+                    _train(case, meshes[case.axes], sp, mode) for mode in ("eager", "static")
+                )
+                found[name, sp] = (
+                    eager.losses,
+                    static.losses,
+                    _unlike(eager.params, static.params),
+                    _unlike(eager.grads, static.grads),
+                    [name for name, grad in static.grads.items() if not grad.any()],
+                    static.never,
+                )
+        return found
+
+    for found in run_ranks(check, shape[0] * shape[1], timeout=520):
+        for (name, sp), (eager, static, params, grads, zero, never) in found.items():
+            said = f"{name}, {sp=}"
+            assert len(static) == 20, said
+            assert static == eager, said
+            assert static[-1] != static[0], said
+            assert params == [], said
+            assert grads == [], said
+            # Keys' biases shift all scores of a row alike; experts may not be hit.
+            assert [one for one in zero if "k_proj.bias" not in one] == [], said
+            assert never == [], said
+
+
+class _OfDTensors(TorchDispatchMode):
+    """Counts the operators that are given a DTensor; it sits above both torch's C++ and ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = tree_leaves((args, kwargs or {}))
+        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in given) else [])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
+def test_no_operator_is_given_a_dtensor_during_a_static_step(rules):
+    """Forward, backward, optimizer and zero_grad, of each of three steps; in Eager hundreds are."""
+    names = ["llama", "dit", "mixtral, experts divided along tp"]
+
+    def check():
+        import dtensor_rules
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        counted = {}
+        for name, mode in [*((name, "static") for name in names), ("llama", "eager")]:
+            case = CASES[name]
+            model = parallelize(case.make(), case.plan(mesh, sp=True), mode=mode)
+            optimizer = torch.optim.AdamW(model.parameters())
+            if not rules:
+                dtensor_rules.disable()
+            for _ in range(3):
+                with _OfDTensors() as seen:
+                    case.loss(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                counted.setdefault((name, mode), []).append(seen.names)
+        return counted
+
+    for counted in run_ranks(check, 2, timeout=240):
+        eager = counted.pop(("llama", "eager"))
+        assert all(names["aten.mm.default"] > 20 for names in eager)
+        assert all(names.total() > 500 for names in eager)
+        assert set(counted) == {(name, "static") for name in names}
+        assert all(names == {} for steps in counted.values() for names in steps), counted
+
+
+def test_a_sequence_that_cannot_be_cut_evenly_is_refused_by_name():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(models.vit(), zoo.vit(mesh, dp="dp", sp=True), mode="static")
+        _image_loss(model)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(check, 2)
+    assert r"vit.layers.0.forward_pre:<in>:0 has shape (4, 17, 32)" in str(error.value)
+    assert "dim 1 is to be cut into 2: in static mode shards are even" in str(error.value)
