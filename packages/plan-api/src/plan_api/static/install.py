@@ -96,7 +96,9 @@ def install_static(
         bucket_mb: as `parallelize` has it.
     """
     leaves = leaves_of(model)
-    handles = [model.register_forward_pre_hook(_refresh(leaves), prepend=True, with_kwargs=True)]
+    gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
+    begin = _begin(leaves, gradients)
+    handles = [model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)]
     for site in sites:
         module = model.get_submodule(site.path)
         if site.moment is Moment.OPERATOR:
@@ -117,7 +119,6 @@ def install_static(
             module.register_forward_hook(counting.leave, always_call=True),
         ]
     step_on_leaves(leaves)
-    gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     return StaticParts(tuple(handles), gradients, tuple(leaves))
 
 
@@ -196,11 +197,14 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     return said
 
 
-def _refresh(leaves: Sequence[Leaf]) -> Any:
+def _begin(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients.clear()
         for leaf in leaves:
             leaf.refresh()
-        map_tensors((args, kwargs), _refuse)
+        for given in (*args, *kwargs.values()):
+            if type(given) is not torch.Tensor:
+                map_tensors(given, _refuse)
 
     return hook
 
