@@ -61,7 +61,7 @@ def test_moves_have_dtensors_bits_and_collectives(size):
                 torch.equal(moved, theirs._local_tensor),
                 moved.stride() == theirs._local_tensor.stride(),
                 # gloo's DTensor gathers where there is an all-to-all.
-                isinstance(src, Shard) and isinstance(dst, Shard)
+                (isinstance(src, Shard) and isinstance(dst, Shard))
                 or [(one.op, one.wire_bytes) for one in ours.calls]
                 == [(one.op, one.wire_bytes) for one in log.calls],
                 torch.equal(local, given),
@@ -228,7 +228,7 @@ def test_a_tensor_that_the_script_gives_is_whole_and_others_have_to_be_said(axis
     ("src", "dst"), [(S0, P), (R, AVG), (R, MAX), (P, AVG), (Partial("product"), R)], ids=str
 )
 def test_moves_that_dtensor_has_not_or_rounds_otherwise_are_refused(axis, src, dst):
-    with pytest.raises(ValueError, match="cannot move .*use mode='eager'"):
+    with pytest.raises(ValueError, match=r"cannot move .*use mode='eager'"):
         _mover(axis, src, dst, grad_src=R)
 
 
@@ -240,7 +240,7 @@ def test_uneven_parts_are_refused_with_site_and_shape(axis, src, dst):
 
 def test_a_dtensor_is_refused_by_its_site(axis):
     given = DTensor.from_local(torch.ones(2, 2), axis, [S0])
-    with pytest.raises(ValueError, match="layer.forward_pre:<in>:0 is a DTensor"):
+    with pytest.raises(ValueError, match=r"layer.forward_pre:<in>:0 is a DTensor"):
         _mover(axis, R, S0)(given)
 
 

@@ -89,7 +89,9 @@ def _same(one, other):
 def test_parameters_are_dtensors_where_optimizers_look_and_plain_where_modules_do(mesh):
     model = _net(mesh)
     named = dict(model.named_parameters())
-    assert all(type(param) is nn.Parameter or isinstance(param, DTensor) for param in named.values())
+    assert all(
+        type(param) is nn.Parameter or isinstance(param, DTensor) for param in named.values()
+    )
     assert isinstance(named["up.weight"], DTensor)
     assert type(model.up.weight) is torch.Tensor
     assert model.up.weight.data_ptr() == named["up.weight"]._local_tensor.data_ptr()
@@ -139,7 +141,7 @@ def _untie(model):
 def test_parameters_that_are_tied_no_longer_are_refused(mesh):
     model = _net(mesh)
     model.load_state_dict(_net(mesh).state_dict(), assign=True)
-    with pytest.raises(ValueError, match="table.weight was tied .*load without assign"):
+    with pytest.raises(ValueError, match=r"table.weight was tied .*load without assign"):
         model(_batch())
 
 

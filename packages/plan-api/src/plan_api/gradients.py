@@ -126,7 +126,11 @@ class Gradients:
         self._handles += [param.register_post_accumulate_grad_hook(after) for param in self._params]
 
     def _after(self) -> None:
-        if self._synchronises and not self._queued:
+        if self._synchronises:
+            self._queue()
+
+    def _queue(self) -> None:
+        if not self._queued:
             self._queued = True
             # As torch/distributed/fsdp does it: runs when this backward is through.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)

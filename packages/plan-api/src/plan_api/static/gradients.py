@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +19,13 @@ from plan_api.gradients import Gradients
 from plan_api.hooks import Fired
 from plan_api.static.leaves import Leaf
 
+if TYPE_CHECKING:
+    from fused_comm import GradReducer
+
 __all__ = ["LeafGradients"]
+
+# How many have a tensor in C++; a torch that does not say it has no gradient given again.
+_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
 
 
 class LeafGradients(Gradients):
@@ -39,59 +47,121 @@ class LeafGradients(Gradients):
         fired: Fired,
         bucket_mb: float,
     ) -> None:
-        self._leaves = leaves
         self._said = said
-        self._specs: dict[int, tuple[Any, DTensorSpec]] = {}  # by leaf
+        self._deliveries = [_Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves]
         super().__init__(model, False, fired, bucket_mb)
 
     def renew(self, model: nn.Module) -> None:
         """Begins again: parameters are others, or have another dtype, than they were."""
         self.remove()
         self._reducer = None
-        self._specs.clear()
+        for delivery in self._deliveries:
+            delivery.forget()
         self._begin(model)
+
+    def clear(self) -> None:
+        """Lets go of gradients that nobody else has any more."""
+        for delivery in self._deliveries:
+            delivery.clear()
+
+    def placer(self, leaf: Leaf) -> Callable[[torch.Tensor], DTensor]:
+        """What makes a leaf's gradient the DTensor that it is a part of."""
+        delivery = next(one for one in self._deliveries if one.leaf is leaf)
+        return delivery.placed
 
     def _reduces(self) -> bool:
         return bool(self._said)
 
     def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
-        def told(leaf: Leaf) -> None:
-            self._deliver(leaf)
-            after(leaf.param)
+        reducer = self._reducer
+        for delivery in self._deliveries:
+            if reducer is None:  # all are delivered at the end, which costs less
+                delivery.leaf.tell(self._queue)
+            else:
+                delivery.leaf.tell(partial(self._reduce, delivery, reducer))
 
-        for leaf in self._leaves:
-            leaf.tell(told)
+    def _reduce(self, delivery: _Delivery, reducer: GradReducer) -> None:
+        reducer.accumulate(delivery.leaf.param, delivery.take())
+        self._after()
 
-    def placer(self, leaf: Leaf) -> Callable[[torch.Tensor], DTensor]:
-        """What makes a leaf's gradient the DTensor that it is a part of."""
-        return lambda local: DTensor(local, self._spec(leaf), requires_grad=False)
-
-    def _deliver(self, leaf: Leaf) -> None:
-        """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
-        local, leaf.tensor.grad = leaf.tensor.grad, None
-        param = leaf.param
-        spec = self._spec(leaf)
-        grad = DTensor(local, spec, requires_grad=False)
-        if self._reducer is not None:
-            self._reducer.accumulate(param, grad)
-        elif param.grad is None:
-            param.grad = grad
-        elif param.grad.placements == grad.placements:
-            param.grad._local_tensor.add_(local)
+    def _finish(self) -> None:
+        if self._reducer is None:
+            for delivery in self._deliveries:
+                if delivery.leaf.tensor.grad is not None:
+                    delivery.deliver()
+        if self._synchronises:
+            super()._finish()
+            if self._said:
+                self.clear()
         else:
-            param.grad = param.grad + grad
+            self._queued = False
 
-    def _spec(self, leaf: Leaf) -> DTensorSpec:
-        known = self._specs.get(id(leaf))
-        if known is not None and known[0] is leaf.param:
-            return known[1]
-        param = leaf.param
-        said = self._said.get(leaf.name, {})
+
+class _Delivery:
+    """Of one leaf's gradients to its parameter, as DTensors.
+
+    Args:
+        leaf: whose.
+        said: how they are placed where that is not as the parameter, by axis.
+    """
+
+    def __init__(self, leaf: Leaf, said: Mapping[str, Placement]) -> None:
+        self.leaf = leaf
+        self._said = said
+        self._param: torch.Tensor | None = None
+        self._spec: DTensorSpec | None = None
+        self._given: Any = None  # the last one, which is given again if nobody else has it
+
+    def take(self) -> DTensor:
+        """The leaf's gradient, which it has no more."""
+        leaf = self.leaf
+        local, leaf.tensor.grad = leaf.tensor.grad, None
+        assert local is not None
+        return self.placed(local)
+
+    def placed(self, local: torch.Tensor) -> DTensor:
+        """A gradient of the leaf as a DTensor."""
+        param = self.leaf.param
+        if param is not self._param:
+            self._param, self._spec, self._given = param, self._placed(), None
+        # DTensor() would call an __init__ that does nothing, and takes its time for it.
+        assert self._spec is not None
+        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
+
+    def forget(self) -> None:
+        """The parameter is another, or has another dtype."""
+        self._param = self._spec = self._given = None
+
+    def deliver(self) -> None:
+        """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
+        leaf = self.leaf
+        param: Any = leaf.param
+        grad = param.grad
+        if grad is None and param is self._param and self._is_free():
+            given: Any = self._given
+            given._local_tensor, leaf.tensor.grad = leaf.tensor.grad, None
+            param.grad = given
+        elif grad is None:
+            param.grad = self._given = self.take()
+        elif grad.placements == (new := self.take()).placements:
+            grad._local_tensor.add_(new._local_tensor)
+        else:
+            param.grad = grad + new
+
+    def clear(self) -> None:
+        """Lets go of the last gradient if nobody else has it."""
+        if self._is_free():
+            self._given._local_tensor = None
+
+    def _is_free(self) -> bool:
+        given = self._given
+        return given is not None and getrefcount(given) == 3 and _owners(given) == 1
+
+    def _placed(self) -> DTensorSpec:
+        param = self.leaf.param
         mesh: DeviceMesh = param.device_mesh
         placements = tuple(
-            said.get(axis, placement)
+            self._said.get(axis, placement)
             for axis, placement in zip(axis_names(mesh), param.placements, strict=True)
         )
-        spec = DTensorSpec(mesh, placements, tensor_meta=param._spec.tensor_meta)
-        self._specs[id(leaf)] = (param, spec)
-        return spec
+        return DTensorSpec(mesh, placements, tensor_meta=param._spec.tensor_meta)

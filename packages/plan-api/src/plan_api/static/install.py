@@ -100,6 +100,7 @@ def install_static(
         guard_steps: as `parallelize` has it.
     """
     leaves = leaves_of(model)
+    gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     handles: list[RemovableHandle] = []
     for site in sites:
         module = model.get_submodule(site.path)
@@ -124,10 +125,9 @@ def install_static(
             module.register_forward_hook(counting.leave, always_call=True),
         ]
     step_on_leaves(leaves)
-    gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     guard = Guard(model, sites, indices, mesh, leaves, gradients, guard_steps)
-    refresh = _refresh(leaves, gradients)  # before the guard looks at them
-    handles.append(model.register_forward_pre_hook(refresh, prepend=True, with_kwargs=True))
+    begin = _begin(leaves, gradients)  # before the guard looks at them
+    handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
     return StaticParts((*handles, guard.handle), gradients, guard)
 
 
@@ -195,13 +195,16 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     return said
 
 
-def _refresh(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
+def _begin(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mend_steps()
+        gradients.clear()
         if any([leaf.refresh() for leaf in leaves]):
             step_on_leaves(leaves)
             gradients.renew(model)
-        map_tensors((args, kwargs), _refuse)
+        for given in (*args, *kwargs.values()):
+            if type(given) is not torch.Tensor:
+                map_tensors(given, _refuse)
 
     return hook
 

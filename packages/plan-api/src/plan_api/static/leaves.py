@@ -42,7 +42,7 @@ class Leaf:
         self._users = [(weakref.ref(module), own) for module, own in users]
         self._source: torch.Tensor | None = None
         self._needed = False  # a gradient, ever
-        self._told: Callable[[Leaf], None] | None = None
+        self._told: Callable[[], None] | None = None
         self._handle: RemovableHandle | None = None
         self.refresh()
 
@@ -95,7 +95,7 @@ class Leaf:
             if (module := reference()) is not None:
                 yield module, own
 
-    def tell(self, told: Callable[[Leaf], None]) -> None:
+    def tell(self, told: Callable[[], None]) -> None:
         """Calls a function whenever backward has accumulated a gradient in the leaf."""
         if self._handle is not None:
             self._handle.remove()
@@ -106,8 +106,8 @@ class Leaf:
         reference = weakref.ref(self)
 
         def hook(_: torch.Tensor) -> None:
-            if (alive := reference()) is not None and alive._told is not None:
-                alive._told(alive)
+            if (alive := reference()) is not None and (told := alive._told) is not None:
+                told()
 
         self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
 

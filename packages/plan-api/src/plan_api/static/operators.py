@@ -7,10 +7,9 @@ caught in the module's own code only: while a child that has children runs, noth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.cross_entropy import Cut, cross_entropy
 from plan_api.fuse import Site
+from plan_api.static.catching import Calls, Operator, Span
 from plan_api.static.moves import local_move
 
 __all__ = ["install_operators"]
-
-_Operator: TypeAlias = Callable[..., Any]
 
 
 def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
@@ -44,7 +41,7 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         ValueError: torch has no such function.
     """
     axes = axis_names(mesh)
-    table: dict[_Operator, _Calls] = {}
+    table: dict[Operator, Calls] = {}
     for step in site.steps:
         placed = {axes.index(axis): move.dst for axis, move in step.moves.items()}
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
@@ -52,12 +49,12 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         for function in _functions(name, site.name):
             fused = function is F.scaled_dot_product_attention
             make = _attention if fused else _MADE.get(name, _on_dtensors)
-            calls = table.setdefault(function, _Calls(function))
+            calls = table.setdefault(function, Calls(function, function.__name__))
             calls.instead[int(number) if number else None] = make(function, mesh, placements)
-    span = _Span(table)
+    span = Span(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
-        module.register_forward_hook(span.leave, prepend=True, always_call=True),
+        module.register_forward_hook(span.end, prepend=True, always_call=True),
     ]
     for child in module.children():
         if next(child.children(), None) is not None:
@@ -68,63 +65,7 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
     return handles
 
 
-@dataclass
-class _Calls:
-    """The calls of one function in a module's own code.
-
-    Attributes:
-        function: of torch.
-        instead: what is called, by the call's number; with None, in all others.
-        count: of calls so far.
-    """
-
-    function: _Operator
-    instead: dict[int | None, _Operator] = field(default_factory=dict)
-    count: int = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        number, self.count = self.count, self.count + 1
-        function = self.instead.get(number) or self.instead.get(None, self.function)
-        return function(*args, **kwargs)
-
-
-class _Span:
-    """While a module's own code runs: begun by it, left for children."""
-
-    def __init__(self, table: Mapping[_Operator, _Calls]) -> None:
-        self._table = table
-        self._modes: list[_Catching] = []
-
-    def begin(self, *_: Any) -> None:
-        for calls in self._table.values():
-            calls.count = 0
-        self.enter()
-
-    def enter(self, *_: Any) -> None:
-        mode: Any = _Catching(self._table)
-        mode.__enter__()
-        self._modes.append(mode)
-
-    def leave(self, *_: Any) -> None:
-        if self._modes:
-            mode: Any = self._modes.pop()
-            mode.__exit__(None, None, None)
-
-
-class _Catching(TorchFunctionMode):
-    """Calls others for some functions of torch."""
-
-    def __init__(self, table: Mapping[_Operator, _Calls]) -> None:
-        super().__init__()
-        self._table = table
-
-    def __torch_function__(
-        self, func: _Operator, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return self._table.get(func, func)(*args, **(kwargs or {}))
-
-
-def _functions(name: str, where: str) -> list[_Operator]:
+def _functions(name: str, where: str) -> list[Operator]:
     """All that goes by a name: torch.reshape is one thing, Tensor.reshape another."""
     found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
     functions = [one for one in found if callable(one)]
@@ -138,7 +79,7 @@ def _functions(name: str, where: str) -> list[_Operator]:
     return functions
 
 
-def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+def _dropout(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     if not find_spec("dist_rng"):
         return F.dropout
     from dist_rng import Region, dropout
@@ -162,9 +103,7 @@ def _dropout(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     return dropped
 
 
-def _attention(
-    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> _Operator:
+def _attention(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     def attended(*args: Any, **kwargs: Any) -> torch.Tensor:
         if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
             raise NotImplementedError(
@@ -178,7 +117,7 @@ def _attention(
     return attended
 
 
-def _cross_entropy(_: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+def _cross_entropy(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     cuts: dict[torch.Size, Cut] = {}
 
     def computed(
@@ -224,9 +163,7 @@ def _cut(
     return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
 
 
-def _embedding(
-    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> _Operator:
+def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     """Of a table whose rows are cut: what other ranks have is zero, a term of the sum."""
     cuts: dict[torch.Size, Cut] = {}
 
@@ -246,7 +183,7 @@ def _embedding(
     return looked_up
 
 
-def _mean(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+def _mean(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     """A mean over elements: this rank's share of it, a term of the sum over the ranks."""
     share = 1 / math.prod(size for _, size in _parts(mesh, placements))
 
@@ -257,7 +194,7 @@ def _mean(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ..
     return computed
 
 
-def _sized(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+def _sized(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     """`view`, `reshape`: the code says the sizes of the whole, and each rank makes its part."""
     parts = _parts(mesh, placements)
 
@@ -273,7 +210,7 @@ def _sized(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, .
     return called
 
 
-def _split(function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Operator:
+def _split(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     """The code says how long pieces of the whole are."""
     parts = dict(_parts(mesh, placements))
 
@@ -295,7 +232,7 @@ def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[in
     ]
 
 
-def _part(size: int, by: int, function: _Operator) -> int:
+def _part(size: int, by: int, function: Operator) -> int:
     if size == -1:
         return size
     if size % by:
@@ -307,8 +244,8 @@ def _part(size: int, by: int, function: _Operator) -> int:
 
 
 def _on_dtensors(
-    function: _Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> _Operator:
+    function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Operator:
     """Any other function: its first tensor is a DTensor while it runs."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +268,7 @@ def _as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-_MADE: dict[str, Callable[[_Operator, DeviceMesh, tuple[Placement, ...]], _Operator]] = {
+_MADE: dict[str, Callable[[Operator, DeviceMesh, tuple[Placement, ...]], Operator]] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,

@@ -39,6 +39,21 @@ _watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 _registered = False
 
 
+@dataclass(slots=True)  # not frozen, for that takes longer to make
+class _Loan:
+    """A leaf, lent for its parameter.
+
+    Attributes:
+        param: the DTensor.
+        leaf: the parameter's.
+        state: of the parameter, as the optimizer shows it; None if it has none yet.
+    """
+
+    param: torch.Tensor
+    leaf: Leaf
+    state: dict[str, Any] | None
+
+
 @dataclass(frozen=True)
 class _Lent:
     """What an optimizer has while it does not step.
@@ -46,12 +61,12 @@ class _Lent:
     Attributes:
         params: of each group.
         state: by parameter.
-        leaves: that it was given, of their parameters.
+        loans: of leaves.
     """
 
     params: list[list[torch.Tensor]]
     state: dict[torch.Tensor, Any]
-    leaves: list[tuple[torch.Tensor, Leaf]]
+    loans: list[_Loan]
 
 
 def step_on_leaves(leaves: Iterable[Leaf]) -> None:
@@ -80,33 +95,49 @@ def _lend(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         _give_back(optimizer, (), {})
     if type(optimizer) not in _ELEMENTWISE or len(args) > 1 or kwargs.get("closure") is not None:
         return  # a closure runs backward while the optimizer steps
-    groups = optimizer.param_groups
-    params: list[list[torch.Tensor]] = [group["params"] for group in groups]
-    found = [(param, leaf) for group in params for param in group if (leaf := _leaf(param))]
-    if not found:
+    shown = optimizer.state
+    local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    loans: list[_Loan] = []
+    given: list[list[torch.Tensor]] = []
+    # Tensors are slow to look up in a dict: once for each is enough.
+    for group in optimizer.param_groups:
+        given.append(tensors := [])
+        for param in group["params"]:
+            leaf, state = _leaf(param), shown.get(param)
+            tensor = param if leaf is None else leaf.tensor
+            tensors.append(tensor)
+            if leaf is not None:
+                loans.append(_Loan(param, leaf, state))
+                _lend_gradient(param, leaf)
+            if state is not None:
+                local[tensor] = state if leaf is None else _local(state)
+    if not loans:
         return
-    of_param = {param: leaf.tensor for param, leaf in found}
-    for param, leaf in found:
-        if isinstance(grad := param.grad, DTensor):
-            if grad.placements != leaf.param.placements:
-                grad = grad.redistribute(placements=leaf.param.placements)
-            leaf.tensor.grad = grad._local_tensor
-    _stepping[optimizer] = _Lent(params, optimizer.state, found)
+    if len(local) != len(shown):  # what is of no parameter
+        lent = {loan.param for loan in loans}
+        local.update({key: state for key, state in shown.items() if key not in lent})
+    params = [group["params"] for group in optimizer.param_groups]
+    _stepping[optimizer] = _Lent(params, shown, loans)
     if optimizer not in _watched:
         _watched.add(optimizer)
         optimizer.register_state_dict_pre_hook(lambda own: _give_back(own, (), {}))
-    local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for param, held in optimizer.state.items():
-        if param in of_param:
-            local[of_param[param]] = {
-                name: one._local_tensor if isinstance(one, DTensor) else one
-                for name, one in held.items()
-            }
-        else:
-            local[param] = held
     optimizer.state = local
-    for group, own in zip(groups, params, strict=True):
-        group["params"] = [of_param.get(param, param) for param in own]
+    for group, tensors in zip(optimizer.param_groups, given, strict=True):
+        group["params"] = tensors
+
+
+def _lend_gradient(param: torch.Tensor, leaf: Leaf) -> None:
+    grad = param.grad
+    if isinstance(grad, DTensor):
+        if grad.placements != leaf.param.placements:
+            grad = grad.redistribute(placements=leaf.param.placements)
+        leaf.tensor.grad = grad._local_tensor
+
+
+def _local(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: one._local_tensor if isinstance(one, DTensor) else one for name, one in state.items()
+    }
 
 
 def _give_back(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
@@ -117,12 +148,13 @@ def _give_back(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any
     for group, own in zip(optimizer.param_groups, lent.params, strict=True):
         group["params"] = own
     optimizer.state = lent.state  # type: ignore[assignment]
-    for param, leaf in lent.leaves:
-        if leaf.tensor.grad is None:  # zero_grad(), after a step that has raised
-            param.grad = None
-        leaf.tensor.grad = None
-        if leaf.tensor in local:
-            _show(local.pop(leaf.tensor), lent.state[param], leaf)
+    for loan in lent.loans:
+        tensor = loan.leaf.tensor
+        if tensor.grad is None:  # zero_grad(), after a step that has raised
+            loan.param.grad = None
+        tensor.grad = None
+        if (state := local.pop(tensor, None)) is not None:
+            _show(state, lent.state[loan.param] if loan.state is None else loan.state, loan.leaf)
     lent.state.update(local)
 
 

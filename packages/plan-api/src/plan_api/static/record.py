@@ -144,7 +144,7 @@ def record(
 class _Recording(Mover):
     """A mover that tells what passes it."""
 
-    settled = property(lambda _: None, lambda *_: None)  # type: ignore[assignment]
+    settled = property(lambda _: None, lambda *_: None)
 
     def __init__(self, step: Step, mesh: DeviceMesh, site: str, seen: Record) -> None:
         super().__init__(step, mesh, site)
