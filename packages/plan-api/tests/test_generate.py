@@ -107,7 +107,7 @@ def generated(shape):
 
 
 def test_models_it_has_not_seen_train_as_in_eager():
-    for found in run_ranks(generated, 2, (1, 2), timeout=400):
+    for found in run_ranks(generated, 2, (1, 2), timeout=580):
         for name, (_, static, eager) in found.items():
             assert static == eager, name
         plans = {name: plan for name, (plan, _, _) in found.items()}
@@ -145,5 +145,5 @@ def refused():
 
 def test_what_local_tensors_cannot_do_is_reported():
     for message in run_ranks(refused, 2):
-        assert "what is returned by out" in message
+        assert "out.run:bias" in message or "what is returned by out" in message
         assert "use mode='eager'" in message

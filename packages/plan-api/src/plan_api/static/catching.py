@@ -43,6 +43,7 @@ class Calls:
     by_name: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what is to be called instead."""
         number, self.count = self.count, self.count + 1
         function = self.instead.get(number) or self.instead.get(None, self.function)
         return function(*args, **kwargs)

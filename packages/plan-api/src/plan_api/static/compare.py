@@ -121,11 +121,16 @@ def differs_anywhere(differs: bool, mesh: DeviceMesh) -> bool:
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
     """Within it nothing is changed for good: neither generators nor buffers."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     with torch.random.fork_rng(), torch.no_grad():
         yield
-        for buffer, value in before:
-            buffer.copy_(value)
+        for module, name, buffer, value in before:
+            module._buffers[name] = buffer.copy_(value)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, _Trace]:

@@ -87,16 +87,17 @@ def _tried(
     while True:
         static = twin_of(model)
         with_sizes = plan | _written(Plan(plan.mesh), used, model)
-        parallelize(static, with_sizes, mode="static", guard_steps=0, src_data_rank=None)
         try:
+            parallelize(static, with_sizes, mode="static", guard_steps=0, src_data_rank=None)
             found = installed(static).check(*args, **kwargs)
-        except StaticError as error:
-            more = _next(sizes, used, error.site)
+        except ValueError as error:
+            site = error.site if isinstance(error, StaticError) else ""
+            more = _next(sizes, used, site) if isinstance(error, StaticError) else []
             if more:
                 used += more
                 continue
             raise ValueError(
-                f"generate_static: {error.site or 'the model'} cannot run on local tensors: {error}"
+                f"generate_static: {site or 'the model'} cannot run on local tensors: {error}"
             ) from error
         if found:
             raise ValueError(

@@ -134,13 +134,13 @@ class _Delivery:
 
     def deliver(self) -> None:
         """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
-        leaf = self.leaf
-        param: Any = leaf.param
-        grad = param.grad
-        if grad is None and param is self._param and self._is_free():
-            given: Any = self._given
-            given._local_tensor, leaf.tensor.grad = leaf.tensor.grad, None
-            param.grad = given
+        leaf, param = self.leaf, self.leaf.param
+        grad: Any = param.grad
+        known: Any = self._param
+        if grad is None and param is known and self._is_free():
+            self._given._local_tensor = leaf.tensor.grad
+            leaf.tensor.grad = None
+            param.grad = self._given
         elif grad is None:
             param.grad = self._given = self.take()
         elif grad.placements == (new := self.take()).placements:

@@ -199,7 +199,8 @@ def _begin(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mend_steps()
         gradients.clear()
-        if any([leaf.refresh() for leaf in leaves]):
+        renewed = [leaf.refresh() for leaf in leaves]
+        if any(renewed):
             step_on_leaves(leaves)
             gradients.renew(model)
         for given in (*args, *kwargs.values()):
