@@ -315,3 +315,30 @@ def test_a_scattered_axis_may_wait():
 
     expected = [(R, P), (R, S0)]
     assert run_ranks(check, 4) == [(expected, [20.0])] * 4
+
+
+def test_gradients_that_autograd_has_made_elsewhere_are_taken():
+    """Of plain tensors that share the parameters' memory: two backwards, the first not synced."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = model(mesh)
+        reducer = GradReducer(params, bucket_mb=1e-4)
+        for _ in range(2):
+            leaves = [p._local_tensor.detach().requires_grad_() for p in params]
+            for number, x in enumerate((batch(mesh, 1), batch(mesh, 2))):
+                reducer.set_requires_gradient_sync(number == 1)
+                loss(leaves, x.to_local()).backward()
+                for leaf, param in reversed([*zip(leaves, params, strict=True)]):
+                    grad = DTensor.from_local(leaf.grad, mesh, [P], run_check=False)
+                    leaf.grad = None
+                    reducer.accumulate(param, grad)
+            reducer.finish()
+            assert all(param.grad.placements == (R,) for param in params)
+            assert close(full(params), reference(params, [batch(mesh, 1), batch(mesh, 2)]))
+            for param in params:
+                param.grad = None
+        with pytest.raises(ValueError, match="none of those that were given"):
+            reducer.accumulate(model(mesh)[0], params[0].detach())
+
+    run_ranks(check, 2)
