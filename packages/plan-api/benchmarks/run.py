@@ -1,4 +1,7 @@
-"""What `nox -s bench -- plan-api` runs: the cost of a hook, and of making large models."""
+"""What `nox -s bench -- plan-api` runs: the cost of a hook, of steps, and of making large models.
+
+The steps' picture goes to bench-results/plan-api-static.svg.
+"""
 
 import argparse
 import json
@@ -6,6 +9,8 @@ import resource
 import time
 from pathlib import Path
 
+import picture
+import static_speed
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,21 +20,38 @@ from testkit import fake_mesh
 
 CALLS, ROUNDS = 2000, 30
 LAYERS = 80
+PICTURE = Path(__file__).parents[3] / "bench-results" / "plan-api-static.svg"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
+    parser.add_argument("--only", choices=PARTS, help="one part; by default all")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    parts = [options.only] if options.only else list(PARTS)
+    rows = [row for part in parts for row in PARTS[part]()]
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def steps():
+    """Training steps, and their picture."""
+    rows = static_speed.rows()
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(picture.bars(rows))
+    print(f"written: {PICTURE}")
+    return rows
+
+
+def models():
+    """Models made, and hooks passed."""
     with fake_mesh((128, 8), ("dp", "tp"), rank=3) as mesh:
         made = deferred_model(mesh)  # first, for the peak is the process's
     with fake_mesh((2, 4), ("dp", "tp")) as mesh:
         rows = [hook_overhead(mesh)]
     with fake_mesh((2, 4), ("dp", "tp")) as mesh:
         rows.append(large_model(mesh))
-    rows.append(made)
-    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return [*rows, made]
 
 
 class Through(nn.Module):
@@ -132,6 +154,9 @@ def large_model(mesh):
         "most_s": 2.0,
     }
 
+
+# First what measures memory: the peak is the process's.
+PARTS = {"models": models, "steps": steps}
 
 if __name__ == "__main__":
     main()

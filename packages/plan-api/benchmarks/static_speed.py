@@ -5,18 +5,27 @@ hand and static compute and send the same, which is checked before anything is t
 """
 
 import contextlib
+import gc
+import os
+import statistics
+import time
+import warnings
 from collections import Counter
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from by_hand import by_hand
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor_rules
-from plan_api import parallelize, zoo
-from testkit import models
+from plan_api import gradients, parallelize, zoo
+from testkit import fake_mesh, models, run_ranks
 
 RANKS, HIDDEN, BATCH, TOKENS = 8, 64, 4, 16
 MOST = 1.05
+NAMES = {"llama": "LLaMA", "mixtral": "Mixtral", "dit": "DiT"}
 KINDS = ("hand", "static", "eager", "stock")
 
 
@@ -66,18 +75,6 @@ def _batch(name):
     return {"input_ids": ids, "labels": ids}
 
 
-@contextlib.contextmanager
-def _rules_off():
-    dtensor_rules.disable()  # parallelize has switched them on
-    try:
-        yield
-    finally:
-        dtensor_rules.enable()
-
-
-CONTEXTS = dict.fromkeys(KINDS, _rules_off) | {"eager": dtensor_rules.enabled}
-
-
 class _Counting(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -89,7 +86,7 @@ class _Counting(TorchDispatchMode):
 
 
 def check_same(steps):
-    """Stops unless by hand and static run the same operators and collectives."""
+    """How many collectives a step makes; stops unless by hand and static run the same operators."""
     counted = {}
     for kind in ("hand", "static"):
         steps[kind]()
@@ -99,4 +96,118 @@ def check_same(steps):
     hand, static = counted["hand"], counted["static"]
     if hand != static:
         raise AssertionError(f"only by hand: {hand - static}; only static: {static - hand}")
-    return sum(hand.values()), sum(n for op, n in hand.items() if "_c10d_functional" in op) // 2
+    return sum(n for op, n in hand.items() if "c10d" in op and "wait" not in op)
+
+
+def rows():
+    """One row a model and world, in milliseconds a step."""
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        return [
+            *(_on_fake_mesh(name) for name in ("llama", "mixtral", "dit")),
+            *(_on_two(name) for name in ("llama", "mixtral", "dit")),
+            _fused_on_two(),
+        ]
+
+
+def _on_fake_mesh(name, rounds=12):
+    with fake_mesh((RANKS,), ("tp",)) as mesh, _one_core():
+        steps = {kind: build(name, kind, mesh) for kind in KINDS}
+        sent = check_same(steps)
+        # Of this thread: what other processes do is not in it.
+        times = _interleaved(steps, time.thread_time_ns, rounds)
+    return _row(f"{NAMES[name]}, tp on {RANKS} simulated ranks", times, min) | {"collectives": sent}
+
+
+def _on_two(name):
+    (times, sent), _ = run_ranks(_rank, 2, name, timeout=300)
+    return _row(f"{NAMES[name]}, tp on 2 gloo ranks", times, statistics.median) | {
+        "collectives": sent
+    }
+
+
+def _rank(name, rounds=8):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    steps = {kind: build(name, kind, mesh) for kind in KINDS}
+    losses = {}
+    for kind in ("hand", "static"):
+        torch.manual_seed(3)
+        losses[kind] = [steps[kind]().detach().clone() for _ in range(5)]
+    if not all(map(torch.equal, losses["hand"], losses["static"])):
+        raise AssertionError(f"losses differ: {losses}")
+    return _interleaved(steps, time.perf_counter_ns, rounds), check_same(steps)
+
+
+def _fused_on_two():
+    """Static with data parallelism: gradients one by one, and in few collectives."""
+    (times, _), _ = run_ranks(_rank_fused, 2, timeout=300)
+    one, few = (statistics.median(times[kind]) for kind in ("static", "fused"))
+    return {
+        "case": "LLaMA, dp on 2 gloo ranks",
+        "static_ms": round(one, 2),
+        "static_fused_comm_ms": round(few, 2),
+    }
+
+
+def _rank_fused(rounds=8):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    steps = {"fused": build("llama", "static", mesh, dp="dp")}
+    with mock.patch.object(gradients, "find_spec", lambda _: None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that says what is measured here
+        steps["static"] = build("llama", "static", mesh, dp="dp")
+        steps["static"]()
+    return _interleaved(steps, time.perf_counter_ns, rounds), None
+
+
+def _interleaved(steps, clock, rounds, turns=12, warmup=3):
+    """Milliseconds a step of each kind, every time; kinds take turns.
+
+    All but stock DTensor run with dtensor-rules switched on, as `parallelize` leaves them.
+    Switching takes so long that in each round the others take several turns.
+    """
+    times = {kind: [] for kind in steps}
+    stock = {kind: step for kind, step in steps.items() if kind == "stock"}
+    others = {kind: step for kind, step in steps.items() if kind != "stock"}
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        dtensor_rules.enable()
+        _turns(others, clock, turns, warmup, times)
+        if stock:
+            dtensor_rules.disable()
+            _turns(stock, clock, 2, 1, times)
+    dtensor_rules.enable()
+    gc.enable()
+    return times
+
+
+def _turns(steps, clock, turns, warmup, times):
+    for turn in range(-warmup, turns):
+        for kind, step in steps.items():
+            if dist.get_backend() == "gloo":
+                dist.barrier()
+            start = clock()
+            step()
+            if turn >= 0:
+                times[kind].append((clock() - start) / 1e6)
+
+
+@contextlib.contextmanager
+def _one_core():
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {max(cores)})
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
+
+
+def _row(case, times, typical):
+    best = {f"{kind}_ms": round(typical(times[kind]), 2) for kind in KINDS}
+    times_hand = {
+        f"{kind}_times_hand": round(typical(times[kind]) / typical(times["hand"]), 3)
+        for kind in KINDS[1:]
+    }
+    met = "yes" if times_hand["static_times_hand"] <= MOST else "no"
+    return {"case": case} | best | times_hand | {"most_static": MOST, "met": met}
