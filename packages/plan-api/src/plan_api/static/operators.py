@@ -27,9 +27,22 @@ from plan_api.cross_entropy import Cut, cross_entropy
 from plan_api.fuse import Site
 from plan_api.static.moves import local_move
 
-__all__ = ["install_operators"]
+__all__ = ["check_operators", "install_operators"]
 
 _Operator: TypeAlias = Callable[..., Any]
+
+# That of torch.nn.functional may be dist-rng's, which calls this one.
+_FUSED: _Operator = torch._C._nn.scaled_dot_product_attention
+
+
+def check_operators(site: Site) -> None:
+    """Looks for the functions that a site of operators names.
+
+    Raises:
+        ValueError: torch has no such function.
+    """
+    for step in site.steps:
+        _functions(str(step.index).partition(":")[0], site.name)
 
 
 def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
@@ -39,9 +52,6 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         site: of operators.
         module: the site's.
         mesh: the plan's.
-
-    Raises:
-        ValueError: torch has no such function.
     """
     axes = axis_names(mesh)
     table: dict[_Operator, _Calls] = {}
@@ -50,8 +60,7 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
-            fused = function is F.scaled_dot_product_attention
-            make = _attention if fused else _MADE.get(name, _on_dtensors)
+            make = _attention if function is _FUSED else _MADE.get(name, _on_dtensors)
             calls = table.setdefault(function, _Calls(function))
             calls.instead[int(number) if number else None] = make(function, mesh, placements)
     span = _Span(table)
@@ -129,7 +138,7 @@ def _functions(name: str, where: str) -> list[_Operator]:
     found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
     functions = [one for one in found if callable(one)]
     if name == "dropout":
-        functions.append(F.scaled_dot_product_attention)  # which has one of its own
+        functions.append(_FUSED)  # which has one of its own
     if not functions:
         raise ValueError(
             f"{where}:<op:{name}>: there is no such function in torch, torch.nn.functional or "
