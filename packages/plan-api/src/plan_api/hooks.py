@@ -134,6 +134,6 @@ def _post_hook(
             if type(moved) is DTensor and moved._spec is mover.settled and index == 0:
                 continue
             moved = replace_part(moved, index, mover, site.name)
-        return None if moved is output else moved
+        return moved
 
     return hook

@@ -91,9 +91,10 @@ class Op:
         site = f"{self.path}.{self.moment.value}" if self.path else self.moment.value
         before = "" if self.src is None else short(self.src)
         move = f"{before}->{short(self.dst)}, {self.axis}"
-        if self.grad_dst is not None:
+        if self.grad_dst is not None or self.grad_src is not None:
             back = "" if self.grad_src is None else short(self.grad_src)
-            move += f", grad {back}->{short(self.grad_dst)}"
+            to = "" if self.grad_dst is None else short(self.grad_dst)
+            move += f", grad {back}->{to}"
         return f"{site}:{self.tensor}:{self.index}:{self.act.value}({move})"
 
 

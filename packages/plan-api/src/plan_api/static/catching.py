@@ -57,7 +57,7 @@ class Span:
     """
 
     def __init__(self, table: Mapping[Operator, Calls]) -> None:
-        self._calls = list(table.values())
+        self._calls = list({id(calls): calls for calls in table.values()}.values())
         # A type like Tensor is no place to put anything for a moment.
         self._names = [
             _Name(place, calls, self._found(calls))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from plan_api.static.gradients import LeafGradients
 from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of
 from plan_api.static.mover import StaticMover
-from plan_api.static.operators import install_operators
+from plan_api.static.operators import check_operators, install_operators
 from plan_api.static.optimizer import mend_steps, step_on_leaves
 
 __all__ = ["StaticParts", "check_static", "install_static"]
@@ -48,16 +48,25 @@ class StaticParts:
 
 
 def check_static(
-    sites: Iterable[Site], schedules: Mapping[str, Schedule], mesh: DeviceMesh
+    model: nn.Module,
+    sites: Iterable[Site],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
 ) -> None:
     """Refuses what static mode cannot do, before anything is changed or sent.
 
     Raises:
-        ValueError: a site does not say what a tensor is before; a parameter has phases; what a
-            module makes is to be cut. All of them are named.
+        ValueError: a site does not say what a tensor is before, or names a function that there is
+            not; a parameter has phases; what a module makes, or the rows of an embedding, are to be
+            cut. All of them are named.
     """
     problems = []
     for site in sites:
+        if site.moment is Moment.OPERATOR:
+            try:
+                check_operators(site)
+            except ValueError as error:
+                problems.append(str(error))
         for step in site.steps:
             try:
                 if site.moment.of_activations and step in site.moved:
@@ -75,8 +84,22 @@ def check_static(
         for name, schedule in schedules.items()
         if schedule.moves
     ]
+    problems += [
+        f"{name}: its rows are to be cut, and an Embedding would look tokens up in this rank's "
+        f"alone; use mode='eager'"
+        for name in _cut_tables(model, schedules)
+    ]
     if problems:
         raise ValueError("the plan does not fit static mode:\n" + "\n".join(problems))
+
+
+def _cut_tables(model: nn.Module, schedules: Mapping[str, Schedule]) -> Iterator[str]:
+    of_tensor = {id(tensor): schedules.get(name) for name, tensor in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            schedule = of_tensor.get(id(module.weight))
+            if schedule and any(getattr(one, "dim", None) == 0 for one in schedule.run):
+                yield f"{path}.weight" if path else "weight"
 
 
 def install_static(

@@ -26,7 +26,20 @@ from plan_api.fuse import Site
 from plan_api.static.catching import Calls, Operator, Span
 from plan_api.static.moves import local_move
 
-__all__ = ["install_operators"]
+__all__ = ["check_operators", "install_operators"]
+
+# That of torch.nn.functional may be dist-rng's, which calls this one.
+_FUSED: Operator = torch._C._nn.scaled_dot_product_attention
+
+
+def check_operators(site: Site) -> None:
+    """Looks for the functions that a site of operators names.
+
+    Raises:
+        ValueError: torch has no such function.
+    """
+    for step in site.steps:
+        _functions(str(step.index).partition(":")[0], site.name)
 
 
 def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
@@ -36,9 +49,6 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         site: of operators.
         module: the site's.
         mesh: the plan's.
-
-    Raises:
-        ValueError: torch has no such function.
     """
     axes = axis_names(mesh)
     table: dict[Operator, Calls] = {}
@@ -47,9 +57,11 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
-            fused = function is F.scaled_dot_product_attention
+            fused = function in (_FUSED, F.scaled_dot_product_attention)
             make = _attention if fused else _MADE.get(name, _on_dtensors)
             calls = table.setdefault(function, Calls(function, function.__name__))
+            if fused:
+                table[_FUSED] = calls
             calls.instead[int(number) if number else None] = make(function, mesh, placements)
     span = Span(table)
     handles = [
