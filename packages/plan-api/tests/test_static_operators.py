@@ -30,7 +30,7 @@ def _static(mesh, function, **said):
     plan = Plan(mesh)
     for name, placement in said.items():
         plan.annotate(f"<op:{name.replace('__', ':')}>", placement, mesh.mesh_dim_names[0])
-    return parallelize(Calls(function), plan, mode="static")
+    return parallelize(Calls(function), plan, mode="static", guard_steps=0)
 
 
 @pytest.fixture
@@ -130,7 +130,10 @@ def test_cross_entropy_has_dtensors_bits_and_one_devices_values(classes):
         plan = Plan(mesh)
         plan.annotate("<op:cross_entropy>", placements)
         model = parallelize(
-            Calls(lambda x, y: F.cross_entropy(x, y, weight, **options)), plan, mode="static"
+            Calls(lambda x, y: F.cross_entropy(x, y, weight, **options)),
+            plan,
+            mode="static",
+            guard_steps=0,
         )
         ours = theirs.detach().to_local().clone().requires_grad_()
         found = model(ours, targets.to_local())
@@ -254,7 +257,7 @@ def test_a_child_with_children_is_not_caught_and_one_without_is(mesh):
             return self.inner(x), x[:6].reshape(2, 6), self.leaf(x[:6]), self.inner(x)
 
     plan = Plan(mesh).annotate("<op:reshape>", S1)
-    model = parallelize(Block(), plan, mode="static")
+    model = parallelize(Block(), plan, mode="static", guard_steps=0)
     shapes = [one.shape for one in model(torch.ones(12))]
     assert shapes == [(2, 6), (2, 3), (2, 3), (2, 6)]
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)  # nothing is caught afterwards

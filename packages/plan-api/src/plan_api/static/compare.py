@@ -82,14 +82,14 @@ def compare(
     Returns:
         differences on this rank, in the order in which they arose; none if all bits are the same.
     """
-    with kept(static), torch.enable_grad():
-        wanted, traced = _run(eager, args, kwargs)
-        used = {name: param for name, param in eager.named_parameters() if param.requires_grad}
-        grads = gradients(wanted, list(used.values()))
+    used = {name: param for name, param in eager.named_parameters() if param.requires_grad}
+    # First what refuses more, so that it does so before anything is sent.
     with kept(static), torch.enable_grad():
         found, own = _run(static, args, kwargs)
-        leaves = [of_param[name][0] for name in used]
-        own_grads = gradients(found, leaves)
+        own_grads = gradients(found, [of_param[name][0] for name in used])
+    with kept(static), torch.enable_grad():
+        wanted, traced = _run(eager, args, kwargs)
+        grads = gradients(wanted, list(used.values()))
     differences = [
         *_of_modules(traced.returned, own.returned, "what is returned by"),
         *_of_results(wanted, found),
