@@ -95,23 +95,24 @@ class _Delivery:
     def __init__(self, leaf: Leaf, said: Mapping[str, Placement]) -> None:
         self.leaf = leaf
         self._said = said
-        self._param: torch.Tensor | None = None
-        self._spec: DTensorSpec | None = None
+        self._param: Any = None
+        self._spec: Any = None  # of the gradients
         self._given: Any = None  # the last one, which is given again if nobody else has it
 
     def take(self) -> DTensor:
         """The leaf's gradient, which it has no more."""
         leaf = self.leaf
-        local, leaf.tensor.grad = leaf.tensor.grad, None
+        local: Any = leaf.tensor.grad
+        leaf.tensor.grad = None
         if leaf.param is not self._param:
             self._param, self._spec, self._given = leaf.param, self._placed(), None
         # DTensor() would call an __init__ that does nothing, and takes its time for it.
-        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)  # type: ignore[no-any-return]
+        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
 
     def deliver(self) -> None:
         """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
         leaf = self.leaf
-        param: Any = leaf.param
+        param = leaf.param
         grad = param.grad
         if grad is None and param is self._param and self._is_free():
             self._given._local_tensor, leaf.tensor.grad = leaf.tensor.grad, None
