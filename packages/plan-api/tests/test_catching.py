@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_api.static.catching import Calls, Span
 from torch import nn
 from torch.nn.functional import dropout as imported
 from torch.overrides import _get_current_function_mode_stack
+
+from plan_api.static.catching import Calls, Span
 
 
 class Named(nn.Module):

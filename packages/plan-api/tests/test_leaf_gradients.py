@@ -1,10 +1,10 @@
 """Gradients of a static model's leaves, as its parameters have them."""
 
 import torch
-from plan_api import Plan, installed, parallelize
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
 
 
