@@ -65,6 +65,7 @@ class LeafGradients(Gradients):
     def _deliver(self, leaf: Leaf) -> None:
         """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
         local, leaf.tensor.grad = leaf.tensor.grad, None
+        assert local is not None
         param = leaf.param
         spec = self._spec(leaf, local)
         grad = DTensor(local, spec, requires_grad=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
@@ -161,7 +162,7 @@ def _idle(mover: Moves) -> bool:
 class _AsItIs:
     """What is annotated inside of the model: nobody has to know."""
 
-    settled = None
+    settled: DTensorSpec | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -170,7 +171,7 @@ class _AsItIs:
 class _Shown:
     """What the model returns, annotated: the script is given the DTensor that Eager would give."""
 
-    settled = None
+    settled: DTensorSpec | None = None
 
     def __init__(self, step: Step, mesh: DeviceMesh) -> None:
         self._mesh = mesh
