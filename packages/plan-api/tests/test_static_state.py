@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Plan, installed, parallelize
+from plan_api import Plan, deferred_init, installed, parallelize
 from testkit import fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -193,6 +193,42 @@ def test_modules_may_replace_whole_buffers(mesh):
     model(_batch())
     assert model.count == 2
     assert model.state_dict()["count"] == 2
+
+
+@pytest.mark.ranks
+def test_parameters_are_drawn_as_in_eager_by_deferred_init_and_on_meta():
+    """Initialisers of a model on meta find parameters: there is nothing to compute on yet."""
+
+    def on_meta(mesh, mode):
+        with torch.device("meta"):
+            model = Net()
+        parallelize(model, _plan(mesh), mode=mode)
+        model.to_empty(device="cpu")
+        torch.manual_seed(1)
+        for module in (model.up, model.down, model.table):
+            module.reset_parameters()
+        with torch.no_grad():
+            model.scale.fill_(1.5)
+            model.count.zero_()
+        return model
+
+    def deferred(mesh, mode):
+        torch.manual_seed(1)
+        return parallelize(deferred_init(Net), _plan(mesh), mode=mode)
+
+    def check():
+        mesh = _mesh()
+        found = {}
+        for make in (on_meta, deferred):
+            models = [make(mesh, mode) for mode in ("eager", "static")]
+            whole = [{n: p.full_tensor() for n, p in one.named_parameters()} for one in models]
+            for _ in range(2):
+                for model in models:
+                    model(_batch()).backward()
+            found[make.__name__] = _same(*whole), _same(*map(_grads, models))
+        return found
+
+    assert run_ranks(check, 2) == [{"on_meta": ([], []), "deferred": ([], [])}] * 2
 
 
 # Gradients

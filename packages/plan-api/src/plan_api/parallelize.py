@@ -194,7 +194,7 @@ def parallelize(
     lowered = lower(plan, model, strict=strict)
     if mode == "static":
         check_static(model, lowered.sites, lowered.schedules, plan.mesh)
-    check_agreement([mode, str(plan.mesh), *map(str, lowered.ops)], plan.mesh)
+    check_agreement([f"mode={mode!r} on {plan.mesh}", *map(str, lowered.ops)], plan.mesh)
     if lowered.overrides:
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
     extras = use_extras()

@@ -81,7 +81,9 @@ class Leaf:
         return renewed
 
     def show(self) -> None:
-        """Modules find the leaf from now on."""
+        """Modules find the leaf from now on; on meta the parameter, for initialisers."""
+        if self.tensor.is_meta:
+            return self.hide()
         for module, own in self._alive():
             module.__dict__[own] = self.tensor
 
