@@ -86,6 +86,7 @@ class Leaf:
             return self.hide()
         for module, own in self._alive():
             module.__dict__[own] = self.tensor
+        return None
 
     def hide(self) -> None:
         """Modules find the parameter from now on."""
