@@ -83,10 +83,10 @@ class Leaf:
     def show(self) -> None:
         """Modules find the leaf from now on; on meta the parameter, for initialisers."""
         if self.tensor.is_meta:
-            return self.hide()
+            self.hide()
+            return
         for module, own in self._alive():
             module.__dict__[own] = self.tensor
-        return None
 
     def hide(self) -> None:
         """Modules find the parameter from now on."""
