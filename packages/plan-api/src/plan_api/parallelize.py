@@ -168,6 +168,7 @@ def parallelize(
             (veScale, section 6.2); parameters are DTensors to optimizers and checkpoints only.
         guard_steps: in static mode, so many of the first calls with gradients are held against
             Eager before they run (`Installed.check`); more than rounding between them is an error.
+            That takes a step of Eager, and the memory of both; 0 leaves it out.
         src_data_rank: whose parameters all ranks get; None: each keeps its part of its own, without
             communication, for models that are the same on all ranks.
         bucket_mb: of gradients that fused-comm sends together, as `GradReducer` has it.

@@ -127,7 +127,8 @@ def kept(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    with torch.random.fork_rng(), torch.no_grad():
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus), torch.no_grad():
         yield
         for module, name, buffer, value in before:
             module._buffers[name] = buffer.copy_(value)
