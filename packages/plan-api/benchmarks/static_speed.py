@@ -136,7 +136,8 @@ def _rank(name, rounds=8):
         losses[kind] = [steps[kind]().detach().clone() for _ in range(5)]
     if not all(map(torch.equal, losses["hand"], losses["static"])):
         raise AssertionError(f"losses differ: {losses}")
-    return _interleaved(steps, time.perf_counter_ns, rounds), check_same(steps)
+    sent = check_same(steps)
+    return _interleaved(steps, time.perf_counter_ns, rounds), sent
 
 
 def _fused_on_two():
