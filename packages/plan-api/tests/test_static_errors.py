@@ -90,12 +90,12 @@ def test_a_function_that_torch_has_not_is_refused(mesh):
 
 
 def test_embeddings_whose_rows_are_cut_are_refused(mesh):
-    """Locally, tokens would be looked up in this rank's rows."""
-    model = models.llama(tie_word_embeddings=True)
-    plan = zoo.llama(mesh, loss_parallel=True)
+    """Unless the plan says what becomes of the sum."""
+    plan = zoo.llama(mesh).shard(r"model\.embed_tokens\.weight", S0)
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight: .*use mode='eager'"):
-        parallelize(model, plan, mode="static")
-    parallelize(models.llama(), plan, mode="static")  # of its own, the head may be cut
+        parallelize(models.llama(), plan, mode="static")
+    plan.shard(r"model\.embed_tokens.<out>", Replicate())
+    parallelize(models.llama(), plan, mode="static")
 
 
 def test_an_unknown_mode_is_refused(mesh):

@@ -206,7 +206,14 @@ def parallelize(
     fired = Fired(hooks)
     if mode == "static":
         parts = install_static(
-            model, lowered.sites, lowered.indices, plan.mesh, fired, bucket_mb, guard_steps
+            model,
+            lowered.sites,
+            lowered.schedules,
+            lowered.indices,
+            plan.mesh,
+            fired,
+            bucket_mb,
+            guard_steps,
         )
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from plan_api.static.leaves import Leaf, leaves_of
 from plan_api.static.mover import StaticMover
 from plan_api.static.operators import check_operators, install_operators
 from plan_api.static.optimizer import mend_steps, step_on_leaves
+from plan_api.static.tables import with_tables
 
 __all__ = ["StaticParts", "check_static", "install_static"]
 
@@ -57,10 +58,14 @@ def check_static(
 
     Raises:
         ValueError: a site does not say what a tensor is before, or names a function that there is
-            not; a parameter has phases; what a module makes, or the rows of an embedding, are to be
-            cut. All of them are named.
+            not; a parameter has phases; what a module makes is to be cut; or the rows of an
+            embedding are, and nothing is said of the sum. All of them are named.
     """
     problems = []
+    try:
+        sites = with_tables(sites, model, schedules, mesh)
+    except ValueError as error:
+        problems.append(str(error))
     for site in sites:
         if site.moment is Moment.OPERATOR:
             try:
@@ -84,27 +89,14 @@ def check_static(
         for name, schedule in schedules.items()
         if schedule.moves
     ]
-    problems += [
-        f"{name}: its rows are to be cut, and an Embedding would look tokens up in this rank's "
-        f"alone; use mode='eager'"
-        for name in _cut_tables(model, schedules)
-    ]
     if problems:
         raise ValueError("the plan does not fit static mode:\n" + "\n".join(problems))
-
-
-def _cut_tables(model: nn.Module, schedules: Mapping[str, Schedule]) -> Iterator[str]:
-    of_tensor = {id(tensor): schedules.get(name) for name, tensor in model.named_parameters()}
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            schedule = of_tensor.get(id(module.weight))
-            if schedule and any(getattr(one, "dim", None) == 0 for one in schedule.run):
-                yield f"{path}.weight" if path else "weight"
 
 
 def install_static(
     model: nn.Module,
     sites: Sequence[Site],
+    schedules: Mapping[str, Schedule],
     indices: Mapping[str, Sequence[Indices]],
     mesh: DeviceMesh,
     fired: Fired,
@@ -116,16 +108,18 @@ def install_static(
     Args:
         model: its parameters are DTensors.
         sites: checked by `check_static`.
+        schedules: of its parameters.
         indices: arguments that count what each rank has, by the module's path.
         mesh: the plan's.
         fired: is told which are passed.
         bucket_mb: as `parallelize` has it.
         guard_steps: as `parallelize` has it.
     """
+    placed = with_tables(sites, model, schedules, mesh)
     leaves = leaves_of(model)
     gradients = LeafGradients(model, leaves, _of_gradients(sites), fired, bucket_mb)
     handles: list[RemovableHandle] = []
-    for site in sites:
+    for site in placed:
         module = model.get_submodule(site.path)
         if site.moment is Moment.OPERATOR:
             handles += install_operators(site, module, mesh)

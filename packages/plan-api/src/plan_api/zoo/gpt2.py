@@ -63,6 +63,7 @@ def gpt2(
             plan.annotate(dropped, rest, tp)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
+            plan.shard(r"transformer\.wte.<out>", whole, tp)  # a sum, for it is tied
             plan.redistribute("lm_head.<in>", whole, whole, tp, grad_src=part, grad_dst=whole)
             cut_classes(plan, tp)
     return plan

@@ -78,5 +78,6 @@ def decoder(
         plan.redistribute("lm_head.<in>", rest, whole, tp, grad_src=logits, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
+            plan.shard(r"model\.embed_tokens.<out>", whole, tp)  # a sum, if it is tied
             cut_classes(plan, tp)
     return plan
