@@ -85,6 +85,8 @@ class Gradients:
             self._reducer.set_requires_gradient_sync(self._synchronises and not self._waits)
 
     def _begin_once(self, model: nn.Module, _: object) -> None:
+        if self._params or not self._handles:
+            return  # begun by a hook before this one
         self._handles.pop(0).remove()
         self._begin(model)
 
