@@ -31,7 +31,7 @@ def _llama(mesh, mode, prepare=None, seed=1, **changes):
     models.reinitialize(model, seed)
     if prepare is not None:
         prepare(model)
-    return parallelize(model, zoo.llama(mesh, dp="dp", sp=True), mode=mode)
+    return parallelize(model, zoo.llama(mesh, dp="dp", sp=True), mode=mode, guard_steps=0)
 
 
 def _train(model, optimizer, steps, seed):

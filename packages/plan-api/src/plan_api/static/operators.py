@@ -59,14 +59,14 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         for function in _functions(name, site.name):
             fused = function in (_FUSED, F.scaled_dot_product_attention)
             make = _attention if fused else _MADE.get(name, _on_dtensors)
-            calls = table.setdefault(function, Calls(function, function.__name__))
+            calls = table.setdefault(function, Calls(function))
             if fused:
                 table[_FUSED] = calls
             calls.instead[int(number) if number else None] = make(function, mesh, placements)
     span = Span(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
-        module.register_forward_hook(span.end, prepend=True, always_call=True),
+        module.register_forward_hook(span.leave, prepend=True, always_call=True),
     ]
     for child in module.children():
         if next(child.children(), None) is not None:
