@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
@@ -10,7 +10,8 @@ from testkit import fake_mesh
 
 def steps(mesh):
     model = nn.Linear(4, 8, bias=False)
-    plan = Plan(mesh).shard("weight", Shard(0), "tp")
+    plan = Plan(mesh).shard("weight", Shard(0), "tp").redistribute("<in>", Replicate(), Replicate())
+    plan = plan.annotate("<out>", Shard(1))
     model = parallelize(model, plan, mode="static")
     (weight,) = model.parameters()  # the model's own attribute is the leaf
     return model, weight, torch.randn(3, 4)
