@@ -12,6 +12,7 @@ import torch
 import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
@@ -229,6 +230,19 @@ def test_normals_of_meta_tensors_draw_nothing():
         x = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
         before = torch.get_rng_state()
         assert torch.normal(x, x)._local_tensor.is_meta
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fake_tensors_draw_nothing():
+    fake = FakeTensorMode()
+    with fake_mesh((2,)) as mesh:
+        with fake:
+            local = torch.ones(2, 4)
+        x = DTensor.from_local(local, mesh, [S(0)], run_check=False)
+        before = torch.get_rng_state()
+        assert isinstance(x.uniform_()._local_tensor, FakeTensor)
+        assert torch.normal(x, x).shape == (4, 4)
+        assert F.dropout(x, 0.5).shape == (4, 4)
         assert torch.equal(torch.get_rng_state(), before)
 
 

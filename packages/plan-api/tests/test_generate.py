@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, generate_static, installed, parallelize
-from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -118,6 +118,29 @@ def test_models_it_has_not_seen_train_as_in_eager():
         assert r"c_proj\\.bias', tp=R->P(sum)" in plans["gpt2"]
         assert r"embed_tokens.<op:embedding:0>', tp=S(0)" in plans["qwen"]
         assert r"embed_tokens.<out:0>', dp=S(0)->S(0)" in plans["qwen"]
+
+
+def generated_without_memory():
+    """By model: whether the plan is that of a real run, and what was sent for it."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, (make, plan_of) in CASES.items():
+        torch.manual_seed(5)
+        wanted = generate_static(plan_of(mesh), make(), tokens())
+        with torch.device("meta"):
+            model = make()
+        with CommLog() as sent:
+            made = generate_static(plan_of(mesh), model, tokens(), fake=True)
+        assert all(param.is_meta for param in model.parameters())
+        found[name] = made.entries == wanted.entries, sent.bytes()
+    return found
+
+
+def test_on_meta_the_same_is_found_and_no_activation_is_sent():
+    for found in run_ranks(generated_without_memory, 2, timeout=580):
+        for name, (same, sent) in found.items():
+            assert same, name
+            assert sent < 10_000, name  # hashes of plans, which the ranks compare
 
 
 class Centred(nn.Module):

@@ -66,7 +66,7 @@ def _refuse(sentence: str) -> None:
         # torchrun ends the other ranks as soon as the first has exited: by SIGTERM, which must not
         # be noted any more. Speak only if it has not.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+        time.sleep(10)  # a machine under load takes its time for that
     print(f"error: {sentence}", file=sys.stderr)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from dist_rng import functional
@@ -237,7 +238,8 @@ def _check_std(std: Tensor | float, shape: torch.Size) -> None:
         raise ValueError(
             f"std has shape {tuple(std.shape)}, mean {tuple(shape)}; expand mean to both"
         )
-    if not std.is_meta and not bool((local_of(std) >= 0.0).all()):
+    local = local_of(std)
+    if not (local.is_meta or isinstance(local, FakeTensor)) and not bool((local >= 0.0).all()):
         raise ValueError("an element of std is below 0 or NaN; give standard deviations")
 
 

@@ -10,6 +10,7 @@ All of them raise ``ValueError`` where the region does not fit the local tensor 
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dist_rng import cpu, cuda, emulate
 from dist_rng.draws import (
@@ -151,9 +152,9 @@ def fill(
 ) -> Tensor:
     """Fill ``local`` from any distribution, on the backend of its device; return it.
 
-    Meta tensors draw nothing and advance nothing, as on one device.
+    Meta tensors and FakeTensors draw nothing and advance nothing, as on one device.
     """
-    if local.is_meta:
+    if local.is_meta or isinstance(local, FakeTensor):
         return local
     with torch.no_grad():
         if local.is_cuda:

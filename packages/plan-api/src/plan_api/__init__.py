@@ -5,7 +5,8 @@ from plan_api.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.deferred import deferred_init
 from plan_api.entry import Entry
 from plan_api.explain import Diff, Explanation, diff, explain
-from plan_api.parallelize import Installed, Lowered, installed, lower, parallelize
+from plan_api.lowered import Lowered, lower
+from plan_api.parallelize import Installed, installed, parallelize
 from plan_api.phase import Phase
 from plan_api.plan import Plan
 from plan_api.static.compare import Difference, StaticError

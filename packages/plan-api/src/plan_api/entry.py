@@ -44,6 +44,8 @@ class Entry:
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
+        if self.verb is Verb.EAGER:
+            return f"{self.verb.value}({self.path.text!r})"
         if self.verb is Verb.FULLY_SHARD:
             return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
         placed = ", ".join(map(self._placed, range(len(self.axes))))

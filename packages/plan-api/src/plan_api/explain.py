@@ -9,7 +9,7 @@ from torch import nn
 from plan_api.entry import Entry
 from plan_api.fuse import Override, Step
 from plan_api.ir import Act, Moment, short
-from plan_api.parallelize import lower
+from plan_api.lowered import lower
 from plan_api.plan import Plan
 from plan_api.resolve import state_of
 from plan_api.shapes import local_shape

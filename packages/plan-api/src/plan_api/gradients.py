@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -120,12 +120,15 @@ class Gradients:
 
     def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
         """Has a function called after each gradient has been accumulated."""
-        self._handles += [
-            param.register_hook(_cut_as(param.placements))
-            for param in self._params
-            if isinstance(param, DTensor)
-        ]
-        self._handles += [param.register_post_accumulate_grad_hook(after) for param in self._params]
+        self._follow(self._params, after)
+
+    def _follow(
+        self, params: Iterable[torch.Tensor], after: Callable[[torch.Tensor], None]
+    ) -> None:
+        for param in params:
+            if isinstance(param, DTensor):
+                self._handles.append(param.register_hook(_cut_as(param.placements)))
+            self._handles.append(param.register_post_accumulate_grad_hook(after))
 
     def _after(self) -> None:
         if self._synchronises:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,49 +15,22 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
 from plan_api.eager import install_eager
-from plan_api.entry import Entry
 from plan_api.extras import use_extras
-from plan_api.fully import apply_fully_shard, find_fully_shard
-from plan_api.fuse import Override, Site, fuse, last_words
+from plan_api.fully import apply_fully_shard
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired
-from plan_api.indices import Indices, indices_of
-from plan_api.ir import Op
 from plan_api.losses import register_losses
+from plan_api.lowered import Lowered, lower
 from plan_api.plan import Plan
-from plan_api.region import check_regions
-from plan_api.resolve import fully_sharded, resolve, state_of
-from plan_api.schedule import Schedule, schedules
 from plan_api.state import place_state
+from plan_api.static.check import check_static
 from plan_api.static.compare import Difference
 from plan_api.static.guard import Guard
-from plan_api.static.install import check_static, install_static
-from plan_api.units import check_units
+from plan_api.static.install import install_static
 
-__all__ = ["Installed", "Lowered", "installed", "lower", "parallelize"]
+__all__ = ["Installed", "installed", "parallelize"]
 
 _log = logging.getLogger("plan_api")
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """What a plan is for one model.
-
-    Attributes:
-        ops: that hold, in the order of the plan.
-        overrides: what the plan said and took back.
-        sites: the operations, fused.
-        schedules: of parameters and buffers that the plan names, by their first name.
-        indices: arguments that count what each rank has, by the module's path.
-        fully_sharded: modules that fsdp is applied to, with the entries that say so.
-    """
-
-    ops: tuple[Op, ...]
-    overrides: tuple[Override, ...]
-    sites: tuple[Site, ...]
-    schedules: Mapping[str, Schedule]
-    indices: Mapping[str, Sequence[Indices]]
-    fully_sharded: Mapping[str, Entry]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,37 +81,6 @@ class Installed:
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, Installed] = weakref.WeakKeyDictionary()
-
-
-def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
-    """A plan resolved on a model and fused, without touching it.
-
-    Args:
-        plan: any.
-        model: on any device, ``meta`` included.
-        strict: whether an override is an error.
-
-    Raises:
-        ValueError: the plan does not fit the model; see the message.
-        ModuleNotFoundError: it asks for fully_shard, and no package offers it.
-    """
-    ops, overrides = last_words(resolve(plan, model))
-    if overrides and strict:
-        raise ValueError("the plan overrides itself, under strict=True:\n" + _lines(overrides))
-    tensors = dict(state_of(model))
-    placed = schedules(tensors, ops, plan.mesh)
-    if plan.cover:
-        _check_cover(placed, model)
-    fully = fully_sharded(plan, model)
-    for entry in fully.values():
-        find_fully_shard(entry)
-    check_regions(ops)
-    check_units(ops, plan.entries, model, tensors, placed, plan.mesh)
-    indices = indices_of(ops, plan.entries, model, placed, plan.mesh)
-    return Lowered(
-        tuple(ops), tuple(overrides), tuple(fuse(ops)), MappingProxyType(placed),
-        MappingProxyType(indices), MappingProxyType(fully),
-    )  # fmt: skip
 
 
 def parallelize(
@@ -194,7 +135,7 @@ def parallelize(
         )
     lowered = lower(plan, model, strict=strict)
     if mode == "static":
-        check_static(model, lowered.sites, lowered.schedules, plan.mesh)
+        check_static(model, lowered, plan.mesh)
     check_agreement([f"mode={mode!r} on {plan.mesh}", *map(str, lowered.ops)], plan.mesh)
     if lowered.overrides:
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
@@ -205,16 +146,7 @@ def parallelize(
     hooks = [site for site in lowered.sites if site.moment.of_activations]
     fired = Fired(hooks)
     if mode == "static":
-        parts = install_static(
-            model,
-            lowered.sites,
-            lowered.schedules,
-            lowered.indices,
-            plan.mesh,
-            fired,
-            bucket_mb,
-            guard_steps,
-        )
+        parts = install_static(model, lowered, plan.mesh, fired, bucket_mb, guard_steps)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
     else:
         handles = tuple(
@@ -239,15 +171,6 @@ def installed(model: nn.Module) -> Installed:
     if model not in _installed:
         raise ValueError(f"this {type(model).__name__} was not parallelized")
     return _installed[model]
-
-
-def _check_cover(placed: Mapping[str, Schedule], model: nn.Module) -> None:
-    left = [name for name, _ in model.named_parameters() if name not in placed]
-    if left:
-        raise ValueError(
-            "the plan has to cover every parameter (cover=True), and says nothing of: "
-            + ", ".join(left)
-        )
 
 
 def _lines(things: Iterable[object]) -> str:

@@ -241,6 +241,21 @@ class Plan:
         options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
         return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
 
+    def eager(self, path: str) -> Plan:
+        """Keeps modules on DTensors in static mode; in Eager all are, and it says nothing.
+
+        For modules whose own code moves tensors between operators, where no hook reaches. What
+        enters is placed as the plan says it is before (`annotate`, or the ``src`` of `redistribute`
+        on the module's ``<in>``), and whole if it says nothing.
+
+        Args:
+            path: of modules, with all that is in them.
+
+        Raises:
+            ValueError: the path names a tensor.
+        """
+        return self._add(Verb.EAGER, path, (), None)
+
     def explain(self, model: nn.Module) -> Explanation:
         """Prints what this plan does to a model, as a table, and returns it.
 

@@ -17,7 +17,7 @@ from plan_api.path import Kind, TensorPath
 from plan_api.plan import Plan
 from plan_api.verb import Verb
 
-__all__ = ["fully_sharded", "resolve", "state_of"]
+__all__ = ["fully_sharded", "is_inside", "resolve", "state_of", "stays_eager"]
 
 _ACTS = {
     Verb.SHARD: Act.REDIST,
@@ -56,6 +56,26 @@ def fully_sharded(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     }
 
 
+def stays_eager(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """The modules that stay on DTensors in static mode; none of them is inside of another."""
+    paths = [
+        name
+        for name, _ in model.named_modules()
+        for entry in plan.entries
+        if entry.verb is Verb.EAGER and entry.path.matches(name)
+    ]
+    return tuple(
+        path
+        for path in dict.fromkeys(paths)
+        if not any(is_inside(path, other) for other in paths if other != path)
+    )
+
+
+def is_inside(path: str, module: str) -> bool:
+    """Whether a path is a module's, or of something in it."""
+    return not module or path == module or path.startswith(f"{module}.")
+
+
 def resolve(plan: Plan, model: nn.Module) -> list[Op]:
     """The operations of a plan on a model, in the order of its entries.
 
@@ -90,7 +110,7 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
         except ValueError as error:
             problems.append(str(error))
             continue
-        if entry.verb is not Verb.FULLY_SHARD:
+        if entry.verb in _ACTS:
             ops += [op for place in places for op in _ops(entry, number, place)]
     if problems:
         raise ValueError("the plan does not fit the model:\n" + "\n".join(problems))

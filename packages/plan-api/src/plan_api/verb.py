@@ -17,8 +17,9 @@ class Verb(enum.Enum):
     LOCAL = "local"
     INDEX = "index"
     FULLY_SHARD = "fully_shard"
+    EAGER = "eager"
 
     @property
     def of_modules(self) -> bool:
         """Whether its path names modules, and not tensors."""
-        return self in (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD)
+        return self in (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD, Verb.EAGER)

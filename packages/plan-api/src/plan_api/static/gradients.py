@@ -48,7 +48,10 @@ class LeafGradients(Gradients):
         bucket_mb: float,
     ) -> None:
         self._said = said
-        self._deliveries = [_Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves]
+        self._on_dtensors = [leaf for leaf in leaves if not leaf.shown]
+        self._deliveries = [
+            _Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves if leaf.shown
+        ]
         super().__init__(model, False, fired, bucket_mb)
 
     def renew(self, model: nn.Module) -> None:
@@ -64,16 +67,19 @@ class LeafGradients(Gradients):
         for delivery in self._deliveries:
             delivery.clear()
 
-    def placer(self, leaf: Leaf) -> Callable[[torch.Tensor], DTensor]:
-        """What makes a leaf's gradient the DTensor that it is a part of."""
+    def of(self, leaf: Leaf) -> tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]:
+        """What modules use of a parameter, and what makes its gradient a DTensor."""
+        if not leaf.shown:
+            return leaf.param, lambda grad: grad
         delivery = next(one for one in self._deliveries if one.leaf is leaf)
-        return delivery.placed
+        return leaf.tensor, delivery.placed
 
     def _reduces(self) -> bool:
-        return bool(self._said)
+        return bool(self._said or self._on_dtensors)
 
     def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
         reducer = self._reducer
+        self._follow((leaf.param for leaf in self._on_dtensors if leaf.param.requires_grad), after)
         for delivery in self._deliveries:
             if reducer is None:  # all are delivered at the end, which costs less
                 delivery.leaf.tell(self._queue)

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.eager import install_eager
-from plan_api.fuse import Site
 from plan_api.hooks import Fired
-from plan_api.indices import Indices
+from plan_api.lowered import Lowered
 from plan_api.static.compare import Difference, StaticError, compare, differs_anywhere
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf
@@ -32,8 +31,7 @@ class Guard:
 
     Args:
         model: in static mode.
-        sites: of its plan.
-        indices: arguments that count what each rank has, by the module's path.
+        lowered: its plan.
         mesh: the plan's.
         leaves: what modules use of its parameters.
         gradients: of these.
@@ -43,14 +41,13 @@ class Guard:
     def __init__(
         self,
         model: nn.Module,
-        sites: Sequence[Site],
-        indices: Mapping[str, Sequence[Indices]],
+        lowered: Lowered,
         mesh: DeviceMesh,
         leaves: Sequence[Leaf],
         gradients: LeafGradients,
         steps: int,
     ) -> None:
-        self._sites, self._indices, self._mesh = sites, indices, mesh
+        self._lowered, self._mesh = lowered, mesh
         self._leaves, self._gradients, self._left = leaves, gradients, steps
         self._model = weakref.ref(model)
         self.handle: RemovableHandle = model.register_forward_pre_hook(
@@ -79,10 +76,9 @@ class Guard:
         assert model is not None
         try:
             eager = twin_of(model, self._as_dtensor)
-            handles = [*install_eager(eager, self._sites, {}, self._indices, self._mesh, Fired([]))]
-            of_param = {
-                leaf.name: (leaf.tensor, self._gradients.placer(leaf)) for leaf in self._leaves
-            }
+            sites, indices = self._lowered.sites, self._lowered.indices
+            handles = [*install_eager(eager, sites, {}, indices, self._mesh, Fired([]))]
+            of_param = {leaf.name: self._gradients.of(leaf) for leaf in self._leaves}
             found = compare(eager, model, of_param, args, kwargs)
             for handle in handles:
                 handle.remove()

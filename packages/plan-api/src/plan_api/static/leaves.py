@@ -27,6 +27,8 @@ class Leaf:
     Args:
         name: the first of the tensor.
         users: the modules that have it, with its name there; the first is asked for it.
+        shown: whether modules find the leaf; else they find the parameter, and only optimizers are
+            lent the leaf.
 
     Attributes:
         param: the DTensor.
@@ -36,8 +38,8 @@ class Leaf:
     param: Any
     tensor: torch.Tensor
 
-    def __init__(self, name: str, users: list[tuple[nn.Module, str]]) -> None:
-        self.name = name
+    def __init__(self, name: str, users: list[tuple[nn.Module, str]], shown: bool = True) -> None:
+        self.name, self.shown = name, shown
         # Not to keep a model that nobody else has.
         self._users = [(weakref.ref(module), own) for module, own in users]
         self._source: torch.Tensor | None = None
@@ -82,7 +84,7 @@ class Leaf:
 
     def show(self) -> None:
         """Modules find the leaf from now on; on meta the parameter, for initialisers."""
-        if self.tensor.is_meta:
+        if self.tensor.is_meta or not self.shown:
             self.hide()
             return
         for module, own in self._alive():
@@ -122,20 +124,26 @@ class Leaf:
         self._told = None
 
 
-def leaves_of(model: nn.Module) -> list[Leaf]:
+def leaves_of(model: nn.Module, stays: Callable[[str], bool]) -> list[Leaf]:
     """Leaves for all parameters and cut buffers of a model of DTensors, which modules find at once.
 
     Buffers that are whole become plain tensors: modules may replace them while they run.
+
+    Args:
+        model: of DTensors.
+        stays: whether modules find the DTensor of a name.
     """
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for name, tensor in list(state_of(model)):
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
+        if own in module._buffers and stays(name):
+            continue
         if own in module._buffers and _is_whole(tensor):
             module._buffers[own] = tensor._local_tensor  # type: ignore[attr-defined]
         elif isinstance(tensor, DTensor):
             users.setdefault(id(tensor), (name, []))[1].append((module, own))
-    return [Leaf(name, modules) for name, modules in users.values()]
+    return [Leaf(name, modules, not stays(name)) for name, modules in users.values()]
 
 
 def _registry(module: nn.Module, own: str) -> Any:

@@ -24,6 +24,7 @@ from plan_api.containers import map_tensors
 from plan_api.cross_entropy import Cut, cross_entropy
 from plan_api.fuse import Site
 from plan_api.static.catching import Calls, Operator, Span
+from plan_api.static.fake import is_fake
 from plan_api.static.moves import local_move
 
 __all__ = ["check_operators", "install_operators"]
@@ -42,13 +43,16 @@ def check_operators(site: Site) -> None:
         _functions(str(step.index).partition(":")[0], site.name)
 
 
-def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+def install_operators(
+    site: Site, module: nn.Module, mesh: DeviceMesh, stays: Callable[[str], bool]
+) -> list[RemovableHandle]:
     """Catches operators in a module's own code.
 
     Args:
         site: of operators.
         module: the site's.
         mesh: the plan's.
+        stays: whether a module, by its path, is on DTensors.
     """
     axes = axis_names(mesh)
     table: dict[Operator, Calls] = {}
@@ -68,8 +72,9 @@ def install_operators(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[R
         module.register_forward_pre_hook(span.begin),
         module.register_forward_hook(span.leave, prepend=True, always_call=True),
     ]
-    for child in module.children():
-        if next(child.children(), None) is not None:
+    for name, child in module.named_children():
+        path = f"{site.path}.{name}" if site.path else name
+        if next(child.children(), None) is not None or stays(path):
             handles += [
                 child.register_forward_pre_hook(span.leave, prepend=True),
                 child.register_forward_hook(span.enter, always_call=True),
@@ -171,8 +176,11 @@ def _cut(
     (axis,) = of_classes
     own = torch.tensor([logits.shape[dim]], device=logits.device)
     gather = local_move(Shard(0), Replicate(), mesh, axis, "lengths of shards")
+    rank = mesh.get_local_rank(axis)
+    if is_fake(logits):
+        return Cut(mesh, dim, axis, rank * logits.shape[dim], tuple(rows))
     lengths = gather(own).tolist()
-    return Cut(mesh, dim, axis, sum(lengths[: mesh.get_local_rank(axis)]), tuple(rows))
+    return Cut(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
 
 
 def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:

@@ -19,8 +19,8 @@ from plan_api.containers import map_tensors
 from plan_api.eager import install_eager
 from plan_api.fuse import Step
 from plan_api.hooks import Fired, places_of
+from plan_api.lowered import Lowered
 from plan_api.move import Mover
-from plan_api.parallelize import Lowered
 from plan_api.static.compare import gradients, kept
 
 __all__ = ["Call", "Passed", "Record", "record"]
@@ -72,7 +72,8 @@ class Record:
 
     Attributes:
         sites: tensors that passed a site, by its name and the step's index.
-        inputs: of modules without children, by path and argument.
+        inputs: of modules without children, and of those that stay on DTensors, by path and
+            argument.
         outputs: of these, as they made them.
         params: how gradients of parameters were placed.
         calls: of functions whose result depends on the whole.
@@ -120,13 +121,14 @@ def record(
             module.register_forward_pre_hook(mode.entering(name), prepend=True),
             module.register_forward_hook(mode.leaving, always_call=True),
         ]
-        if next(module.children(), None) is None and module._parameters:
+        alone = next(module.children(), None) is None and module._parameters
+        if alone or name in lowered.eager:
             handles += _watch(name, module, seen)
     try:
         with kept(model), torch.enable_grad():
+            named = {n: param for n, param in model.named_parameters() if param.requires_grad}
             with mode:
                 result = model(*args, **kwargs)
-            named = {n: param for n, param in model.named_parameters() if param.requires_grad}
             grads = gradients(result, list(named.values()))
     finally:
         for handle in handles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -12,40 +12,38 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from plan_api.axes import axis_names
 from plan_api.fuse import Move, Site, Step
 from plan_api.ir import Act, Moment
+from plan_api.lowered import Lowered
 from plan_api.schedule import Schedule
+from plan_api.static.compare import StaticError
 
 __all__ = ["with_tables"]
 
 
-def with_tables(
-    sites: Iterable[Site],
-    model: nn.Module,
-    schedules: Mapping[str, Schedule],
-    mesh: DeviceMesh,
-) -> list[Site]:
-    """A plan's sites, with what embeddings tell by themselves.
+def with_tables(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Site]:
+    """The sites of what runs on local tensors, with what embeddings tell by themselves.
 
     Tokens are looked up among this rank's rows (`<op:embedding>`), and what an embedding returns is
     a sum along the axes that cut its rows, and whole along the others, if nothing else is said.
 
     Args:
-        sites: of a plan.
-        model: any.
-        schedules: of its parameters.
+        model: of the plan.
+        lowered: the plan, for this model.
         mesh: the plan's.
 
     Raises:
-        ValueError: the rows of a table are cut, and the plan does not say what becomes of the sum.
+        StaticError: the rows of a table are cut, and the plan does not say what becomes of the sum.
     """
     own = {
-        path: _axes_of_rows(path, model, schedules, mesh)
+        path: _axes_of_rows(path, model, lowered.schedules, mesh)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, nn.Embedding) and not lowered.stays(path)
     }
     found: list[Site] = []
     caught: set[str] = set()
     moved: set[tuple[str, str]] = set()
-    for site in sites:
+    for site in lowered.sites:
+        if lowered.stays(site.path):
+            continue
         if site.path in own and site.moment is Moment.FORWARD:
             site = replace(site, steps=tuple(_told(step, own[site.path]) for step in site.steps))
             moved.update((site.path, axis) for step in site.steps for axis in step.moves)
@@ -55,10 +53,11 @@ def with_tables(
     for path, axes in own.items():
         left = [axis for axis in axes if (path, axis) not in moved]
         if left:
-            raise ValueError(
+            raise StaticError(
                 f"{path}.weight: its rows are cut along {', '.join(left)}, so what it gives is a "
                 f"sum: say shard({path + '.<out>'!r}, Replicate(), {left[0]!r}), or use "
-                f"mode='eager'"
+                f"mode='eager'",
+                path,
             )
         if axes and path not in caught:
             moves = {axis: Move(Shard(0)) for axis in axes}

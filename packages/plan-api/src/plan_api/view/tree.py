@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from plan_api.fuse import Site, Step
 from plan_api.ir import Moment, short
-from plan_api.parallelize import lower
+from plan_api.lowered import lower
 from plan_api.plan import Plan
 from plan_api.resolve import state_of
 from plan_api.shapes import local_shape

@@ -1,0 +1,46 @@
+"""What is done with a tensor at a site of activations, in static mode."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.axes import axis_names
+from plan_api.fuse import Site, Step
+from plan_api.hooks import Moves
+from plan_api.ir import Act, Moment
+from plan_api.static.mover import StaticMover
+
+__all__ = ["mover_of"]
+
+
+def mover_of(site: Site, step: Step, mesh: DeviceMesh) -> Moves | None:
+    """What moves a tensor of a step; None if there is nothing to do.
+
+    Raises:
+        ValueError: the step does not say what a tensor, or its gradient, is before.
+    """
+    at_root = not site.path
+    if step.act is Act.ANNOTATE:  # inside of the model nobody has to know
+        return _Shown(step, mesh) if at_root and site.moment is Moment.FORWARD else None
+    whole = at_root and site.moment is Moment.FORWARD_PRE
+    mover = StaticMover(step, mesh, site.name, whole)
+    return None if mover.idle else mover
+
+
+class _Shown:
+    """What the model returns, annotated: the script is given the DTensor that Eager would give."""
+
+    settled: DTensorSpec | None = None
+
+    def __init__(self, step: Step, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._placements: list[Placement] = [
+            step.moves[axis].dst if axis in step.moves else Replicate() for axis in axis_names(mesh)
+        ]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(tensor, self._mesh, self._placements, run_check=False)

@@ -1,0 +1,173 @@
+"""Modules that stay on DTensors while the rest of their model runs on local tensors."""
+
+import copy
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from plan_api import Plan, generate_static, installed, parallelize
+from testkit import fake_mesh, run_ranks
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+class Mixing(nn.Module):
+    """Its own code needs whole rows between two operators: no hook reaches there."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x):
+        hidden = self.up(x) * self.scale
+        return self.down(hidden / hidden.square().sum(-1, keepdim=True))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mix, self.last = nn.Linear(8, 8), Mixing(), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = x + self.mix(self.norm(self.first(x)))
+        return self.last(x).square().mean()
+
+
+def plan_of(mesh):
+    """Column- and row-parallel in the mixture, whole elsewhere."""
+    return (
+        Plan(mesh)
+        .shard("mix.up.weight", S0).shard("mix.up.bias", S0).shard("mix.scale", S0)
+        .shard("mix.down.weight", S1)
+        .shard("<in>", R)
+        .redistribute("mix.<in>", R, R, grad_src=P, grad_dst=R)
+        .redistribute("mix.<out>", P, R, grad_src=R, grad_dst=R)
+    )  # fmt: skip
+
+
+def train(model, steps=3):
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(6, 8))
+        loss.backward()
+        losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss.detach().clone())
+        assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+def _trains_as_eager_does():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Net()
+    plan = plan_of(mesh).eager("mix")
+    wanted, of_eager = train(parallelize(copy.deepcopy(model), plan))
+    static = parallelize(model, plan, mode="static")
+    seen = {}
+    for name in ("first", "norm", "mix.up", "last"):
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: type(out)})
+        )
+    found, of_static = train(static)
+    assert seen == {name: DTensor if "mix" in name else torch.Tensor for name in seen}
+    assert all(map(torch.equal, wanted, found))
+    assert all(torch.equal(one, of_static[name]) for name, one in of_eager.items())
+    assert installed(static).check(torch.randn(6, 8)) == ()
+
+
+def test_trains_as_eager_does():
+    run_ranks(_trains_as_eager_does, 2)
+
+
+def _is_refused_without():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize(Net(), plan_of(mesh), mode="static")
+    with pytest.raises(ValueError, match="what is returned by mix"):
+        model(torch.randn(6, 8))
+
+
+def test_is_refused_without():
+    run_ranks(_is_refused_without, 2)
+
+
+@contextmanager
+def logged():
+    """What plan-api warns of."""
+    told = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("plan_api").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("plan_api").removeHandler(handler)
+
+
+def _is_found_out():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = (
+        Plan(mesh)
+        .shard("mix.up.weight", S0).shard("mix.up.bias", S0).shard("mix.scale", S0)
+        .shard("mix.down.weight", S1).shard("<in>", R).shard("mix.<out>", R)
+    )  # fmt: skip
+    with logged() as told:
+        made = generate_static(plan, Net(), (torch.randn(6, 8),))
+    wanted, _ = train(parallelize(Net(), plan))
+    found, _ = train(parallelize(Net(), made, mode="static"))
+    return str(made), told, list(map(torch.equal, wanted, found))
+
+
+def test_is_found_out_and_reported_with_the_line_that_avoids_it():
+    for made, told, equal in run_ranks(_is_found_out, 2):
+        assert "eager('mix')" in made
+        (told,) = told
+        assert "mix stays on DTensors: on local tensors" in told
+        assert "aten.div of S(1) P, in mix, forward: DTensor sends all_reduce along 'tp'" in told
+        assert r"what would avoid it: shard('mix\\.up.<out>', Replicate(), 'tp')" in told
+        assert all(equal)
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((2,), ("tp",)) as mesh:
+        yield mesh
+
+
+def test_the_whole_model_is_refused(mesh):
+    with pytest.raises(ValueError, match=r"whole model is to stay .* use mode='eager'"):
+        parallelize(Net(), plan_of(mesh).eager(""), mode="static")
+
+
+def test_what_comes_has_to_be_said(mesh):
+    plan = plan_of(mesh).shard("mix.down.<in>", S1).eager("mix.down")
+    with pytest.raises(ValueError, match=r"mix.down.<in:0> is moved.* say what it is before"):
+        parallelize(Net(), plan, mode="static")
+
+
+def test_a_parameter_tied_to_one_that_does_not_stay_is_refused(mesh):
+    model = Net()
+    model.first.weight = nn.Parameter(torch.zeros(8, 8))
+    model.mix.tied = model.first.weight
+    with pytest.raises(ValueError, match=r"mix.tied stays on a DTensor, and is tied to first.weig"):
+        parallelize(model, plan_of(mesh).eager("mix"), mode="static")
+
+
+def test_one_inside_of_another_is_of_that_one(mesh):
+    static = parallelize(Net(), plan_of(mesh).eager("mix.up").eager("mix"), mode="static")
+    assert installed(static).lowered.eager == ("mix",)
+
+
+def test_is_kept_as_text(mesh):
+    plan = plan_of(mesh).eager("mix")
+    assert "eager('mix')" in str(plan)
+    assert str(Plan.from_json(plan.to_json(), mesh)) == str(plan)
