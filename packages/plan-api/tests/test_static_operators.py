@@ -196,6 +196,31 @@ def test_means_are_this_ranks_term_of_the_mean():
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
 
 
+SPELLED = {
+    "by place": (lambda x, y: F.huber_loss(x, y, "sum"), 1.0),
+    "by place, among older options": (lambda x, y: F.mse_loss(x, y, None, None, "sum"), 1.0),
+    "of torch": (lambda x, y: torch.binary_cross_entropy_with_logits(x, y), 0.5),
+    "of torch, a sum": (
+        lambda x, y: torch.binary_cross_entropy_with_logits(x, y, reduction=2),
+        1.0,
+    ),
+    "as it was once": (lambda x, y: F.mse_loss(x, y, size_average=False), 1.0),
+    "as it was once, a mean": (lambda x, y: F.mse_loss(x, y, True), 0.5),
+}
+
+
+LOSSES = ("huber_loss", "mse_loss", "binary_cross_entropy_with_logits")
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_reduction_may_be_spelled_otherwise(mesh, name):
+    call, share = SPELLED[name]
+    x, y = torch.rand(2, 6), torch.rand(2, 6)
+    found = _static(mesh, call, **dict.fromkeys(LOSSES, S0))(x, y)
+    assert torch.equal(found, call(x, y) * share)
+
+
 SIZES = {
     "reshape": lambda x: x.reshape(2, 4, 6),
     "reshape of torch": lambda x: torch.reshape(x, (2, 4, 6)),

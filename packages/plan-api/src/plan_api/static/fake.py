@@ -32,9 +32,11 @@ class Faker:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this one's shape, strides and dtype; a parameter of a parameter."""
+        made: torch.Tensor
         if isinstance(tensor, DTensor):
-            made: torch.Tensor = DTensor.from_local(
-                self.of(tensor.detach().to_local()), tensor.device_mesh, tensor.placements,
+            local: Any = tensor.detach()
+            made = DTensor.from_local(
+                self.of(local.to_local()), tensor.device_mesh, tensor.placements,
                 run_check=False, shape=tensor.shape, stride=tensor.stride(),
             )  # fmt: skip
         else:

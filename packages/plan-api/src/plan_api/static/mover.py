@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,21 +80,24 @@ class StaticMover:
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Without autograd."""
-        if not self._there:
-            return tensor
-        with moving(self._step, self._before, self._after):
-            for move in self._there:
-                tensor = move(tensor)
-        return tensor
+        return self._moved(tensor, self._there, self._before, self._after)
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of what was moved, moved back."""
-        if not self._back:
-            return grad
-        with moving(self._step, self._after, self._before):
-            for move in self._back:
-                grad = move(grad)
-        return grad
+        return self._moved(grad, self._back, self._after, self._before)
+
+    def _moved(
+        self,
+        tensor: torch.Tensor,
+        moves: Sequence[LocalMove],
+        before: tuple[Placement, ...],
+        after: tuple[Placement, ...],
+    ) -> torch.Tensor:
+        if moves:
+            with moving(self._step, before, after):
+                for move in moves:
+                    tensor = move(tensor)
+        return tensor
 
     def _src(self, axis: str, move: Move, whole: bool) -> Placement:
         if move.src is not None:

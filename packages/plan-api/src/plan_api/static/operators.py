@@ -6,6 +6,7 @@ caught in the module's own code only: while a child that has children runs, noth
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn._reduction import legacy_get_string
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.axes import axis_names
@@ -206,10 +208,20 @@ def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement
 def _mean(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
     """A mean over elements: this rank's share of it, a term of the sum over the ranks."""
     share = 1 / math.prod(size for _, size in _parts(mesh, placements))
+    of_functional = inspect.isfunction(function)  # torch's own has no signature, and a number
+
+    def is_mean(*args: Any, **kwargs: Any) -> bool:
+        if not of_functional:
+            return bool((args[4] if len(args) > 4 else kwargs.get("reduction", 1)) == 1)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        legacy = given.get("size_average"), given.get("reduce")
+        if legacy != (None, None):  # which torch deprecates, and heeds
+            return legacy_get_string(*legacy, emit_warning=False) == "mean"
+        return bool(given.get("reduction", "mean") == "mean")
 
     def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = function(*args, **kwargs)
-        return loss * share if kwargs.get("reduction", "mean") == "mean" else loss
+        return loss * share if is_mean(*args, **kwargs) else loss
 
     return computed
 
