@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,16 +23,6 @@ pytestmark = [
 # Where a rank has a single key-value head, torch lays views of local tensors out otherwise than
 # those of DTensors, and sums of matrix products round otherwise.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
-
-
-def _open_dit():
-    """Its gates begin closed, and gradients behind them are zero."""
-    model = models.dit()
-    torch.manual_seed(5)
-    for param in model.parameters():
-        if param.requires_grad:
-            nn.init.normal_(param.data, std=0.05)
-    return model
 
 
 CASES = {
@@ -55,7 +44,7 @@ CASES = {
     # Its 17 patches cannot be cut evenly.
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss, sp=(False,)),
     "dit": Training(
-        _open_dit,
+        lambda: models.nowhere_zero(models.dit()),
         lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp)),
         models.noise_loss,
     ),

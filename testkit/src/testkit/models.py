@@ -17,7 +17,7 @@ from testkit.dit import Diffusion, DiT
 
 __all__ = [
     "Training", "TwoLinears", "dit", "gpt2", "image_loss", "llama", "mixtral", "noise_loss",
-    "reinitialize", "token_loss", "train", "vit", "with_noise_loss",
+    "nowhere_zero", "reinitialize", "token_loss", "train", "vit", "with_noise_loss",
 ]  # fmt: skip
 
 VOCABULARY = 64
@@ -134,6 +134,15 @@ def reinitialize(model: nn.Module, seed: int = 1) -> None:
     for module in model.modules():
         if not dict(module.named_buffers(recurse=False)):  # they are not drawn
             own(module)
+
+
+def nowhere_zero(model: nn.Module) -> nn.Module:
+    """Draws all parameters: biases and DiT's gates begin at zero, and hide what is behind them."""
+    torch.manual_seed(5)
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param.data, std=0.05)
+    return model
 
 
 def token_loss(model: Any) -> torch.Tensor:
