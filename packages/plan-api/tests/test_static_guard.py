@@ -280,7 +280,7 @@ def test_check_is_of_static_mode():
             installed(model).check(torch.ones(4, 4))
 
 
-def _compared(change, x=None, forward=None):
+def _compared(change, x=None, forward=None, shown=None):
     """What `compare` says of two models that are alike but for what a test does to the second."""
     with fake_mesh((1,), ("tp",)) as mesh:
         eager, static = TwoLinears(), TwoLinears()
@@ -293,6 +293,10 @@ def _compared(change, x=None, forward=None):
             change(static)
         if forward is not None:
             static.forward = partial(forward, static)
+        if shown is not None:
+            static.register_forward_hook(
+                lambda _, __, result: DTensor.from_local(result, mesh, [shown], run_check=False)
+            )
 
         def dtensor(tensor):
             return DTensor.from_local(tensor, mesh, [R], run_check=False)
@@ -311,6 +315,12 @@ def _nothing(_):
 def test_models_that_are_alike_do_not_differ():
     assert _compared(_nothing) == []
     assert _compared(_nothing, torch.full((4, 4), torch.nan)) == []
+
+
+def test_a_result_that_is_shown_as_another_placement_differs():
+    (found,) = _compared(_nothing, shown=P)
+    assert (found.site, found.bits) == ("", False)
+    assert found.reason == "() in Eager, (Partial(sum),)"
 
 
 def test_rounding_is_told_apart_from_another_number():
