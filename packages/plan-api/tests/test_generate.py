@@ -44,13 +44,20 @@ def script(mesh, *made):
     return plan.shard("<out:loss>", [R, R])
 
 
+def divided(plan, layer, weights, whole):
+    """Weights of layers are cut along tp, and what is between them is whole."""
+    for path, placement in weights.items():
+        plan.shard(rf"{layer}\.{path}", placement, "tp")
+    for path in whole:
+        plan.shard(rf"{layer}\.{path}", R, "tp")
+    return plan
+
+
 def of_llama(mesh):
     layer = r"model\.layers\.\d+"
     plan = script(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
-    plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", S0, "tp")
-    plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", S1, "tp")
-    plan.shard(rf"{layer}\.(self_attn|mlp).<in>", R, "tp")
-    return plan.shard(rf"{layer}\.(self_attn|mlp).<out>", R, "tp")
+    weights = {r".*\.(q|k|v|gate|up)_proj\.weight": S0, r".*\.(o|down)_proj\.weight": S1}
+    return divided(plan, layer, weights, ["(self_attn|mlp).<in>", "(self_attn|mlp).<out>"])
 
 
 def of_gpt2(mesh):
@@ -58,14 +65,16 @@ def of_gpt2(mesh):
     from ragged_shard import InterleavedShard
 
     layer = r"transformer\.h\.\d+"
+    weights = {
+        r"attn\.c_attn\.weight": InterleavedShard(1, 3),
+        r"attn\.c_attn\.bias": InterleavedShard(0, 3),
+        r"mlp\.c_fc\.weight": S1,
+        r"mlp\.c_fc\.bias": S0,
+        r".*\.c_proj\.weight": S0,
+    }
+    whole = ["(attn|mlp).<in>", r"(attn|mlp)\.c_proj.<out>"]
     plan = script(mesh, r"transformer\.wpe.<in>", rf"{layer}.<in:attention_mask>")
-    plan.shard(rf"{layer}\.attn\.c_attn\.weight", InterleavedShard(1, 3), "tp")
-    plan.shard(rf"{layer}\.attn\.c_attn\.bias", InterleavedShard(0, 3), "tp")
-    plan.shard(rf"{layer}\.mlp\.c_fc\.weight", S1, "tp")
-    plan.shard(rf"{layer}\.mlp\.c_fc\.bias", S0, "tp")
-    plan.shard(rf"{layer}\..*\.c_proj\.weight", S0, "tp")
-    plan.shard(rf"{layer}\.(attn|mlp).<in>", R, "tp")
-    return plan.shard(rf"{layer}\.(attn|mlp)\.c_proj.<out>", R, "tp")
+    return divided(plan, layer, weights, whole)
 
 
 def of_qwen(mesh):

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Plan, explain, lower, parallelize, zoo
-from testkit import fake_mesh, models, run_ranks
+from testkit import TORCH_RELEASE, fake_mesh, models, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -174,6 +174,10 @@ def test_more_ranks_than_experts_are_refused(mesh):
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12),
+    reason="torch 2.11's topk of a DTensor has no backward",
+)
 @pytest.mark.parametrize("number", [2, 3])
 def test_each_of_transformers_ways_to_run_experts_gives_one_devices_losses(number):
     """3 on 2 ranks: 2 and 1; its grouped_mm leaves memory unset where it is not told of others."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from plan_api import installed, parallelize, zoo
 from plan_api.losses import register_losses
-from testkit import CommLog, models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -95,6 +95,7 @@ def test_sums_are_reduced_and_plain_targets_are_the_same_on_all_ranks():
     assert run_ranks(check, 2) == [True, True]
 
 
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_logits_of_a_language_model_are_never_gathered(name):
     """What is sent before gradients are reduced is hidden states, and numbers of rows."""

@@ -2,26 +2,14 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, parallelize, zoo
 from testkit import CommLog, RankError, fake_mesh, models, run_ranks
+from testkit.models import TwoLinears
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-class Net(nn.Module):
-    """Two Linears."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x))).square().mean()
 
 
 @pytest.fixture
@@ -62,7 +50,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_plan_that_static_mode_cannot_follow_is_refused_before_anything_is_sent(mesh, name):
     change, said = REFUSED[name]
-    model, plan = Net(), Plan(mesh)
+    model, plan = TwoLinears(), Plan(mesh)
     change(plan)
     with CommLog() as log, pytest.raises(ValueError, match=said) as error:
         parallelize(model, plan, mode="static")
@@ -78,14 +66,14 @@ def test_all_that_does_not_fit_is_named_at_once(mesh):
     for change, _ in REFUSED.values():
         change(plan)
     with pytest.raises(ValueError, match="static mode") as error:
-        parallelize(Net(), plan, mode="static")
+        parallelize(TwoLinears(), plan, mode="static")
     assert len(str(error.value).splitlines()) == 1 + 4  # three of them are of up.<out>
 
 
 def test_a_function_that_torch_has_not_is_refused(mesh):
     plan = Plan(mesh).annotate("up.<op:dropuot>", S0)
     with CommLog() as log, pytest.raises(ValueError, match=r"up.*<op:dropuot>: there is no"):
-        parallelize(Net(), plan, mode="static")
+        parallelize(TwoLinears(), plan, mode="static")
     assert log.calls == ()
 
 
@@ -100,11 +88,11 @@ def test_embeddings_whose_rows_are_cut_are_refused(mesh):
 
 def test_an_unknown_mode_is_refused(mesh):
     with pytest.raises(ValueError, match="mode='statik' must be 'eager' or 'static'"):
-        parallelize(Net(), Plan(mesh), mode="statik")
+        parallelize(TwoLinears(), Plan(mesh), mode="statik")
 
 
 def test_a_dtensor_given_to_the_model_is_refused(mesh):
-    model = parallelize(Net(), Plan(mesh), mode="static")
+    model = parallelize(TwoLinears(), Plan(mesh), mode="static")
     with pytest.raises(ValueError, match=r"the model is given a DTensor.*what one device would be"):
         model(DTensor.from_local(torch.ones(4, 4), mesh, [R]))
     with pytest.raises(ValueError, match="the model is given a DTensor"):
@@ -113,7 +101,7 @@ def test_a_dtensor_given_to_the_model_is_refused(mesh):
 
 def test_a_batch_that_cannot_be_cut_evenly_is_refused_by_site_and_shape(mesh):
     plan = Plan(mesh).redistribute("<in>", R, S0)
-    model = parallelize(Net(), plan, mode="static")
+    model = parallelize(TwoLinears(), plan, mode="static")
     said = r"forward_pre:<in>:0 has shape \(3, 4\), and its dim 0 is to be cut into 2.*pad it"
     with CommLog() as log, pytest.raises(ValueError, match=said):
         model(torch.ones(3, 4))
@@ -126,18 +114,18 @@ def test_ranks_that_disagree_on_the_mode_or_on_gradients_are_told_so():
     def by_mode():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         mode = "static" if mesh.get_rank() else "eager"
-        parallelize(Net(), Plan(mesh).redistribute("<in>", R, R), mode=mode)
+        parallelize(TwoLinears(), Plan(mesh).redistribute("<in>", R, R), mode=mode)
 
     def by_gradient():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         grad = P if mesh.get_rank() else R
         plan = Plan(mesh).redistribute("up.<out>", S0, R, grad_src=grad)
-        parallelize(Net(), plan, mode="static")
+        parallelize(TwoLinears(), plan, mode="static")
 
     def by_operator():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         plan = Plan(mesh).annotate("up.<op:dropout>", S0 if mesh.get_rank() else S1)
-        parallelize(Net(), plan, mode="static")
+        parallelize(TwoLinears(), plan, mode="static")
 
     for call in (by_mode, by_gradient, by_operator):
         with pytest.raises(RankError) as error:

@@ -331,3 +331,9 @@ def test_any_other_function_is_given_a_dtensor():
     expected = torch.arange(8.0).view(4, 2).cumsum(0)
     assert all(one.shape in ((2, 2), (4, 2)) for one in totals)
     assert torch.equal(torch.cat(totals) if totals[0].shape == (2, 2) else totals[0], expected)
+
+
+@pytest.mark.parametrize("name", ["view", "reshape"])
+def test_a_size_that_is_left_open_stays_so_where_it_is_cut(mesh, name):
+    model = _static(mesh, lambda x: getattr(x, name)(-1, 2), **{name: S0})
+    assert model(torch.ones(4, 4)).shape == (8, 2)

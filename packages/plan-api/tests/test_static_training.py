@@ -1,21 +1,19 @@
 """Static mode trains as Eager does, bit for bit, and no operator is given a DTensor meanwhile."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plan_api import installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, RankError, models, run_ranks
+from testkit.models import Training
 
 pytestmark = [
     pytest.mark.ranks,
@@ -27,75 +25,29 @@ pytestmark = [
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, its plan, and a script's loss on a batch.
-
-    Attributes:
-        make: the model, for one device.
-        plan: of a mesh, by ``sp``.
-        loss: draws a batch.
-        sp: with sequence parallelism and without, or without alone.
-        axes: of the mesh.
-    """
-
-    make: Callable[[], nn.Module]
-    plan: Callable[..., Any]
-    loss: Callable[[Any], torch.Tensor] = models.token_loss
-    sp: tuple[bool, ...] = (False, True)
-    axes: tuple[str, str] = ("dp", "tp")
-
-
-def _image_loss(model):
-    return model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.randint(0, 10, (4,))).loss
-
-
-def _noise_loss(model):
-    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
-    return model(images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise)
-
-
-def _diffusion(mesh, sp):
-    plan = zoo.dit(mesh, dp="dp", sp=sp).under("model")
-    plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), "dp")
-    plan.annotate("criterion.<op:mse_loss>", Shard(0), "dp")
-    return plan.redistribute("<out>", Partial(), Replicate(), "dp")
-
-
-def _open_dit():
-    """Its gates begin closed, and gradients behind them are zero."""
-    model = models.dit()
-    torch.manual_seed(5)
-    for param in model.parameters():
-        if param.requires_grad:
-            nn.init.normal_(param.data, std=0.05)
-    return model
-
-
-def _experts_alone(mesh, sp, **options):
-    """There is no axis to cut the sequence along."""
-    return zoo.mixtral(mesh, tp=None, ep="ep", **options)
-
-
 CASES = {
-    "llama": Case(partial(models.llama, **HEADS), partial(zoo.llama, dp="dp")),
-    "llama, loss parallel": Case(
+    "llama": Training(partial(models.llama, **HEADS), partial(zoo.llama, dp="dp")),
+    "llama, loss parallel": Training(
         partial(models.llama, **HEADS), partial(zoo.llama, dp="dp", loss_parallel=True)
     ),
-    "gpt2": Case(models.gpt2, partial(zoo.gpt2, dp="dp")),
-    "mixtral": Case(partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp")),
-    "mixtral, experts divided along tp": Case(
+    "gpt2": Training(models.gpt2, partial(zoo.gpt2, dp="dp")),
+    "mixtral": Training(partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp")),
+    "mixtral, experts divided along tp": Training(
         partial(models.mixtral, **HEADS), partial(zoo.mixtral, dp="dp", ep="tp")
     ),
-    "mixtral, experts on an axis of their own": Case(
+    "mixtral, experts on an axis of their own": Training(
         partial(models.mixtral, **HEADS),
-        partial(_experts_alone, dp="dp"),
+        lambda mesh, sp: zoo.mixtral(mesh, tp=None, dp="dp", ep="ep"),
         sp=(False,),
         axes=("dp", "ep"),
     ),
     # Its 17 patches cannot be cut evenly.
-    "vit": Case(models.vit, partial(zoo.vit, dp="dp"), _image_loss, sp=(False,)),
-    "dit": Case(_open_dit, _diffusion, _noise_loss),
+    "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss, sp=(False,)),
+    "dit": Training(
+        lambda: models.nowhere_zero(models.dit()),
+        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp)),
+        models.noise_loss,
+    ),
 }
 
 
@@ -222,7 +174,7 @@ def test_a_sequence_that_cannot_be_cut_evenly_is_refused_by_name():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize(models.vit(), zoo.vit(mesh, dp="dp", sp=True), mode="static")
-        _image_loss(model)
+        models.image_loss(model)
 
     with pytest.raises(RankError) as error:
         run_ranks(check, 2)

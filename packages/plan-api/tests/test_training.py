@@ -1,107 +1,60 @@
 """Unmodified models and a script for one device, on meshes: the same losses, dropout on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from plan_api import installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit.models import Training
 
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its plan, and a script's loss on a batch.
-
-    Attributes:
-        make: the model, for one device.
-        plan: of a mesh, by ``sp``.
-        loss: draws a batch.
-        within: of one device's losses.
-        axes: of the mesh.
-    """
-
-    make: Callable[[], nn.Module]
-    plan: Callable[..., Any]
-    loss: Callable[[Any], torch.Tensor]
-    within: float = 1e-5
-    axes: tuple[str, str] = ("dp", "tp")
-
-
-def _image_loss(model):
-    return model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.randint(0, 10, (4,))).loss
-
-
-def _noise_loss(model):
-    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
-    return model(images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise)
-
-
-def _diffusion(mesh, sp):
-    plan = zoo.dit(mesh, dp="dp", sp=sp).under("model")
-    plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), "dp")
-    plan.annotate("criterion.<op:mse_loss>", Shard(0), "dp")
-    return plan.redistribute("<out>", Partial(), Replicate(), "dp")
-
-
-def _experts_alone(mesh, sp, **options):
-    """There is no axis to cut the sequence along."""
-    return zoo.mixtral(mesh, tp=None, ep="ep", **options)
-
-
 CASES = {
-    "llama": Case(
-        partial(models.llama, attention_dropout=0.1), partial(zoo.llama, dp="dp"), models.token_loss
-    ),
-    "llama, tied, 67 tokens, loss parallel": Case(
+    "llama": Training(partial(models.llama, attention_dropout=0.1), partial(zoo.llama, dp="dp")),
+    "llama, tied, 67 tokens, loss parallel": Training(
         partial(models.llama, attention_dropout=0.1, vocab_size=67, tie_word_embeddings=True),
         partial(zoo.llama, dp="dp", loss_parallel=True),
-        models.token_loss,
     ),
-    "gpt2": Case(models.gpt2, partial(zoo.gpt2, dp="dp"), models.token_loss),
-    "gpt2, loss parallel": Case(
-        models.gpt2, partial(zoo.gpt2, dp="dp", loss_parallel=True), models.token_loss
-    ),
+    "gpt2": Training(models.gpt2, partial(zoo.gpt2, dp="dp")),
+    "gpt2, loss parallel": Training(models.gpt2, partial(zoo.gpt2, dp="dp", loss_parallel=True)),
     # Its routing amplifies.
-    "mixtral": Case(
+    "mixtral": Training(
         partial(models.mixtral, attention_dropout=0.1),
         partial(zoo.mixtral, dp="dp"),
-        models.token_loss,
         within=6e-5,
     ),
-    "mixtral, 3 experts divided along tp": Case(
+    "mixtral, 3 experts divided along tp": Training(
         partial(models.mixtral, attention_dropout=0.1, num_local_experts=3),
         partial(zoo.mixtral, dp="dp", ep="tp"),
-        models.token_loss,
         within=6e-5,
     ),
-    "mixtral, experts on an axis of their own": Case(
+    "mixtral, experts on an axis of their own": Training(
         partial(models.mixtral, attention_dropout=0.1),
-        partial(_experts_alone, dp="dp"),
-        models.token_loss,
+        lambda mesh, sp: zoo.mixtral(mesh, tp=None, dp="dp", ep="ep"),
         within=6e-5,
         axes=("dp", "ep"),
     ),
-    "mixtral, 3 experts divided along ep and cut along tp": Case(
+    "mixtral, 3 experts divided along ep and cut along tp": Training(
         partial(models.mixtral, attention_dropout=0.1, num_local_experts=3),
         partial(zoo.mixtral, ep="ep"),
-        models.token_loss,
         within=6e-5,
         axes=("ep", "tp"),
     ),
-    "vit": Case(models.vit, partial(zoo.vit, dp="dp"), _image_loss),
-    "dit": Case(models.dit, _diffusion, _noise_loss),
+    "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss),
+    "dit": Training(
+        models.dit,
+        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp)),
+        models.noise_loss,
+    ),
 }
 
 

@@ -6,16 +6,35 @@ transformers is imported where it is used: testkit does not need it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from testkit.dit import Diffusion, DiT
 
-__all__ = ["dit", "gpt2", "llama", "mixtral", "reinitialize", "token_loss", "train", "vit"]
+__all__ = [
+    "Training", "TwoLinears", "dit", "gpt2", "image_loss", "llama", "mixtral", "noise_loss",
+    "nowhere_zero", "reinitialize", "token_loss", "train", "vit", "with_noise_loss",
+]  # fmt: skip
 
 VOCABULARY = 64
+
+
+class TwoLinears(nn.Module):
+    """4 features to 8 and back, and a loss of them; always the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square of what comes out."""
+        y: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return y.square().mean()
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -117,6 +136,15 @@ def reinitialize(model: nn.Module, seed: int = 1) -> None:
             own(module)
 
 
+def nowhere_zero(model: nn.Module) -> nn.Module:
+    """Draws all parameters: biases and DiT's gates begin at zero, and hide what is behind them."""
+    torch.manual_seed(5)
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param.data, std=0.05)
+    return model
+
+
 def token_loss(model: Any) -> torch.Tensor:
     """The loss of a batch of 4 random sequences of 8 tokens, the last one padded."""
     ids = torch.randint(0, VOCABULARY, (4, 8))
@@ -124,6 +152,56 @@ def token_loss(model: Any) -> torch.Tensor:
     labels[-1, 3:] = -100
     loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
     return loss
+
+
+def image_loss(model: Any) -> torch.Tensor:
+    """The loss of a ViT on a batch of 4 random images."""
+    images, labels = torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))
+    loss: torch.Tensor = model(pixel_values=images, labels=labels).loss
+    return loss
+
+
+def noise_loss(model: Any) -> torch.Tensor:
+    """The loss of a DiT on a batch of 4 random images and their noise."""
+    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
+    loss: torch.Tensor = model(
+        images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise
+    )
+    return loss
+
+
+def with_noise_loss(plan: Any, dp: str = "dp") -> Any:
+    """A plan of a DiT, made one of `dit`, which has its loss beside it.
+
+    Args:
+        plan: of plan-api.
+        dp: the axis along which batches are cut.
+    """
+    plan = plan.under("model")
+    plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), dp)
+    plan.annotate("criterion.<op:mse_loss>", Shard(0), dp)
+    return plan.redistribute("<out>", Partial(), Replicate(), dp)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its plan, and a script's loss on a batch.
+
+    Attributes:
+        make: the model, for one device.
+        plan: of a mesh, by ``sp``.
+        loss: draws a batch.
+        within: of one device's losses.
+        sp: with sequence parallelism and without, or without alone.
+        axes: of the mesh.
+    """
+
+    make: Callable[[], nn.Module]
+    plan: Callable[..., Any]
+    loss: Callable[[Any], torch.Tensor] = token_loss
+    within: float = 1e-5
+    sp: tuple[bool, ...] = (False, True)
+    axes: tuple[str, str] = ("dp", "tp")
 
 
 def train(

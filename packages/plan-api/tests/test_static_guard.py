@@ -1,0 +1,371 @@
+"""Plans that are wrong in one line do not train: the first step is held against Eager."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from plan_api import Plan, installed, parallelize, zoo
+from plan_api.static.compare import compare, differs_anywhere
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+from testkit.models import TwoLinears
+
+needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+TP, DP = (1, 2), (2, 1)
+LAYER = r"model\.layers\.\d+"
+
+
+def _without(plan, path):
+    """A plan without its one line of a tensor whose path ends so."""
+    told = json.loads(plan.to_json())
+    left = [one for one in told["entries"] if not one["path"].endswith(path)]
+    assert len(left) == len(told["entries"]) - 1, path
+    return Plan.from_json(json.dumps(told | {"entries": left}), plan.mesh)
+
+
+def _llama():
+    options = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+    return models.nowhere_zero(models.llama(num_hidden_layers=1, **options))
+
+
+def _vit():
+    return models.nowhere_zero(models.vit(num_hidden_layers=1))
+
+
+def _dit():
+    return models.nowhere_zero(models.dit(depth=1))
+
+
+_llama_dp = partial(zoo.llama, dp="dp")
+_llama_sp = partial(zoo.llama, dp="dp", sp=True)
+_llama_loss = partial(zoo.llama, dp="dp", loss_parallel=True)
+_vit_dp = partial(zoo.vit, dp="dp")
+
+
+def _dit_dp(mesh):
+    return models.with_noise_loss(zoo.dit(mesh, dp="dp"))
+
+
+# What is wrong: the mesh, the model, the plan, and the site and words of the error.
+WRONG = {
+    "norms' gradients under sequence parallelism": (
+        TP, _llama, lambda mesh: _without(_llama_sp(mesh), r"norm\.weight\.grad"),
+        "model.layers.0.input_layernorm.weight", r"Partial\(sum\)\), the plan's .*Replicate\(\)\)",
+    ),
+    "gradients of a cut batch": (
+        DP, _llama, lambda mesh: _without(_llama_dp(mesh), r".*\.grad"),
+        "model.embed_tokens.weight", r"\(Partial\(sum\), .* the plan's \(Replicate\(\), ",
+    ),
+    "cross entropy of a cut batch": (
+        DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<op:cross_entropy>"),
+        "", "what is returned by the model: .* from Eager's",
+    ),
+    "cross entropy of a cut vocabulary": (
+        TP, _llama,
+        lambda mesh: _llama_loss(mesh).annotate("<op:cross_entropy>", R, "tp"),
+        "", "what is returned by the model: .* from Eager's",
+    ),
+    "a view that says the whole vocabulary": (
+        TP, _llama, lambda mesh: _without(_llama_loss(mesh), "<op:view>"),
+        "lm_head", "what comes after it: .*its code may say sizes of the whole",
+    ),
+    "a loss that is left a sum": (
+        DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<out:loss>"),
+        "", r"\(Partial\(sum\), Replicate\(\)\) in Eager, and a plain part",
+    ),
+    "logits of another placement": (
+        DP, _llama, lambda mesh: _llama_dp(mesh).annotate("<out:logits>", S1, "dp"),
+        None, r"forward:<out>:logits is S\(0\) along 'dp', and the plan says S\(1\)",
+    ),
+    "logits of none": (
+        DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<out:logits>"),
+        "", r"\(4, 8, 64\) is \(Shard\(dim=0\), .*say annotate\('<out:",
+    ),
+    "dropout as if it were whole": (
+        TP, _llama,
+        lambda mesh: _llama_dp(mesh).annotate(rf"{LAYER}\.self_attn.<op:dropout>", R, "tp"),
+        "model.layers.0.self_attn.o_proj", "what is returned by model.layers.0.self_attn.o_proj",
+    ),
+    "a gradient that is not summed": (
+        TP, _llama,
+        lambda mesh: _llama_dp(mesh).redistribute(
+            rf"{LAYER}\.mlp.<in>", R, R, "tp", grad_src=R, grad_dst=R
+        ),
+        "model.layers.0.post_attention_layernorm", "the gradient of what is returned by",
+    ),
+    "a gradient that is summed twice": (
+        TP, _llama,
+        lambda mesh: _llama_sp(mesh).redistribute("lm_head.<in>", S1, R, "tp", grad_src=P),
+        "model.norm", "the gradient of what is returned by",
+    ),
+    "a product that is not summed": (
+        TP, _llama, lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}\.mlp.<out>", R, R, "tp"),
+        "model.layers.0.mlp.down_proj", "mlp.forward:<out>:0 is P along 'tp', and the plan says R",
+    ),
+    "a mask cut along the queries": (
+        TP, _llama,
+        lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}.<in:attention_mask>", R, S2, "tp"),
+        "model.layers.0.self_attn.v_proj", "The size of tensor a",
+    ),
+    "a bias that is added on every rank": (
+        TP, _vit, lambda mesh: _without(_vit_dp(mesh), r"(o_proj|fc2)\.bias"),
+        "vit.layers.0.attention.o_proj", "what is returned by vit.layers.0.attention.o_proj",
+    ),
+    "a reshape that says all heads": (
+        TP, _dit, lambda mesh: _without(_dit_dp(mesh), r"attn.<op:reshape:0>"),
+        "model.blocks.0.attn.qkv", "shape .* is invalid.*its code may say sizes of the whole",
+    ),
+    "a mean over a cut batch": (
+        DP, _dit, lambda mesh: _without(_dit_dp(mesh), "<op:mse_loss>"),
+        "criterion", "what is returned by criterion: ",
+    ),
+}  # fmt: skip
+RIGHT = {
+    "llama": (DP, _llama, _llama_dp),
+    "llama, sequence parallel": (TP, _llama, _llama_sp),
+    "llama, loss parallel": (TP, _llama, _llama_loss),
+    "vit": (TP, _vit, _vit_dp),
+    "dit": (TP, _dit, _dit_dp),
+}
+
+
+def _loss(make, model):
+    losses = {_llama: models.token_loss, _vit: models.image_loss, _dit: models.noise_loss}
+    torch.manual_seed(2)
+    return losses[make](model)
+
+
+def _first_steps():
+    """By name: the error of the first step, as its type, site and words; or none."""
+    meshes = {
+        shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in (TP, DP)
+    }
+    found = {}
+    for name, (shape, make, plan, *_) in (RIGHT | WRONG).items():
+        model = parallelize(make(), plan(meshes[shape]), mode="static")
+        try:
+            _loss(make, model)
+            found[name] = None
+        except ValueError as error:
+            found[name] = type(error).__name__, getattr(error, "site", None), str(error)
+    shape, make, plan, *_ = WRONG["norms' gradients under sequence parallelism"]
+    model = parallelize(make(), plan(meshes[shape]), mode="static", guard_steps=0)
+    found["not guarded"] = _loss(make, model).item()
+    return found
+
+
+@pytest.mark.ranks
+@needs_flattening
+def test_plans_that_are_wrong_in_one_line_are_refused_in_the_first_step_by_site():
+    for found in run_ranks(_first_steps, 2, timeout=500):
+        assert found.pop("not guarded") > 0  # guard_steps=0
+        assert {name: error for name, error in found.items() if name in RIGHT and error} == {}
+        for name, (*_, site, _) in WRONG.items():
+            assert found[name] is not None, name
+            kind, told, message = found[name]
+            assert kind == "StaticError", name
+            assert site in (told, None), name
+            assert message.startswith(("static mode does not compute", "the model fails in")), name
+        for name, (*_, words) in WRONG.items():
+            with pytest.raises(ValueError, match=words):
+                raise ValueError(found[name][2].replace("\n", " "))
+
+
+class Branching(TwoLinears):
+    """Its forward may take another way, on which no line of the plan is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.centred = False
+        self.register_buffer("calls", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = torch.tanh(self.up(self.drop(x)))
+        if self.centred:  # over all features, of which a rank has some
+            hidden = hidden - hidden.mean()
+        return self.down(hidden).square().mean()
+
+
+def _branching(mesh, **options):
+    plan = Plan(mesh).shard(r"up\.(weight|bias)", S0).shard(r"down\.weight", S1)
+    plan.redistribute(r"down\.bias", R, P).annotate("drop.<op:dropout>", R)
+    plan.redistribute("up.<in>", R, R, grad_src=P, grad_dst=R)
+    plan.redistribute("<in>", R, R).redistribute("down.<out>", P, R)
+    return parallelize(Branching(), plan, mode="static", **options)
+
+
+def _site_of(call, *args):
+    """Of the error of a call; None if there is none."""
+    try:
+        call(*args)
+    except ValueError as error:
+        return getattr(error, "site", "no site")
+    return None
+
+
+@pytest.mark.ranks
+def test_a_forward_that_takes_another_way_later_is_refused_on_request():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        batch = torch.randn(4, 4)
+        found = {}
+        for steps in (0, 1, 2):
+            model = _branching(mesh, guard_steps=steps)
+            first = _site_of(model, batch)
+            fine = installed(model).check(batch)
+            model.centred = True
+            found[steps] = (
+                first, fine, _site_of(model, batch), _site_of(installed(model).check, batch),
+            )  # fmt: skip
+        return found
+
+    for found in run_ranks(check, 2):
+        assert found == {
+            0: (None, (), None, "down"),
+            1: (None, (), None, "down"),
+            2: (None, (), "down", "down"),
+        }
+
+
+@pytest.mark.ranks
+def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_against_eager():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = _branching(mesh)
+        torch.manual_seed(0)
+        batch = torch.randn(4, 4)
+        model.centred = True
+        with torch.no_grad():
+            unguarded = _site_of(model, batch)
+        guarded = _site_of(model, batch)
+        model.centred = False
+        model(batch).backward()
+        state, calls = torch.get_rng_state(), model.calls.item()
+        grads = [param.grad.to_local().clone() for param in model.parameters()]
+        installed(model).check(batch)
+        after = [param.grad.to_local() for param in model.parameters()]
+        return (
+            unguarded,
+            guarded,
+            torch.equal(state, torch.get_rng_state()),
+            model.calls.item() == calls,
+            all(map(torch.equal, grads, after)),
+        )
+
+    assert run_ranks(check, 2) == [(None, "down", True, True, True)] * 2
+
+
+@pytest.mark.ranks
+def test_what_is_wrong_on_one_rank_is_wrong_on_all():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return [differs_anywhere(mesh.get_rank() == wrong, mesh) for wrong in (None, 0, 1, 2, 3)]
+
+    assert run_ranks(check, 4) == [[False, True, True, True, True]] * 4
+
+
+def test_check_is_of_static_mode():
+    with fake_mesh((2,), ("tp",)) as mesh:
+        model = parallelize(TwoLinears(), Plan(mesh))
+        with pytest.raises(ValueError, match="this model is in Eager"):
+            installed(model).check(torch.ones(4, 4))
+
+
+def _compared(change, x=None, forward=None, shown=None):
+    """What `compare` says of two models that are alike but for what a test does to the second."""
+    with fake_mesh((1,), ("tp",)) as mesh:
+        eager, static = TwoLinears(), TwoLinears()
+        leaves = dict(static.named_parameters())
+        for module in (eager.up, eager.down):
+            for name, param in [*module.named_parameters()]:
+                placed = DTensor.from_local(param.detach(), mesh, [R], run_check=False)
+                setattr(module, name, nn.Parameter(placed))
+        with torch.no_grad():
+            change(static)
+        if forward is not None:
+            static.forward = partial(forward, static)
+        if shown is not None:
+            static.register_forward_hook(
+                lambda _, __, result: DTensor.from_local(result, mesh, [shown], run_check=False)
+            )
+
+        def dtensor(tensor):
+            return DTensor.from_local(tensor, mesh, [R], run_check=False)
+
+        eager.register_forward_pre_hook(lambda _, args: tuple(map(dtensor, args)))
+        eager.register_forward_hook(lambda _, __, result: result.to_local())
+        torch.manual_seed(0)
+        x = torch.randn(4, 4) if x is None else x
+        return compare(eager, static, {n: (leaf, dtensor) for n, leaf in leaves.items()}, (x,), {})
+
+
+def _nothing(_):
+    pass
+
+
+def test_models_that_are_alike_do_not_differ():
+    assert _compared(_nothing) == []
+    assert _compared(_nothing, torch.full((4, 4), torch.nan)) == []
+
+
+def test_a_result_that_is_shown_as_another_placement_differs():
+    (found,) = _compared(_nothing, shown=P)
+    assert (found.site, found.bits) == ("", False)
+    assert found.reason == "() in Eager, (Partial(sum),)"
+
+
+def test_rounding_is_told_apart_from_another_number():
+    def by(factor):
+        return lambda model: model.up.weight.mul_(factor)
+
+    rounding = _compared(by(1 + 1e-6))
+    assert rounding[0].site == "up"
+    assert rounding[0].what == "what is returned by"
+    assert all(one.bits for one in rounding)
+    wrong = _compared(by(1 + 1e-3))
+    assert [one.site for one in wrong[:3]] == ["up", "down", ""]
+    assert not any(one.bits for one in wrong[:2])
+    assert str(wrong[0]).startswith("what is returned by up: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "forward", "site", "reason"),
+    [
+        (lambda model: model.up.bias.fill_(torch.nan), None, "up", "nan in one of the modes only"),
+        (
+            _nothing,
+            lambda self, x: self.down(torch.tanh(self.up(x))[:2]).square().mean(),
+            "down", r"(4, 4) on this rank in Eager, (2, 4)",
+        ),
+        (
+            _nothing,
+            lambda self, x: (x @ self.up.weight.T @ self.down.weight.T).mean(),
+            "up", "static mode did not call it",
+        ),
+        (
+            _nothing,
+            lambda self, x: self.down(torch.tanh(self.up(x))).square().mean().double(),
+            "", "torch.float32 in Eager, torch.float64",
+        ),
+        (
+            _nothing,
+            lambda self, x: self.down(torch.tanh(self.up(x.detach())).detach()).square().mean(),
+            "up", "static mode did not call it",
+        ),
+    ],
+    ids=["nan", "shape", "not called", "dtype", "a gradient that does not come"],
+)  # fmt: skip
+def test_what_differs_first_is_named(change, forward, site, reason):
+    found = _compared(change, forward=forward)
+    first = next(one for one in found if not one.bits)
+    assert (first.site, first.bits) == (site, False)
+    assert reason in first.reason
