@@ -84,34 +84,51 @@ def of_qwen(mesh):
     return Plan.from_tp_plan(qwen(), mesh) | script(mesh, *made)
 
 
+def images():
+    return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 10, (4,))}
+
+
+def of_vit(mesh):
+    layer = r"vit\.layers\.\d+"
+    plan = Plan(mesh).shard("<in:pixel_values>", S0, "dp").shard("<in:labels>", S0, "dp")
+    weights = {
+        r".*\.(q|k|v)_proj\.(weight|bias)": S0,
+        r".*\.fc1\.(weight|bias)": S0,
+        r".*\.(o_proj|fc2)\.weight": S1,
+    }
+    whole = ["(attention|mlp).<in>", "(attention|mlp).<out>"]
+    return divided(plan.shard("<out:loss>", [R, R]), layer, weights, whole)
+
+
 CASES = {
-    "llama": (lambda: models.llama(attention_dropout=0.1, **HEADS), of_llama),
-    "gpt2": (models.gpt2, of_gpt2),
-    "qwen": (qwen, of_qwen),
+    "llama": (lambda: models.llama(attention_dropout=0.1, **HEADS), of_llama, tokens),
+    "gpt2": (models.gpt2, of_gpt2, tokens),
+    "qwen": (qwen, of_qwen, tokens),
+    "vit": (models.vit, of_vit, images),
 }
 
 
-def train(model, steps=4):
-    return models.train(model, lambda model: model(**tokens()).loss, steps=steps)
+def train(model, batch, steps=4):
+    return models.train(model, lambda model: model(**batch()).loss, steps=steps)
 
 
 def generated(shape):
     """By model: the plan as text, and the losses of both modes under it."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     found = {}
-    for name, (make, plan_of) in CASES.items():
+    for name, (make, plan_of, batch) in CASES.items():
         torch.manual_seed(5)
         model = make()
         before = [param.clone() for param in model.parameters()]
-        made = generate_static(plan_of(mesh), model, tokens())
+        made = generate_static(plan_of(mesh), model, batch())
         assert all(map(torch.equal, before, model.parameters()))
         assert not any(hooks for one in model.modules() for hooks in one._forward_hooks)
         again = Plan.from_json(made.to_json(), mesh)
         assert again.entries == made.entries
         static = parallelize(model, again, mode="static")
-        assert installed(static).check(**tokens()) == ()
+        assert installed(static).check(**batch()) == ()
         eager = parallelize(make(), made)
-        found[name] = str(made), train(static), train(eager)
+        found[name] = str(made), train(static, batch), train(eager, batch)
     return found
 
 
@@ -133,13 +150,13 @@ def generated_without_memory():
     """By model: whether the plan is that of a real run, and what was sent for it."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     found = {}
-    for name, (make, plan_of) in CASES.items():
+    for name, (make, plan_of, batch) in CASES.items():
         torch.manual_seed(5)
-        wanted = generate_static(plan_of(mesh), make(), tokens())
+        wanted = generate_static(plan_of(mesh), make(), batch())
         with torch.device("meta"):
             model = make()
         with CommLog() as sent:
-            made = generate_static(plan_of(mesh), model, tokens(), fake=True)
+            made = generate_static(plan_of(mesh), model, batch(), fake=True)
         assert all(param.is_meta for param in model.parameters())
         found[name] = made.entries == wanted.entries, sent.bytes()
     return found

@@ -42,6 +42,33 @@ def _dit():
     return models.nowhere_zero(models.dit(depth=1))
 
 
+def _gpt2():
+    return models.nowhere_zero(models.gpt2(n_layer=1))
+
+
+def _fresh_vit():
+    return models.vit(num_hidden_layers=1)
+
+
+def _fresh_dit():
+    return models.dit(depth=1)
+
+
+def _padded():
+    return _llama()
+
+
+def _llama_padded(mesh):
+    return _llama_dp(mesh).shard("<in:attention_mask>", S0, "dp")
+
+
+def _padded_loss(model):
+    ids = torch.randint(0, 64, (4, 8))
+    mask = torch.ones_like(ids)
+    mask[0, 6:], mask[3, 5:] = 0, 0
+    return model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+
+
 _llama_dp = partial(zoo.llama, dp="dp")
 _llama_sp = partial(zoo.llama, dp="dp", sp=True)
 _llama_loss = partial(zoo.llama, dp="dp", loss_parallel=True)
@@ -73,7 +100,7 @@ WRONG = {
     ),
     "a view that says the whole vocabulary": (
         TP, _llama, lambda mesh: _without(_llama_loss(mesh), "<op:view>"),
-        "lm_head", "what comes after it: .*its code may say sizes of the whole",
+        "", "what comes after it: .*its code may say sizes of the whole",
     ),
     "a loss that is left a sum": (
         DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<out:loss>"),
@@ -106,20 +133,33 @@ WRONG = {
     ),
     "a product that is not summed": (
         TP, _llama, lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}\.mlp.<out>", R, R, "tp"),
-        "model.layers.0.mlp.down_proj", "mlp.forward:<out>:0 is P along 'tp', and the plan says R",
+        "model.layers.0.mlp", "mlp.forward:<out>:0 is P along 'tp', and the plan says R",
     ),
     "a mask cut along the queries": (
         TP, _llama,
         lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}.<in:attention_mask>", R, S2, "tp"),
-        "model.layers.0.self_attn.v_proj", "The size of tensor a",
+        "model.layers.0.self_attn", "The size of tensor a",
     ),
     "a bias that is added on every rank": (
         TP, _vit, lambda mesh: _without(_vit_dp(mesh), r"(o_proj|fc2)\.bias"),
         "vit.layers.0.attention.o_proj", "what is returned by vit.layers.0.attention.o_proj",
     ),
+    "the same while all biases are zero": (
+        TP, _fresh_vit, lambda mesh: _without(_vit_dp(mesh), r"(o_proj|fc2)\.bias"),
+        "vit.layers.0.attention.o_proj", "what is returned by vit.layers.0.attention.o_proj",
+    ),
+    "a gradient that is not summed, behind closed gates": (
+        TP, _fresh_dit,
+        lambda mesh: models.with_noise_loss(
+            zoo.dit(mesh, dp="dp").redistribute(
+                r"blocks\.\d+\.adaLN_modulation\.1.<in>", R, R, "tp", grad_src=R, grad_dst=R
+            )
+        ),
+        "model.blocks.0.adaLN_modulation.0", "the gradient of what is returned by",
+    ),
     "a reshape that says all heads": (
         TP, _dit, lambda mesh: _without(_dit_dp(mesh), r"attn.<op:reshape:0>"),
-        "model.blocks.0.attn.qkv", "shape .* is invalid.*its code may say sizes of the whole",
+        "model.blocks.0.attn", "shape .* is invalid.*its code may say sizes of the whole",
     ),
     "a mean over a cut batch": (
         DP, _dit, lambda mesh: _without(_dit_dp(mesh), "<op:mse_loss>"),
@@ -132,13 +172,22 @@ RIGHT = {
     "llama, loss parallel": (TP, _llama, _llama_loss),
     "vit": (TP, _vit, _vit_dp),
     "dit": (TP, _dit, _dit_dp),
+    "vit, no axis of the batch": (TP, _vit, zoo.vit),
+    "gpt2, no axis of the batch": (TP, _gpt2, zoo.gpt2),
+    "llama with padding": (DP, _padded, _llama_padded),
 }
 
 
+LOSSES = {
+    _llama: models.token_loss, _gpt2: models.token_loss, _padded: _padded_loss,
+    _vit: models.image_loss, _fresh_vit: models.image_loss,
+    _dit: models.noise_loss, _fresh_dit: models.noise_loss,
+}  # fmt: skip
+
+
 def _loss(make, model):
-    losses = {_llama: models.token_loss, _vit: models.image_loss, _dit: models.noise_loss}
     torch.manual_seed(2)
-    return losses[make](model)
+    return LOSSES[make](model)
 
 
 def _first_steps():
@@ -359,7 +408,7 @@ def test_rounding_is_told_apart_from_another_number():
         (
             _nothing,
             lambda self, x: self.down(torch.tanh(self.up(x.detach())).detach()).square().mean(),
-            "up", "static mode did not call it",
+            "up", "none came in static mode",
         ),
     ],
     ids=["nan", "shape", "not called", "dtype", "a gradient that does not come"],

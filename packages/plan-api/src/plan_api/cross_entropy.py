@@ -104,6 +104,8 @@ def log_softmax_backward(
     grad: torch.Tensor, output: torch.Tensor, cut: Cut, dtype: torch.dtype
 ) -> torch.Tensor:
     """The gradient of local logits, from that of their log-softmax."""
+    if cut.axis is None:
+        return torch._log_softmax_backward_data(grad, output, cut.dim, dtype)
     row = cut.over_classes(grad.sum(cut.dim, keepdim=True), "sum")
     return (grad - output.exp() * row).to(dtype)
 

@@ -81,6 +81,11 @@ class _Logits:
         """The placements of what all ranks have."""
         return (Replicate(),) * len(self.placements)
 
+    @property
+    def on_one(self) -> bool:
+        """Whether this rank has all of them: torch's own operator is the one device's."""
+        return self.cut.axis is None and not self.cut.rows
+
     def part(self, tensor: Any, placements: tuple[Placement, ...]) -> torch.Tensor:
         """The local part of a tensor; a plain one is taken as the same on all ranks."""
         if not isinstance(tensor, DTensor):
@@ -92,9 +97,12 @@ class _Logits:
 
     def targets(self, target: Any, weight: Any, ignored: int) -> Targets:
         """Of these rows."""
-        classes = self.part(target, self.rows)
+        return Targets.of(self.local, self.cut, *self.given(target, weight), ignored)
+
+    def given(self, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The classes of these rows, and weights of classes, on this rank."""
         weights = None if weight is None else self.part(weight, self.whole)
-        return Targets.of(self.local, self.cut, classes, weights, ignored)
+        return self.part(target, self.rows), weights
 
     def wrap(
         self, local: torch.Tensor, placements: tuple[Placement, ...], shape: torch.Size
@@ -122,24 +130,34 @@ def _log_softmax_backward(_: object, args: tuple[Any, ...], kwargs: dict[str, An
     return output.wrap(result, output.placements, output.shape)
 
 
-def _nll_loss(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+def _nll_loss(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, DTensor]:
     dtensor, target, weight, reduction, ignored = args
-    logits = _settled(dtensor, min(1, dtensor.ndim - 1))
-    targets, one = logits.targets(target, weight, ignored), torch.Size([])
-    loss, total = nll_loss(logits.local, targets, logits.cut, reduction)
+    logits, one = _settled(dtensor, min(1, dtensor.ndim - 1)), torch.Size([])
+    if logits.on_one:
+        given = logits.given(target, weight)
+        loss, total = operator(logits.local, *given, reduction, ignored)
+    else:
+        targets = logits.targets(target, weight, ignored)
+        loss, total = nll_loss(logits.local, targets, logits.cut, reduction)
     if reduction == NONE:
         shape = torch.Size(s for dim, s in enumerate(logits.shape) if dim != logits.cut.dim)
         return logits.wrap(loss, logits.rows, shape), logits.wrap(total, logits.whole, one)
     return logits.wrap(loss, logits.total, one), logits.wrap(total, logits.whole, one)
 
 
-def _nll_loss_backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, dtensor, target, weight, reduction, ignored, total = args
     logits = _settled(dtensor, min(1, dtensor.ndim - 1))
-    targets = logits.targets(target, weight, ignored)
     scale = logits.part(grad, logits.rows if reduction == NONE else logits.whole)
     weighed = logits.part(total, logits.whole)
-    result = nll_loss_backward(scale, logits.local, targets, logits.cut, reduction, weighed)
+    if logits.on_one:
+        given = logits.given(target, weight)
+        result = operator(scale, logits.local, *given, reduction, ignored, weighed)
+    else:
+        targets = logits.targets(target, weight, ignored)
+        result = nll_loss_backward(scale, logits.local, targets, logits.cut, reduction, weighed)
     return logits.wrap(result, logits.placements, logits.shape)
 
 

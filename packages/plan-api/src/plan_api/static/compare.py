@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors
@@ -89,25 +90,37 @@ def compare(
     with kept(static), torch.enable_grad():
         found, own = _run(static, args, kwargs)
         own_grads = gradients(found, [of_param[name][0] for name in used])
-    with kept(static), torch.enable_grad():
+    # What a model makes itself is whole, and may meet what is not, such as a mask that it indexes.
+    with kept(static), torch.enable_grad(), implicit_replication():
         wanted, traced = _run(eager, args, kwargs)
         grads = gradients(wanted, list(used.values()))
     differences = [
-        *_of_modules(traced.returned, own.returned, "what is returned by"),
+        *_of_modules(
+            traced.returned, own.returned, "what is returned by", "static mode did not call it"
+        ),
         *_of_results(wanted, found),
     ]
     if not differences:
         differences += _of_modules(
-            traced.gradients, own.gradients, "the gradient of what is returned by"
+            traced.gradients,
+            own.gradients,
+            "the gradient of what is returned by",
+            "none came in static mode",
         )
+    largest = 0.0  # a gradient that is zero but for rounding is held against the others
+    reduced = []
     for (name, param), grad, local in zip(used.items(), grads, own_grads, strict=True):
         wanted_grad: Any = torch.zeros_like(param) if grad is None else grad
         leaf, placed = of_param[name]
         own_grad = placed(torch.zeros_like(leaf) if local is None else local)
         # Reduced, whatever each has left to be summed: the same terms have a sum of the same bits.
         whole, other = wanted_grad.full_tensor(), own_grad.full_tensor()
-        for one in _unequal(name, "the gradient of", whole, other):
-            placed_so = f"Eager's is {wanted_grad.placements}, the plan's {own_grad.placements}"
+        if whole.numel() and not is_fake(whole):
+            largest = max(largest, whole.nan_to_num().abs().max().item())
+        placed_so = f"Eager's is {wanted_grad.placements}, the plan's {own_grad.placements}"
+        reduced.append((name, whole, other, placed_so))
+    for name, whole, other, placed_so in reduced:
+        for one in _unequal(name, "the gradient of", whole, other, largest):
             differences.append(replace(one, reason=f"{one.reason}; {placed_so}"))
     return differences
 
@@ -140,7 +153,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     trace, handles, running = _Trace(), [], [""]
     for name, module in model.named_modules():
         handles.append(_watch(name, module, trace))
-        handles.append(module.register_forward_pre_hook(_entering(name, running)))
+        handles.append(module.register_forward_pre_hook(_entering(name, running), prepend=True))
+        handles.append(module.register_forward_hook(_through(running)))  # not if it fails
     try:
         return model(*args, **kwargs), trace
     except Exception as error:
@@ -156,6 +170,13 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def _entering(name: str, running: list[str]) -> Callable[..., None]:
     return lambda *_: running.append(name)
+
+
+def _through(running: list[str]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        running.pop()
+
+    return hook
 
 
 def _watch(name: str, module: nn.Module, trace: _Trace) -> RemovableHandle:
@@ -206,13 +227,14 @@ def _of_modules(
     eager: Mapping[tuple[str, int], list[torch.Tensor]],
     static: Mapping[tuple[str, int], list[torch.Tensor]],
     what: str,
+    nothing: str,
 ) -> Iterator[Difference]:
     for (name, call), wanted in eager.items():
         if not name:
             continue  # see _of_results
         found = static.get((name, call))
         if found is None:
-            yield Difference(name, what, "static mode did not call it", False)
+            yield Difference(name, what, nothing, False)
         elif len(found) != len(wanted):
             yield Difference(name, what, f"{len(wanted)} tensors in Eager, {len(found)}", False)
         else:
@@ -240,7 +262,9 @@ def _of_results(eager: Any, static: Any) -> Iterator[Difference]:
             yield from _unequal("", what, _local(wanted), _local(found))
 
 
-def _unequal(site: str, what: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[Difference]:
+def _unequal(
+    site: str, what: str, one: torch.Tensor, other: torch.Tensor, largest: float = 0.0
+) -> Iterator[Difference]:
     if one.shape != other.shape:
         reason = f"{tuple(one.shape)} on this rank in Eager, {tuple(other.shape)}"
         yield Difference(site, what, reason, False)
@@ -259,7 +283,7 @@ def _unequal(site: str, what: str, one: torch.Tensor, other: torch.Tensor) -> It
         size = wide.abs().max().item()
         yield Difference(
             site, what, f"{error:.2g} from Eager's, of {size:.2g}",
-            error <= 1000 * torch.finfo(one.dtype).eps * size,
+            error <= torch.finfo(one.dtype).eps * max(1000 * size, largest),
         )  # fmt: skip
 
 

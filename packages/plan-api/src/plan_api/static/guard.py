@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from plan_api.eager import install_eager
 from plan_api.hooks import Fired
 from plan_api.lowered import Lowered
 from plan_api.static.compare import Difference, StaticError, compare, differs_anywhere
+from plan_api.static.fake import is_fake
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf
 from plan_api.static.twin import twin_of
@@ -24,6 +26,8 @@ from plan_api.static.twin import twin_of
 __all__ = ["Guard"]
 
 _log = logging.getLogger("plan_api")
+
+_NOT_ZERO = 2.0**-5
 
 
 class Guard:
@@ -79,7 +83,8 @@ class Guard:
             sites, indices = self._lowered.sites, self._lowered.indices
             handles = [*install_eager(eager, sites, {}, indices, self._mesh, Fired([]))]
             of_param = {leaf.name: self._gradients.of(leaf) for leaf in self._leaves}
-            found = compare(eager, model, of_param, args, kwargs)
+            with _nowhere_zero(self._leaves):
+                found = compare(eager, model, of_param, args, kwargs)
             for handle in handles:
                 handle.remove()
         finally:
@@ -108,3 +113,28 @@ class Guard:
             return tensor
         whole = [Replicate()] * self._mesh.ndim
         return DTensor.from_local(tensor, self._mesh, whole, run_check=False)
+
+
+@contextmanager
+def _nowhere_zero(leaves: Iterable[Leaf]) -> Iterator[None]:
+    """Within it no parameter is zero everywhere.
+
+    Closed gates hide what they multiply, and biases that are zero how often they are added.
+    """
+    zeros = [
+        leaf.tensor
+        for leaf in leaves
+        if isinstance(leaf.param, nn.Parameter)
+        and leaf.tensor.is_floating_point()
+        and not is_fake(leaf.tensor)
+        and not leaf.tensor.any()
+    ]
+    with torch.no_grad():
+        for tensor in zeros:
+            tensor.fill_(_NOT_ZERO)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor in zeros:
+                tensor.zero_()

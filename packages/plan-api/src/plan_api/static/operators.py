@@ -1,14 +1,14 @@
 """Operators in static mode whose result depends on the whole: random ones, and losses.
 
 A plan says how they are given their inputs (`plan.annotate("attn.<op:dropout>", ...)`). They are
-caught in the module's own code only: while a child that has children runs, nothing is caught.
+caught in the module's own code only, and not in its children's.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,14 +74,26 @@ def install_operators(
         module.register_forward_pre_hook(span.begin),
         module.register_forward_hook(span.leave, prepend=True, always_call=True),
     ]
+    names = {str(step.index).partition(":")[0] for step in site.steps}
     for name, child in module.named_children():
         path = f"{site.path}.{name}" if site.path else name
-        if next(child.children(), None) is not None or stays(path):
+        if _may_call(child, names) or stays(path):
             handles += [
                 child.register_forward_pre_hook(span.leave, prepend=True),
                 child.register_forward_hook(span.enter, always_call=True),
             ]
     return handles
+
+
+def _may_call(child: nn.Module, names: Collection[str]) -> bool:
+    """Whether functions may be called in it; of torch's own modules their code tells.
+
+    To leave a child alone costs nothing, to tell it apart two hooks.
+    """
+    own = type(child)
+    if next(child.children(), None) is not None or not own.__module__.startswith("torch.nn."):
+        return True
+    return not set(names).isdisjoint(own.forward.__code__.co_names)
 
 
 def _functions(name: str, where: str) -> list[Operator]:
