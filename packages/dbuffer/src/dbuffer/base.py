@@ -49,7 +49,10 @@ class BufferBase:
         self.full = full or not is_sharded(self._placements[self.shard_axis])
         numel = layout.buffer_size if self.full else layout.shard_size
         nbytes = numel * dtype.itemsize
-        self.memory = checked_memory(memory, nbytes, self.device, alignment, pin_memory=pin_memory)
+        self.memory = checked_memory(
+            memory, nbytes, self.device, alignment, dtype.itemsize, pin_memory=pin_memory
+        )
+        self._held = True  # the memory may also be held by another buffer, that has it in turn
         self._in_flight: Handle | None = None
         begin = self.rank * layout.shard_size if self.full else 0
         # (buffer_size or shard_size,) and (shard_size,), dtype, on the memory's storage
@@ -82,7 +85,7 @@ class BufferBase:
     @property
     def held(self) -> bool:
         """Whether its memory may be read and written."""
-        return self.memory.held
+        return self._held
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +175,6 @@ class BufferBase:
             ragged = views.ragged_shard(self.layout, i)
             placed = placing.of_tensor(ragged, self.mesh, self._placements, inner)
             mesh = self.mesh if inner is None else inner.mesh
-            placing.check_fit(local, shape, mesh, placed, self.layout.specs[i].name)
             self._dtensors[key] = _compat.dtensor(
                 local, mesh, placed, shape, views.contiguous_stride(shape)
             )
@@ -187,6 +189,7 @@ class BufferBase:
         """
         if not self.held:
             self.memory.acquire()
+            self._held = True
             self._placements = self._initial
 
     def release(self) -> None:
@@ -201,6 +204,7 @@ class BufferBase:
         if self.held:
             self._check("release")
             self.memory.release()
+            self._held = False
 
     def set_placements(self, placements: Sequence[Placement]) -> None:
         """Says what the content now is; nothing moves.

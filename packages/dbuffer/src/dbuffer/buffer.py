@@ -226,10 +226,11 @@ class DBuffer(BufferBase):
     def _check_like(self, what: str, other: DBuffer) -> None:
         self._check(what)
         other._check(what)
-        if other.layout != self.layout or other.shard_axis != self.shard_axis:
+        mine, theirs = (self.mesh, self.shard_axis), (other.mesh, other.shard_axis)
+        if other.layout != self.layout or theirs != mine:
             raise ValueError(
-                f"DBuffer.{what}: {other!r} has another layout or shard axis than {self!r}; wants "
-                f"the same"
+                f"DBuffer.{what}: {other!r} has another layout, mesh or shard axis than {self!r}; "
+                f"wants the same"
             )
 
     def _average(self, what: str, number: int) -> bool:
@@ -241,8 +242,8 @@ class DBuffer(BufferBase):
 
     def _wrong(self, what: str, number: int, wanted: str) -> str:
         return (
-            f"DBuffer.{what}: {self._placements[number]} on axis {self._axes[number].name}, wants "
-            f"{wanted}; set_placements() says what the content is"
+            f"DBuffer.{what}: {self._placements[number]!r} on axis {self._axes[number].name}, "
+            f"wants {wanted}; set_placements() says what the content is"
         )
 
     def _run(

@@ -13,6 +13,7 @@ from dbuffer import placing
 from dbuffer.group_ops import index_of
 from dbuffer.memory import Memory, ResizableMemory
 from dbuffer.placing import Inner, Placements
+from dbuffer.views import tensor_shape
 from ragged_shard.planner import Layout
 
 __all__ = ["Checked", "checked", "checked_memory"]
@@ -62,7 +63,9 @@ def checked(
         )
     found = {index_of(layout, key): other for key, other in (inner or {}).items()}
     for i, other in found.items():
-        placing.check_inner(other, mesh, f"tensor {i} ({layout.specs[i].name!r})")
+        placing.check_inner(
+            other, mesh, tensor_shape(layout, i), f"tensor {i} ({layout.specs[i].name!r})"
+        )
     return Checked(placements, axis, _device(device, mesh), found)
 
 
@@ -71,6 +74,7 @@ def checked_memory(
     nbytes: int,
     device: torch.device,
     alignment: int,
+    itemsize: int,
     *,
     pin_memory: bool,
 ) -> Memory:
@@ -98,11 +102,12 @@ def checked_memory(
         )
     else:
         memory.acquire()
-    if memory.bytes.data_ptr() % alignment:
-        begin = memory.bytes.data_ptr()
+    begin, offset = memory.bytes.data_ptr(), memory.bytes.storage_offset()
+    if begin % alignment or offset % itemsize:
         memory.release()
         raise ValueError(
-            f"DBuffer: memory that begins at {begin:#x}; wants a multiple of alignment={alignment}"
+            f"DBuffer: memory that begins at {begin:#x}, {offset} bytes into its storage; wants "
+            f"multiples of alignment={alignment} and of an element's {itemsize} bytes"
         )
     return memory
 

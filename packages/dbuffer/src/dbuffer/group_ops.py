@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dbuffer.views import tensor_shape
 from ragged_shard.planner import Layout
@@ -33,6 +34,11 @@ def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Ten
     else:
         found = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
     for i, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) is a DTensor; wants what "
+                f"this rank has of it, to_local()"
+            )
         if tuple(tensor.shape) != tensor_shape(layout, i):
             raise ValueError(
                 f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) has shape "

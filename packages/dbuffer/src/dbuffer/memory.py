@@ -29,7 +29,7 @@ class Memory(Protocol):
         ...
 
     def acquire(self) -> None:
-        """Holds it, for the current stream; its content is anything."""
+        """Holds it, for the current stream; its content is anything. Raises if somebody does."""
         ...
 
     def release(self) -> None:
@@ -57,9 +57,13 @@ class ResizableMemory:
         self._home = current_stream(device)
 
     def acquire(self) -> None:
-        """Allocates it again, where it was released; see `Memory.acquire`."""
+        """Allocates it again; see `Memory.acquire`.
+
+        Raises:
+            RuntimeError: somebody holds it.
+        """
         if self.held:
-            return
+            raise RuntimeError("ResizableMemory.acquire: a buffer holds it; release() that first")
         self.bytes.untyped_storage().resize_(self._nbytes)
         self._home = current_stream(self.bytes.device)
         self.held = True

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard import RaggedShard, StridedRaggedShard, local_shape
+from ragged_shard import RaggedShard, StridedRaggedShard
 
 __all__ = ["Inner", "Placements", "axis_index", "checked", "is_sharded", "of_tensor"]
 
@@ -119,11 +118,18 @@ def of_tensor(
     return tuple(result)
 
 
-def check_inner(inner: Inner, mesh: DeviceMesh, what: str) -> None:
-    """Raises where a tensor's other axes do not go with a buffer's mesh.
+def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: str) -> None:
+    """Raises where a tensor's other axes do not go with a buffer.
+
+    Args:
+        inner: of the tensor.
+        mesh: the buffer's.
+        shape: of the tensor, as the layout has it.
+        what: names the tensor.
 
     Raises:
-        ValueError: axes without names, or not the buffer's among them, or too few placements.
+        ValueError: axes without names, or not the buffer's among them; too few placements; ranks
+            that would have unequal shards; a layout for another local shape. All ranks agree.
     """
     names, own = inner.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
@@ -131,29 +137,27 @@ def check_inner(inner: Inner, mesh: DeviceMesh, what: str) -> None:
             f"DBuffer: inner mesh of {what} has axes {names} and the buffer's {own}; wants named "
             f"axes, the buffer's among them"
         )
-    if len(inner.placements) != len(names) - len(own):
+    others = [axis for axis, name in enumerate(names) if name not in own]
+    if len(inner.placements) != len(others):
         raise ValueError(
             f"DBuffer: inner placements {inner.placements} of {what}; wants one for each of the "
-            f"axes {tuple(name for name in names if name not in own)}"
+            f"axes {tuple(names[axis] for axis in others)}"
         )
-
-
-def check_fit(
-    local: torch.Tensor,
-    shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    placements: Placements,
-    name: str,
-) -> None:
-    """Raises where what the buffer has of a tensor is not what its placements say.
-
-    Raises:
-        ValueError: the layout was planned for another local shape of the inner axes.
-    """
-    wanted = local_shape(shape, mesh, placements)
-    if tuple(local.shape) != wanted:
+    local = list(inner.shape)
+    for axis, placement in zip(others, inner.placements, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        size = inner.mesh.size(axis)
+        if local[placement.dim] % size:
+            raise ValueError(
+                f"DBuffer: {placement} of {what} of shape {inner.shape} on axis {names[axis]!r} of "
+                f"{size} ranks is uneven; the same units cannot cut unequal shards, so pad dim "
+                f"{placement.dim} to a multiple of {size}"
+            )
+        local[placement.dim] //= size
+    if tuple(local) != shape:
         raise ValueError(
-            f"DBuffer: {name!r} of shape {shape}, placed {placements}, has local tensors of "
-            f"{wanted} on this rank, and the layout gives {tuple(local.shape)}; plan the layout "
-            f"with the local shape that the inner axes leave"
+            f"DBuffer: {what} has local tensors of {tuple(local)} under {inner.placements} of "
+            f"{inner.shape}, and the layout has {shape}; plan it with the local shape that the "
+            f"inner axes leave"
         )
