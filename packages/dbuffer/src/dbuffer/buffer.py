@@ -159,11 +159,10 @@ class DBuffer(BufferBase):
             ValueError: another layout; a whole buffer where there is room for a shard only.
         """
         self._check_like("copy_", other)
-        self._check("copy_")
-        source = other.local
         if not other.sharded:
             self._check_full("copy_")
-        (self._shard if other.sharded else self._flat).copy_(source, non_blocking=non_blocking)
+        into = self._shard if other.sharded else self._flat
+        into.copy_(other.local, non_blocking=non_blocking)
         self._placements = other.placements
 
     @torch.no_grad()
