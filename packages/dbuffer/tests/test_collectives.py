@@ -155,7 +155,8 @@ def counted(strategy):
 
 def test_a_gather_is_one_collective_and_none_where_there_is_nothing_to_send():
     assert run_ranks(counted, 2, "native")[0] == ({"all_gather": 1}, True, True)
-    assert run_ranks(counted, 2, "exchange")[0] == ({"send": 1, "recv": 1}, True, True)
+    for strategy in ("exchange", "auto"):  # gloo's own are slower
+        assert run_ranks(counted, 2, strategy)[0] == ({"send": 1, "recv": 1}, True, True)
 
 
 def allocated():

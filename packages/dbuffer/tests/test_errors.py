@@ -145,6 +145,7 @@ def test_a_buffer_in_flight_is_not_used(mesh, use):
         buffer.release()
     handle.wait()
     assert buffer.placements == (R, S0)
+    buffer.zero_()  # it may be used again
 
 
 @pytest.mark.parametrize(

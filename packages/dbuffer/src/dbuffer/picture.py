@@ -12,9 +12,10 @@ __all__ = ["draw"]
 
 LEFT, TOP, WIDTH, ROW, BAR = 76, 56, 860, 30, 22  # pixels
 CHARACTER = 6.7  # pixels: about the width of one, at the font's size of 12
+DARK = ("#0072B2", "#009E73", "#D55E00")  # of the colours: those on which white is read better
 STYLE = (
     "<style>text{font:12px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#222}"
-    ".title{font-size:15px;font-weight:bold}.note{fill:#555}.in{fill:#fff}</style>"
+    ".title{font-size:15px;font-weight:bold}.note{fill:#555}.light{fill:#fff}</style>"
 )
 HATCH = (
     '<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -68,7 +69,7 @@ def _bar(layout: Layout, rank: int, y: float, *, framed: bool) -> Iterator[str]:
             f"<title>{escape(what)}</title></rect>"
         )
         if CHARACTER * (len(spec.name) + 1) <= width:
-            yield _text(x + CHARACTER / 2, y + 15, spec.name, "in")
+            yield _text(x + CHARACTER / 2, y + 15, spec.name, "light" if colour in DARK else "")
     if framed:
         yield f'<rect {_place(LEFT, y, WIDTH)} fill="none" stroke="#000" stroke-width="1.5"/>'
 
