@@ -1,3 +1,22 @@
 """A group of tensors in one distributed buffer."""
 
+from dbuffer.agree import verify
+from dbuffer.buffer import DBuffer
+from dbuffer.handle import Handle
+from dbuffer.memory import Memory, ResizableMemory
+from dbuffer.placing import Inner
+from dbuffer.pool import Block, MemoryPool, memory_size
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "DBuffer",
+    "Handle",
+    "Inner",
+    "Memory",
+    "MemoryPool",
+    "ResizableMemory",
+    "memory_size",
+    "verify",
+]

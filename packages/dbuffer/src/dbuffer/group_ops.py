@@ -1,0 +1,90 @@
+"""Operators on all tensors of a buffer at once: one kernel, or one pass of foreach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dbuffer.views import tensor_shape
+from ragged_shard.planner import Layout
+
+__all__ = ["Tensors", "by_index", "padding_of", "pieces_of"]
+
+# All tensors in the order of the layout, None for those that are missing; or some by place or name.
+Tensors: TypeAlias = Sequence[torch.Tensor | None] | Mapping[int | str, torch.Tensor]
+
+
+def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
+    """The tensors by their place in the layout, those that are missing left out.
+
+    Raises:
+        ValueError: too few or too many, an unknown place or name, another shape.
+    """
+    count = len(layout.specs)
+    if isinstance(tensors, Mapping):
+        found = {index_of(layout, key): tensor for key, tensor in tensors.items()}
+    elif len(tensors) != count:
+        raise ValueError(
+            f"DBuffer.{what}: {len(tensors)} tensors for a layout of {count}; give one for each, "
+            f"None where there is none, or a dict by name"
+        )
+    else:
+        found = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
+    for i, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) is a DTensor; wants what "
+                f"this rank has of it, to_local()"
+            )
+        if tuple(tensor.shape) != tensor_shape(layout, i):
+            raise ValueError(
+                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) has shape "
+                f"{tuple(tensor.shape)}, wants {tensor_shape(layout, i)}"
+            )
+    return found
+
+
+def index_of(layout: Layout, key: int | str) -> int:
+    """The place of a tensor that is given by place or name.
+
+    Raises:
+        ValueError: there is none, or several have the name.
+    """
+    if isinstance(key, int) and not isinstance(key, bool):
+        if 0 <= key < len(layout.specs):
+            return key
+        raise ValueError(f"DBuffer: tensor {key}; wants 0 to {len(layout.specs) - 1}")
+    places = [i for i, spec in enumerate(layout.specs) if spec.name == key]
+    if len(places) != 1:
+        names = ", ".join(repr(spec.name) for spec in layout.specs[:8])
+        more = ", ..." if len(layout.specs) > 8 else ""
+        have = f"{len(places)} tensors have it, give the place" if places else "there are"
+        raise ValueError(f"DBuffer: tensor named {key!r}; {have}: {names}{more}")
+    return places[0]
+
+
+def pieces_of(
+    layout: Layout, tensors: Mapping[int, torch.Tensor], rank: int | None
+) -> dict[int, torch.Tensor]:
+    """What a rank holds of whole tensors, flat; all of them if `rank` is None."""
+    if rank is None:
+        return dict(tensors)
+    pieces = {}
+    for i, tensor in tensors.items():
+        held = layout.part(i, rank)
+        if held.size:
+            pieces[i] = tensor.reshape(-1)[held.start : held.stop]
+    return pieces
+
+
+def padding_of(layout: Layout, region: torch.Tensor, rank: int | None) -> list[torch.Tensor]:
+    """The runs of the buffer, or of a rank's shard, that belong to no tensor."""
+    begin = 0 if rank is None else rank * layout.shard_size
+    clipped = (
+        (max(gap.start - begin, 0), min(gap.stop - begin, region.numel()))
+        for gap in layout.padding_intervals()
+    )
+    return [region[start:stop] for start, stop in clipped if start < stop]

@@ -1,0 +1,65 @@
+"""Tensors that lie in a buffer, without a copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ragged_shard import RaggedShard
+from ragged_shard.planner import Layout
+
+__all__ = ["contiguous_stride", "local_shape", "ragged_shard", "tensor_in", "tensor_shape"]
+
+
+def tensor_in(
+    memory: torch.Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """A contiguous tensor in a piece of memory.
+
+    It is no view in autograd's sense: it shares the storage and has a version of its own. So a
+    gather, which writes through the flat tensor, does not make autograd refuse what it saved of a
+    parameter, and a write to the parameter itself still does.
+
+    Args:
+        memory: uint8, of one dim.
+        dtype: of the tensor.
+        start: elements of `dtype` from the memory's begin.
+        shape: of the tensor.
+    """
+    offset = memory.storage_offset() // dtype.itemsize + start
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), offset, tuple(shape), contiguous_stride(shape))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch counts them: an empty dim as one."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
+    """The shape of tensor `i`; flat where the layout was told none."""
+    spec = layout.specs[i]
+    return (spec.numel,) if spec.shape is None else spec.shape
+
+
+def ragged_shard(layout: Layout, i: int) -> RaggedShard:
+    """The placement under which each rank holds what the layout gives it of tensor `i`.
+
+    As few leading dims are cut as the tensor's units allow: rows where the units are rows, and
+    none where one rank owns it. An empty tensor is rank 0's.
+    """
+    shape, numel = tensor_shape(layout, i), layout.specs[i].numel
+    if numel == 0:
+        return RaggedShard.owned_by(0, layout.world_size)
+    unit, cut = layout.unit_size(i), 0
+    while unit % math.prod(shape[cut:]):
+        cut += 1
+    return RaggedShard(range(cut), layout.units(i))
+
+
+def local_shape(layout: Layout, i: int, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank holds of tensor `i`."""
+    return ragged_shard(layout, i).local_shape(tensor_shape(layout, i), rank)

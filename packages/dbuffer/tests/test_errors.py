@@ -1,0 +1,241 @@
+"""Bad input raises before any collective, and says what was given, what is wanted, what to do."""
+
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from dbuffer import DBuffer, Inner, MemoryPool, verify
+from ragged_shard.planner import TensorSpec, plan_layout
+from testkit import CommLog, fake_mesh, run_ranks
+
+S0, R, SUM = Shard(0), Replicate(), Partial()
+
+
+def layout_of(world_size=2):
+    return plan_layout(
+        [TensorSpec("a", 12, 1, (4, 3)), TensorSpec("b", 5), TensorSpec("b", 2)], world_size
+    )
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((2, 2), ("dp", "fsdp")) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"layout": "x"}, "layout='x'; wants a Layout", id="layout"),
+        pytest.param({"mesh": 3}, "mesh=3; wants a DeviceMesh", id="mesh"),
+        pytest.param({"dtype": "float32"}, "dtype='float32'; wants a dtype", id="dtype"),
+        pytest.param({"layout": layout_of(3)}, "has 3 shards.*world_size=2", id="world"),
+        pytest.param({"placements": [S0]}, "1 placements.*2 axes.*give one per axis", id="few"),
+        pytest.param({"placements": [R, Shard(1)]}, "a buffer is flat, so wants Shard", id="dim"),
+        pytest.param({"placements": [R, Partial("max")]}, "Partial.'sum'. or Partial", id="max"),
+        pytest.param({"placements": [S0, S0]}, "flatten several into one", id="two shards"),
+        pytest.param({"shard_axis": "tp"}, "shard_axis='tp' is no axis.*or a name", id="axis"),
+        pytest.param({"shard_axis": 2}, "shard_axis=2 is no axis", id="axis number"),
+        pytest.param({"strategy": "fast"}, "strategy='fast'; wants 'auto'", id="strategy"),
+        pytest.param({"alignment": 0}, "alignment=0; wants a positive", id="alignment"),
+        pytest.param({"alignment": 128}, "MemoryPool with that alignment", id="large alignment"),
+        pytest.param({"inner": {"c": None}}, "named 'c'; there are: 'a', 'b', 'b'", id="inner"),
+        pytest.param({"inner": {"b": None}}, "2 tensors have it, give the place", id="ambiguous"),
+    ],
+)
+def test_arguments_are_checked(mesh, changes, message):
+    arguments = {"layout": layout_of(), "mesh": mesh, "placements": [R, S0], "dtype": torch.float32}
+    with pytest.raises(ValueError, match=f"DBuffer: .*{message}"):
+        DBuffer(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape", "message"),
+    [
+        (lambda: (R, R), (4, 3), "wants one for each of the axes ('tp',)"),
+        (lambda: (Shard(1),), (4, 7), "is uneven"),
+        (lambda: (Shard(1),), (4, 8), "has local tensors of (4, 4)"),
+    ],
+)
+def test_inner_placements_are_checked(placements, shape, message):
+    with fake_mesh((2, 2), ("fsdp", "tp")) as mesh:
+        inner = {"a": Inner(mesh, placements(), shape)}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            DBuffer(layout_of(), mesh["fsdp"], [S0], torch.float32, inner=inner)
+
+
+def test_an_inner_mesh_has_named_axes():
+    with fake_mesh((2, 2)) as mesh:
+        inner = {"a": Inner(mesh, (), (4, 3))}
+        with pytest.raises(ValueError, match="wants named axes, the buffer's among them"):
+            DBuffer(layout_of(), mesh, [R, S0], torch.float32, inner=inner)
+
+
+def test_a_rank_outside_the_mesh_is_told(mesh):
+    other = torch.distributed.DeviceMesh("cpu", [2, 3])
+    with pytest.raises(ValueError, match="this rank is not in"):
+        DBuffer(layout_of(), other, [S0], torch.float32)
+
+
+def test_memory_that_is_given_is_checked(mesh):
+    pool, arguments = MemoryPool("cpu"), (layout_of(), mesh, [R, R], torch.float32)
+    with pytest.raises(ValueError, match=r"memory of 48 bytes on cpu; wants at least 80 on cpu"):
+        DBuffer(*arguments, memory=pool.take(40))
+    with pytest.raises(ValueError, match="wants at least 80 on meta"):
+        DBuffer(*arguments, "meta", memory=pool.take(80))
+    with pytest.raises(ValueError, match="pin the memory that you give"):
+        DBuffer(*arguments, memory=pool.take(80), pin_memory=True)
+    odd = MemoryPool("cpu", alignment=1).take_many([1, 80])[1]
+    with pytest.raises(ValueError, match="wants multiples of alignment=1 and of an element's 4"):
+        DBuffer(*arguments, memory=odd, alignment=1)
+    assert not odd.held
+    held = pool.take(80)
+    DBuffer(*arguments, memory=held)
+    with pytest.raises(RuntimeError, match="a buffer holds this block of 80 bytes"):
+        DBuffer(*arguments, memory=held)
+
+
+@pytest.mark.parametrize("key", [3, -1, True, "c", 1.0])
+def test_a_tensor_that_does_not_exist(mesh, key):
+    buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
+    for way in (buffer.view, buffer.shard, buffer.dtensor):
+        with pytest.raises(ValueError, match=r"DBuffer: tensor .*; (wants 0 to 2|there are)"):
+            way(key)
+
+
+USES = {
+    "view": lambda buffer: buffer.view(0),
+    "shard": lambda buffer: buffer.shard(0),
+    "dtensor": lambda buffer: buffer.dtensor(0),
+    "local": lambda buffer: buffer.local,
+    "all_gather_": DBuffer.all_gather_,
+    "reduce_scatter_": DBuffer.reduce_scatter_,
+    "all_reduce_": lambda buffer: buffer.all_reduce_(1),
+    "zero_": DBuffer.zero_,
+    "scale_": lambda buffer: buffer.scale_(2.0),
+    "add_": lambda buffer: buffer.add_(buffer),
+    "copy_": lambda buffer: buffer.copy_(buffer),
+    "copy_from": lambda buffer: buffer.copy_from([None] * 3),
+    "add_from": lambda buffer: buffer.add_from([None] * 3),
+    "set_placements": lambda buffer: buffer.set_placements([R, R]),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_released_buffer_is_not_used(mesh, use):
+    buffer = DBuffer(layout_of(), mesh, [R, SUM], torch.float32)
+    buffer.release()
+    with pytest.raises(RuntimeError, match=r"the buffer is released; call acquire\(\)"):
+        use(buffer)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_buffer_in_flight_is_not_used(mesh, use):
+    buffer = DBuffer(layout_of(), mesh, [R, SUM], torch.float32)
+    handle = buffer.reduce_scatter_(async_op=True)
+    if use in (USES["view"], USES["shard"]):  # these tell where, not what
+        use(buffer)
+    else:
+        with pytest.raises(RuntimeError, match="a collective is in flight; call wait"):
+            use(buffer)
+    with pytest.raises(RuntimeError, match="a collective is in flight"):
+        buffer.release()
+    handle.wait()
+    assert buffer.placements == (R, S0)
+    buffer.zero_()  # it may be used again
+
+
+@pytest.mark.parametrize(
+    ("placements", "use", "message"),
+    [
+        ([R, R], USES["all_gather_"], "Replicate() on axis 'fsdp', wants Shard(0)"),
+        ([R, S0], USES["all_gather_"], "memory for its shard of 10 elements only"),
+        ([R, S0], USES["view"], "make it with full=True"),
+        ([R, S0], USES["set_placements"], "make it with full=True"),
+        ([R, S0], USES["reduce_scatter_"], "Shard(dim=0) on axis 'fsdp', wants Partial"),
+        ([SUM, R], USES["all_reduce_"], "Replicate() on axis 'fsdp', wants Partial"),
+        ([SUM, SUM], DBuffer.all_reduce_, "2 axes of"),
+        ([R, R], DBuffer.all_reduce_, "0 axes of"),
+    ],
+)
+def test_a_collective_in_the_wrong_state_sends_nothing(placements, use, message):
+    with fake_mesh((2, 2), ("dp", "fsdp")) as mesh:
+        buffer = DBuffer(layout_of(), mesh, placements, torch.float32)
+        with CommLog() as log, pytest.raises(RuntimeError, match=re.escape(message)):
+            use(buffer)
+        log.assert_counts({})
+        assert buffer.placements == tuple(placements)
+
+
+def test_tensors_that_come_in_are_checked(mesh):
+    buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
+    placed = DTensor.from_local(torch.ones(4, 3), mesh, [R, R])
+    for given, message in (
+        ([torch.ones(4, 3)], "1 tensors for a layout of 3; give one for each"),
+        ({"a": torch.ones(3, 4)}, r"'a'. has shape \(3, 4\), wants \(4, 3\)"),
+        ({"c": torch.ones(1)}, "named 'c'"),
+        ({"a": placed}, r"is a DTensor; wants .* to_local\(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffer.copy_from(given)
+        with pytest.raises(ValueError, match=message):
+            buffer.add_from(given)
+
+
+def test_buffers_that_differ_are_not_added(mesh):
+    buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
+    other = plan_layout([TensorSpec("a", 19)], 2)
+    with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
+        buffer.copy_(DBuffer(other, mesh, [R, R], torch.float32))
+    with pytest.raises(ValueError, match="wants the same"):
+        buffer.add_(DBuffer(layout_of(), mesh, [R, SUM], torch.float32))
+    shard = DBuffer(layout_of(), mesh, [R, S0], torch.float32)
+    with pytest.raises(RuntimeError, match="make it with full=True"):
+        shard.copy_(buffer)
+
+
+def disagreement(kind):
+    """What each of four ranks is told; on rank 3 something differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    odd = torch.distributed.get_rank() == 3
+    layout = layout_of()
+    if odd and kind == "layout":
+        layout = plan_layout([*layout.specs[:2], TensorSpec("z", 2)], 2)
+    if odd and kind == "number":
+        layout = plan_layout(layout.specs[:2], 2)
+    dtype = torch.bfloat16 if odd and kind == "dtype" else torch.float32
+    buffers = [DBuffer(layout_of(), mesh, [R, S0], torch.float32) for _ in range(2)]
+    buffers.append(DBuffer(layout, mesh, [R, S0], dtype))
+    try:
+        with CommLog() as log:
+            verify(buffers)
+    except ValueError as error:
+        return str(error)
+    return log.counts()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["layout", "dtype", "number"])
+def test_every_rank_is_told_where_ranks_differ(kind):
+    answers = run_ranks(disagreement, 4, kind)
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("verify: ranks differ: buffer 2")
+    assert "on rank 0, and buffer 2" in answers[0]
+    assert "on rank 3" in answers[0]
+    assert {"layout": "name='z'", "dtype": "bfloat16", "number": "2 tensors"}[kind] in answers[0]
+
+
+@pytest.mark.ranks
+def test_ranks_that_agree_send_two_numbers_for_each_axis():
+    assert run_ranks(disagreement, 4, "none") == [{"all_reduce": 2}] * 4
+
+
+def test_only_buffers_of_one_mesh_are_verified_at_once(mesh):
+    here = DBuffer(layout_of(), mesh, [R, S0], torch.float32)
+    there = DBuffer(layout_of(), mesh["fsdp"], [S0], torch.float32)
+    with pytest.raises(ValueError, match="several meshes"):
+        verify([here, there])
+    verify([])
