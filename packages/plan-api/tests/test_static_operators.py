@@ -271,20 +271,23 @@ def test_calls_of_one_function_are_told_apart_by_their_number(mesh):
     assert (first.shape, second.shape) == ((2, 6), (2, 3))
 
 
-def test_a_child_with_children_is_not_caught_and_one_without_is(mesh):
+def test_what_children_call_is_not_caught(mesh):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = nn.Sequential(Calls(lambda x: x.reshape(2, 6)))
             self.leaf = Calls(lambda x: x.reshape(2, 6))
 
+            self.unflatten = nn.Unflatten(0, (2, 6))  # one of torch's own
+
         def forward(self, x):
-            return self.inner(x), x[:6].reshape(2, 6), self.leaf(x[:6]), self.inner(x)
+            mine = x[:6].reshape(2, 6)
+            return self.inner(x), mine, self.leaf(x), self.inner(x), self.unflatten(x)
 
     plan = Plan(mesh).annotate("<op:reshape>", S1)
     model = parallelize(Block(), plan, mode="static", guard_steps=0)
     shapes = [one.shape for one in model(torch.ones(12))]
-    assert shapes == [(2, 6), (2, 3), (2, 3), (2, 6)]
+    assert shapes == [(2, 6), (2, 3), (2, 6), (2, 6), (2, 6)]
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)  # nothing is caught afterwards
 
 

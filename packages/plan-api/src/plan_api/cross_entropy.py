@@ -174,15 +174,8 @@ def cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        classes: torch.Tensor,
-        weight: torch.Tensor | None,
-        reduction: int,
-        ignored: int,
-        cut: Cut,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        logits, classes, weight, reduction, ignored, cut = given
         likely = log_softmax(logits, cut, False)
         targets = Targets.of(likely, cut, classes, weight, ignored)
         loss, total = nll_loss(likely, targets, cut, reduction)

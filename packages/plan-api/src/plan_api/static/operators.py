@@ -168,7 +168,7 @@ def _cross_entropy(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, .
             )
         dim = min(1, input.ndim - 1)
         if input.shape not in cuts:
-            cuts[input.shape] = _cut(input, dim, mesh, placements)
+            cuts[input.shape] = _cut(input, dim, mesh, placements, "cross_entropy: classes")
         kind = ("none", "mean", "sum").index(reduction)
         return cross_entropy(input, target, weight, kind, ignore_index, cuts[input.shape])
 
@@ -176,23 +176,27 @@ def _cross_entropy(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, .
 
 
 def _cut(
-    logits: torch.Tensor, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    tensor: torch.Tensor,
+    dim: int,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    what: str,
 ) -> Cut:
-    """How logits are cut; classes may be uneven, so ranks tell one another once how many."""
+    """How logits or a table are cut along classes; these may be uneven, so ranks tell how many."""
     of_classes = [at for at, one in enumerate(placements) if getattr(one, "dim", None) == dim]
     rows = [
         at for at, one in enumerate(placements) if at not in of_classes and not one.is_replicate()
     ]
     if len(of_classes) > 1:
-        raise ValueError(f"cross_entropy in static mode: classes are cut twice, {placements}")
+        raise ValueError(f"{what} are cut along several axes, {placements}: use mode='eager'")
     if not of_classes:
         return Cut(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
-    own = torch.tensor([logits.shape[dim]], device=logits.device)
+    own = torch.tensor([tensor.shape[dim]], device=tensor.device)
     gather = local_move(Shard(0), Replicate(), mesh, axis, "lengths of shards")
     rank = mesh.get_local_rank(axis)
-    if is_fake(logits):
-        return Cut(mesh, dim, axis, rank * logits.shape[dim], tuple(rows))
+    if is_fake(tensor):
+        return Cut(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
     lengths = gather(own).tolist()
     return Cut(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
 
@@ -208,7 +212,7 @@ def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement
         **kwargs: Any,
     ) -> torch.Tensor:
         if weight.shape not in cuts:
-            cuts[weight.shape] = _cut(weight, 0, mesh, placements)
+            cuts[weight.shape] = _cut(weight, 0, mesh, placements, "embedding: rows")
         own = input - cuts[weight.shape].first
         elsewhere = (own < 0) | (own >= weight.shape[0])
         found: torch.Tensor = function(own.masked_fill(elsewhere, 0), weight, *options, **kwargs)
