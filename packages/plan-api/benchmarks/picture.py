@@ -8,6 +8,8 @@ COLOURS = {
     "static_ms": ("static", "#2a7f62"),
     "static_fused_comm_ms": ("static, fused-comm", "#7bc8a4"),
     "eager_ms": ("Eager, dtensor-rules", "#3b6ea8"),
+    "cache_ms": ("rules, cache, in Python", "#d9a441"),
+    "rules_ms": ("rules, in Python", "#a97bb5"),
     "stock_ms": ("Eager, stock DTensor", "#c8553d"),
 }
 LEFT, WIDTH, BAR, GAP = 230, 520, 15, 16
@@ -19,11 +21,11 @@ def bars(rows):
     Args:
         rows: of `static_speed`; each case has a scale of its own, whose end is its longest time.
     """
-    parts, top = [], 44
+    parts, top = [], 64
     for at, (label, colour) in enumerate(COLOURS.values()):
-        x = 10 + 158 * at
-        parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 17, 22, label))
+        x, y = 10 + 180 * (at % 4), 12 + 20 * (at // 4)
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 17, y + 10, label))
     for row in rows:
         times = {key: row[key] for key in COLOURS if key in row}
         middle = top + len(times) * BAR / 2 + 4

@@ -5,12 +5,15 @@ hand and static compute and send the same, which is checked before anything is t
 """
 
 import contextlib
+import functools
 import gc
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -23,10 +26,22 @@ import dtensor_rules
 from plan_api import gradients, parallelize, zoo
 from testkit import fake_mesh, models, run_ranks
 
+sys.path.append(str(Path(__file__).parents[2] / "dtensor-rules" / "benchmarks"))
+from python_dispatch import in_python
+
 RANKS, HIDDEN, BATCH, TOKENS = 8, 64, 4, 16
 MOST = 1.05
 NAMES = {"llama": "LLaMA", "mixtral": "Mixtral", "dit": "DiT"}
 KINDS = ("hand", "static", "eager", "stock")
+# With one part more at a time (veScale, figures 11 and 12): the model's mode, and what is entered.
+PARTS = {
+    "stock": ("eager", contextlib.nullcontext),
+    "rules": ("eager", functools.partial(in_python, cached=False)),
+    "cache": ("eager", functools.partial(in_python, cached=True)),
+    "eager": ("eager", dtensor_rules.enabled),
+    "static": ("static", dtensor_rules.enabled),
+    "hand": ("hand", contextlib.nullcontext),
+}
 
 
 def build(name, kind, mesh, **options):
@@ -105,6 +120,7 @@ def rows():
     """One row a model and world, in milliseconds a step."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         return [
+            _one_part_more(),
             *(_on_fake_mesh(name) for name in ("llama", "mixtral", "dit")),
             *(_on_two(name) for name in ("llama", "mixtral", "dit")),
             _fused_on_two(),
@@ -118,6 +134,21 @@ def _on_fake_mesh(name, rounds=12):
         # Of this thread: what other processes do is not in it.
         times = _interleaved(steps, time.thread_time_ns, rounds)
     return _row(f"{NAMES[name]}, tp on {RANKS} simulated ranks", times, min) | {"collectives": sent}
+
+
+def _one_part_more(rounds=8, turns=10):
+    times = {part: [] for part in PARTS}
+    with fake_mesh((RANKS,), ("tp",)) as mesh, _one_core():
+        steps = {part: build("llama", kind, mesh) for part, (kind, _) in PARTS.items()}
+        dtensor_rules.disable()
+        for _ in range(rounds):
+            for part, (_, entered) in PARTS.items():
+                with entered():
+                    _turns({part: steps[part]}, time.thread_time_ns, turns, 3, times)
+    dtensor_rules.enable()
+    return {"case": "LLaMA, one part more at a time"} | {
+        f"{part}_ms": round(min(times[part]), 2) for part in PARTS
+    }
 
 
 def _on_two(name):

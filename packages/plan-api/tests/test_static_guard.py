@@ -298,6 +298,7 @@ def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_agains
         guarded = _site_of(model, batch)
         model.centred = False
         model(batch).backward()
+        bias = dict(model.named_parameters())["down.bias"].to_local().detach().zero_()
         state, calls = torch.get_rng_state(), model.calls.item()
         grads = [param.grad.to_local().clone() for param in model.parameters()]
         installed(model).check(batch)
@@ -308,9 +309,10 @@ def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_agains
             torch.equal(state, torch.get_rng_state()),
             model.calls.item() == calls,
             all(map(torch.equal, grads, after)),
+            not bias.any().item(),  # which was not zero while it was compared
         )
 
-    assert run_ranks(check, 2) == [(None, "down", True, True, True)] * 2
+    assert run_ranks(check, 2) == [(None, "down", True, True, True, True)] * 2
 
 
 @pytest.mark.ranks
