@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Plan, installed, parallelize, zoo
+from plan_api import Plan, StaticError, installed, parallelize, zoo
 from plan_api.static.compare import compare, differs_anywhere
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
@@ -283,6 +283,58 @@ def test_a_forward_that_takes_another_way_later_is_refused_on_request():
             1: (None, (), None, "down"),
             2: (None, (), "down", "down"),
         }
+
+
+class Skipping(TwoLinears):
+    """May leave a module out."""
+
+    skips = False
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return hidden.square().mean() if self.skips else self.down(hidden).square().mean()
+
+
+def _skipping(mesh, **options):
+    plan = Plan(mesh).redistribute("<in>", R, R).shard(r"down\.(weight|bias)", S0)
+    plan.redistribute("down.<in>", R, R, grad_src=P, grad_dst=R)
+    plan.redistribute("down.<out>", S1, R, grad_src=R)
+    return parallelize(Skipping(), plan, mode="static", **options)
+
+
+@pytest.mark.ranks
+def test_a_site_that_the_first_step_passed_and_a_later_one_does_not_is_named():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        batch, told = torch.randn(4, 4), []
+
+        def call(model, skips):
+            model.skips = skips
+            try:
+                model(batch)
+            except StaticError as error:
+                told.append((error.site, str(error)))
+            else:
+                told.append(None)
+
+        guarded, not_guarded = _skipping(mesh), _skipping(mesh, guard_steps=0)
+        for model in (guarded, not_guarded):
+            call(model, False)
+            call(model, True)
+        with torch.no_grad():
+            call(guarded, True)
+        guarded.skips = True
+        installed(guarded).check(batch)
+        call(guarded, True)
+        call(guarded, False)
+        return told
+
+    for told in run_ranks(check, 2):
+        site, words = told.pop(1)
+        assert site == "down"
+        assert "than the first one: down.forward:<out>:0, down.forward_pre:<in>:0 not. Its" in words
+        assert told == [None] * 6  # not guarded; without gradients; held against Eager; the first
 
 
 @pytest.mark.ranks

@@ -21,6 +21,7 @@ from plan_api.static.compare import Difference, StaticError, compare, differs_an
 from plan_api.static.fake import is_fake
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf
+from plan_api.static.passed import Passed
 from plan_api.static.twin import twin_of
 
 __all__ = ["Guard"]
@@ -39,6 +40,7 @@ class Guard:
         mesh: the plan's.
         leaves: what modules use of its parameters.
         gradients: of these.
+        passed: is told which sites it passes.
         steps: so many calls of the model with gradients are compared before they run.
     """
 
@@ -49,13 +51,16 @@ class Guard:
         mesh: DeviceMesh,
         leaves: Sequence[Leaf],
         gradients: LeafGradients,
+        passed: Passed,
         steps: int,
     ) -> None:
         self._lowered, self._mesh = lowered, mesh
         self._leaves, self._gradients, self._left = leaves, gradients, steps
+        self._passed, self._checking = passed, False
         self._model = weakref.ref(model)
-        self.handle: RemovableHandle = model.register_forward_pre_hook(
-            self._before, with_kwargs=True, prepend=True
+        self.handles: tuple[RemovableHandle, ...] = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after),
         )
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -75,7 +80,7 @@ class Guard:
             StaticError: on every rank, if on any static mode does something else than Eager; names
                 the site, and what differs.
         """
-        left, self._left = self._left, 0
+        left, self._left, self._checking = self._left, 0, True
         model = self._model()
         assert model is not None
         try:
@@ -88,7 +93,7 @@ class Guard:
             for handle in handles:
                 handle.remove()
         finally:
-            self._left = left
+            self._left, self._checking = left, False
         wrong = [one for one in found if not one.bits]
         if differs_anywhere(bool(wrong), self._mesh):
             told = "\n".join(map(str, wrong[:5])) or "this rank is right, another is not"
@@ -98,6 +103,8 @@ class Guard:
                 f"use mode='eager'",
                 wrong[0].site if wrong else "",
             )
+        self._passed.confirm()
+        self._passed.begin()  # the call that is checked is to come
         return tuple(found)
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,6 +114,10 @@ class Guard:
         found = self.check(args, kwargs)
         if found:
             _log.warning("static mode is Eager up to rounding, and not bit for bit: %s", found[0])
+
+    def _after(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._checking:
+            self._passed.check()
 
     def _as_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):

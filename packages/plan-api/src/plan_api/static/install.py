@@ -27,6 +27,7 @@ from plan_api.static.mover import StaticMover
 from plan_api.static.on_dtensors import install_on_dtensors
 from plan_api.static.operators import install_operators
 from plan_api.static.optimizer import mend_steps, step_on_leaves
+from plan_api.static.passed import Passed
 from plan_api.static.site import mover_of
 from plan_api.static.tables import with_tables
 
@@ -69,6 +70,7 @@ def install_static(
     leaves = leaves_of(model, lowered.stays)
     gradients = LeafGradients(model, leaves, _of_gradients(lowered.sites), fired, bucket_mb)
     handles: list[RemovableHandle] = []
+    passed = Passed()
     for path in lowered.eager:
         handles += install_on_dtensors(model, path, lowered.sites, lowered.indices, mesh, fired)
     for site in with_tables(model, lowered, mesh):
@@ -79,7 +81,7 @@ def install_static(
             movers = [
                 (step.index, mover)
                 for step in site.moved
-                if (mover := mover_of(site, step, mesh)) is not None
+                if (mover := mover_of(site, step, mesh, passed)) is not None
             ]
             if movers:
                 handles.append(install(site, module, movers, fired))
@@ -96,10 +98,10 @@ def install_static(
             module.register_forward_hook(counting.leave, always_call=True),
         ]
     step_on_leaves(leaves)
-    guard = Guard(model, lowered, mesh, leaves, gradients, guard_steps)
-    begin = _begin(leaves, gradients)  # before the guard looks at them
+    guard = Guard(model, lowered, mesh, leaves, gradients, passed, guard_steps)
+    begin = _begin(leaves, gradients, passed)  # before the guard looks at them
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-    return StaticParts((*handles, guard.handle), gradients, guard)
+    return StaticParts((*handles, *guard.handles), gradients, guard)
 
 
 def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
@@ -141,9 +143,10 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     return said
 
 
-def _begin(leaves: Sequence[Leaf], gradients: LeafGradients) -> Any:
+def _begin(leaves: Sequence[Leaf], gradients: LeafGradients, passed: Passed) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mend_steps()
+        passed.begin()
         gradients.clear()
         renewed = [leaf.refresh() for leaf in leaves]
         if any(renewed):

@@ -15,6 +15,7 @@ from plan_api.axes import axis_names
 from plan_api.fuse import Move, Step
 from plan_api.ir import short
 from plan_api.static.moves import LocalMove, local_move
+from plan_api.static.passed import Passed
 from plan_api.watch import moving
 
 __all__ = ["StaticMover"]
@@ -30,6 +31,7 @@ class StaticMover:
         mesh: the plan's.
         site: for messages.
         whole: whether what is not said to be anything before is whole, as what the script gives.
+        passed: is told of each tensor; None: nobody is.
 
     Raises:
         ValueError: the step does not say what a tensor, or its gradient, is before.
@@ -37,7 +39,15 @@ class StaticMover:
 
     settled: DTensorSpec | None = None  # as `Mover` has it; here nothing is a DTensor
 
-    def __init__(self, step: Step, mesh: DeviceMesh, site: str, whole: bool = False) -> None:
+    def __init__(
+        self,
+        step: Step,
+        mesh: DeviceMesh,
+        site: str,
+        whole: bool = False,
+        passed: Passed | None = None,
+    ) -> None:
+        self._passed = passed
         self.what = f"{site}:{step.tensor}:{step.index}"
         self._step = step
         axes = axis_names(mesh)
@@ -74,6 +84,8 @@ class StaticMover:
                 f"{self.what} is a DTensor, {tensor._spec}: in static mode modules run on local "
                 f"tensors; give to_local() of it, placed as the plan says, or use mode='eager'"
             )
+        if self._passed is not None:
+            self._passed.add(self.what)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Moved.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
         return self.forward(tensor)

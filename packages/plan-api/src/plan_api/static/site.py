@@ -13,11 +13,14 @@ from plan_api.fuse import Site, Step
 from plan_api.hooks import Moves
 from plan_api.ir import Act, Moment
 from plan_api.static.mover import StaticMover
+from plan_api.static.passed import Passed
 
 __all__ = ["mover_of"]
 
 
-def mover_of(site: Site, step: Step, mesh: DeviceMesh) -> Moves | None:
+def mover_of(
+    site: Site, step: Step, mesh: DeviceMesh, passed: Passed | None = None
+) -> Moves | None:
     """What moves a tensor of a step; None if there is nothing to do.
 
     Raises:
@@ -27,7 +30,7 @@ def mover_of(site: Site, step: Step, mesh: DeviceMesh) -> Moves | None:
     if step.act is Act.ANNOTATE:  # inside of the model nobody has to know
         return _Shown(step, mesh) if at_root and site.moment is Moment.FORWARD else None
     whole = at_root and site.moment is Moment.FORWARD_PRE
-    mover = StaticMover(step, mesh, site.name, whole)
+    mover = StaticMover(step, mesh, site.name, whole, passed)
     return None if mover.idle else mover
 
 
