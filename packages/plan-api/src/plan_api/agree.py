@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_agreement"]
+__all__ = ["check_agreement", "differs_anywhere", "first_anywhere"]
 
 
 def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
@@ -48,3 +49,20 @@ def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
 
 def _number(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+
+
+def differs_anywhere(differs: bool, mesh: DeviceMesh) -> bool:
+    """Whether it does on any rank of a mesh, all of which call."""
+    flag = torch.tensor(int(differs), device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return bool(flag.item())
+
+
+def first_anywhere(site: str, mesh: DeviceMesh) -> str:
+    """The first site that ranks of a mesh have; all of them call, and get the same."""
+    for axis in range(mesh.ndim):
+        sites: list[Any] = [""] * mesh.size(axis)
+        dist.all_gather_object(sites, site, group=mesh.get_group(axis))
+        site = next(filter(None, sites), "")
+    return site

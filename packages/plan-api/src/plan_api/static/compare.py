@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.containers import map_tensors
 from plan_api.static.fake import is_fake
 
-__all__ = ["Difference", "StaticError", "compare", "differs_anywhere", "gradients", "kept"]
+__all__ = [
+    "Difference",
+    "StaticError",
+    "compare",
+    "gradients",
+    "kept",
+]
 
 
 @dataclass(frozen=True)
@@ -123,14 +127,6 @@ def compare(
         for one in _unequal(name, "the gradient of", whole, other, largest):
             differences.append(replace(one, reason=f"{one.reason}; {placed_so}"))
     return differences
-
-
-def differs_anywhere(differs: bool, mesh: DeviceMesh) -> bool:
-    """Whether it does on any rank of a mesh, all of which call."""
-    flag = torch.tensor(int(differs), device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return bool(flag.item())
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.agree import differs_anywhere, first_anywhere
 from plan_api.eager import install_eager
 from plan_api.hooks import Fired
 from plan_api.lowered import Lowered
-from plan_api.static.compare import Difference, StaticError, compare, differs_anywhere
+from plan_api.static.compare import Difference, StaticError, compare
 from plan_api.static.fake import is_fake
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.leaves import Leaf
@@ -101,7 +102,7 @@ class Guard:
                 f"static mode does not compute what Eager does; in the order in which it went "
                 f"wrong:\n{told}\nsay in the plan how the tensors that meet there are placed, or "
                 f"use mode='eager'",
-                wrong[0].site if wrong else "",
+                first_anywhere(wrong[0].site if wrong else "", self._mesh),
             )
         self._passed.confirm()
         self._passed.begin()  # the call that is checked is to come
