@@ -173,9 +173,10 @@ def test_granularities_are_what_they_say():
         return [p.to_local().numel() for p in model.parameters()]
 
     weight, bias, second, _ = zip(*run_ranks(check, 2), strict=True)
-    assert sum(weight) == 48 and not any(n % 12 for n in weight)
+    assert sum(weight) == sum(second) == 48
+    assert not any(n % 12 for n in weight)
     assert sorted(bias) == [0, 8]
-    assert sum(second) == 48 and not any(n % 16 for n in second)
+    assert not any(n % 16 for n in second)
 
 
 def test_frozen_parameters_are_gathered_and_never_reduced():

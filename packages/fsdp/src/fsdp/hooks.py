@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.utils import _apply_to_tensors as on_tensors
 
 __all__ = [
@@ -25,19 +25,9 @@ R = TypeVar("R")
 
 
 def no_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps torch.compile from tracing a hook, without importing it where it is not used."""
-    disabled: Callable[P, R] | None = None
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if not torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return call
+    """Keeps torch.compile from tracing a hook: the graph breaks there."""
+    hidden: Callable[P, R] = _disable_dynamo(function)
+    return hidden
 
 
 def in_backward() -> bool:
