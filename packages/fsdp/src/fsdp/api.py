@@ -18,6 +18,7 @@ from fsdp.group import Group
 from fsdp.managed import managed_modules, managed_parameters, move_buffers
 from fsdp.meshes import checked_mesh, device_of
 from fsdp.module import FSDPModule, make_fsdp
+from fsdp.optimizers import watch_optimizers
 from fsdp.parameter import ManagedParameter
 from fsdp.policy import Granularity
 from fsdp.state import State, state_of
@@ -123,6 +124,7 @@ def fully_shard(
     for one in modules:
         _compat.tell_torch(one, state)
     make_fsdp(modules)
+    watch_optimizers()
     return module
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import block_size
 from fsdp.state import state_of
 
 __all__ = ["managed_modules", "managed_parameters", "move_buffers"]
-
-_TAKEN = "_fsdp_taken_by"  # on a parameter that a group has taken over: its name there
 
 
 def managed_modules(
@@ -61,7 +60,7 @@ def managed_parameters(
             named.setdefault(id(param), (name, param))
     found = []
     for number, (name, param) in named.items():
-        taken = getattr(param, _TAKEN, None)
+        taken = stale_name(param)
         if taken is not None:
             raise ValueError(
                 f"fully_shard: parameter {name!r} is tied to {taken!r}, which another call has "
@@ -73,7 +72,8 @@ def managed_parameters(
         block = block_size(granularity, local.shape, name)
         found.append(ManagedParameter(name, param, places[number], block))
     for managed in found:
-        setattr(managed.original, _TAKEN, managed.name)
+        assert managed.original is not None
+        mark_stale(managed.original, managed.name)
     return found
 
 

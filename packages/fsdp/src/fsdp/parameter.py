@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dbuffer import Inner
+from fsdp.optimizers import mark_stale
 
 __all__ = ["ManagedParameter", "Place"]
 
@@ -87,5 +88,6 @@ class ManagedParameter:
         if self.unsharded is None:
             whole = view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
             self.unsharded = nn.Parameter(whole, requires_grad=trained)
+            mark_stale(self.unsharded, self.name)
         elif self.unsharded.requires_grad != trained:
             self.unsharded.requires_grad_(trained)

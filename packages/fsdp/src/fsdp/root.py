@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from dbuffer import verify
+
 if TYPE_CHECKING:
     from fsdp.state import State
 
@@ -52,6 +54,18 @@ def become_root(root: State) -> None:
         for group in state.groups:
             if not group.unsharded:
                 group.adopt()
+    _verify(states)
+
+
+def _verify(states: list[State]) -> None:
+    """Compares the plans of all ranks by hash, once.
+
+    Raises:
+        ValueError: on every rank, where two differ.
+    """
+    shards = [group.shard for state in states for group in state.groups]
+    for mesh in dict.fromkeys(shard.mesh for shard in shards):
+        verify([shard for shard in shards if shard.mesh == mesh])
 
 
 def _give_names(root: nn.Module, states: list[State]) -> None:
