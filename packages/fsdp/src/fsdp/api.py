@@ -111,7 +111,7 @@ def fully_shard(
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules, ignored)
-    params = managed_parameters(managed, device, shard_placement_fn, ignored)
+    params = managed_parameters(managed, mesh, device, shard_placement_fn, ignored)
     move_buffers(managed, device)
     groups = [
         Group(same, mesh, device, mp_policy, offload_policy, strategy) for same in _alike(params)

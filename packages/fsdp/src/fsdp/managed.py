@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp.inner import inner_block, inner_of
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import block_size
@@ -39,6 +41,7 @@ def _walk(module: nn.Module, name: str, *, root: bool) -> Iterator[tuple[str, nn
 
 def managed_parameters(
     modules: dict[nn.Module, str],
+    mesh: DeviceMesh,
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
@@ -70,7 +73,11 @@ def managed_parameters(
         _move(param, device, name)
         local = param._local_tensor if isinstance(param, DTensor) else param
         block = block_size(granularity, local.shape, name)
-        found.append(ManagedParameter(name, param, places[number], block))
+        made = ManagedParameter(name, param, places[number], block)
+        if isinstance(param, DTensor):
+            made.inner, made.spec = inner_of(param, mesh, name), param._spec
+            made.block = inner_block(param, block)
+        found.append(made)
     for managed in found:
         assert managed.original is not None
         mark_stale(managed.original, managed.name)

@@ -158,6 +158,30 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=False):
             group.reducer.all_reduce_hook = hook
 
+    # What would bypass the buffers' own collectives.
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Not offered: gathers happen in place; see ``strategy`` of `fully_shard`."""
+        raise _not_offered("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Not offered: as `set_custom_all_gather`."""
+        raise _not_offered("set_custom_reduce_scatter")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not offered: there are no staging buffers."""
+        raise _not_offered("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not offered: there are no staging buffers."""
+        raise _not_offered("set_symm_mem_for_comm")
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Not offered: gathers and reductions share the mesh's process group."""
+        raise _not_offered("set_separate_reduce_scatter_group")
+
     def reset_iter_state(self) -> None:
         """Forgets an iteration in which forward or backward raised; call it on the root."""
         self._get_fsdp_state().reset()
@@ -192,6 +216,13 @@ class FSDPModule(TorchFSDPModule):
     def _groups(self, recurse: bool) -> Iterator[Group]:
         for state in self._states(recurse):
             yield from state.groups
+
+
+def _not_offered(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"fsdp: {name} is not offered; parameters are gathered in place, with the collectives "
+        f"that fully_shard(strategy=) chose"
+    )
 
 
 class _Unshard(UnshardHandle):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import DBuffer, Handle
+from fused_comm import redistribute_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,15 +58,16 @@ class Reducer:
 
     def take(self) -> None:
         """Moves the unsharded gradients into the buffer: cast, scaled and placed in one pass."""
-        grads: dict[int | str, torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
         for i, param in enumerate(self._group.params):
             whole = param.unsharded
             if whole is None or whole.grad is None:
                 continue
-            grads[i] = _local_gradient(whole)
+            found[i] = whole.grad
             whole.grad = None
-        if not grads:
+        if not found:
             return
+        grads = _local_gradients(found, self._group)
         if self.under_way:  # of an earlier call of the same module
             self.finish()
         buffer, pre_scale = self._buffer, self._scales()[0]
@@ -75,7 +77,7 @@ class Reducer:
         else:
             buffer = self._acquire()
             buffer.copy_from(grads, scale=pre_scale)
-        self._have |= {i for i in grads if isinstance(i, int)}
+        self._have |= set(found)
 
     def reduce(self) -> None:
         """Starts the reduction of what is in the buffer, unless it is put off."""
@@ -213,16 +215,23 @@ class Reducer:
                 hook(param)
 
 
-def _local_gradient(param: nn.Parameter) -> torch.Tensor:
-    """What the buffer keeps of a gradient: that of a TP parameter, placed as it is."""
-    grad = param.grad
-    assert grad is not None
-    if not isinstance(grad, DTensor):
-        return grad
-    assert isinstance(param, DTensor)
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return grad._local_tensor
+def _local_gradients(grads: dict[int, torch.Tensor], group: Group) -> dict[int | str, torch.Tensor]:
+    """What the buffer keeps of gradients: local tensors, of TP parameters placed as those are.
+
+    Those that tensor parallelism left Partial are reduced in one collective.
+    """
+    moving: dict[int, DTensor] = {}
+    wanted = []
+    for i, grad in grads.items():
+        spec = group.params[i].spec
+        if isinstance(grad, DTensor) and spec is not None and grad.placements != spec.placements:
+            moving[i] = grad
+            wanted.append(spec.placements)
+    if moving:
+        with torch.no_grad():
+            moved = redistribute_many(list(moving.values()), wanted)
+        grads = grads | dict(zip(moving, moved, strict=True))
+    return {i: g._local_tensor if isinstance(g, DTensor) else g for i, g in grads.items()}
 
 
 def _spec(param: nn.Parameter) -> Any:
