@@ -29,7 +29,9 @@ RULES = {
     "ragged_shard": Allowed(),
     "dbuffer": Allowed({"ragged_shard"}),
     "plan_api": Allowed(lazily={"dist_rng", "dtensor_rules", "fused_comm", "ragged_shard"}),
-    "fsdp": Allowed({"dbuffer", "fused_comm"}, lazily={"dist_rng", "dtensor_rules"}),
+    "fsdp": Allowed(
+        {"dbuffer", "fused_comm", "ragged_shard"}, lazily={"dist_rng", "dtensor_rules"}
+    ),
     "testkit": Allowed(),
 }
 RULES["integration"] = Allowed(set(RULES))

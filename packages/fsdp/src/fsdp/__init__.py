@@ -1,3 +1,29 @@
-"""``fully_shard`` without copies."""
+"""``fully_shard`` without copies: parameters and gradients live in distributed buffers."""
+
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
+
+from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp.module import FSDPModule
+from fsdp.policy import Block, Granularity, Rows, Whole
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Rows",
+    "UnshardHandle",
+    "Whole",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

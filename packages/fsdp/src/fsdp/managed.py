@@ -1,0 +1,103 @@
+"""Which modules and parameters a call of fully_shard manages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp.inner import inner_block, inner_of
+from fsdp.optimizers import mark_stale, stale_name
+from fsdp.parameter import ManagedParameter, Place
+from fsdp.policy import block_size
+from fsdp.state import state_of
+
+__all__ = ["managed_modules", "managed_parameters", "move_buffers"]
+
+
+def managed_modules(
+    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> dict[nn.Module, str]:
+    """The modules whose parameters are managed, and their names: not those sharded before."""
+    found: dict[nn.Module, str] = {}
+    for number, root in enumerate(roots):
+        prefix = f"{number}" if len(roots) > 1 else ""
+        for name, module in _walk(root, prefix, root=True):
+            found.setdefault(module, name)
+    return found
+
+
+def _walk(module: nn.Module, name: str, *, root: bool) -> Iterator[tuple[str, nn.Module]]:
+    if not root and state_of(module) is not None:
+        return
+    yield name, module
+    for key, child in module.named_children():
+        yield from _walk(child, f"{name}.{key}" if name else key, root=False)
+
+
+def managed_parameters(
+    modules: dict[nn.Module, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> list[ManagedParameter]:
+    """The parameters of modules, tied ones once, moved to the device.
+
+    Raises:
+        ValueError: one belongs to another group already; a granularity that is none.
+    """
+    skip = {id(param) for param in ignored}
+    places: dict[int, list[Place]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for module, prefix in modules.items():
+        for key, param in module._parameters.items():
+            if param is None or id(param) in skip:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            places.setdefault(id(param), []).append(Place(module, key))
+            named.setdefault(id(param), (name, param))
+    found = []
+    for number, (name, param) in named.items():
+        taken = stale_name(param)
+        if taken is not None:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is tied to {taken!r}, which another call has "
+                f"sharded; shard both in one call, fully_shard([module_a, module_b])"
+            )
+        granularity = shard_placement_fn(param) if shard_placement_fn is not None else None
+        _move(param, device, name)
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        block = block_size(granularity, local.shape, name)
+        made = ManagedParameter(name, param, places[number], block)
+        if isinstance(param, DTensor):
+            made.inner, made.spec = inner_of(param, mesh, name), param._spec
+            made.block = inner_block(param, block)
+        found.append(made)
+    for managed in found:
+        assert managed.original is not None
+        mark_stale(managed.original, managed.name)
+    return found
+
+
+def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
+    """Moves the modules' buffers to the device, but for those on meta."""
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device.type != "meta" and buffer.device != device:
+                buffer.data = buffer.data.to(device)
+
+
+def _move(param: nn.Parameter, device: torch.device, name: str) -> None:
+    if param.device.type == "meta" or param.device == device:
+        return
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a DTensor on {param.device} and the mesh of "
+            f"{device}; wants both on one kind of device"
+        )
+    param.data = param.data.to(device)

@@ -1,0 +1,93 @@
+"""A parameter of a group, which its modules find sharded or whole.
+
+Note: the words of this package, beside those of `dbuffer`.
+    group: the parameters of one call of fully_shard that have one dtype and are all trained or all
+        frozen; one layout, gathered and reduced as one.
+    sharded parameter: a DTensor placed by RaggedShard, in the group's SHARD buffer; it is what
+        optimizers, clipping and checkpoints see, and what modules have between steps.
+    unsharded parameter: an ordinary tensor of the compute dtype in the group's FULL buffer; what
+        forward and backward see. The object stays the same; its memory comes and goes.
+    state: what is known of the modules of one call, their groups among it; the root's runs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from dbuffer import Inner
+from fsdp.optimizers import mark_stale
+
+__all__ = ["ManagedParameter", "Place"]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a module keeps a parameter."""
+
+    module: nn.Module
+    key: str
+
+    def get(self) -> nn.Parameter | None:
+        """What is there now."""
+        return self.module._parameters.get(self.key)
+
+    def put(self, param: nn.Parameter) -> None:
+        """Puts another there, through the module's own ``__setattr__`` where it has one."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.key] = param
+        else:
+            setattr(self.module, self.key, param)
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One parameter, tied ones counted once.
+
+    Attributes:
+        name: full once the root is known, until then from the module that was sharded.
+        original: as it was given; None once it was taken over.
+        places: all that hold it.
+        block: elements that are never cut.
+        inner: its placements on other axes, TP's or EP's.
+        spec: of the unsharded DTensor on these axes.
+        sharded: DTensor, of the original dtype, in the SHARD buffer.
+        unsharded: of the compute dtype, in the FULL buffer; None before the first gather.
+    """
+
+    name: str
+    original: nn.Parameter | None
+    places: Sequence[Place]
+    block: int
+    inner: Inner | None = None
+    spec: DTensorSpec | None = None
+    sharded: nn.Parameter = field(init=False)
+    unsharded: nn.Parameter | None = None
+
+    def put(self, param: nn.Parameter) -> None:
+        """Registers it in all its places."""
+        for place in self.places:
+            place.put(param)
+
+    def registered(self) -> nn.Parameter | None:
+        """What its first place holds."""
+        return self.places[0].get()
+
+    def local_of(self, param: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a whole parameter, the other axes' placements taken off."""
+        return param.to_local() if isinstance(param, DTensor) else param
+
+    def make_unsharded(self, view: torch.Tensor) -> None:
+        """Makes what modules compute with from a view of the FULL buffer, once."""
+        trained = self.sharded.requires_grad
+        if self.unsharded is None:
+            whole = view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
+            self.unsharded = nn.Parameter(whole, requires_grad=trained)
+            mark_stale(self.unsharded, self.name)
+        elif self.unsharded.requires_grad != trained:
+            self.unsharded.requires_grad_(trained)

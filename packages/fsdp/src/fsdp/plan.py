@@ -1,0 +1,51 @@
+"""How plan-api calls us, by the entry point ``plan_api.fully_shard``."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp import api
+from fsdp.policy import Block, Granularity, Rows, Whole
+
+__all__ = ["fully_shard"]
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    granularity: str | None = None,
+    reshard_after_forward: bool | None = None,
+) -> None:
+    """`fsdp.fully_shard` with one granularity for all parameters.
+
+    Args:
+        module: to be sharded.
+        mesh: of the axes that shard it.
+        granularity: of all parameters, as "rows(32)", "block(1024)" or "whole"; None is the
+            default.
+        reshard_after_forward: as of `fsdp.fully_shard`.
+
+    Raises:
+        ValueError: another text.
+    """
+    chosen = None if granularity is None else _granularity(granularity)
+    api.fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=None if chosen is None else lambda param: chosen,
+    )
+
+
+def _granularity(text: str) -> Granularity:
+    found = re.fullmatch(r"(rows|block|whole)(?:\((\d*)\))?", text.strip().lower())
+    if found is None:
+        raise ValueError(
+            f"fully_shard: granularity={text!r}; wants 'rows(n)', 'block(n)' or 'whole'"
+        )
+    kind, count = found[1], int(found[2] or 1)
+    return Whole() if kind == "whole" else Rows(count) if kind == "rows" else Block(count)

@@ -1,0 +1,182 @@
+"""Bad input: errors that say what was given, by the parameter's full name, and what to do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fsdp import Block, Rows, fully_shard, share_comm_ctx
+from testkit import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+
+
+def _shard():
+    model = _model()
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+WRONG = {
+    "a module list": (nn.ModuleList([nn.Linear(2, 2)]), {}, "has no forward"),
+    "no module": ([], {}, "wants a module"),
+    "a function in the list": ([torch.relu], {}, "wants modules"),
+    "a mesh that is none": (_model(), {"mesh": 2}, "wants a DeviceMesh"),
+    "resharding to fewer": (_model(), {"reshard_after_forward": 2}, "wants True, False or None"),
+    "a policy that is none": (_model(), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
+    "an offload that is none": (_model(), {"offload_policy": True}, "OffloadPolicy"),
+    "zero rows": (_model(), {"shard_placement_fn": lambda p: Rows(0)}, r"'0.weight'; wants n >= 1"),
+    "half a block": (_model(), {"shard_placement_fn": lambda p: Block(0.5)}, r"'0.weight'; wants"),
+    "a number of rows": (_model(), {"shard_placement_fn": lambda p: 3}, r"gave 3 for '0.weight'"),
+    "a dim too far": (_model(), {"shard_placement_fn": lambda p: Shard(1)}, r"'0.bias', whose sh"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_of_fully_shard(what):
+    module, options, message = WRONG[what]
+
+    def check():
+        with pytest.raises(ValueError, match=message):
+            fully_shard(module, **options)
+
+    run_ranks(check, 1)
+
+
+def test_a_mesh_of_three_axes():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 1, 1))
+        with pytest.raises(ValueError, match="3 axes"):
+            fully_shard(_model(), mesh=mesh)
+
+    run_ranks(check, 1)
+
+
+def test_a_module_with_nothing_to_shard_is_legal_and_does_nothing():
+    def check():
+        model = fully_shard(nn.Sequential(nn.Tanh()))
+        x = torch.ones(2, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None
+
+    run_ranks(check, 1)
+
+
+def test_sharding_twice():
+    def check():
+        with pytest.raises(ValueError, match="is sharded already"):
+            fully_shard(_shard())
+
+    run_ranks(check, 1)
+
+
+def test_torch_s_fully_shard_refuses_ours():
+    def check():
+        with pytest.raises(AssertionError, match="has already been applied"):
+            torch.distributed.fsdp.fully_shard(_shard())
+
+    run_ranks(check, 1)
+
+
+def test_tied_parameters_in_two_groups():
+    def check():
+        model = _model()
+        model[0].weight = model[1][0].weight
+        fully_shard(model[1])
+        with pytest.raises(ValueError, match=r"'0.weight' is tied to '0.weight'"):
+            fully_shard(model)
+
+    run_ranks(check, 1)
+
+
+def test_a_parameter_that_was_replaced():
+    def check():
+        model = _shard()
+        model(torch.ones(1, 4)).sum().backward()
+        model[1][0].weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(RuntimeError, match=r"'1.0.weight' was replaced after fully_shard"):
+            model(torch.ones(1, 4))
+
+    run_ranks(check, 2)
+
+
+def test_a_parameter_that_was_replaced_before_the_first_forward():
+    def check():
+        model = _shard()
+        model[1][0].weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(RuntimeError, match=r"'1.0.weight' was replaced after fully_shard"):
+            model(torch.ones(1, 4))
+
+    run_ranks(check, 1)
+
+
+def test_meta_parameters_in_forward():
+    def check():
+        with torch.device("meta"):
+            model = _model()
+        fully_shard(model)
+        with pytest.raises(RuntimeError, match=r"'0.weight', '0.bias'.* on the meta device"):
+            model(torch.ones(1, 4))
+
+    run_ranks(check, 1)
+
+
+def test_a_part_that_ran_before_the_root():
+    def check():
+        model = _shard()
+        model[1](torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=r"'1' ran forward before"):
+            model(torch.ones(1, 4))
+
+    run_ranks(check, 1)
+
+
+def test_an_optimizer_built_before_sharding():
+    def check():
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fully_shard(model)
+        with pytest.raises(
+            RuntimeError, match=r"'0.weight'.*build the optimizer after fully_shard"
+        ):
+            optimizer.step()
+
+    run_ranks(check, 1)
+
+
+def test_plans_that_differ_between_ranks():
+    def check():
+        torch.manual_seed(0)
+        width = 4 + dist.get_rank()
+        model = fully_shard(nn.Linear(4, width))
+        with pytest.raises(ValueError, match=r"differ|rank"):
+            model(torch.ones(1, 4))
+
+    run_ranks(check, 2)
+
+
+def test_of_the_methods():
+    def check():
+        model = _shard()
+        for call, message in (
+            (lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "wants modules"),
+            (lambda: model.set_reshard_after_forward(2), "wants True or False"),
+            (lambda: model.set_gradient_divide_factor(0), "positive"),
+            (lambda: model.set_reduce_scatter_max_input_buffers(0), "at least 1"),
+            (lambda: share_comm_ctx([nn.Linear(1, 1)]), "wants modules"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        with pytest.raises(NotImplementedError, match="set_custom_all_gather is not offered"):
+            model.set_custom_all_gather(None)
+        model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match="not the root"):
+            model[1].reset_iter_state()
+
+    run_ranks(check, 1)

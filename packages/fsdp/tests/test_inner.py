@@ -1,0 +1,71 @@
+"""Tensor parallelism inside: as on one device, and as FSDP2 does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fsdp import fully_shard
+from ragged_shard import RaggedShard, StridedRaggedShard
+from testkit import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _model():
+    torch.manual_seed(1)
+    return nn.Sequential(Mlp(), Mlp())
+
+
+def _train(model, rank, ranks):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.manual_seed(step)
+        model(torch.randn(2, 4, 6)[rank::ranks].flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_it_trains_as_on_one_device():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = _model()
+        for block in model:
+            parallelize_module(
+                block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        assert isinstance(model[0].up.weight.placements[0], StridedRaggedShard)
+        assert isinstance(model[0].down.weight.placements[0], RaggedShard)
+        _train(model, mesh.get_local_rank("dp"), 2)
+        alone = _model()
+        _train(alone, 0, 1)
+        for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_meshes_that_have_nothing_in_common():
+    def check():
+        model = nn.Linear(4, 4)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        with pytest.raises(ValueError, match=r"'weight' is a DTensor on axes \(\)"):
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+    run_ranks(check, 2)

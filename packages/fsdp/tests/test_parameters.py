@@ -1,0 +1,266 @@
+"""Parameters of every kind: each trains as in a replicated model with averaged gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import Block, Rows, Whole, fully_shard
+from ragged_shard import RaggedShard
+from testkit import CommLog, models, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+
+
+class Mlp(nn.Module):
+    """Two layers, and what a case adds."""
+
+    def __init__(self, width=6, **extra):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 8), nn.Linear(8, width)
+        for name, value in extra.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Scaled(Mlp):
+    def forward(self, x):
+        return super().forward(x) * self.scale + self.empty.sum()
+
+
+class Lora(Mlp):
+    def forward(self, x):
+        return super().forward(x) + x @ self.down @ self.up
+
+
+class Mixed(Mlp):
+    def forward(self, x):
+        return super().forward(x) + self.gate(x.bfloat16()).float()
+
+
+class Twice(Mlp):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class Stack(nn.Module):
+    """Blocks in an order that may change, some of them twice or never."""
+
+    def __init__(self, *blocks, orders=None, tied=False, checkpointed=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(blocks)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        if tied:
+            self.last.weight = self.first.weight
+        self.orders = orders or [range(len(blocks))]
+        self.checkpointed = checkpointed
+        self.calls = 0
+
+    def forward(self, x):
+        order = self.orders[self.calls % len(self.orders)]
+        self.calls += 1
+        x = self.first(x)
+        for i in order:
+            block = self.blocks[i]
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.last(x)
+
+
+def _seeded(make):
+    torch.manual_seed(7)
+    return make()
+
+
+def _frozen(module):
+    module.a.requires_grad_(False)
+    return module
+
+
+def _lora():
+    module = Lora(down=nn.Parameter(torch.randn(6, 2)), up=nn.Parameter(torch.randn(2, 6)))
+    module.a.requires_grad_(False)
+    module.b.requires_grad_(False)
+    return module
+
+
+CASES = {
+    "nested": lambda: Stack(Mlp(), Mlp(), Mlp()),
+    "tied": lambda: Stack(Mlp(), Mlp(), tied=True),
+    "frozen beside trained": lambda: Stack(_frozen(Mlp()), Mlp()),
+    "all frozen": lambda: Stack(Mlp().requires_grad_(False), Mlp()),
+    "LoRA": lambda: Stack(_lora(), _lora()),
+    "two dtypes": lambda: Stack(Mixed(gate=nn.Linear(6, 6, dtype=torch.bfloat16)), Mlp()),
+    "scalar and zero-size": lambda: Stack(
+        Scaled(scale=nn.Parameter(torch.tensor(0.5)), empty=nn.Parameter(torch.zeros(0, 3))), Mlp()
+    ),
+    "3-D": lambda: Stack(Mlp(unused=nn.Parameter(torch.randn(3, 2, 2)))),
+    "module called twice": lambda: Stack(Mlp(), Mlp(), orders=[(0, 1, 0)]),
+    "module never called": lambda: Stack(Mlp(), Mlp(), Mlp(), orders=[(0, 2)]),
+    "order changes": lambda: Stack(Mlp(), Mlp(), Mlp(), orders=[(0, 1, 2), (2, 0, 1), (1,)]),
+    "weights used twice": lambda: Stack(Twice(), Twice()),
+    "activation checkpointing": lambda: Stack(Mlp(), Mlp(), Mlp(), checkpointed=True),
+    "checkpointed and twice": lambda: Stack(Mlp(), Mlp(), orders=[(0, 1, 1)], checkpointed=True),
+}
+GRANULARITIES = {
+    "by element": lambda param: None,
+    "blocks": lambda param: Block(4),
+    "rows": lambda param: Rows(2),
+    "whole": lambda param: Whole(),
+    "torch's Shard": lambda param: torch.distributed.tensor.Shard(0) if param.ndim else None,
+}
+
+
+def _train(model, average=False):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(3, 6)).square().mean()
+        loss.backward()
+        for param in trained if average else []:
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _compare(case, options):
+    ours, reference = _seeded(CASES[case]), _seeded(CASES[case])
+    for block in ours.blocks:
+        fully_shard(block, **options)
+    fully_shard(ours, **options)
+    got, wanted = _train(ours), _train(reference, average=True)
+    assert torch.equal(torch.stack(got), torch.stack(wanted)), (got, wanted)
+    ours.reshard()
+    for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(mine, DTensor), name
+        assert isinstance(mine.placements[0], RaggedShard), name
+        assert torch.equal(mine.full_tensor(), theirs), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_a_replicated_model(case):
+    run_ranks(_compare, 2, case, {})
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_granularities_change_nothing_but_places(granularity):
+    run_ranks(_compare, 2, "tied", {"shard_placement_fn": GRANULARITIES[granularity]})
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_it_may_reshard_or_not(reshard):
+    for case in ("nested", "module called twice", "checkpointed and twice"):
+        run_ranks(_compare, 2, case, {"reshard_after_forward": reshard})
+
+
+def test_granularities_are_what_they_say():
+    def check():
+        model = Mlp()
+        kinds = {(8, 6): Rows(2), (8,): Whole(), (6, 8): Block(16)}
+        fully_shard(model, shard_placement_fn=lambda p: kinds.get(tuple(p.shape)))
+        return [p.to_local().numel() for p in model.parameters()]
+
+    weight, bias, second, _ = zip(*run_ranks(check, 2), strict=True)
+    assert sum(weight) == sum(second) == 48
+    assert not any(n % 12 for n in weight)
+    assert sorted(bias) == [0, 8]
+    assert not any(n % 16 for n in second)
+
+
+def test_frozen_parameters_are_gathered_and_never_reduced():
+    def check():
+        model = Stack(Mlp().requires_grad_(False), Mlp())
+        for block in model.blocks:
+            fully_shard(block, strategy="native")
+        fully_shard(model, strategy="native")
+        with CommLog() as log:
+            model(torch.randn(3, 6)).sum().backward()
+        assert all(p.grad is None for p in model.blocks[0].parameters())
+        return log.counts()
+
+    for counts in run_ranks(check, 2):
+        # Not resharded after forward: the root. The first verifies that all ranks agree.
+        assert counts["reduce_scatter"] == 2
+
+
+def test_parameters_frozen_or_thawed_later_follow():
+    def check():
+        model = Stack(Mlp())
+        fully_shard(model)
+        model(torch.randn(3, 6)).sum().backward()
+        model.zero_grad()
+        model.first.weight.requires_grad_(False)
+        model(torch.randn(3, 6)).sum().backward()
+        assert model.first.weight.grad is None
+        assert model.last.weight.grad is not None
+        model.first.weight.requires_grad_(True)
+        model(torch.randn(3, 6)).sum().backward()
+        assert model.first.weight.grad is not None
+
+    run_ranks(check, 2)
+
+
+def test_gradients_of_an_earlier_step_stay_what_they_were():
+    def check():
+        model = fully_shard(Stack(Mlp()))
+        model(torch.ones(3, 6)).sum().backward()
+        old = model.first.weight.grad
+        before = old.full_tensor().clone()
+        model.zero_grad()
+        model(5 * torch.ones(3, 6)).sum().backward()
+        assert torch.equal(old.full_tensor(), before)
+        assert not torch.equal(model.first.weight.grad.full_tensor(), before)
+
+    run_ranks(check, 2)
+
+
+def test_a_list_of_modules_is_one_group():
+    def check():
+        ours, reference = (_seeded(CASES["nested"]) for _ in range(2))
+        fully_shard([ours.blocks[0], ours.blocks[1]])
+        fully_shard([ours.blocks[2], ours.last])
+        fully_shard(ours)
+        got, wanted = _train(ours), _train(reference, average=True)
+        assert torch.equal(torch.stack(got), torch.stack(wanted))
+
+    run_ranks(check, 2)
+
+
+def test_ignored_parameters_are_left_alone():
+    def check():
+        model = Stack(Mlp())
+        kept = model.first.weight
+        fully_shard(model, ignored_params={kept})
+        model(torch.randn(3, 6)).sum().backward()
+        assert model.first.weight is kept
+        assert not isinstance(kept.grad, DTensor)
+
+    run_ranks(check, 2)
+
+
+def test_gpt2_with_dropout_and_tied_vocabulary():
+    def check():
+        losses = []
+        for ours in (True, False):
+            model = models.gpt2()
+            if ours:
+                for block in model.transformer.h:
+                    fully_shard(block)
+                fully_shard(model)
+            losses.append(models.train(model, steps=5))  # the same batches on all ranks
+        return losses
+
+    for ours, alone in run_ranks(check, 2, timeout=120):
+        torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,184 @@
+"""Checkpoints: sharded and full, to other numbers of ranks, from and to FSDP2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from testkit import RankError, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore"),  # DCP's own
+]
+
+
+def _model(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Sequential(nn.Tanh(), nn.Linear(7, 5)), nn.Linear(5, 3)
+    )
+
+
+def _shard(package, model):
+    package.fully_shard(model[1])
+    return package.fully_shard(model)
+
+
+def _step(model, optimizer, step):
+    torch.manual_seed(step)
+    loss = model(torch.randn(4, 5)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _make(package, seed):
+    model = _shard(package, _model(seed))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _state(model, optimizer):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def _save(path, name, asynchronous=False):
+    package = {"fsdp": fsdp, "torch": torch_fsdp}[name]
+    model, optimizer = _make(package, 0)
+    for step in range(2):
+        _step(model, optimizer, step)
+    if asynchronous:
+        dcp.async_save(_state(model, optimizer), checkpoint_id=path).result()
+    else:
+        dcp.save(_state(model, optimizer), checkpoint_id=path)
+    return [_step(model, optimizer, step) for step in range(2, 5)]
+
+
+def _load(path, name):
+    package = {"fsdp": fsdp, "torch": torch_fsdp}[name]
+    model, optimizer = _make(package, 1)
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return [_step(model, optimizer, step) for step in range(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("writer", "saved_at", "reader", "loaded_at"),
+    [
+        ("fsdp", 2, "fsdp", 2),
+        ("fsdp", 2, "fsdp", 1),
+        ("fsdp", 1, "fsdp", 2),
+        ("fsdp", 4, "fsdp", 3),
+        ("torch", 2, "fsdp", 2),
+        ("fsdp", 2, "torch", 2),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint(tmp_path, writer, saved_at, reader, loaded_at):
+    wanted = run_ranks(_save, saved_at, str(tmp_path / "c"), writer)[0]
+    for losses in run_ranks(_load, loaded_at, str(tmp_path / "c"), reader):
+        torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.xfail(
+    raises=RankError,
+    strict=True,
+    reason="torch's stager takes a DTensor for an ordinary tensor where its local tensor does not "
+    "begin at its storage's begin (_state_dict_stager.py, _offload_tensor, data_ptr() != 0)",
+)
+def test_saving_in_the_background(tmp_path):
+    def save(path):
+        dist.new_group(backend="gloo")
+        return _save(path, "fsdp", asynchronous=True)
+
+    wanted = run_ranks(save, 2, str(tmp_path / "c"))[0]
+    for losses in run_ranks(_load, 2, str(tmp_path / "c"), "fsdp"):
+        assert losses == wanted
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_dicts_come_and_go(broadcast):
+    def check():
+        model, optimizer = _make(fsdp, 0)
+        _step(model, optimizer, 0)
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=full)
+        moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=full))
+        if dist.get_rank() == 0:
+            assert [tuple(value.shape) for value in weights.values()] == [
+                tuple(value.shape) for value in _model(0).state_dict().values()
+            ]
+        both = [weights, moments]
+        if not broadcast:
+            dist.broadcast_object_list(both, 0)
+        other, other_optimizer = _make(fsdp, 1)
+        load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(other, both[0], options=load)
+        set_optimizer_state_dict(other, other_optimizer, both[1], options=load)
+        for step in range(1, 4):
+            assert _step(model, optimizer, step) == _step(other, other_optimizer, step)
+
+    run_ranks(check, 2)
+
+
+def test_a_state_dict_has_shards_whatever_the_modules_have():
+    def check():
+        model, _ = _make(fsdp, 0)
+        with torch.no_grad():
+            model(torch.randn(4, 5))
+        assert not isinstance(model[0].weight, DTensor)  # the root stays unsharded
+        state = model.state_dict()
+        assert all(isinstance(value, DTensor) for value in state.values())
+        assert list(state) == list(_model(0).state_dict())
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_puts_values_into_the_buffers(assign):
+    def check():
+        model, _ = _make(fsdp, 0)
+        other, _ = _make(fsdp, 1)
+        x = torch.randn(4, 5)
+        other.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=assign)
+        assert torch.equal(model(x), other(x))
+        for state in other._get_fsdp_state().context.all_states:
+            for group in state.groups:
+                for i, param in enumerate(group.params):
+                    assert param.sharded._local_tensor is group.shard.shard(i)
+
+    run_ranks(check, 2)
+
+
+def test_on_meta_a_full_state_dict_is_loaded_from_rank_0():
+    def check():
+        wanted = _model(0)
+        with torch.device("meta"):
+            model = _model(1)
+        _shard(fsdp, model)
+        model.to_empty(device="cpu")
+        state = wanted.state_dict() if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        x = torch.randn(4, 5)
+        torch.testing.assert_close(model(x), wanted(x))
+
+    run_ranks(check, 2)

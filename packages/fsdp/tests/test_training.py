@@ -1,0 +1,298 @@
+"""How a script trains: each as FSDP2 does with the same lines, collectives counted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+
+import fsdp
+from testkit import CommLog, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+BOTH = (fsdp, torch_fsdp)
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def _model(count=3):
+    torch.manual_seed(5)
+    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(8, 4))
+
+
+def _shard(package, model, **options):
+    for block in list(model)[:-1]:
+        package.fully_shard(block, **options)
+    return package.fully_shard(model, **options)
+
+
+def _batch(step):
+    torch.manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, 8)
+
+
+def _optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _losses(model, *, steps=STEPS, micro=1, prepare=lambda model, last: None, clip=None):
+    """Losses of some steps, and gradient norms where they are clipped."""
+    optimizer, losses = _optimizer(model), []
+    for step in range(steps):
+        for number in range(micro):
+            prepare(model, number == micro - 1)
+            loss = model(_batch(micro * step + number)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack([loss.float() for loss in losses])
+
+
+def _both(world_size, options, *, exact=True, shape=None, names=None, **how):
+    """Runs a script with either package on ranks, and compares what it returns."""
+
+    def check():
+        mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=names)
+        given = options | ({"mesh": mesh} if mesh else {})
+        return [_losses(_shard(package, _model(), **given), **how) for package in BOTH]
+
+    for ours, theirs in run_ranks(check, world_size, timeout=120):
+        if exact:
+            assert torch.equal(ours, theirs), (ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _accumulate(model, last):
+    model.set_requires_gradient_sync(last)
+
+
+def test_gradients_accumulate_without_communication():
+    def check():
+        model = _shard(fsdp, _model(), strategy="native", reshard_after_forward=False)
+        model(_batch(0)).sum().backward()
+        counts = []
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            model.set_reshard_after_backward(sync)
+            with CommLog() as log:
+                model(_batch(1)).sum().backward()
+            counts.append(log.counts())
+        return counts
+
+    for without, with_sync in run_ranks(check, 2):
+        assert without == {"all_gather": 4}
+        assert with_sync == {"reduce_scatter": 4}
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
+def test_accumulated_gradients_are_those_of_fsdp2(reduce_dtype):
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    exact = reduce_dtype != torch.bfloat16
+    if exact:
+        _both(2, {"mp_policy": policy}, micro=3, prepare=_accumulate)
+        return
+
+    def check():
+        model = _shard(fsdp, _model(), mp_policy=policy)
+        return _losses(model, micro=3, prepare=_accumulate)
+
+    def reference():
+        return _losses(_shard(fsdp, _model()), micro=3, prepare=_accumulate)
+
+    for ours, wanted in zip(run_ranks(check, 2), run_ranks(reference, 2), strict=True):
+        assert not torch.equal(ours, wanted)  # it was bfloat16
+        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.05)
+
+
+def test_gradients_also_accumulate_sharded():
+    _both(2, {}, micro=3)
+
+
+def test_mixed_precision_is_that_of_fsdp2():
+    _both(2, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
+
+
+def test_outputs_are_cast_as_by_fsdp2():
+    def check():
+        results = []
+        for package in BOTH:
+            model, policy = _model(1), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            package.fully_shard(model[0], mp_policy=policy)
+            policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+            package.fully_shard(model, mp_policy=policy)
+            assert model(_batch(0)).dtype == torch.float32
+            results.append(_losses(model))
+        return results
+
+    for ours, theirs in run_ranks(check, 2):
+        assert torch.equal(ours, theirs)
+
+
+def test_float16_is_divided_in_two_steps():
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+    def check():
+        model = _shard(fsdp, _model(), mp_policy=policy)
+        plain = _shard(fsdp, _model())
+        for one in (model, plain):
+            one(_batch(0)).square().mean().backward()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad.dtype == torch.float32
+            torch.testing.assert_close(
+                mine.grad.full_tensor(), wanted.grad.full_tensor(), rtol=1e-2, atol=1e-3
+            )
+
+    run_ranks(check, 2)
+
+
+def test_what_is_computed_with_has_the_dtypes_of_the_policy():
+    def check():
+        seen = []
+        model = _model(1)
+        model[0].up.register_forward_hook(
+            lambda m, a, out: seen.append((m.weight.dtype, out.dtype))
+        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        _shard(fsdp, model, mp_policy=policy)
+        out = model(_batch(0))
+        out.sum().backward()
+        assert seen == [(torch.bfloat16, torch.bfloat16)]
+        assert out.dtype == torch.bfloat16
+        for param in model.parameters():
+            assert param.dtype == param.grad.dtype == torch.float32
+
+    run_ranks(check, 2)
+
+
+def test_hsdp_is_that_of_fsdp2():
+    _both(4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"))
+
+
+def test_hsdp_reduces_replicas_once_and_puts_it_off_when_told():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = _shard(fsdp, _model(), mesh=mesh, strategy="native", reshard_after_forward=False)
+        model(_batch(0)).sum().backward()
+        counts = []
+        for everything in (False, True):
+            model.set_requires_all_reduce(everything)
+            with CommLog() as log:
+                model(_batch(1)).sum().backward()
+            counts.append(log.counts())
+        for param in model.parameters():
+            assert isinstance(param.placements[0], Replicate)
+        return counts
+
+    for without, with_all in run_ranks(check, 4):
+        assert without == {"all_gather": 4, "reduce_scatter": 4}
+        assert with_all == without | {"all_reduce": 4}
+
+
+def test_hsdp_accumulates_shards_as_fsdp2():
+    _both(
+        4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"), micro=3,
+        prepare=lambda model, last: model.set_requires_all_reduce(last),
+    )  # fmt: skip
+
+
+def test_shards_and_gradients_may_stay_on_the_host():
+    _both(2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_gradients_are_clipped_across_groups(clip):
+    _both(2, {}, exact=False, clip=clip)
+
+
+def test_a_divide_factor_and_sums_only():
+    def prepare(model, last):
+        for module in model.modules():
+            if isinstance(module, torch_fsdp.FSDPModule):
+                module.set_gradient_divide_factor(4.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    _both(2, {}, prepare=prepare)
+
+
+def test_explicit_prefetch_and_settings_of_fsdp2():
+    def prepare(model, last):
+        blocks = list(model)[:-1]
+        model.set_modules_to_forward_prefetch(blocks[:2])
+        blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
+        blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+        model.set_is_last_backward(last)
+        model.set_reshard_after_forward(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+
+    _both(2, {}, micro=2, prepare=prepare)
+
+
+def test_unshard_by_hand():
+    def check():
+        model = _shard(fsdp, _model(), strategy="native")
+        whole = [p.detach() for p in _model()[0].parameters()]
+        handle = model[0].unshard(async_op=True)
+        assert isinstance(handle, torch_fsdp.UnshardHandle)
+        handle.wait()
+        for param, wanted in zip(model[0].parameters(), whole, strict=True):
+            assert not isinstance(param, DTensor)
+            assert torch.equal(param, wanted)
+        model[0].reshard()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert model[0].unshard() is None
+        with torch.no_grad():
+            out = model(_batch(0))
+        torch.testing.assert_close(out, _model()(_batch(0)))
+
+    run_ranks(check, 2)
+
+
+def test_memory_of_unsharded_parameters_is_given_back():
+    def check():
+        model = _shard(fsdp, _model(), reshard_after_forward=True)
+        seen = []
+        model[1].register_forward_pre_hook(lambda *_: seen.append(model[0].up.weight))
+        model(_batch(0)).sum().backward()
+        assert isinstance(seen[0], DTensor)
+        for state in model._get_fsdp_state().context.all_states:
+            for group in state.groups:
+                assert not group.gatherer._buffer.held
+                assert not group.reducer._buffer.held
+                assert group.params[0].unsharded.untyped_storage().nbytes() == 0
+
+    run_ranks(check, 2)
+
+
+def test_other_methods_gather_when_told():
+    def check():
+        class Encoder(Block):
+            def encode(self, x):
+                return self.up(x)
+
+        model = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(Encoder())))
+        fsdp.register_fsdp_forward_method(model[0], "encode")
+        model(_batch(0)).sum().backward()
+        model.zero_grad()
+        model[0].encode(_batch(0)).sum().backward()
+        assert model[0].up.weight.grad is not None
+        assert model[0].down.weight.grad is None
+        assert isinstance(model[0].up.weight, DTensor)
+
+    run_ranks(check, 2)
