@@ -1,0 +1,72 @@
+"""Stages of torch's pipeline schedules, sharded: reduced once, after the last microbatch."""
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import fsdp
+from fsdp.state import state_of
+from testkit import CommLog, fake_mesh, run_ranks
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+MICROBATCHES = 4
+
+
+def _stage(package, mesh):
+    """Two of four layers, in three groups."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    first = 2 * mesh.get_local_rank("pp")
+    module = nn.Sequential(*layers[first : first + 2], nn.Linear(8, 8))
+    for layer in module[:2]:
+        package.fully_shard(layer, mesh=mesh["dp"])
+    return package.fully_shard(module, mesh=mesh["dp"])
+
+
+def _step(package, schedule, mesh):
+    """Gradients of this rank's stage, and how many reductions they took."""
+    module = _stage(package, mesh)
+    number = mesh.get_local_rank("pp")
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    run = schedule(
+        stage, n_microbatches=MICROBATCHES, loss_fn=lambda out, y: (out - y).square().mean()
+    )
+    torch.manual_seed(10 + mesh.get_local_rank("dp"))
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with CommLog() as log:
+        run.step(x) if number == 0 else run.step(target=y)
+    reductions = log.counts().get("reduce_scatter", 0)
+    return {name: p.grad.full_tensor() for name, p in module.named_parameters()}, reductions
+
+
+def _both(name):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    ours, reductions = _step(_Native, SCHEDULES[name], mesh)
+    theirs, _ = _step(torch_fsdp, SCHEDULES[name], mesh)
+    return {name: torch.equal(grad, theirs[name]) for name, grad in ours.items()}, reductions
+
+
+class _Native:
+    """With the backend's collectives, which are counted by their names."""
+
+    @staticmethod
+    def fully_shard(module, **options):
+        return fsdp.fully_shard(module, strategy="native", **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_reduces_each_group_once_to_the_gradients_of_fsdp2(schedule):
+    for equal, reductions in run_ranks(_both, 4, schedule, timeout=240):
+        assert all(equal.values()), equal
+        assert reductions == 3
+
+
+def test_torch_finds_our_state():
+    """What `_compat.tell_torch` relies on."""
+    with fake_mesh((2,)) as mesh:
+        module = fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        assert torch_fsdp.fully_shard.state(module) is state_of(module)
+        assert isinstance(module, torch_fsdp.FSDPModule)
