@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import fsdp
-from testkit import RankError, run_ranks
+from testkit import run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -98,12 +98,6 @@ def test_training_goes_on_from_a_checkpoint(tmp_path, writer, saved_at, reader, 
         torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.xfail(
-    raises=RankError,
-    strict=True,
-    reason="torch's stager takes a DTensor for an ordinary tensor where its local tensor does not "
-    "begin at its storage's begin (_state_dict_stager.py, _offload_tensor, data_ptr() != 0)",
-)
 def test_saving_in_the_background(tmp_path):
     def save(path):
         dist.new_group(backend="gloo")
