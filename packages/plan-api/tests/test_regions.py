@@ -1,6 +1,7 @@
 """Modules on local tensors, tensors that forward makes, and the fsdp package by entry point."""
 
 import sys
+from importlib.metadata import EntryPoints
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Phase, Plan, lower, parallelize
+from plan_api import Phase, Plan, fully, lower, parallelize
 from testkit import models, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -152,7 +153,9 @@ def test_what_forward_makes_is_placed(mesh):
     assert not isinstance(torch.zeros(2), DTensor)
 
 
-def test_without_fsdp_the_error_names_it(mesh, model):
+def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch):
+    # The environment of all packages has it.
+    monkeypatch.setattr(fully, "entry_points", lambda group: EntryPoints())
     with pytest.raises(ModuleNotFoundError, match="pip install fsdp"):
         lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)
 
