@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 REQUIREMENTS = {
     "dbuffer": ["ragged-shard>=0.1,<0.2"],
-    "fsdp": ["dbuffer>=0.1,<0.2", "fused-comm>=0.1,<0.2"],
+    "fsdp": ["dbuffer>=0.1,<0.2", "fused-comm>=0.1,<0.2", "ragged-shard>=0.1,<0.2"],
 }
 EXTRAS = {
     "plan-api": ["dist-rng", "dtensor-rules", "fused-comm", "ragged-shard"],
