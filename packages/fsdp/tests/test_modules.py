@@ -7,71 +7,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fsdp
 from testkit import models, run_ranks
+from testkit.stacks import Block, batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
-
-STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def _model(count=3):
-    torch.manual_seed(5)
-    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(8, 4))
-
-
-def _shard(package, model, **options):
-    for block in list(model)[:-1]:
-        package.fully_shard(block, **options)
-    return package.fully_shard(model, **options)
-
-
-def _batch(step):
-    torch.manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, 8)
-
-
-def _optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _losses(model, *, steps=STEPS, micro=1, prepare=lambda model, last: None, clip=None):
-    """Losses of some steps, and gradient norms where they are clipped."""
-    optimizer, losses = _optimizer(model), []
-    for step in range(steps):
-        for number in range(micro):
-            prepare(model, number == micro - 1)
-            loss = model(_batch(micro * step + number)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack([loss.float() for loss in losses])
 
 
 def test_it_begins_on_meta_without_a_full_copy():
     def check():
         with torch.device("meta"):
             model = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(8, 4))
-        _shard(fsdp, model)
+        shard(fsdp, model)
         assert all(param.device.type == "meta" for param in model.parameters())
         model.to_empty(device="cpu")
-        full = _model()
+        full = stack()
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held < 0.6 * sum(p.numel() for p in full.parameters())
         with torch.no_grad():
@@ -80,7 +31,7 @@ def test_it_begins_on_meta_without_a_full_copy():
                     value.detach(), param.device_mesh, param.placements
                 )
                 param.copy_(whole)
-        return _losses(model), _losses(_shard(torch_fsdp, _model()))
+        return losses(model), losses(shard(torch_fsdp, stack()))
 
     for ours, theirs in run_ranks(check, 2):
         assert torch.equal(ours, theirs)
@@ -88,15 +39,15 @@ def test_it_begins_on_meta_without_a_full_copy():
 
 def test_casting_a_model_casts_its_shards():
     def check():
-        model = _shard(fsdp, _model())
-        model(_batch(0)).sum().backward()
+        model = shard(fsdp, stack())
+        model(batch(0)).sum().backward()
         model.zero_grad()
         before = [p.detach().full_tensor() for p in model.parameters()]
         model.double()
         for param, old in zip(model.parameters(), before, strict=True):
             assert param.dtype == torch.float64
             assert torch.equal(param.detach().full_tensor(), old.double())
-        model(_batch(0).double()).sum().backward()
+        model(batch(0).double()).sum().backward()
         assert model[0].up.weight.grad.dtype == torch.float64
 
     run_ranks(check, 2)
@@ -104,7 +55,7 @@ def test_casting_a_model_casts_its_shards():
 
 def test_an_optimizer_step_in_backward_frees_each_gradient():
     def check():
-        model = _shard(fsdp, _model())
+        model = shard(fsdp, stack())
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
         def step(param):
@@ -113,10 +64,10 @@ def test_an_optimizer_step_in_backward_frees_each_gradient():
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(step)
-        model(_batch(0)).square().mean().backward()
+        model(batch(0)).square().mean().backward()
         assert all(param.grad is None for param in model.parameters())
-        plain = _shard(fsdp, _model())
-        plain(_batch(0)).square().mean().backward()
+        plain = shard(fsdp, stack())
+        plain(batch(0)).square().mean().backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), wanted.full_tensor())
@@ -126,13 +77,13 @@ def test_an_optimizer_step_in_backward_frees_each_gradient():
 
 def test_after_an_error_training_goes_on():
     def check():
-        model = _shard(fsdp, _model())
+        model = shard(fsdp, stack())
         fail = model[1].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model(_batch(0))
+            model(batch(0))
         fail.remove()
         model.reset_iter_state()
-        return _losses(model), _losses(_shard(fsdp, _model()))
+        return losses(model), losses(shard(fsdp, stack()))
 
     for ours, wanted in run_ranks(check, 2):
         assert torch.equal(ours, wanted)
@@ -162,10 +113,10 @@ def test_ranks_that_use_different_parameters():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile_of_blocks():  # dynamo looks at it where the graph breaks, as with FSDP2
     def check():
-        model = _shard(fsdp, _model())
+        model = shard(fsdp, stack())
         for block in list(model)[:-1]:
             block.compile(backend="aot_eager")
-        return _losses(model), _losses(_shard(fsdp, _model()))
+        return losses(model), losses(shard(fsdp, stack()))
 
     for ours, wanted in run_ranks(check, 2, timeout=240):
         torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
@@ -173,11 +124,11 @@ def test_torch_compile_of_blocks():  # dynamo looks at it where the graph breaks
 
 def test_it_runs_in_eval_and_without_gradients():
     def check():
-        model, plain = _shard(fsdp, _model()), _model()
+        model, plain = shard(fsdp, stack()), stack()
         for context in (torch.no_grad, torch.inference_mode):
             with context():
-                torch.testing.assert_close(model(_batch(0)), plain(_batch(0)))
-        model(_batch(0)).sum().backward()
+                torch.testing.assert_close(model(batch(0)), plain(batch(0)))
+        model(batch(0)).sum().backward()
         assert model[0].up.weight.grad is not None
 
     run_ranks(check, 2)
@@ -185,7 +136,7 @@ def test_it_runs_in_eval_and_without_gradients():
 
 def test_llama_checkpointed_by_transformers():
     def check():
-        losses = []
+        found = []
         for sharded in (True, False):
             model = models.llama()
             if sharded:
@@ -195,8 +146,8 @@ def test_llama_checkpointed_by_transformers():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # it has another name in later versions
                     model.gradient_checkpointing_enable()
-            losses.append(models.train(model, steps=4))
-        return losses
+            found.append(models.train(model, steps=4))
+        return found
 
     for ours, alone in run_ranks(check, 2, timeout=120):
         torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)

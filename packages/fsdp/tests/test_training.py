@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,58 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp
 from testkit import CommLog, run_ranks
+from testkit.stacks import Block, batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
-
-STEPS = 4
 BOTH = (fsdp, torch_fsdp)
-
-
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def _model(count=3):
-    torch.manual_seed(5)
-    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(8, 4))
-
-
-def _shard(package, model, **options):
-    for block in list(model)[:-1]:
-        package.fully_shard(block, **options)
-    return package.fully_shard(model, **options)
-
-
-def _batch(step):
-    torch.manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, 8)
-
-
-def _optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _losses(model, *, steps=STEPS, micro=1, prepare=lambda model, last: None, clip=None):
-    """Losses of some steps, and gradient norms where they are clipped."""
-    optimizer, losses = _optimizer(model), []
-    for step in range(steps):
-        for number in range(micro):
-            prepare(model, number == micro - 1)
-            loss = model(_batch(micro * step + number)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack([loss.float() for loss in losses])
 
 
 def _both(world_size, options, *, exact=True, shape=None, names=None, **how):
@@ -71,7 +22,7 @@ def _both(world_size, options, *, exact=True, shape=None, names=None, **how):
     def check():
         mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=names)
         given = options | ({"mesh": mesh} if mesh else {})
-        return [_losses(_shard(package, _model(), **given), **how) for package in BOTH]
+        return [losses(shard(package, stack(), **given), **how) for package in BOTH]
 
     for ours, theirs in run_ranks(check, world_size, timeout=120):
         if exact:
@@ -85,14 +36,14 @@ def _accumulate(model, last):
 
 def test_gradients_accumulate_without_communication():
     def check():
-        model = _shard(fsdp, _model(), strategy="native", reshard_after_forward=False)
-        model(_batch(0)).sum().backward()
+        model = shard(fsdp, stack(), strategy="native", reshard_after_forward=False)
+        model(batch(0)).sum().backward()
         counts = []
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
             model.set_reshard_after_backward(sync)
             with CommLog() as log:
-                model(_batch(1)).sum().backward()
+                model(batch(1)).sum().backward()
             counts.append(log.counts())
         return counts
 
@@ -110,11 +61,11 @@ def test_accumulated_gradients_are_those_of_fsdp2(reduce_dtype):
         return
 
     def check():
-        model = _shard(fsdp, _model(), mp_policy=policy)
-        return _losses(model, micro=3, prepare=_accumulate)
+        model = shard(fsdp, stack(), mp_policy=policy)
+        return losses(model, micro=3, prepare=_accumulate)
 
     def reference():
-        return _losses(_shard(fsdp, _model()), micro=3, prepare=_accumulate)
+        return losses(shard(fsdp, stack()), micro=3, prepare=_accumulate)
 
     for ours, wanted in zip(run_ranks(check, 2), run_ranks(reference, 2), strict=True):
         assert not torch.equal(ours, wanted)  # it was bfloat16
@@ -133,13 +84,13 @@ def test_outputs_are_cast_as_by_fsdp2():
     def check():
         results = []
         for package in BOTH:
-            model, policy = _model(1), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            model, policy = stack(1), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             package.fully_shard(model[0], mp_policy=policy)
             policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
             package.fully_shard(model, mp_policy=policy)
-            assert model(_batch(0)).dtype == torch.float32
+            assert model(batch(0)).dtype == torch.float32
             model.reshard()  # the root stays gathered after forward, for backward
-            results.append(_losses(model))
+            results.append(losses(model))
         return results
 
     for ours, theirs in run_ranks(check, 2):
@@ -150,10 +101,10 @@ def test_float16_is_divided_in_two_steps():
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
     def check():
-        model = _shard(fsdp, _model(), mp_policy=policy)
-        plain = _shard(fsdp, _model())
+        model = shard(fsdp, stack(), mp_policy=policy)
+        plain = shard(fsdp, stack())
         for one in (model, plain):
-            one(_batch(0)).square().mean().backward()
+            one(batch(0)).square().mean().backward()
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert mine.grad.dtype == torch.float32
             torch.testing.assert_close(
@@ -166,13 +117,13 @@ def test_float16_is_divided_in_two_steps():
 def test_what_is_computed_with_has_the_dtypes_of_the_policy():
     def check():
         seen = []
-        model = _model(1)
+        model = stack(1)
         model[0].up.register_forward_hook(
             lambda m, a, out: seen.append((m.weight.dtype, out.dtype))
         )
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        _shard(fsdp, model, mp_policy=policy)
-        out = model(_batch(0))
+        shard(fsdp, model, mp_policy=policy)
+        out = model(batch(0))
         out.sum().backward()
         assert seen == [(torch.bfloat16, torch.bfloat16)]
         assert out.dtype == torch.bfloat16
@@ -189,13 +140,13 @@ def test_hsdp_is_that_of_fsdp2():
 def test_hsdp_reduces_replicas_once_and_puts_it_off_when_told():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = _shard(fsdp, _model(), mesh=mesh, strategy="native", reshard_after_forward=False)
-        model(_batch(0)).sum().backward()
+        model = shard(fsdp, stack(), mesh=mesh, strategy="native", reshard_after_forward=False)
+        model(batch(0)).sum().backward()
         counts = []
         for everything in (False, True):
             model.set_requires_all_reduce(everything)
             with CommLog() as log:
-                model(_batch(1)).sum().backward()
+                model(batch(1)).sum().backward()
             counts.append(log.counts())
         for param in model.parameters():
             assert isinstance(param.placements[0], Replicate)
@@ -211,6 +162,25 @@ def test_hsdp_accumulates_shards_as_fsdp2():
         4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"), micro=3,
         prepare=lambda model, last: model.set_requires_all_reduce(last),
     )  # fmt: skip
+
+
+def test_hooks_of_gradients_run_when_these_are_whole():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        counts = []
+        for package in BOTH:
+            model, seen = shard(package, stack(1), mesh=mesh), []
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(lambda p, s=seen: s.append(p.grad is None))
+            for everything in (False, True):
+                model.set_requires_all_reduce(everything)
+                model(batch(0)).sum().backward()
+                counts.append((len(seen), any(seen)))
+        return counts
+
+    for *ours, first, second in run_ranks(check, 4):
+        assert ours == [first, second]
+        assert ours == [(0, False), (8, False)]
 
 
 def test_shards_and_gradients_may_stay_on_the_host():
@@ -247,8 +217,8 @@ def test_explicit_prefetch_and_settings_of_fsdp2():
 
 def test_unshard_by_hand():
     def check():
-        model = _shard(fsdp, _model(), strategy="native")
-        whole = [p.detach() for p in _model()[0].parameters()]
+        model = shard(fsdp, stack(), strategy="native")
+        whole = [p.detach() for p in stack()[0].parameters()]
         handle = model[0].unshard(async_op=True)
         assert isinstance(handle, torch_fsdp.UnshardHandle)
         handle.wait()
@@ -259,18 +229,18 @@ def test_unshard_by_hand():
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert model[0].unshard() is None
         with torch.no_grad():
-            out = model(_batch(0))
-        torch.testing.assert_close(out, _model()(_batch(0)))
+            out = model(batch(0))
+        torch.testing.assert_close(out, stack()(batch(0)))
 
     run_ranks(check, 2)
 
 
 def test_memory_of_unsharded_parameters_is_given_back():
     def check():
-        model = _shard(fsdp, _model(), reshard_after_forward=True)
+        model = shard(fsdp, stack(), reshard_after_forward=True)
         seen = []
         model[1].register_forward_pre_hook(lambda *_: seen.append(model[0].up.weight))
-        model(_batch(0)).sum().backward()
+        model(batch(0)).sum().backward()
         assert isinstance(seen[0], DTensor)
         for state in model._get_fsdp_state().context.all_states:
             for group in state.groups:
@@ -289,9 +259,9 @@ def test_other_methods_gather_when_told():
 
         model = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(Encoder())))
         fsdp.register_fsdp_forward_method(model[0], "encode")
-        model(_batch(0)).sum().backward()
+        model(batch(0)).sum().backward()
         model.zero_grad()
-        model[0].encode(_batch(0)).sum().backward()
+        model[0].encode(batch(0)).sum().backward()
         assert model[0].up.weight.grad is not None
         assert model[0].down.weight.grad is None
         assert isinstance(model[0].up.weight, DTensor)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Plan, generate_static, installed, parallelize
-from testkit import fake_mesh, run_ranks
+from plan_api.static.stays import widened
+from testkit import CommLog, fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -204,6 +205,26 @@ def test_a_parameter_tied_to_one_that_does_not_stay_is_refused(mesh):
 def test_one_inside_of_another_is_of_that_one(mesh):
     static = parallelize(Net(), plan_of(mesh).eager("mix.up").eager("mix"), mode="static")
     assert installed(static).lowered.eager == ("mix",)
+
+
+def test_a_wider_module_takes_the_place_of_what_is_inside():
+    staying = {r"attn\.norm": "first", "attn_norm": "another"}
+    assert widened(staying, "attn", "last") == {"attn_norm": "another", "attn": "first"}
+    assert widened(staying, "mlp", "last") == staying | {"mlp": "last"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.ones(2, 8), "example_inputs is a Tensor: give a tuple"),
+        ({"y": torch.ones(2, 8)}, "forward of Net does not take these .*argument"),
+        ((), "missing a required argument: 'x'"),
+    ],
+)
+def test_example_inputs_that_the_model_does_not_take_are_refused(mesh, inputs, message):
+    with CommLog() as log, pytest.raises(ValueError, match=message):
+        generate_static(plan_of(mesh), Net(), inputs)
+    log.assert_counts({})
 
 
 def test_is_kept_as_text(mesh):

@@ -112,7 +112,8 @@ class Reducer:
             if self._partial is not None:
                 shard.add_(self._partial)
                 have, self._partial = have | self._partial_have, None
-            if group.mesh.ndim == 2 and not self.all_reduce_grads:
+            put_off = group.mesh.ndim == 2 and not self.all_reduce_grads
+            if put_off:
                 self._partial, self._partial_have = shard.clone(), have
             else:
                 if group.mesh.ndim == 2:
@@ -126,7 +127,8 @@ class Reducer:
         group.streams.wait(done)
         buffer.release()
         self._handle, self._have = None, set()
-        self._run_hooks(have)
+        if not put_off:
+            self._run_hooks(have)
 
     def drop(self) -> None:
         """Forgets gradients that are not reduced yet."""

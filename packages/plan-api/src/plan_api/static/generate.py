@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker
 from plan_api.static.lines import Said, lines_of, numbered, sizes_of, written
 from plan_api.static.record import Record, record
-from plan_api.static.stays import around, why
+from plan_api.static.stays import around, why, widened
 from plan_api.static.twin import twin_of
 
 __all__ = ["generate_static"]
@@ -56,12 +57,11 @@ def generate_static(
         a plan that `parallelize(model, plan, mode="static")` takes.
 
     Raises:
-        ValueError: nothing smaller than the whole model could stay on DTensors; names module,
-            operator and placements, as the warning would.
+        ValueError: the model does not take these inputs, said before anything is run or sent; or
+            nothing smaller than the whole model could stay on DTensors: names module, operator and
+            placements, as the warning would.
     """
-    args, kwargs = (
-        ((), example_inputs) if isinstance(example_inputs, Mapping) else (example_inputs, {})
-    )
+    args, kwargs = _arguments(model, example_inputs)
     if fake:
         faker = Faker(plan.mesh.device_type)
         model = twin_of(model, faker.of)
@@ -82,10 +82,7 @@ def generate_static(
                     f"generate_static: {error.site or 'the model'} cannot run on local tensors: "
                     f"{error}\n{told}"
                 ) from error
-            inside = [one for one in staying if one.startswith(wider)]
-            first = "\n".join(str(error).splitlines()[:2])
-            reason = next((staying.pop(one) for one in inside), first)
-            staying[wider] = reason
+            staying = widened(staying, wider, "\n".join(str(error).splitlines()[:2]))
             continue
         for pattern, reason in staying.items():
             _log.warning(
@@ -93,6 +90,27 @@ def generate_static(
                 pattern, reason, why(plan, model, pattern, args, kwargs),
             )  # fmt: skip
         return made
+
+
+def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """By place and by name, as the model's forward takes them."""
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), example_inputs
+    elif isinstance(example_inputs, (tuple, list)):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        raise ValueError(
+            f"generate_static: example_inputs is a {type(example_inputs).__name__}: give a tuple "
+            f"of arguments, or a dict of keywords"
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"generate_static: forward of {type(model).__name__} does not take these "
+            f"example_inputs: {error}"
+        ) from error
+    return args, kwargs
 
 
 def _settled(

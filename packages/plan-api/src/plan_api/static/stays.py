@@ -17,7 +17,7 @@ from plan_api.static.lines import numbered
 from plan_api.static.twin import twin_of
 from plan_api.track import Collective, Phase, Record, track
 
-__all__ = ["around", "why"]
+__all__ = ["around", "why", "widened"]
 
 _MOST = 5  # lines of a report
 
@@ -40,6 +40,19 @@ def around(site: str, model: nn.Module, staying: Collection[str]) -> str | None:
         if not any(re.match(rf"{one}(?:\.|$)", path) for one in staying):
             return pattern
     return None
+
+
+def widened(staying: Mapping[str, str], wider: str, reason: str) -> dict[str, str]:
+    """The patterns of modules that stay, when those of one more do.
+
+    Args:
+        staying: what goes wrong without, by pattern.
+        wider: the pattern; what is inside of it is said no more.
+        reason: what goes wrong without, if nothing inside has said it first.
+    """
+    inside = [one for one in staying if one.startswith(rf"{wider}\.")]
+    left = {one: told for one, told in staying.items() if one not in inside}
+    return left | {wider: staying[inside[0]] if inside else reason}
 
 
 def _runs(module: nn.Module) -> bool:

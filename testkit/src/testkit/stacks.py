@@ -1,0 +1,92 @@
+"""A stack of blocks, sharded by any package that offers `fully_shard`, and a script that trains it.
+
+For comparing such packages: the same lines, the same batches, so the same losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Block", "batch", "losses", "shard", "stack"]
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A residual block of 8 features: LayerNorm, two Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As many features as came in."""
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def stack(count: int = 3) -> nn.Sequential:
+    """Blocks, and a Linear of 8 to 4 features; always the same parameters."""
+    torch.manual_seed(5)
+    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(WIDTH, 4))
+
+
+def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
+    """Calls a package's `fully_shard` on each block, and on the model.
+
+    Args:
+        package: a module or class that has it.
+        model: a `stack`.
+        options: of every call.
+    """
+    for block in list(model)[:-1]:
+        package.fully_shard(block, **options)
+    return package.fully_shard(model, **options)
+
+
+def batch(step: int) -> torch.Tensor:
+    """This rank's rows of a step: (3, 8)."""
+    torch.manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH)
+
+
+def losses(
+    model: nn.Module,
+    *,
+    steps: int = 4,
+    micro: int = 1,
+    prepare: Callable[[Any, bool], None] = lambda model, last: None,
+    clip: float | None = None,
+) -> torch.Tensor:
+    """Trains by AdamW.
+
+    Args:
+        model: of 8 features.
+        steps: of the optimizer.
+        micro: backwards before each.
+        prepare: called before each forward with the model, and whether it is a step's last.
+        clip: the largest norm of all gradients; None: they are not clipped.
+
+    Returns:
+        fp32, of each backward the loss, and of each step the norm where it is clipped.
+    """
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        for number in range(micro):
+            prepare(model, number == micro - 1)
+            loss = model(batch(micro * step + number)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            found.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack([one.float() for one in found])
