@@ -28,7 +28,11 @@ WRONG = {
     "no module": ([], {}, "wants a module"),
     "a function in the list": ([torch.relu], {}, "wants modules"),
     "a mesh that is none": (_model(), {"mesh": 2}, "wants a DeviceMesh"),
-    "resharding to fewer": (_model(), {"reshard_after_forward": 2}, "wants True, False or None"),
+    "resharding to fewer": (
+        _model(),
+        {"reshard_after_forward": 2},
+        "number that divides the 1 ranks",
+    ),
     "a policy that is none": (_model(), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
     "an offload that is none": (_model(), {"offload_policy": True}, "OffloadPolicy"),
     "zero rows": (_model(), {"shard_placement_fn": lambda p: Rows(0)}, r"'0.weight'; wants n >= 1"),
@@ -173,8 +177,6 @@ def test_of_the_methods():
         ):
             with pytest.raises(ValueError, match=message):
                 call()
-        with pytest.raises(NotImplementedError, match="set_custom_all_gather is not offered"):
-            model.set_custom_all_gather(None)
         model(torch.ones(1, 4))
         with pytest.raises(RuntimeError, match="not the root"):
             model[1].reset_iter_state()

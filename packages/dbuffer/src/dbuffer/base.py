@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import _compat, placing, views
 from dbuffer.checking import checked, checked_memory
-from dbuffer.collectives import Strategy, axis_of, collectives_for
+from dbuffer.collectives import Collectives, Strategy, axis_of, collectives_for
 from dbuffer.group_ops import index_of, padding_of
 from dbuffer.handle import Handle
 from dbuffer.memory import Memory
@@ -38,7 +38,7 @@ class BufferBase:
         memory: Memory | None = None,
         alignment: int = 16,
         pin_memory: bool = False,
-        strategy: Strategy = "auto",
+        strategy: Strategy | Collectives = "auto",
     ) -> None:
         given = checked(layout, mesh, placements, dtype, device, shard_axis, inner)
         self.layout, self.mesh, self.dtype = layout, mesh, dtype

@@ -53,7 +53,7 @@ class DBuffer(BufferBase):
         alignment: bytes of which the memory's begin must be a multiple.
         pin_memory: of its own memory, where that is the host's.
         strategy: "native" for the backend's collectives, "exchange" for sends between pairs of
-            ranks, "auto" for the faster on the axis's backend.
+            ranks, "auto" for the faster on the axis's backend; or `Collectives` of your own.
 
     The memory is held at first, its content is anything, its padding zero.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class Axis:
         return len(self.ranks)
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """How data moves; all are started at once, and in place.
 
@@ -95,8 +96,10 @@ def axis_of(mesh: DeviceMesh, axis: int) -> Axis:
     return Axis(name, mesh.get_group(axis), ranks, coordinate[axis])
 
 
-def collectives_for(strategy: Strategy, axis: Axis, device: torch.device) -> Collectives:
-    """The collectives that a strategy means on an axis.
+def collectives_for(
+    strategy: Strategy | Collectives, axis: Axis, device: torch.device
+) -> Collectives:
+    """The collectives that a strategy means on an axis; others than ours are their own.
 
     "auto" is "exchange" on the host over gloo, whose own are some times slower, and "native"
     elsewhere.
@@ -106,8 +109,12 @@ def collectives_for(strategy: Strategy, axis: Axis, device: torch.device) -> Col
     """
     from dbuffer.exchange import Exchange
 
+    if isinstance(strategy, Collectives):
+        return strategy
     if strategy not in ("auto", "native", "exchange"):
-        raise ValueError(f"DBuffer: strategy={strategy!r}; wants 'auto', 'native' or 'exchange'")
+        raise ValueError(
+            f"DBuffer: strategy={strategy!r}; wants 'auto', 'native', 'exchange' or `Collectives`"
+        )
     on_gloo = device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
     if strategy == "exchange" and device.type != "cpu":
         raise ValueError(

@@ -8,12 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from fsdp.group import Group
+    from fsdp.parameter import ManagedParameter
+    from fsdp.planned import PlannedGroup
 
-__all__ = ["adopt", "describe"]
+__all__ = ["adopt", "describe", "registered"]
 
 
-def adopt(group: Group) -> None:
+def adopt(group: PlannedGroup) -> None:
     """Makes the parameters that modules have now views of the group's SHARD buffer.
 
     Values are copied into the buffer; where device or dtype changed, into a new one.
@@ -21,17 +22,7 @@ def adopt(group: Group) -> None:
     Raises:
         RuntimeError: one is no DTensor of our placements; several dtypes in one group.
     """
-    current: list[Any] = []
-    for param in group.params:
-        now: Any = param.registered()
-        wanted: Any = param.sharded
-        if not isinstance(now, DTensor) or now.placements != wanted.placements:
-            raise RuntimeError(
-                f"fsdp: parameter {param.name!r} was replaced after fully_shard, by "
-                f"{describe(now)}; wants a DTensor placed as it was: change values in place, or "
-                f"replace it before fully_shard"
-            )
-        current.append(now)
+    current: list[Any] = [registered(param) for param in group.params]
     locals_ = [now._local_tensor for now in current]
     if all(
         now is param.sharded and local is group.shard.shard(i)
@@ -60,6 +51,23 @@ def adopt(group: Group) -> None:
                 now._local_tensor = own
             param.sharded = now
             param.put(param.sharded)
+
+
+def registered(param: ManagedParameter) -> DTensor:
+    """What modules have of a parameter now.
+
+    Raises:
+        RuntimeError: it is no DTensor that is placed as ours.
+    """
+    now: Any = param.registered()
+    wanted: Any = param.sharded
+    if not isinstance(now, DTensor) or now.placements != wanted.placements:
+        raise RuntimeError(
+            f"fsdp: parameter {param.name!r} was replaced after fully_shard, by "
+            f"{describe(now)}; wants a DTensor placed as it was: change values in place, or "
+            f"replace it before fully_shard"
+        )
+    return now
 
 
 def describe(value: object) -> str:

@@ -12,14 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from dbuffer.collectives import Strategy
+from dbuffer import Strategy
 from fsdp import _compat
+from fsdp.extension import ExtensionGroup
 from fsdp.group import Group
 from fsdp.managed import managed_modules, managed_parameters, move_buffers
-from fsdp.meshes import checked_mesh, device_of
+from fsdp.meshes import backward_mesh, checked_mesh, checked_reshard, device_of
 from fsdp.module import FSDPModule, make_fsdp
 from fsdp.optimizers import watch_optimizers
 from fsdp.parameter import ManagedParameter
+from fsdp.planned import PlannedGroup
 from fsdp.policy import Granularity
 from fsdp.state import State, state_of
 from fsdp.state_dict import register_state_dict_hooks
@@ -34,7 +36,7 @@ def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
@@ -48,7 +50,7 @@ def fully_shard(
     module: Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
@@ -61,7 +63,7 @@ def fully_shard(
     module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # as torch's
@@ -79,10 +81,13 @@ def fully_shard(
         mesh: of one axis that shards, or of two, (replicate, shard), for HSDP; by default of one
             axis of all ranks.
         reshard_after_forward: whether parameters are freed after forward and gathered again in
-            backward. None: of all but the root.
+            backward. None: of all but the root. A number: they are cut over so many ranks after
+            forward, those next to each other in the mesh, which alone gather in backward; it
+            divides the axis that shards. Until then modules have the sharded parameters, whose
+            changes this backward does not see.
         shard_placement_fn: of each parameter, the run of elements that no rank boundary may cut:
             `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(d)`` means
-            slices of dim 0.
+            slices of dim 0. torch's ``ShardPlacementResult`` says a mesh, too.
         mp_policy: dtypes of computing, of reducing, and of outputs.
         offload_policy: torch's ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
         ignored_params: neither sharded, moved, nor reduced.
@@ -102,22 +107,19 @@ def fully_shard(
         raise ValueError(f"fully_shard: mp_policy={mp_policy!r}; wants a MixedPrecisionPolicy")
     if not isinstance(offload_policy, OffloadPolicy):
         raise ValueError(f"fully_shard: offload_policy={offload_policy!r}; wants an OffloadPolicy")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward!r}; wants True, False or "
-            f"None (resharding to fewer ranks is not offered)"
-        )
     mesh = checked_mesh(mesh)
+    reshard, backward_size = checked_reshard(reshard_after_forward, mesh)
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules, ignored)
     params = managed_parameters(managed, mesh, device, shard_placement_fn, ignored)
     move_buffers(managed, device)
     groups = [
-        Group(same, mesh, device, mp_policy, offload_policy, strategy) for same in _alike(params)
+        _group(same, device, mp_policy, offload_policy, strategy, backward_size)
+        for same in _alike(params, mp_policy)
     ]
     for group in groups:
-        group.reshard_after_forward = reshard_after_forward is not False
+        group.reshard_after_forward = reshard
         register_state_dict_hooks(group)
     auto = reshard_after_forward is None
     state = State(modules, groups, device, mp_policy, auto_reshard=auto)
@@ -187,12 +189,43 @@ def _roots(module: object) -> tuple[nn.Module, ...]:
     return tuple(one for one in dict.fromkeys(given) if id(one) not in inside)
 
 
-def _alike(params: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """The parameters by what makes one buffer of them: dtype, trained or not, on meta or not."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParameter]] = {}
+def _alike(
+    params: Sequence[ManagedParameter], mp_policy: MixedPrecisionPolicy
+) -> list[list[ManagedParameter]]:
+    """The parameters by what makes one buffer of them.
+
+    That is: mesh, dtypes, trained or not, on meta or not, gathered through hooks or not.
+    """
+    groups: dict[object, list[ManagedParameter]] = {}
     for param in params:
-        given = param.original
-        assert given is not None
-        key = (given.dtype, given.requires_grad, given.device.type == "meta")
+        given = param.given
+        computes = _compat.policy_of(given, mp_policy).param_dtype
+        on_meta = given.device.type == "meta"
+        key = (param.mesh, given.dtype, computes, given.requires_grad, on_meta, param.extension)
         groups.setdefault(key, []).append(param)
     return list(groups.values())
+
+
+def _group(
+    params: Sequence[ManagedParameter],
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    strategy: Strategy,
+    backward_size: int | None,
+) -> Group:
+    """The group of parameters that are alike."""
+    first = params[0]
+    policy = _compat.policy_of(first.given, mp_policy)
+    arguments = (params, first.mesh, device, policy, offload_policy, strategy)
+    if first.extension:
+        return ExtensionGroup(*arguments)
+    smaller = None
+    if backward_size is not None:
+        if any(param.inner is not None for param in params):
+            raise ValueError(
+                f"fully_shard: reshard_after_forward={backward_size} and parameter "
+                f"{first.name!r} that is a DTensor of other axes; wants True or False"
+            )
+        smaller = backward_mesh(first.mesh, backward_size)
+    return PlannedGroup(*arguments, backward_mesh=smaller)

@@ -1,40 +1,46 @@
-"""A group of parameters, planned into one layout: its buffers, and which of them modules see."""
+"""A group of parameters that are gathered and reduced as one: when, and what modules see of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from dbuffer import DBuffer
-from dbuffer.collectives import Strategy
-from fsdp import adopt
-from fsdp.meshes import sharded_placements
+from dbuffer import DBuffer, Strategy
+from fsdp import _compat, adopt
+from fsdp.comms import Comms
+from fsdp.gather import Gather
 from fsdp.parameter import ManagedParameter
 from fsdp.reduce import Reducer
 from fsdp.streams import Streams
-from fsdp.unshard import Gatherer
-from ragged_shard.planner import TensorSpec, plan_layout
 
 __all__ = ["Group"]
 
-ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
 
-
-class Group:
-    """Parameters that are gathered and reduced as one.
+class Group(ABC):
+    """Parameters that are gathered and reduced as one; `planned` and `extension` have the kinds.
 
     Args:
-        params: of one dtype, on one device.
+        params: of one dtype, on one device; made the sharded ones of their modules here.
         mesh: of one axis, or of two for HSDP.
         device: that computes.
         mp_policy: which dtypes compute and reduce.
         offload_policy: whether shards live on the host.
         strategy: of the collectives; see `DBuffer`.
+
+    Attributes:
+        gatherer: of the unsharded parameters.
+        reducer: of the gradients.
+        shard: a buffer that says how the group is cut; where parameters are planned, they are in
+            it.
     """
+
+    gatherer: Gather
+    shard: DBuffer
 
     def __init__(
         self,
@@ -46,34 +52,40 @@ class Group:
         strategy: Strategy,
     ) -> None:
         self.params, self.mesh, self.device = list(params), mesh, device
-        self.mp_policy, self.offload_policy, self.strategy = mp_policy, offload_policy, strategy
-        originals = [p.local_of(_given(p).detach()) for p in self.params]
-        self.dtype = originals[0].dtype
-        self.layout = plan_layout(
-            [
-                TensorSpec(p.name, t.numel(), p.block, tuple(t.shape))
-                for p, t in zip(self.params, originals, strict=True)
-            ],
-            mesh.size(mesh.ndim - 1),
-            alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
-            order="best" if any(p.block > 1 for p in self.params) else "given",
-        )
-        self.shard = self.new_shard(self.dtype, originals[0].device)  # owned by us, SHARD
-        if self.shard.device.type != "meta":
-            self.shard.copy_from(originals)
-        for i, param in enumerate(self.params):
-            trained = _given(param).requires_grad
-            param.sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
-            param.sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
-            param.original = None
-            param.put(param.sharded)
+        self.mp_policy, self.offload_policy = mp_policy, offload_policy
+        self.comms, self.strategy = Comms(strategy), strategy
+        self.dtype = self.params[0].given.dtype
         self.streams = Streams(torch.device("cpu"))  # the root's, once it is known
-        self.gatherer = Gatherer(self)
         self.reducer = Reducer(self)
         self.unsharded = False
         self.reshard_after_forward = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+
+    # What the kinds do each in their way.
+
+    @property
+    @abstractmethod
+    def on_meta(self) -> bool:
+        """Whether the shards have no memory yet."""
+
+    @abstractmethod
+    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
+        """A buffer with memory for the gradients of all shards, where parameters compute."""
+
+    @abstractmethod
+    def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
+        """What `new_buffer` keeps of whole gradients, local tensors, given by parameter."""
+
+    @abstractmethod
+    def own_gradient(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        """This rank's part of a parameter's gradient in the shard of such a buffer."""
+
+    @abstractmethod
+    def adopt(self) -> None:
+        """Takes over parameters that a module-wide change has put in place of ours."""
+
+    # What it is.
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -84,7 +96,8 @@ class Group:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the gradients' reduction."""
-        return self.mp_policy.reduce_dtype or self.compute_dtype
+        default = _compat.default_reduce_dtype(self.dtype, self.compute_dtype)
+        return self.mp_policy.reduce_dtype or default
 
     @property
     def names(self) -> str:
@@ -93,38 +106,27 @@ class Group:
         return shown + (f" and {len(self.params) - 4} more" if len(self.params) > 4 else "")
 
     @property
+    def home(self) -> torch.device:
+        """Where shards and their gradients live."""
+        offload = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu") if offload else self.device
+
+    @property
     def pins(self) -> bool:
         """Whether what is offloaded lies in page-locked memory, which only CUDA has."""
         policy = self.offload_policy
         wanted = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
         return wanted and self.device.type == "cuda"
 
-    def new_shard(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
-        """A SHARD buffer; on the host if shards are offloaded, on meta if parameters are there."""
-        offload = isinstance(self.offload_policy, CPUOffloadPolicy)
-        home = torch.device("cpu") if offload else self.device
-        on_meta = device.type == "meta"
-        pin = offload and self.pins
-        return DBuffer(
-            self.layout, self.mesh, sharded_placements(self.mesh), dtype,
-            device if on_meta else home, pin_memory=pin and not on_meta, strategy=self.strategy,
-            inner={i: p.inner for i, p in enumerate(self.params) if p.inner is not None},
-        )  # fmt: skip
-
-    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
-        """A buffer with memory for all shards, where parameters are computed with."""
-        return DBuffer(
-            self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.strategy,
-        )  # fmt: skip
-
     # What modules see.
 
-    def unshard(self) -> None:
+    def unshard(self, *, for_backward: bool = False) -> None:
         """Starts a gather, unless one is under way or its result is there."""
-        if not self.unsharded and not self.gatherer.under_way:
-            self.check_registered()
-            self.gatherer.start()
+        if self.unsharded or self.gatherer.under_way:
+            return
+        self.check_registered()
+        self.check_ready()
+        self.gatherer.start(for_backward=for_backward)
 
     def wait_for_unshard(self) -> None:
         """Ends the gather, and gives modules the unsharded parameters."""
@@ -136,16 +138,18 @@ class Group:
             param.put(param.unsharded)
         self.unsharded = True
 
-    def reshard(self) -> None:
+    def reshard(self, *, after_forward: bool = False) -> None:
         """Gives modules the sharded parameters, and the memory of the others back."""
         if self.gatherer.under_way:
             self.gatherer.finish()
         elif not self.unsharded:
+            if not after_forward:
+                self.gatherer.forget_kept()
             return
         if self.unsharded:
             for param in self.params:
                 param.put(param.sharded)
-        self.gatherer.release()
+        self.gatherer.release(after_forward=after_forward)
         self.unsharded = False
 
     # Changes from outside.
@@ -171,28 +175,14 @@ class Group:
         Raises:
             RuntimeError: naming the parameters that are on meta.
         """
-        if self.shard.device.type == "meta":
+        if self.on_meta:
             raise RuntimeError(
                 f"fsdp: {self.names} are on the meta device; call model.to_empty(device=...) and "
                 f"initialize them, or load a state dict, before the first forward"
             )
 
-    def adopt(self) -> None:
-        """Takes over parameters that a module-wide change has put in place of ours."""
-        self.reshard()
-        adopt.adopt(self)
-
-    def forget_buffers(self) -> None:
-        """Buffers and unsharded parameters are made anew when they are needed."""
-        self.gatherer = Gatherer(self)
-        self.reducer.forget_buffer()
-        for param in self.params:
-            param.unsharded = None
-
-    def _dtypes(self) -> list[torch.dtype]:
-        return [self.dtype, self.compute_dtype, self.reduce_dtype]
-
-
-def _given(param: ManagedParameter) -> nn.Parameter:
-    assert param.original is not None
-    return param.original
+    def show(self, i: int, sharded: nn.Parameter) -> None:
+        """Makes a parameter the sharded one of its modules."""
+        param = self.params[i]
+        param.sharded, param.original = sharded, None
+        param.put(sharded)

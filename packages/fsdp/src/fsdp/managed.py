@@ -10,7 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp._compat import placement_and_mesh
+from fsdp.extension import is_extension
 from fsdp.inner import inner_block, inner_of
+from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import block_size
@@ -69,18 +72,21 @@ def managed_parameters(
                 f"fully_shard: parameter {name!r} is tied to {taken!r}, which another call has "
                 f"sharded; shard both in one call, fully_shard([module_a, module_b])"
             )
-        granularity = shard_placement_fn(param) if shard_placement_fn is not None else None
+        chosen = shard_placement_fn(param) if shard_placement_fn is not None else None
+        granularity, its_mesh = placement_and_mesh(chosen, mesh, name)
+        checked_mesh(its_mesh)
         _move(param, device, name)
         local = param._local_tensor if isinstance(param, DTensor) else param
         block = block_size(granularity, local.shape, name)
-        made = ManagedParameter(name, param, places[number], block)
-        if isinstance(param, DTensor):
-            made.inner, made.spec = inner_of(param, mesh, name), param._spec
+        made = ManagedParameter(name, param, places[number], block, its_mesh)
+        if is_extension(param, name):
+            made.extension = True
+        elif isinstance(param, DTensor):
+            made.inner, made.spec = inner_of(param, its_mesh, name), param._spec
             made.block = inner_block(param, block)
         found.append(made)
     for managed in found:
-        assert managed.original is not None
-        mark_stale(managed.original, managed.name)
+        mark_stale(managed.given, managed.name)
     return found
 
 

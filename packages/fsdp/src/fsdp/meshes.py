@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["checked_mesh", "device_of", "sharded_placements"]
+__all__ = [
+    "backward_mesh",
+    "checked_mesh",
+    "checked_reshard",
+    "device_of",
+    "sharded_placements",
+]
+
+_SMALLER = "_fsdp_backward_meshes"  # on a mesh: those of backward, by the ranks of their last axis
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -46,3 +56,35 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def sharded_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
     """Of a buffer whose shards lie along the last axis."""
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+
+
+def checked_reshard(given: object, mesh: DeviceMesh) -> tuple[bool, int | None]:
+    """Whether parameters are resharded after forward, and to how many ranks if not to all.
+
+    Raises:
+        ValueError: neither a bool, None, nor a divisor of the axis that shards.
+    """
+    if given is None or isinstance(given, bool):
+        return given is not False, None
+    size = mesh.size(mesh.ndim - 1)
+    if not isinstance(given, int) or given < 1 or size % given:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={given!r}; wants True, False, None, or a number "
+            f"that divides the {size} ranks of the axis that shards"
+        )
+    if given == 1:
+        warnings.warn(
+            "fully_shard: reshard_after_forward=1 keeps all parameters after forward, as False "
+            "does; True reshards them to all ranks",
+            stacklevel=3,
+        )
+        return False, None
+    return True, None if given == size else given
+
+
+def backward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """A mesh of the same ranks whose last axis has `size` that are neighbours; made once."""
+    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_SMALLER, {})
+    if size not in made:
+        made[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    return made[size]

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
+from fsdp import _compat
+from fsdp._compat import AllGather, ReduceScatter
 from fsdp.group import Group
 from fsdp.state import State, state_of
 
@@ -158,29 +161,61 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=False):
             group.reducer.all_reduce_hook = hook
 
-    # What would bypass the buffers' own collectives.
+    # How data moves.
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Not offered: gathers happen in place; see ``strategy`` of `fully_shard`."""
-        raise _not_offered("set_custom_all_gather")
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers by torch's `AllGather` object, from memory of its own: a copy more than ours."""
+        for group in self._groups(recurse=False):
+            group.comms.all_gather_comm = comm
 
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Not offered: as `set_custom_all_gather`."""
-        raise _not_offered("set_custom_reduce_scatter")
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces by torch's `ReduceScatter` object, as `set_custom_all_gather`."""
+        for group in self._groups(recurse=False):
+            group.comms.reduce_scatter_comm = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not offered: there are no staging buffers."""
-        raise _not_offered("set_allocate_memory_from_process_group_for_comm")
+        """Stages what is sent in memory of the process group's own, which NCCL may send faster.
+
+        Raises:
+            ValueError: another `AllGather` or `ReduceScatter` was set.
+        """
+        for group in self._groups(recurse=False):
+            axis = group.mesh.get_group(group.mesh.ndim - 1)
+            made = _compat.comms_of_process_group(axis) if enable else (None, None)
+            group.comms.stage_by(*made)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not offered: there are no staging buffers."""
-        raise _not_offered("set_symm_mem_for_comm")
+        """Stages what is sent in symmetric memory; every rank has to call.
+
+        Raises:
+            RuntimeError: this torch or device has none.
+            ValueError: another `AllGather` or `ReduceScatter` was set.
+        """
+        for group in self._groups(recurse=False):
+            if group.device.type != "cuda":
+                raise RuntimeError(
+                    f"set_symm_mem_for_comm: {group.names} are on {group.device}; symmetric "
+                    f"memory is CUDA's"
+                )
+            axis = group.mesh.get_group(group.mesh.ndim - 1)
+            group.comms.stage_by(*_compat.comms_of_symmetric_memory(axis, backend))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Not offered: gathers and reductions share the mesh's process group."""
-        raise _not_offered("set_separate_reduce_scatter_group")
+        """Reduces in a process group of its own, so that NCCL can gather meanwhile.
+
+        Every rank has to call; groups of the same ranks share one.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            if not enable:
+                group.comms.reduce_group = None
+                continue
+            ranks = tuple(dist.get_process_group_ranks(group.mesh.get_group(group.mesh.ndim - 1)))
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            group.comms.reduce_group = made[ranks]
 
     def reset_iter_state(self) -> None:
         """Forgets an iteration in which forward or backward raised; call it on the root."""
@@ -216,13 +251,6 @@ class FSDPModule(TorchFSDPModule):
     def _groups(self, recurse: bool) -> Iterator[Group]:
         for state in self._states(recurse):
             yield from state.groups
-
-
-def _not_offered(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"fsdp: {name} is not offered; parameters are gathered in place, with the collectives "
-        f"that fully_shard(strategy=) chose"
-    )
 
 
 class _Unshard(UnshardHandle):

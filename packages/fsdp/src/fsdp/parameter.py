@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -54,6 +55,8 @@ class ManagedParameter:
         original: as it was given; None once it was taken over.
         places: all that hold it.
         block: elements that are never cut.
+        mesh: of one axis, or of two for HSDP, that it is sharded over.
+        extension: whether it is a tensor that says itself what is gathered of it.
         inner: its placements on other axes, TP's or EP's.
         spec: of the unsharded DTensor on these axes.
         sharded: DTensor, of the original dtype, in the SHARD buffer.
@@ -64,10 +67,18 @@ class ManagedParameter:
     original: nn.Parameter | None
     places: Sequence[Place]
     block: int
+    mesh: DeviceMesh
+    extension: bool = False
     inner: Inner | None = None
     spec: DTensorSpec | None = None
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter | None = None
+
+    @property
+    def given(self) -> nn.Parameter:
+        """The parameter as it was given, which a group takes over."""
+        assert self.original is not None, "a group has taken it over"
+        return self.original
 
     def put(self, param: nn.Parameter) -> None:
         """Registers it in all its places."""
@@ -82,12 +93,15 @@ class ManagedParameter:
         """What this rank has of a whole parameter, the other axes' placements taken off."""
         return param.to_local() if isinstance(param, DTensor) else param
 
-    def make_unsharded(self, view: torch.Tensor) -> None:
-        """Makes what modules compute with from a view of the FULL buffer, once."""
-        trained = self.sharded.requires_grad
-        if self.unsharded is None:
-            whole = view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
-            self.unsharded = nn.Parameter(whole, requires_grad=trained)
-            mark_stale(self.unsharded, self.name)
-        elif self.unsharded.requires_grad != trained:
-            self.unsharded.requires_grad_(trained)
+    def make_unsharded(self, whole: torch.Tensor) -> None:
+        """Makes what modules compute with from a tensor in memory that gathers fill."""
+        if self.spec is not None:
+            whole = DTensor(whole, self.spec, requires_grad=False)
+        self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        mark_stale(self.unsharded, self.name)
+
+    def follow(self) -> None:
+        """Lets the unsharded parameter be trained or frozen as the sharded one is now."""
+        assert self.unsharded is not None
+        if self.unsharded.requires_grad != self.sharded.requires_grad:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)

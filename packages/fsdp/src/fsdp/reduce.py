@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import DBuffer, Handle
-from fused_comm import redistribute_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +66,7 @@ class Reducer:
             whole.grad = None
         if not found:
             return
-        grads = _local_gradients(found, self._group)
+        grads = self._group.pieces(found)
         if self.under_way:  # of an earlier call of the same module
             self.finish()
         buffer, pre_scale = self._buffer, self._scales()[0]
@@ -183,15 +182,13 @@ class Reducer:
         They are views of one new tensor, which lives as long as one of them.
         """
         group = self._group
-        home = group.shard.device
+        home = group.home
         flat = torch.empty(shard.shape, dtype=group.dtype, device=home, pin_memory=group.pins)
         flat.copy_(shard, non_blocking=home.type != "cpu")
         sums, parts = [], []
-        begin = group.shard.shard
         for i in have:
             param = group.params[i].sharded
-            own = begin(i)
-            piece = flat.as_strided(own.shape, own.stride(), own.storage_offset())
+            piece = group.own_gradient(flat, i)
             if param.grad is None:
                 param.grad = DTensor(piece, _spec(param), requires_grad=False)
             elif (
@@ -215,25 +212,6 @@ class Reducer:
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             for hook in list(hooks.values()):
                 hook(param)
-
-
-def _local_gradients(grads: dict[int, torch.Tensor], group: Group) -> dict[int | str, torch.Tensor]:
-    """What the buffer keeps of gradients: local tensors, of TP parameters placed as those are.
-
-    Those that tensor parallelism left Partial are reduced in one collective.
-    """
-    moving: dict[int, DTensor] = {}
-    wanted = []
-    for i, grad in grads.items():
-        spec = group.params[i].spec
-        if isinstance(grad, DTensor) and spec is not None and grad.placements != spec.placements:
-            moving[i] = grad
-            wanted.append(spec.placements)
-    if moving:
-        with torch.no_grad():
-            moved = redistribute_many(list(moving.values()), wanted)
-        grads = grads | dict(zip(moving, moved, strict=True))
-    return {i: g._local_tensor if isinstance(g, DTensor) else g for i, g in grads.items()}
 
 
 def _spec(param: nn.Parameter) -> Any:

@@ -67,7 +67,7 @@ class State:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers, starts the next gather, casts inputs, and waits for their gradients."""
         if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing computes anew
-            self.unshard()
+            self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
         first = self.phase is not Phase.FORWARD
         self.phase = Phase.FORWARD
@@ -92,7 +92,7 @@ class State:
         if not hooks.in_backward():
             for group in self.groups:
                 if group.reshard_after_forward:
-                    group.reshard()
+                    group.reshard(after_forward=torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 self.context.order.leave(self)
         hooks.before_backward(output, self._pre_backward)
@@ -101,16 +101,16 @@ class State:
             self._end_root_forward(output)
         return self._cast_output(output)
 
-    def unshard(self) -> None:
+    def unshard(self, *, for_backward: bool = False) -> None:
         """Gathers all groups, and waits for them."""
-        self.start_unshard()
+        self.start_unshard(for_backward=for_backward)
         for group in self.groups:
             group.wait_for_unshard()
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, *, for_backward: bool = False) -> None:
         """Starts to gather all groups."""
         for group in self.groups:
-            group.unshard()
+            group.unshard(for_backward=for_backward)
 
     def reshard(self) -> None:
         """Reshards all groups."""
@@ -171,13 +171,13 @@ class State:
         self.phase = Phase.PRE_BACKWARD
         for group in self.groups:
             if group.unshard_in_backward:
-                group.unshard()
+                group.unshard(for_backward=True)
                 group.wait_for_unshard()
         upcoming = context.order.enter_backward(self)
         for state in self.prefetch_backward or ([upcoming] if upcoming else []):
             for group in state.groups:
                 if group.unshard_in_backward:
-                    group.unshard()
+                    group.unshard(for_backward=True)
 
     @hooks.no_compile
     def _post_backward(self) -> None:

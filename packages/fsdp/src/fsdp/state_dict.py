@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from fsdp.group import Group
+from fsdp.group import Group
+from fsdp.planned import PlannedGroup
 
 __all__ = ["register_state_dict_hooks"]
 
@@ -32,7 +32,8 @@ def register_state_dict_hooks(group: Group) -> None:
 
     for module in {place.module for param in group.params for place in param.places}:
         module.register_state_dict_pre_hook(before)
-        module.register_state_dict_post_hook(saved)
+        if isinstance(group, PlannedGroup):
+            module.register_state_dict_post_hook(saved)
         module.register_load_state_dict_pre_hook(before)
         module.register_load_state_dict_post_hook(after)
 

@@ -1,13 +1,14 @@
-"""The gather of a group: one cast into the buffer, one all-gather in place, no copy out."""
+"""The gather of a planned group: one cast into the buffer, one all-gather in place, no copy out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from dbuffer import DBuffer, Handle
+from fsdp.kept import Keeper
 
 if TYPE_CHECKING:
-    from fsdp.group import Group
+    from fsdp.planned import PlannedGroup
 
 __all__ = ["Gatherer"]
 
@@ -17,28 +18,41 @@ class Gatherer:
 
     Args:
         group: whose SHARD buffer it gathers.
+
+    Attributes:
+        keeps_memory: whether a release leaves the memory where it is, with its addresses.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: PlannedGroup) -> None:
         self._group = group
         self._buffer: DBuffer | None = None  # FULL: compute dtype, all shards, ours
         self._handle: Handle | None = None
         self._copied: Any = None  # event: the own shard is in the buffer
+        self._keeper: Keeper | None = None  # where fewer ranks gather in backward
+        self._free: Any = None  # event: compute is done with memory that stays
+        self.keeps_memory = False
 
     @property
     def under_way(self) -> bool:
         """Whether a gather was started and not finished."""
         return self._handle is not None
 
-    def start(self) -> None:
+    def start(self, *, for_backward: bool) -> None:
         """Issues the gather; the memory is that of the stream that gathers."""
         group = self._group
-        group.check_ready()
         with group.streams.on(group.streams.gather):
+            if for_backward and self._keeper is not None and self._keeper.has:
+                self._handle = self._keeper.gather()
+                self._copied = group.streams.record()
+                return
+            self.forget_kept()
             if self._buffer is None:
                 self._buffer = group.new_buffer(group.compute_dtype)
+                if group.backward_mesh is not None:
+                    self._keeper = Keeper(group, self._buffer, group.backward_mesh)
             else:
                 self._buffer.acquire()
+            group.streams.wait(self._free)
             self._buffer.copy_(group.shard, non_blocking=True)
             self._copied = group.streams.record()
             self._handle = self._buffer.all_gather_(async_op=True)
@@ -51,9 +65,21 @@ class Gatherer:
         self._handle.wait()
         self._handle = self._copied = None
         for i, param in enumerate(self._group.params):
-            param.make_unsharded(self._buffer.view(i))
+            if param.unsharded is None:
+                param.make_unsharded(self._buffer.view(i))
+            param.follow()
 
-    def release(self) -> None:
+    def release(self, *, after_forward: bool) -> None:
         """Gives the memory back, after what the current stream has been given to do."""
-        if self._buffer is not None:
+        assert self._buffer is not None
+        if self._keeper is not None:
+            self._keeper.release(keep=after_forward)
+        elif not self.keeps_memory:
             self._buffer.release()
+        else:
+            self._free = self._group.streams.record()
+
+    def forget_kept(self) -> None:
+        """Lets go of what forward has kept for backward."""
+        if self._keeper is not None:
+            self._keeper.forget()

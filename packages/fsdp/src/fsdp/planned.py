@@ -1,0 +1,114 @@
+"""Groups whose parameters lie in one planned buffer: gathered in place, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer
+from fsdp import adopt
+from fsdp.group import Group
+from fsdp.meshes import sharded_placements
+from fsdp.unshard import Gatherer
+from fused_comm import redistribute_many
+from ragged_shard.planner import TensorSpec, plan_layout
+
+__all__ = ["PlannedGroup"]
+
+ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
+
+
+class PlannedGroup(Group):
+    """Ordinary parameters, planned into one layout; see `Group` for the arguments.
+
+    Args:
+        backward_mesh: over whose last axis parameters are cut between forward and backward; None
+            for that of `mesh`.
+    """
+
+    def __init__(self, *args: Any, backward_mesh: DeviceMesh | None = None) -> None:
+        super().__init__(*args)
+        originals = [p.local_of(p.given.detach()) for p in self.params]
+        self.layout = plan_layout(
+            [
+                TensorSpec(p.name, t.numel(), p.block, tuple(t.shape))
+                for p, t in zip(self.params, originals, strict=True)
+            ],
+            self.mesh.size(self.mesh.ndim - 1),
+            alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
+            order="best" if any(p.block > 1 for p in self.params) else "given",
+        )
+        self.backward_mesh = backward_mesh
+        self.shard = self.new_shard(self.dtype, originals[0].device)  # owned by us, SHARD
+        if self.shard.device.type != "meta":
+            self.shard.copy_from(originals)
+        for i, param in enumerate(self.params):
+            trained = param.given.requires_grad
+            sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
+            sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
+            self.show(i, sharded)
+        self.gatherer = Gatherer(self)
+
+    @property
+    def on_meta(self) -> bool:
+        """As of `Group`."""
+        return self.shard.device.type == "meta"
+
+    def new_shard(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
+        """A SHARD buffer; on the host if shards are offloaded, on meta if parameters are there."""
+        on_meta = device.type == "meta"
+        return DBuffer(
+            self.layout, self.mesh, sharded_placements(self.mesh), dtype,
+            device if on_meta else self.home, pin_memory=self.pins and not on_meta,
+            strategy=self.strategy,
+            inner={i: p.inner for i, p in enumerate(self.params) if p.inner is not None},
+        )  # fmt: skip
+
+    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
+        """A buffer with memory for all shards, where parameters are computed with."""
+        return DBuffer(
+            self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
+            full=True, strategy=self.comms,
+        )  # fmt: skip
+
+    def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
+        """As of `Group`; of TP parameters placed as those are, all moved in one collective."""
+        moving: dict[int, DTensor] = {}
+        wanted = []
+        for i, grad in grads.items():
+            spec = self.params[i].spec
+            if spec is None or not isinstance(grad, DTensor):
+                continue
+            if grad.placements != spec.placements:
+                moving[i] = grad
+                wanted.append(spec.placements)
+        if moving:
+            with torch.no_grad():
+                moved = redistribute_many(list(moving.values()), wanted)
+            grads = {**grads, **dict(zip(moving, moved, strict=True))}
+        return {i: g._local_tensor if isinstance(g, DTensor) else g for i, g in grads.items()}
+
+    def own_gradient(self, flat: torch.Tensor, i: int) -> torch.Tensor:
+        """As of `Group`."""
+        own = self.shard.shard(i)
+        return flat.as_strided(own.shape, own.stride(), own.storage_offset())
+
+    def adopt(self) -> None:
+        """As of `Group`."""
+        self.reshard()
+        adopt.adopt(self)
+
+    def forget_buffers(self) -> None:
+        """Buffers and unsharded parameters are made anew when they are needed."""
+        self.gatherer = Gatherer(self)
+        self.reducer.forget_buffer()
+        for param in self.params:
+            param.unsharded = None
+
+    def _dtypes(self) -> list[torch.dtype]:
+        return [self.dtype, self.compute_dtype, self.reduce_dtype]

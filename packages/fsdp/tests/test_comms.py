@@ -1,0 +1,124 @@
+"""Collectives that a user puts in place of the buffers' own: the same training, by other ways."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+from fsdp._compat import AllGather, ReduceScatter
+from testkit import CommLog, run_ranks
+from testkit.stacks import batch, losses, shard, stack
+
+pytestmark = pytest.mark.ranks
+# Since 2.13 the old names warn.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Memory:
+    """Counts calls, and allocates as torch's default does."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Memory, AllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls += 1
+        return ALL_GATHER(output_tensor, input_tensor, group, async_op=async_op)
+
+
+class Reduce(Memory, ReduceScatter):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.calls += 1
+        return REDUCE_SCATTER(output_tensor, input_tensor, op, group)  # None: it has ended
+
+
+def _set_custom(model):
+    gather, reduce = Gather(), Reduce()
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+    return gather, reduce
+
+
+def test_custom_collectives_train_alike():
+    def check():
+        wanted = losses(shard(fsdp, stack()))
+        model = shard(fsdp, stack())
+        gather, reduce = _set_custom(model)
+        assert torch.equal(losses(model, steps=4), wanted)
+        # three blocks gathered twice, the root once, and each reduced, in each of four steps
+        assert (gather.calls, reduce.calls) == (4 * 7, 4 * 4)
+
+    run_ranks(check, 2)
+
+
+def test_they_may_be_set_between_steps():
+    def check():
+        model = shard(fsdp, stack())
+        model(batch(0)).sum().backward()
+        before = [param.grad.full_tensor() for param in model.parameters()]
+        gather, reduce = _set_custom(model)
+        model.zero_grad()
+        model(batch(0)).sum().backward()
+        assert (gather.calls, reduce.calls) == (7, 4)
+        for param, wanted in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param.grad.full_tensor(), wanted)
+
+    run_ranks(check, 2)
+
+
+def test_memory_of_the_process_group():
+    def check():
+        wanted = losses(shard(fsdp, stack()))
+        model = shard(fsdp, stack())
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        with CommLog() as log:
+            assert torch.equal(losses(model, steps=4), wanted)
+        # the all-reduce compares the ranks' plans
+        log.assert_counts({"all_gather": 28, "reduce_scatter": 16, "all_reduce": 1})
+        for enable in (True, False):  # again, and no longer
+            model.set_allocate_memory_from_process_group_for_comm(enable)
+
+    run_ranks(check, 2)
+
+
+def test_reductions_in_a_group_of_their_own():
+    def check():
+        wanted = losses(shard(fsdp, stack()))
+        for strategy in ("native", "exchange"):
+            model = shard(fsdp, stack(), strategy=strategy)
+            model.set_separate_reduce_scatter_group()
+            groups = {
+                group.comms.reduce_group
+                for module in model.modules()
+                if isinstance(module, fsdp.FSDPModule)
+                for group in module._get_fsdp_state().groups
+            }
+            assert len(groups) == 1  # one for all
+            assert groups != {dist.group.WORLD}
+            assert torch.equal(losses(model), wanted)
+            model.set_separate_reduce_scatter_group(False)
+            assert torch.equal(losses(model, steps=1), losses(model, steps=1)) is False  # trains on
+
+    run_ranks(check, 2)
+
+
+def test_what_does_not_go_together():
+    def check():
+        model = shard(fsdp, stack())
+        model.set_custom_all_gather(Gather())
+        with pytest.raises(ValueError, match="were set by set_custom_all_gather"):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_allocate_memory_from_process_group_for_comm(False)  # is so already
+        with pytest.raises(RuntimeError, match=r"'3.weight'.* are on cpu; symmetric memory"):
+            model.set_symm_mem_for_comm()
+
+    run_ranks(check, 1)

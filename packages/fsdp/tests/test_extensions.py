@@ -1,0 +1,323 @@
+"""Tensor subclasses with fsdp_pre_all_gather and fsdp_post_all_gather: gathered as FSDP2 does."""
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+import fsdp
+from ragged_shard import RaggedShard
+from testkit import CommLog, run_ranks
+
+pytestmark = pytest.mark.ranks
+BOTH = (fsdp, torch_fsdp)
+ROW_OPS = {"chunk", "split", "narrow", "slice", "detach", "clone", "_to_copy", "alias", "view"}
+
+
+def _quantized(rows):
+    """int8 rows, and a scale for each."""
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+    return torch.round(rows / scale).to(torch.int8), scale
+
+
+class Wrapper(torch.Tensor):
+    """Tensors of the same rows that are one to torch; operators on rows are done on each."""
+
+    @staticmethod
+    def __new__(cls, *parts):
+        whole = parts[0]
+        return torch.Tensor._make_wrapper_subclass(
+            cls, whole.shape, strides=whole.stride(), dtype=torch.float32, device=whole.device
+        )
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.parts})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name, first, kwargs = func.overloadpacket.__name__, args[0], kwargs or {}
+        if name in ROW_OPS or name in ("new_zeros", "empty_like", "zeros_like"):
+            results = [func(part, *_sizes(name, args[1:], part), **_plain(name, kwargs, part))
+                       for part in first.parts]  # fmt: skip
+            if isinstance(results[0], list | tuple):
+                return [cls(*parts) for parts in zip(*results, strict=True)]
+            return cls(*results)
+        if name == "copy_":
+            for part, other in zip(first.parts, args[1].parts, strict=True):
+                part.copy_(other)
+            return first
+        return cls.compute(func, args, kwargs)
+
+
+def _sizes(name, args, part):
+    """Sizes, with the columns of this part."""
+    return ((*args[0][:-1], part.shape[-1]), *args[1:]) if name == "new_zeros" else args
+
+
+def _plain(name, kwargs, part):
+    return kwargs | {"dtype": part.dtype} if kwargs.get("dtype") is torch.float32 else kwargs
+
+
+class Master(Wrapper):
+    """fp32 weights of which int8 rows are sent, as torchao trains: the optimizer sees fp32."""
+
+    @classmethod
+    def compute(cls, func, args, kwargs):
+        def plain(value):
+            return value.parts[0] if isinstance(value, cls) else value
+
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        in_place = func._schema.is_mutable and not func._schema.name.startswith("aten::_foreach")
+        return args[0] if in_place else result
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        rows = self.parts[0]
+        missing = -(-outer_size[0] // mesh.size()) - rows.shape[0]
+        if missing:
+            rows = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return _quantized(rows), (tuple(outer_size), mp_policy.param_dtype)
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        values, scale = outputs
+        (size, param_dtype), whole = metadata, (values * scale).to(dtype)
+        assert dtype == (param_dtype or torch.float32)
+        assert whole.shape[0] >= size[0]
+        if out is not None:
+            out.untyped_storage().copy_(whole.untyped_storage())
+            return None
+        return whole, (whole,)
+
+
+class Frozen(Wrapper):
+    """int8 weights, as QLoRA's base has them."""
+
+    @classmethod
+    def compute(cls, func, args, kwargs):
+        raise NotImplementedError(f"{func} of int8 rows")
+
+    def fsdp_pre_all_gather(self, mesh):
+        return self.parts, None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        values, scale = outputs
+        if out is not None:
+            torch.mul(values, scale, out=out.data)
+            return None
+        whole = values * scale
+        return whole, (whole,)
+
+
+class Lora(nn.Module):
+    def __init__(self, rows=8):
+        super().__init__()
+        base = Frozen(*_quantized(torch.randn(rows, 8)))
+        self.base = nn.Parameter(base, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(8, 2) / 8)
+        self.up = nn.Parameter(torch.randn(2, rows) / 8)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.base.T + x @ self.down @ self.up)
+
+
+class Quantized(nn.Module):
+    def __init__(self, rows=8):
+        super().__init__()
+        self.weight = nn.Parameter(Master(torch.randn(rows, 8) / 3))
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+    def forward(self, x):
+        return torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+
+
+def _model(kind, *rows):
+    torch.manual_seed(2)
+    return nn.Sequential(*[kind(*rows) for _ in range(2)], nn.Linear(*rows or (8,), 4))
+
+
+def _sharded(package, model, **options):
+    for block in list(model)[:-1]:
+        package.fully_shard(block, **options)
+    return package.fully_shard(model, **options)
+
+
+def _losses(model, rank, steps=5):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer, found = torch.optim.SGD(trained, lr=0.2, momentum=0.9, foreach=False), []
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        loss = model(torch.randn(3, 8)).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", [Quantized, Lora])
+def test_it_trains_as_fsdp2_does(kind):
+    def check():
+        rank = torch.distributed.get_rank()
+        ours, theirs = (_losses(_sharded(package, _model(kind)), rank) for package in BOTH)
+        assert torch.equal(ours, theirs), (ours, theirs)
+        assert ours[-1] != ours[0]
+
+    run_ranks(check, 2)
+
+
+def test_mixed_precision_and_hybrid_sharding():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        models = [
+            _sharded(package, _model(Quantized), mesh=mesh, mp_policy=policy) for package in BOTH
+        ]
+        ours, theirs = (_losses(model, mesh.get_rank()) for model in models)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_one_gather_and_fewer_bytes():
+    def check():
+        model = _sharded(fsdp, _model(Quantized), strategy="native")
+        _losses(model, 0, steps=1)
+        states = [module._get_fsdp_state() for module in list(model)[:-1]]
+        assert [len(state.groups) for state in states] == [2, 2]  # the int8 weight, the bias
+        with CommLog() as log:
+            states[0].unshard()
+        (whole,) = [call for call in log.calls if call.output_bytes > 64]
+        # int8 of 4 rows of 8 and a scale for each, on 2 ranks; fp32 would be 256 bytes
+        assert whole.output_bytes == 2 * (4 * 8 + 4 * 4)
+        states[0].reshard()
+        log = CommLog()
+        with log:
+            _losses(model, 0, steps=1)
+        # five groups, those of the blocks gathered twice
+        log.assert_counts({"all_gather": 2 * 4 + 1, "reduce_scatter": 5})
+
+    run_ranks(check, 2)
+
+
+def test_frozen_int8_is_never_reduced():
+    def check():
+        model = _sharded(fsdp, _model(Lora), strategy="native")
+        with CommLog() as log:
+            _losses(model, 0, steps=1)
+        # the all-reduce compares the ranks' plans
+        log.assert_counts({"all_gather": 2 * 4 + 1, "reduce_scatter": 3, "all_reduce": 1})
+        assert model[0].base._local_tensor.parts[0].dtype == torch.int8
+        assert isinstance(model[0].down.placements[0], RaggedShard)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_rows_that_do_not_divide(rows):
+    """Of 7 rows the second rank has 3, of 1 row none; gathers are padded by the hook."""
+
+    def check():
+        rank = torch.distributed.get_rank()
+        torch.manual_seed(2)
+        model = nn.Sequential(Quantized(rows), nn.Linear(rows, 4))
+        alone = nn.Sequential(Quantized(rows), nn.Linear(rows, 4))
+        with torch.no_grad():
+            values, scale = _quantized(model[0].weight.detach().parts[0])
+            alone[0].weight = nn.Parameter(values * scale)
+            alone[0].bias.copy_(model[0].bias)
+            alone[1].load_state_dict(model[1].state_dict())
+        sharded = _sharded(fsdp, model)
+        torch.manual_seed(3)
+        x = torch.randn(6, 8)
+        sharded(x[rank * 3 : rank * 3 + 3]).square().mean().backward()
+        alone(x).square().mean().backward()
+        for mine, wanted in zip(sharded.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+        assert sharded[0].weight.to_local().shape[0] == (-(-rows // 2), rows // 2)[rank]
+
+    run_ranks(check, 2)
+
+
+def test_state_dicts_hold_the_subclass():
+    def check():
+        model = _sharded(fsdp, _model(Quantized))
+        _losses(model, 0, steps=1)
+        state = model.state_dict()
+        weight = state["0.weight"]
+        assert isinstance(weight, DTensor)
+        assert isinstance(weight._local_tensor, Master)
+        copy = {name: _clone(value) for name, value in state.items()}
+        wanted = _losses(model, 0, steps=1)
+        model.load_state_dict(copy)
+        assert torch.equal(_losses(model, 0, steps=1), wanted)
+
+    run_ranks(check, 2)
+
+
+def _clone(value):
+    return DTensor(value._local_tensor.clone(), value._spec, requires_grad=False)
+
+
+class OneHook(Master):
+    fsdp_post_all_gather = property()
+
+
+class Unpadded(Master):
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.parts[0],), None
+
+
+class Growing(Master):
+    def fsdp_pre_all_gather(self, mesh):
+        Growing.calls += 1
+        return (self.parts[0].new_zeros(Growing.calls, 1),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        whole = torch.zeros(8, 8)
+        return (whole, (whole,)) if out is None else None
+
+
+class Short(Master):
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        return outputs[0][:2], ()
+
+
+class Three(Master):
+    def fsdp_pre_all_gather(self, a, b, c):
+        return (), None
+
+
+def _of(kind, rows=8):
+    model = nn.Sequential(Quantized(rows))
+    model[0].weight = nn.Parameter(kind(torch.randn(rows, 8)))
+    return model
+
+
+def test_hooks_that_are_wrong():
+    def check():
+        with pytest.raises(ValueError, match=r"'0.weight' is a OneHook with fsdp_pre_all_gather"):
+            fsdp.fully_shard(_of(OneHook))
+        x, Growing.calls = torch.ones(1, 8), 0
+        for kind, rows, message in (
+            (Unpadded, 7, r"'0.weight' of \(7, 8\) is cut unevenly over 2 ranks"),
+            (Short, 8, r"'0.weight' gave a tensor of \(2, 8\); wants \(8, 8\)"),
+            (Three, 8, r"'0.weight' takes 3 arguments"),
+        ):
+            model = fsdp.fully_shard(_of(kind, rows))
+            last = torch.distributed.get_rank() == 1
+            if kind is Unpadded and not last:
+                continue  # only the ranks with a shorter chunk can know
+            with pytest.raises((RuntimeError, ValueError), match=message):
+                model._get_fsdp_state().unshard()
+        model = fsdp.fully_shard(_of(Growing))
+        model(x)
+        model.reshard()
+        with pytest.raises(RuntimeError, match=r"'0.weight' gave .* before; wants the same"):
+            model.unshard()
+
+    run_ranks(check, 2)

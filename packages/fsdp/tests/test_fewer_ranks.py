@@ -1,0 +1,123 @@
+"""reshard_after_forward as a number: backward gathers over so many neighbours, to the same bits."""
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp import Rows
+from testkit import CommLog, run_ranks
+from testkit.stacks import batch, losses, shard, stack
+
+pytestmark = pytest.mark.ranks
+
+
+def test_backward_gathers_over_fewer_ranks():
+    def check():
+        wanted = losses(shard(fsdp, stack(), strategy="native"))
+        model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")
+        assert torch.equal(losses(model), wanted)
+        with CommLog() as log:
+            model(batch(0)).sum().backward()
+        gathers = [call for call in log.calls if call.op == "all_gather"]
+        # all four groups are gathered by all ranks and then by two
+        return [call.output_bytes // call.input_bytes for call in gathers]
+
+    for ranks in run_ranks(check, 4, timeout=120):
+        assert sorted(ranks) == [2, 2, 2, 2, 4, 4, 4, 4]
+
+
+def test_granularities_and_strategies():
+    def check():
+        options = {"shard_placement_fn": lambda p: Rows(3) if p.ndim == 2 else None}
+        for strategy in ("native", "exchange"):
+            wanted = losses(shard(fsdp, stack(), strategy=strategy, **options))
+            model = shard(fsdp, stack(), reshard_after_forward=2, strategy=strategy, **options)
+            assert torch.equal(losses(model), wanted)
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_modules_have_the_sharded_parameters_meanwhile():
+    def check():
+        model = shard(fsdp, stack(), reshard_after_forward=2)
+        own = [group.shard for group in model[0]._get_fsdp_state().groups]
+        out = model(batch(0))
+        assert [p.device_mesh.size() for p in model[0].parameters()] == [4] * 6
+        kept = model[0]._get_fsdp_state().groups[0].gatherer._keeper
+        assert kept.has
+        assert kept._near.nbytes == 2 * own[0].nbytes  # half of all, where a shard is a quarter
+        assert not kept._full.held
+        out.sum().backward()
+        assert not kept.has
+        assert not kept._near.held
+        with torch.no_grad():
+            model(batch(0))
+        assert not kept.has  # there will be no backward
+        model(batch(0))
+        model[0].reshard()
+        assert not kept.has
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_changes_between_forwards_are_seen():
+    """A forward gathers from the shards, whatever an earlier one has kept."""
+
+    def check():
+        model = shard(fsdp, stack(), reshard_after_forward=2)
+        model(batch(0))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        other = stack()
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(0.5)
+        assert torch.allclose(model(batch(1)), other(batch(1)))
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_checkpointed_and_several_forwards_before_backward():
+    def check():
+        results = []
+        for reshard in (2, True):
+            model = shard(fsdp, stack(), reshard_after_forward=reshard)
+            first = model[0]
+            x = batch(0).requires_grad_()
+            y = checkpoint(model, x, use_reentrant=False).sum()
+            (y + model(batch(1)).sum() + first(first(batch(2))).sum()).backward()
+            results.append([x.grad, *(param.grad.full_tensor() for param in model.parameters())])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+    run_ranks(check, 4, timeout=120)
+
+
+def test_numbers_that_are_all_ranks_or_one():
+    def check():
+        wanted = losses(shard(fsdp, stack()))
+        assert torch.equal(losses(shard(fsdp, stack(), reshard_after_forward=2)), wanted)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = shard(fsdp, stack(), reshard_after_forward=1, strategy="native")
+        assert any("keeps all parameters" in str(one.message) for one in caught)
+        assert torch.equal(losses(model), wanted)
+        with CommLog() as log:
+            model(batch(0)).sum().backward()
+        log.assert_counts({"all_gather": 4, "reduce_scatter": 4})
+
+    run_ranks(check, 2)
+
+
+def test_hybrid_sharding():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+        wanted = losses(shard(fsdp, stack(), mesh=mesh))
+        model = shard(fsdp, stack(), mesh=mesh, reshard_after_forward=2)
+        assert torch.equal(losses(model), wanted)
+
+    run_ranks(check, 4, timeout=120)
