@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from fsdp import fully_shard
+from fsdp import Rows, fully_shard
 from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import run_ranks
 
@@ -67,5 +68,48 @@ def test_meshes_that_have_nothing_in_common():
         parallelize_module(model, init_device_mesh("cpu", (2,)), ColwiseParallel())
         with pytest.raises(ValueError, match=r"'weight' is a DTensor on axes \(\)"):
             fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["sharded", "replicated"])
+def test_parameters_that_are_placed_on_all_axes(placement):
+    """As a plan over the whole mesh has them: gradients are what their placements say."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = distribute_module(_model(), mesh)  # replicated over all
+        for block in model:
+            weight = distribute_tensor(
+                block.up.weight.detach().to_local(), mesh, [Replicate(), Shard(0)]
+            )
+            block.up.weight = nn.Parameter(weight)
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        assert isinstance(model[0].up.weight.placements[0], StridedRaggedShard)
+        alone = _model()
+        for one in (model, alone):
+            torch.manual_seed(0)
+            x = torch.randn(4, 6)
+            if one is model:
+                x = distribute_tensor(x, mesh, [placement, Replicate()])
+            one(x).square().mean().backward()
+        for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
+
+    run_ranks(check, 4, timeout=120)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_parameters_may_be_sharded_before(placement):
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model, wanted = nn.Linear(6, 5), nn.Linear(6, 5)
+        model.weight = nn.Parameter(distribute_tensor(wanted.weight.detach(), mesh, [placement]))
+        model.bias = nn.Parameter(distribute_tensor(wanted.bias.detach(), mesh, [Shard(0)]))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Rows(2))
+        assert torch.equal(model.weight.full_tensor(), wanted.weight)
+        assert torch.equal(model.bias.full_tensor(), wanted.bias)
+        assert tuple(model.weight.to_local().shape) in ((2, 6), (3, 6), (4, 6), (1, 6))
 
     run_ranks(check, 2)

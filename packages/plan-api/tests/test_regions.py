@@ -184,6 +184,6 @@ def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model
     assert [module for module, _ in calls] == [model.layers[0], model.layers[1], model]
     inner = {"mesh": mesh["dp"], "granularity": "rows", "reshard_after_forward": False}
     assert calls[0][1] == inner
-    assert calls[2][1] == {"mesh": mesh["dp"], "granularity": None, "reshard_after_forward": True}
+    assert calls[2][1] == {"mesh": mesh["dp"], "granularity": None, "reshard_after_forward": None}
     model(torch.randn(2, 4)).sum().backward()
     assert model.layers[2].down.weight.grad is not None  # nobody's to reduce but fsdp's

@@ -51,9 +51,9 @@ def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
     return package.fully_shard(model, **options)
 
 
-def batch(step: int) -> torch.Tensor:
-    """This rank's rows of a step: (3, 8)."""
-    torch.manual_seed(100 * step + dist.get_rank())
+def batch(step: int, rank: int | None = None) -> torch.Tensor:
+    """A rank's rows of a step: (3, 8); by default those of this one."""
+    torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(3, WIDTH)
 
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp.clip import clip_grad_norm_
 from fsdp.module import FSDPModule
 from fsdp.policy import Block, Granularity, Rows, Whole
 
@@ -23,6 +24,7 @@ __all__ = [
     "Rows",
     "UnshardHandle",
     "Whole",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -194,14 +194,18 @@ def _alike(
 ) -> list[list[ManagedParameter]]:
     """The parameters by what makes one buffer of them.
 
-    That is: mesh, dtypes, trained or not, on meta or not, gathered through hooks or not.
+    That is: mesh, dtypes, trained or not, on meta or not, gathered through hooks or not, placed
+    on the mesh's axes already or not.
     """
     groups: dict[object, list[ManagedParameter]] = {}
     for param in params:
         given = param.given
         computes = _compat.policy_of(given, mp_policy).param_dtype
         on_meta = given.device.type == "meta"
-        key = (param.mesh, given.dtype, computes, given.requires_grad, on_meta, param.extension)
+        own = param.placed is not None and bool(param.placed.own)
+        key = (
+            param.mesh, given.dtype, computes, given.requires_grad, on_meta, param.extension, own,
+        )  # fmt: skip
         groups.setdefault(key, []).append(param)
     return list(groups.values())
 
@@ -222,7 +226,7 @@ def _group(
         return ExtensionGroup(*arguments)
     smaller = None
     if backward_size is not None:
-        if any(param.inner is not None for param in params):
+        if any(param.placed is not None for param in params):
             raise ValueError(
                 f"fully_shard: reshard_after_forward={backward_size} and parameter "
                 f"{first.name!r} that is a DTensor of other axes; wants True or False"

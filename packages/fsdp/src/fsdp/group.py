@@ -100,6 +100,12 @@ class Group(ABC):
         return self.mp_policy.reduce_dtype or default
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are terms of a sum, as their placements say, and not to be averaged."""
+        placed = self.params[0].placed
+        return placed is not None and bool(placed.own)
+
+    @property
     def names(self) -> str:
         """Its parameters, for errors."""
         shown = ", ".join(repr(p.name) for p in self.params[:4])

@@ -1,47 +1,101 @@
-"""Parameters that tensor or expert parallelism has placed already, on other axes of one mesh."""
+"""Parameters that are DTensors already: on other axes, as TP's and EP's, or on all of a mesh.
+
+Note: on other axes than those that fully_shard cuts along, a parameter is local there: gradients
+are each rank's own, to be averaged. On all axes it is placed there too, as a plan over the whole
+mesh has it, and so are its gradients: what they still lack is what their placements say.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
 
-__all__ = ["inner_block", "inner_of"]
+__all__ = ["Placed", "inner_block", "placed_of"]
 
 
-def inner_of(param: DTensor, mesh: DeviceMesh, name: str) -> Inner:
-    """Where a parameter lies beside the axes that fully_shard cuts along.
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """How a parameter lies that is a DTensor.
+
+    Attributes:
+        inner: on the axes that fully_shard does not cut along; None if there are none.
+        shape: of what this rank has, whole along the axes that it cuts along.
+        spec: of the unsharded parameter.
+        own: which axes of the spec's mesh fully_shard cuts along or replicates over.
+    """
+
+    inner: Inner | None
+    shape: tuple[int, ...]
+    spec: DTensorSpec
+    own: tuple[int, ...]
+
+    def local_gradient(self, grad: DTensor) -> torch.Tensor:
+        """This rank's term of the sum over the own axes; other axes are as the parameter's."""
+        local, terms = grad._local_tensor, 1
+        for axis in self.own:
+            placement = grad.placements[axis]
+            if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):
+                terms *= self.spec.mesh.size(axis)  # each rank has the mean, or the whole
+        return local if terms == 1 else local / terms
+
+    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
+        """As which it is to be reduced: on the own axes as it is, if it is not sharded there."""
+        wanted = list(self.spec.placements)
+        for axis in self.own:
+            if isinstance(grad.placements[axis], Partial):
+                wanted[axis] = grad.placements[axis]
+        return tuple(wanted)
+
+
+def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
+    """How a parameter lies beside the axes that fully_shard cuts along.
 
     Args:
-        param: on axes of the mesh that `mesh` is a part of.
+        param: on other axes of the mesh that `mesh` is a part of, or on these and others.
         mesh: of fully_shard.
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: the axes have no names, are the same, or belong to different meshes.
+        ValueError: the axes have no names, belong to different meshes, or are some of ours.
     """
     ours, theirs = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
-    root = mesh._get_root_mesh()
+    root, common = mesh._get_root_mesh(), set(ours) & set(theirs)
     same_root = root == param.device_mesh._get_root_mesh()
-    if not ours or not theirs or set(ours) & set(theirs) or not same_root:
+    if not ours or not theirs or common not in (set(), set(ours)) or not same_root:
         raise ValueError(
             f"fully_shard: parameter {name!r} is a DTensor on axes {theirs} and the mesh has "
-            f"{ours}; wants other axes of one named mesh: slice both from it, mesh['dp'] and "
-            f"mesh['tp']"
+            f"{ours}; wants other axes of one named mesh, mesh['dp'] and mesh['tp'], or all of "
+            f"them: slice both from it"
         )
+    placements, shape = list(param.placements), list(param.shape)
+    for axis, axis_name in enumerate(theirs):
+        placement = placements[axis]
+        if axis_name in ours:
+            placements[axis] = Replicate()
+        elif isinstance(placement, Shard):
+            shape[placement.dim] //= param.device_mesh.size(axis)  # dbuffer refuses uneven ones
     names = tuple(n for n in root.mesh_dim_names or () if n in ours or n in theirs)
-    placed = dict(zip(theirs, param.placements, strict=True))
-    placements = tuple(placed[n] for n in names if n in placed)
-    return Inner(root[names], placements, tuple(param.shape))
+    others = dict(zip(theirs, placements, strict=True))
+    inner = None
+    if set(theirs) - set(ours):
+        beside = tuple(others[n] for n in names if n not in ours)
+        inner = Inner(root[names], beside, tuple(param.shape))
+    spec = DTensorSpec(param.device_mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
+    own = tuple(axis for axis, axis_name in enumerate(theirs) if axis_name in ours)
+    return Placed(inner, tuple(shape), spec, own)
 
 
-def inner_block(param: DTensor, block: int) -> int:
+def inner_block(placed: Placed, block: int) -> int:
     """The block that also keeps dims whole which other axes cut, counted in the local tensor."""
-    shape = param._local_tensor.shape
-    for placement in param.placements:
+    for placement in placed.spec.placements:
         if isinstance(placement, Shard) and placement.dim > 0:
-            block = math.lcm(block, math.prod(shape[placement.dim :]))
-    return max(1, min(block, math.prod(shape)))
+            block = math.lcm(block, math.prod(placed.shape[placement.dim :]))
+    return max(1, min(block, math.prod(placed.shape)))

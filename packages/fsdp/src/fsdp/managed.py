@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp._compat import placement_and_mesh
 from fsdp.extension import is_extension
-from fsdp.inner import inner_block, inner_of
+from fsdp.inner import inner_block, placed_of
 from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
@@ -76,14 +76,15 @@ def managed_parameters(
         granularity, its_mesh = placement_and_mesh(chosen, mesh, name)
         checked_mesh(its_mesh)
         _move(param, device, name)
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        block = block_size(granularity, local.shape, name)
-        made = ManagedParameter(name, param, places[number], block, its_mesh)
-        if is_extension(param, name):
-            made.extension = True
-        elif isinstance(param, DTensor):
-            made.inner, made.spec = inner_of(param, its_mesh, name), param._spec
-            made.block = inner_block(param, block)
+        placed = None
+        if isinstance(param, DTensor) and not is_extension(param, name):
+            placed = placed_of(param, its_mesh, name)
+        block = block_size(granularity, param.shape if placed is None else placed.shape, name)
+        made = ManagedParameter(name, param, places[number], block, its_mesh, placed)
+        if placed is None:
+            made.extension = is_extension(param, name)
+        else:
+            made.block = inner_block(placed, block)
         found.append(made)
     for managed in found:
         mark_stale(managed.given, managed.name)

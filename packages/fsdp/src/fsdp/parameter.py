@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from dbuffer import Inner
+from fsdp.inner import Placed
 from fsdp.optimizers import mark_stale
 
 __all__ = ["ManagedParameter", "Place"]
@@ -56,9 +55,8 @@ class ManagedParameter:
         places: all that hold it.
         block: elements that are never cut.
         mesh: of one axis, or of two for HSDP, that it is sharded over.
+        placed: how it lies if it is a DTensor; None of plain tensors.
         extension: whether it is a tensor that says itself what is gathered of it.
-        inner: its placements on other axes, TP's or EP's.
-        spec: of the unsharded DTensor on these axes.
         sharded: DTensor, of the original dtype, in the SHARD buffer.
         unsharded: of the compute dtype, in the FULL buffer; None before the first gather.
     """
@@ -68,9 +66,8 @@ class ManagedParameter:
     places: Sequence[Place]
     block: int
     mesh: DeviceMesh
+    placed: Placed | None = None
     extension: bool = False
-    inner: Inner | None = None
-    spec: DTensorSpec | None = None
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter | None = None
 
@@ -89,14 +86,22 @@ class ManagedParameter:
         """What its first place holds."""
         return self.places[0].get()
 
-    def local_of(self, param: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a whole parameter, the other axes' placements taken off."""
-        return param.to_local() if isinstance(param, DTensor) else param
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank has of the unsharded parameter."""
+        return tuple(self.given.shape) if self.placed is None else self.placed.shape
+
+    def local(self) -> torch.Tensor:
+        """What this rank has of the parameter as it was given, gathered along our axes."""
+        given = self.given.detach()
+        if self.placed is None or not isinstance(given, DTensor):
+            return given
+        return given.redistribute(placements=self.placed.spec.placements).to_local()
 
     def make_unsharded(self, whole: torch.Tensor) -> None:
         """Makes what modules compute with from a tensor in memory that gathers fill."""
-        if self.spec is not None:
-            whole = DTensor(whole, self.spec, requires_grad=False)
+        if self.placed is not None:
+            whole = DTensor(whole, self.placed.spec, requires_grad=False)
         self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
         mark_stale(self.unsharded, self.name)
 

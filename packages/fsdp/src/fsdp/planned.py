@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,22 +34,19 @@ class PlannedGroup(Group):
 
     def __init__(self, *args: Any, backward_mesh: DeviceMesh | None = None) -> None:
         super().__init__(*args)
-        originals = [p.local_of(p.given.detach()) for p in self.params]
         self.layout = plan_layout(
-            [
-                TensorSpec(p.name, t.numel(), p.block, tuple(t.shape))
-                for p, t in zip(self.params, originals, strict=True)
-            ],
+            [TensorSpec(p.name, math.prod(p.shape), p.block, p.shape) for p in self.params],
             self.mesh.size(self.mesh.ndim - 1),
             alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
             order="best" if any(p.block > 1 for p in self.params) else "given",
         )
         self.backward_mesh = backward_mesh
-        self.shard = self.new_shard(self.dtype, originals[0].device)  # owned by us, SHARD
-        if self.shard.device.type != "meta":
-            self.shard.copy_from(originals)
+        device = self.params[0].given.device
+        self.shard = self.new_shard(self.dtype, device)  # owned by us, SHARD
         for i, param in enumerate(self.params):
             trained = param.given.requires_grad
+            if not self.on_meta:
+                self._fill(i, param.local())
             sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
             self.show(i, sharded)
@@ -66,7 +64,11 @@ class PlannedGroup(Group):
             self.layout, self.mesh, sharded_placements(self.mesh), dtype,
             device if on_meta else self.home, pin_memory=self.pins and not on_meta,
             strategy=self.strategy,
-            inner={i: p.inner for i, p in enumerate(self.params) if p.inner is not None},
+            inner={
+                i: p.placed.inner
+                for i, p in enumerate(self.params)
+                if p.placed is not None and p.placed.inner is not None
+            },
         )  # fmt: skip
 
     def new_buffer(self, dtype: torch.dtype) -> DBuffer:
@@ -81,17 +83,29 @@ class PlannedGroup(Group):
         moving: dict[int, DTensor] = {}
         wanted = []
         for i, grad in grads.items():
-            spec = self.params[i].spec
-            if spec is None or not isinstance(grad, DTensor):
+            placed = self.params[i].placed
+            if placed is None or not isinstance(grad, DTensor):
                 continue
-            if grad.placements != spec.placements:
+            placements = placed.gradient_placements(grad)
+            if grad.placements != placements:
                 moving[i] = grad
-                wanted.append(spec.placements)
+                wanted.append(placements)
         if moving:
             with torch.no_grad():
                 moved = redistribute_many(list(moving.values()), wanted)
             grads = {**grads, **dict(zip(moving, moved, strict=True))}
-        return {i: g._local_tensor if isinstance(g, DTensor) else g for i, g in grads.items()}
+        return {i: self._local_gradient(i, grad) for i, grad in grads.items()}
+
+    def _local_gradient(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+        placed = self.params[i].placed
+        if not isinstance(grad, DTensor):
+            return grad
+        return grad._local_tensor if placed is None else placed.local_gradient(grad)
+
+    def _fill(self, i: int, whole: torch.Tensor) -> None:
+        """Takes this rank's part of a parameter."""
+        own, held = self.shard.shard(i), self.layout.part(i, self.shard.rank)
+        own.copy_(whole.reshape(-1)[held.start : held.stop].view(own.shape))
 
     def own_gradient(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """As of `Group`."""

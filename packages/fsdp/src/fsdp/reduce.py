@@ -27,7 +27,7 @@ class Reducer:
     Attributes:
         reduce_grads: whether a backward reduces at all.
         all_reduce_grads: whether HSDP's replicas are reduced, too.
-        divide_factor: of the sum over ranks; None for their number.
+        divide_factor: of the sum over ranks; None for their number, or 1 if gradients are terms.
         reduce_unused: whether parameters without a gradient count as having zeros.
         sum_only: whether only sums are sent, and divided here.
         all_reduce_hook: called with the reduced shard, flat, of the reduce dtype.
@@ -157,8 +157,8 @@ class Reducer:
 
     @property
     def _average(self) -> bool:
-        half = self._group.reduce_dtype == torch.float16
-        return self.divide_factor is None and not self.sum_only and not half
+        half, sums = self._group.reduce_dtype == torch.float16, self._group.sums_gradients
+        return self.divide_factor is None and not self.sum_only and not half and not sums
 
     def _scales(self) -> tuple[float, float]:
         """Factors before and after the reduction.
@@ -168,7 +168,8 @@ class Reducer:
         """
         if self._average:
             return 1.0, 1.0
-        factor = self.divide_factor or float(self._group.mesh.size())
+        ranks = 1 if self._group.sums_gradients else self._group.mesh.size()
+        factor = self.divide_factor or float(ranks)
         if self._group.reduce_dtype != torch.float16:
             return 1.0, 1.0 / factor
         before = 1

@@ -142,7 +142,8 @@ def parallelize(
     extras = use_extras()
     register_cpu_attention()
     register_losses()
-    place_state(model, plan.mesh, lowered.schedules, src_data_rank, "dist-rng" in extras)
+    fully, random = lowered.fully_sharded, "dist-rng" in extras
+    place_state(model, plan.mesh, lowered.schedules, fully, src_data_rank, random)
     hooks = [site for site in lowered.sites if site.moment.of_activations]
     fired = Fired(hooks)
     if mode == "static":
@@ -154,10 +155,10 @@ def parallelize(
                 model, lowered.sites, lowered.schedules, lowered.indices, plan.mesh, fired
             )
         )
-        apply_fully_shard(model, lowered.fully_sharded, plan.mesh)
+        apply_fully_shard(model, fully, plan.mesh)
         guard = None
         waits = any(schedule.waits for schedule in lowered.schedules.values())
-        gradients = Gradients(model, waits, fired, bucket_mb, tuple(lowered.fully_sharded))
+        gradients = Gradients(model, waits, fired, bucket_mb, tuple(fully))
     _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, guard, handles)
     return model
 

@@ -224,7 +224,7 @@ class Plan:
         path: str,
         mesh: Axes,
         granularity: str | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -232,7 +232,8 @@ class Plan:
             path: of modules.
             mesh: the axes to shard on.
             granularity: of the shards, as fsdp knows it.
-            reshard_after_forward: whether parameters are gathered again in backward.
+            reshard_after_forward: whether parameters are gathered again in backward; None: all but
+                the root's.
 
         Raises:
             ValueError: as `shard`; or the path names a tensor. That fsdp is not installed is said

@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.deferred import tape_of
+from plan_api.entry import Entry
+from plan_api.fully import placed_until_sharded
 from plan_api.resolve import state_of
 from plan_api.schedule import Schedule
 from plan_api.shapes import cut
@@ -24,6 +26,7 @@ def place_state(
     model: nn.Module,
     mesh: DeviceMesh,
     schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, Entry],
     src_data_rank: int | None,
     random_shards: bool = False,
 ) -> None:
@@ -33,16 +36,20 @@ def place_state(
         model: is changed in place.
         mesh: of the DTensors.
         schedules: by name; what has none is replicated.
+        fully_sharded: what will be sharded further, whose parameters of a model of `deferred_init`
+            are therefore made sharded.
         src_data_rank: as in `distribute_tensor`; nothing is sent of a model of `deferred_init`.
         random_shards: of such a model; see `Tape.replay`.
     """
     places = [place for place in _places(model) if not isinstance(place[-1], DTensor)]
     wanted: dict[int, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
+    tape = tape_of(model)
     for name, _, _, tensor in places:  # a tied tensor's schedule is under its first name
         schedule = schedules.get(name)
         rest = (Replicate(),) * mesh.ndim if schedule is None else schedule.rest
+        if tape is not None:
+            rest = placed_until_sharded(name, tensor, rest, fully_sharded, mesh)
         wanted.setdefault(id(tensor), (tensor, rest))
-    tape = tape_of(model)
     if tape is None:
         placed = [_placed(one, mesh, rest, src_data_rank) for one, rest in wanted.values()]
     else:
