@@ -267,3 +267,42 @@ def test_other_methods_gather_when_told():
         assert isinstance(model[0].up.weight, DTensor)
 
     run_ranks(check, 2)
+
+
+def test_memory_may_be_kept_at_its_addresses():
+    def check():
+        model = shard(fsdp, stack())
+        model.set_keep_unsharded_storage(True)
+        wanted = losses(shard(fsdp, stack()))
+        assert torch.equal(losses(model), wanted)
+        groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
+        kept = [group.params[0].unsharded.data_ptr() for group in groups]
+        assert all(kept)
+        assert torch.equal(losses(model, steps=1), losses(model, steps=1)) is False
+        assert [group.params[0].unsharded.data_ptr() for group in groups] == kept
+
+    run_ranks(check, 2)
+
+
+def test_an_iteration_may_be_ended_by_hand():
+    def check():
+        model, plain = shard(fsdp, stack()), shard(fsdp, stack())
+        with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
+            model.finalize_backward()
+        model.set_manual_backward_finalization(True)
+        for number in (0, 1):
+            for one in (model, plain):
+                one.set_requires_gradient_sync(number == 1 and one is plain)
+                one(batch(number)).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+        model.set_requires_gradient_sync(True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), wanted.grad.full_tensor())
+        model(batch(2)).square().mean().backward()
+        assert model.finalize_backward() is None
+        with pytest.raises(RuntimeError, match="wants the root"):
+            model[0].finalize_backward()
+
+    run_ranks(check, 2)

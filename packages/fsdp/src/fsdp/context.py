@@ -25,6 +25,7 @@ class Context:
         order: of forwards and backwards.
         running_root: whose forward runs.
         is_last_backward: whether the next backward ends the accumulation.
+        ends_by_hand: whether no backward does, but a call of ``finalize_backward``.
         callback_queued: whether the end of this backward will be noticed.
         post_optim_event: that gathers wait for, in place of the current stream.
         most_in_flight: reductions whose buffers are not given back yet.
@@ -36,6 +37,7 @@ class Context:
         self.order: Order[State] = Order()
         self.running_root: State | None = None
         self.is_last_backward = True
+        self.ends_by_hand = False
         self.callback_queued = False
         self.post_optim_event: Any = None
         self.most_in_flight = 1

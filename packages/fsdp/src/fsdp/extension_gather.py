@@ -102,6 +102,8 @@ class ExtensionGatherer:
 
     def release(self, *, after_forward: bool) -> None:
         """As of `Gather`; nothing is kept for backward."""
+        if self._group.keeps_memory:
+            return
         for output in self._outputs:
             output.release()
         for tensor in (tensor for tensors in self._inner for tensor in tensors):

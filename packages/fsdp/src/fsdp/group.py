@@ -37,6 +37,7 @@ class Group(ABC):
         reducer: of the gradients.
         shard: a buffer that says how the group is cut; where parameters are planned, they are in
             it.
+        keeps_memory: whether unsharded parameters keep theirs, with its addresses, when resharded.
     """
 
     gatherer: Gather
@@ -57,7 +58,7 @@ class Group(ABC):
         self.dtype = self.params[0].given.dtype
         self.streams = Streams(torch.device("cpu"))  # the root's, once it is known
         self.reducer = Reducer(self)
-        self.unsharded = False
+        self.unsharded = self.keeps_memory = False
         self.reshard_after_forward = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True

@@ -72,6 +72,14 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether unsharded parameters keep their memory when resharded, as CUDA graphs want.
+
+        It says nothing where ``reshard_after_forward`` is a number.
+        """
+        for group in self._groups(recurse):
+            group.keeps_memory = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters; an embedding's does not."""
         for group in self._groups(recurse=False):
@@ -94,6 +102,27 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for reductions, and ends the iteration."""
         self._get_fsdp_state().context.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether no backward waits for reductions, but `finalize_backward`; of the root."""
+        self._get_fsdp_state().context.ends_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Ends an iteration by hand: reduces what is left, and waits; of the root.
+
+        Args:
+            async_op: whether to return a handle, whose ``wait()`` waits.
+
+        Raises:
+            RuntimeError: not the root, or not after `set_manual_backward_finalization`.
+        """
+        state = self._get_fsdp_state()
+        state.finalize_backward()
+        handle = _Ending(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -264,6 +293,19 @@ class _Unshard(UnshardHandle):
         if self._state is not None:
             for group in self._state.groups:
                 group.wait_for_unshard()
+            self._state = None
+
+
+class _Ending(UnshardHandle):
+    """Waits for a root's reductions, once."""
+
+    def __init__(self, state: State) -> None:
+        self._state: State | None = state
+
+    def wait(self) -> None:
+        """Makes the current stream wait; gradients are whole then."""
+        if self._state is not None:
+            self._state.end_iteration()
             self._state = None
 
 

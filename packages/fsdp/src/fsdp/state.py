@@ -195,13 +195,33 @@ class State:
             if state.phase is not Phase.POST_BACKWARD:
                 state._post_backward()
             state.phase = Phase.IDLE
-        if context.is_last_backward:
-            context.finish_reductions()
-            context.order.end_backward()
-            for state in context.all_states:
-                for group in state.groups:
-                    if group.gatherer.under_way:
-                        group.reshard()
+        if context.is_last_backward and not context.ends_by_hand:
+            self.end_iteration()
+
+    def end_iteration(self) -> None:
+        """Waits for all reductions, and ends stray gathers."""
+        context = self.context
+        context.finish_reductions()
+        context.order.end_backward()
+        for state in context.all_states:
+            for group in state.groups:
+                if group.gatherer.under_way:
+                    group.reshard()
+
+    def finalize_backward(self) -> None:
+        """Reduces what backwards have put off.
+
+        Raises:
+            RuntimeError: this is not the root, or backwards end by themselves.
+        """
+        if self.is_root is False or not self.context.ends_by_hand:
+            raise RuntimeError(
+                "fsdp: finalize_backward wants the root, and "
+                "set_manual_backward_finalization(True) before"
+            )
+        for state in reversed(self.context.all_states):
+            for group in reversed(state.groups):
+                self.context.post_backward(group)
 
     def reset(self) -> None:
         """Forgets an iteration that failed: waits for collectives, reshards, drops gradients.

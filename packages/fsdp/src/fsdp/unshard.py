@@ -18,9 +18,6 @@ class Gatherer:
 
     Args:
         group: whose SHARD buffer it gathers.
-
-    Attributes:
-        keeps_memory: whether a release leaves the memory where it is, with its addresses.
     """
 
     def __init__(self, group: PlannedGroup) -> None:
@@ -30,7 +27,6 @@ class Gatherer:
         self._copied: Any = None  # event: the own shard is in the buffer
         self._keeper: Keeper | None = None  # where fewer ranks gather in backward
         self._free: Any = None  # event: compute is done with memory that stays
-        self.keeps_memory = False
 
     @property
     def under_way(self) -> bool:
@@ -74,7 +70,7 @@ class Gatherer:
         assert self._buffer is not None
         if self._keeper is not None:
             self._keeper.release(keep=after_forward)
-        elif not self.keeps_memory:
+        elif not self._group.keeps_memory:
             self._buffer.release()
         else:
             self._free = self._group.streams.record()

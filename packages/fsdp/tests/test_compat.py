@@ -1,0 +1,76 @@
+"""Canaries: what is private in torch, or differs between its versions, is as _compat.py has it."""
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import stage
+
+import fsdp
+from fsdp import _compat
+from testkit import run_ranks
+from testkit.stacks import batch, shard, stack
+
+BOTH = (fsdp, torch_fsdp)
+
+
+@pytest.mark.ranks
+def test_what_no_reduce_dtype_means():
+    """In 2.15 the parameters' dtype, before it that of computing."""
+
+    def check():
+        grads = []
+        for package in BOTH:
+            model = shard(package, stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+            model(batch(0)).square().mean().backward()
+            grads.append([param.grad.full_tensor() for param in model.parameters()])
+            if package is fsdp:
+                dtype = model._get_fsdp_state().groups[0].reduce_dtype
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+        return dtype
+
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
+    assert run_ranks(check, 2) == [torch.float32 if newer else torch.bfloat16] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy, "_resolve_for_param"),
+    reason="torch < 2.15 has one dtype for all parameters",
+)
+def test_a_dtype_for_each_parameter():
+    def check():
+        def override(param):
+            return torch.float32 if param.ndim == 1 else None
+
+        policy = MixedPrecisionPolicy(
+            torch.bfloat16,
+            torch.float32,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=override,
+        )
+        model = shard(fsdp, stack(), mp_policy=policy)
+        model.unshard()
+        return {param.ndim: param.dtype for param in model[-1].parameters()}
+
+    assert run_ranks(check, 1) == [{2: torch.bfloat16, 1: torch.float32}]
+
+
+def test_interfaces_of_collectives_are_where_they_were():
+    assert issubclass(_compat.torch_comms.ProcessGroupAllocAllGather, _compat.AllGather)
+    assert issubclass(_compat.torch_comms.ProcessGroupAllocReduceScatter, _compat.ReduceScatter)
+
+
+def test_pipeline_stages_ask_torchs_fully_shard_for_a_state():
+    source = stage.__file__
+    with open(source) as file:
+        text = file.read()
+    assert "fully_shard.state(" in text
+    assert "_state_ctx.all_states" in text
+
+
+def test_every_method_of_torchs_module_is_ours_too():
+    """Those that only torch has would look for a state of its own."""
+    theirs = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}
+    inherited = {name for name in theirs if name not in vars(fsdp.FSDPModule)}
+    assert inherited <= {"_orig_cls_mro_index", "_set_unshard_async_op", "_abc_impl"}
