@@ -37,6 +37,53 @@ def test_it_begins_on_meta_without_a_full_copy():
         assert torch.equal(ours, theirs)
 
 
+class Wide(Block):
+    """512 KB of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8192), nn.Linear(8192, 8)
+
+
+def test_on_meta_a_rank_never_holds_more_than_its_shards_and_a_group():
+    """Of 4 MB in 8 groups on 2 ranks: shards, and a group that is being taken over."""
+
+    def check():
+        import dist_rng
+
+        def initialized(model):
+            torch.manual_seed(0)
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            return model
+
+        def build():
+            with torch.device("meta"):
+                model = nn.Sequential(*[Wide() for _ in range(8)])
+            for block in model:
+                fsdp.fully_shard(block)
+            fsdp.fully_shard(model).to_empty(device="cpu")
+            dist_rng.install()
+            return initialized(model)
+
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            model = build()
+        now = most = 0
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                most = max(most, now)
+        alone = initialized(nn.Sequential(*[Wide() for _ in range(8)]))
+        # the random numbers of one device, too
+        for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), wanted)
+        return most / sum(4 * param.numel() for param in alone.parameters())
+
+    for most in run_ranks(check, 2):
+        assert 0.5 <= most < 0.5 + 2 / 8
+
+
 def test_casting_a_model_casts_its_shards():
     def check():
         model = shard(fsdp, stack())

@@ -1,0 +1,119 @@
+"""On a GPU: streams and events keep the order, gathers copy nothing, memory goes back."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp
+from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+WIDTH = 1024
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def model_of(package=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)]).cuda()
+    if package is not None:
+        for block in model:
+            package.fully_shard(block, **options)
+        package.fully_shard(model, **options)
+    return model
+
+
+def step(model, optimizer, number):
+    torch.manual_seed(number)
+    loss = model(torch.randn(16, WIDTH, device="cuda")).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def losses(model, steps=6):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.stack([step(model, optimizer, number) for number in range(steps)])
+
+
+def test_it_trains_as_without_sharding(mesh):
+    assert torch.equal(losses(model_of(fsdp, mesh=mesh)), losses(model_of()))
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
+def test_mixed_precision_is_that_of_fsdp2(mesh, offload):
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    ours, theirs = (losses(model_of(package, **options)) for package in (fsdp, torch_fsdp))
+    assert torch.equal(ours, theirs)
+
+
+def test_late_streams_change_nothing(mesh):
+    """Gathers and reductions that wait for a busy GPU still come before what needs them."""
+    wanted = losses(model_of(fsdp, mesh=mesh))
+    model = model_of(fsdp, mesh=mesh)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for number in range(6):
+        streams = model._get_fsdp_state().context.streams
+        for stream in (streams.gather, streams.reduce, torch.cuda.current_stream()):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000 * (1 + number % 2))
+        found.append(step(model, optimizer, number))
+    assert torch.equal(torch.stack(found), wanted)
+
+
+def test_a_gather_copies_nothing(mesh):
+    model = model_of(fsdp, mesh=mesh)
+    losses(model, steps=2)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for block in model:
+            block.unshard()
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
+    copies = [name for name in kernels if "opy" in name or "Cat" in name]
+    # With one rank there is no collective, and the shard's own copy is all that happens.
+    assert len(copies) <= len(model)
+
+
+def test_memory_goes_back(mesh):
+    model = model_of(fsdp, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(2):
+        step(model, optimizer, number)
+    rest = torch.cuda.memory_allocated()
+    states = sum(3 * 4 * param.numel() for param in model.parameters())
+    assert rest < states + 2**20  # parameters and two moments, and no gathered ones
+    step(model, optimizer, 2)
+    assert torch.cuda.memory_allocated() <= rest + 2**20
+
+
+def test_symmetric_memory_and_that_of_the_process_group(mesh):
+    wanted = losses(model_of(fsdp, mesh=mesh))
+    model = model_of(fsdp, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    assert torch.equal(losses(model), wanted)
