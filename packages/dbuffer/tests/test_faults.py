@@ -16,7 +16,6 @@ from testkit import fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
-SECONDS = 1  # of the process group's time-out
 COLLECTIVES = {
     "all_gather": (Shard(0), DBuffer.all_gather_),
     "reduce_scatter": (Partial(), DBuffer.reduce_scatter_),
@@ -25,9 +24,9 @@ COLLECTIVES = {
 
 
 @contextmanager
-def impatient():
-    """A mesh whose collectives wait a second; nobody leaves before all have seen their errors."""
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+def mesh_with(timeout):
+    """A mesh whose collectives wait some seconds; nobody leaves before all have seen the errors."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
     yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
     dist.barrier()
 
@@ -47,7 +46,7 @@ def buffer_on(mesh, placement, strategy, name="", names=("a", "b")):
 def test_a_rank_that_is_missing_is_told_with_collective_axis_and_buffer(strategy):
     def check():
         for what, (placement, start) in COLLECTIVES.items():
-            with impatient() as mesh:
+            with mesh_with(timeout=1) as mesh:
                 buffer = buffer_on(mesh, placement, strategy)
                 if dist.get_rank() == 1:
                     continue
@@ -82,7 +81,7 @@ def test_a_connection_that_ends_is_told_so_too():
 
 def test_verify_names_the_buffers_that_a_rank_does_not_compare():
     def check():
-        with impatient() as mesh:
+        with mesh_with(timeout=1) as mesh:
             buffer = buffer_on(mesh, Shard(0), "auto")
             if dist.get_rank() == 0:
                 with pytest.raises(RuntimeError, match=r"verify of 1 buffers, .* of 'a', 'b', ov"):
@@ -107,7 +106,7 @@ def different(kind, mesh, strategy):
 @pytest.mark.parametrize("kind", ["collective", "name", "tensors"])
 def test_exchanges_of_different_buffers_never_meet(kind):
     def check():
-        with impatient() as mesh:
+        with mesh_with(timeout=1) as mesh:
             buffer, start = different(kind, mesh, "exchange")
             before = buffer._flat.clone()
             with pytest.raises(RuntimeError, match=r"imed out|onnection"):
@@ -119,7 +118,7 @@ def test_exchanges_of_different_buffers_never_meet(kind):
 
 def test_exchanges_may_be_started_in_another_order_on_each_rank():
     def check():
-        with impatient() as mesh:
+        with mesh_with(timeout=30) as mesh:
             buffers = [buffer_on(mesh, Shard(0), "exchange", name=name) for name in "xyz"]
             for number, buffer in enumerate(buffers):
                 buffer._flat.add_(10.0 * number)
@@ -138,7 +137,7 @@ def test_names_are_compared_before_each_collective_if_wanted(kind, strategy):
     def check():
         os.environ[faults.CHECK] = "1"
         try:
-            with impatient() as mesh:
+            with mesh_with(timeout=30) as mesh:
                 same = buffer_on(mesh, Shard(0), strategy)
                 same.all_gather_()
                 assert same.local.tolist() == [0.0] * 4 + [1.0] * 4

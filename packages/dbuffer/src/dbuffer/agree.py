@@ -18,7 +18,7 @@ from dbuffer.faults import named
 __all__ = ["verify"]
 
 # What is told first, as the rest may follow from it: a tensor that one rank lacks moves others.
-_ORDER = ("", "shape", "dtype", "block", "inner placements", "buffer", "place", "plan", "options")
+_ORDER = ("", "shape", "dtype", "block", "inner placements", "buffer", "options", "place", "plan")
 
 
 def verify(
