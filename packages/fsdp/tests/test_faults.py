@@ -73,24 +73,28 @@ def _told(model, skipped):
 
 
 SKIPS = {
-    # which block rank 1 skips, after how many good steps, and the options; what both are told
-    "a block in the middle, first": (1, 0, {}, "all_gather", (1, 2)),
-    "a block in the middle, later": (1, 1, {}, "all_gather", (1, 0)),
-    "the last block": (2, 0, {}, "all_gather", (2, 1)),
-    "a block that stays gathered": (1, 1, {"reshard_after_forward": False}, "reduce_sc", (1, 0)),
+    # which blocks ranks skip, after how many good steps, and the options; what both are told
+    "a block in the middle, first": ([], [1], 0, {}, "all_gather", (1, 2)),
+    "a block in the middle, later": ([], [1], 1, {}, "all_gather", (1, 0)),
+    "the last block": ([], [2], 0, {}, "all_gather", (2, 1)),
+    "another block than others, first": ([1], [2], 0, {}, "all_gather", (2, 1)),
+    "a block that stays gathered": (
+        *([], [1], 1, {"reshard_after_forward": False}),
+        *("reduce_scatter", (1, 0)),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", SKIPS)
 def test_a_rank_that_skips(what):
-    skipped, good, options, collective, waiting = SKIPS[what]
+    *skipped, good, options, collective, waiting = SKIPS[what]
 
     def check():
         with _mesh() as mesh:
             model = _sharded(mesh, **options)
             for _ in range(good):
                 _train(model)
-            return _told(model, [skipped] if dist.get_rank() == 1 else [])
+            return _told(model, skipped[dist.get_rank()])
 
     for rank, told in enumerate(run_ranks(check, 2)):
         block = f"'blocks.{waiting[rank]}.weight', 'blocks.{waiting[rank]}.bias' (2"
