@@ -202,30 +202,49 @@ def disagreement(kind):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     odd = torch.distributed.get_rank() == 3
     layout = layout_of()
-    if odd and kind == "layout":
+    if odd and kind == "block":
+        layout = plan_layout([TensorSpec("a", 12, 3, (4, 3)), *layout.specs[1:]], 2)
+    if odd and kind == "name":
         layout = plan_layout([*layout.specs[:2], TensorSpec("z", 2)], 2)
     if odd and kind == "number":
         layout = plan_layout(layout.specs[:2], 2)
     dtype = torch.bfloat16 if odd and kind == "dtype" else torch.float32
     buffers = [DBuffer(layout_of(), mesh, [R, S0], torch.float32) for _ in range(2)]
-    buffers.append(DBuffer(layout, mesh, [R, S0], dtype))
+    first = SUM if odd and kind == "placements" else R
+    strategy = "native" if odd and kind == "strategy" else "auto"
+    buffers.append(DBuffer(layout, mesh, [first, S0], dtype, strategy=strategy))
+    options = ["", "", "odd" if odd and kind == "options" else "even"]
     try:
         with CommLog() as log:
-            verify(buffers)
+            verify(buffers, options=options)
     except ValueError as error:
         return str(error)
     return log.counts()
 
 
+DIFFERENCES = {
+    "block": "block of 'a' of buffer 2: 1 elements on rank 0, and 3 elements on rank 3",
+    "dtype": "dtype of 'a' of buffer 2: torch.float32 on rank 0, and torch.bfloat16 on rank 3",
+    "name": "'b' of buffer 2 (number 2 of that name) is in a buffer on rank 0, and in none on rank "
+    "3",
+    "number": "'b' of buffer 2 (number 2 of that name) is in a buffer on rank 0, and in none on "
+    "rank 3",
+    "options": "options of buffer 2 ('a', 'b', 'b'): even on rank 0, and odd on rank 3",
+    "placements": "plan of buffer 2 ('a', 'b', 'b'): 2 shards of 10 elements, (Replicate(), "
+    "Shard(dim=0)), full=False, Exchange, Exchange on rank 0, and 2 shards of 10 elements, "
+    "(Partial(sum), Shard(dim=0)), full=False, Exchange, Exchange on rank 3",
+    "strategy": "plan of buffer 2 ('a', 'b', 'b'): 2 shards of 10 elements, (Replicate(), "
+    "Shard(dim=0)), full=False, Exchange, Exchange on rank 0, and 2 shards of 10 elements, "
+    "(Replicate(), Shard(dim=0)), full=False, Native, Native on rank 3",
+}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["layout", "dtype", "number"])
+@pytest.mark.parametrize("kind", DIFFERENCES)
 def test_every_rank_is_told_where_ranks_differ(kind):
     answers = run_ranks(disagreement, 4, kind)
     assert len(set(answers)) == 1
-    assert answers[0].startswith("verify: ranks differ: buffer 2")
-    assert "on rank 0, and buffer 2" in answers[0]
-    assert "on rank 3" in answers[0]
-    assert {"layout": "name='z'", "dtype": "bfloat16", "number": "2 tensors"}[kind] in answers[0]
+    assert answers[0].startswith(f"verify: ranks differ: {DIFFERENCES[kind]}; shard the same")
 
 
 @pytest.mark.ranks

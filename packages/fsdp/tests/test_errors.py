@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp import Block, Rows, fully_shard, share_comm_ctx
@@ -154,12 +155,90 @@ def test_an_optimizer_built_before_sharding():
     run_ranks(check, 1)
 
 
-def test_plans_that_differ_between_ranks():
+def _blocks():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)])
+
+
+def _differently(model, kind):
+    """Shards a model as other ranks do, but for one thing."""
+    options = {}
+    if kind == "granularity":
+        options["shard_placement_fn"] = lambda param: Rows(2) if param.ndim == 2 else None
+    if kind == "parameter":
+        model[1][0].bias = None
+    if kind == "dtype":
+        model[1][0].bfloat16()
+    if kind == "shape":
+        model[1][0] = nn.Linear(4, 8)
+    if kind == "shape of as many elements":
+        model[1][0] = nn.Linear(2, 8, bias=False)
+        model[1][0].bias = nn.Parameter(torch.ones(4))
+    if kind == "frozen":
+        model[1][0].bias.requires_grad_(False)
+    if kind == "policy":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if kind == "resharding":
+        options["reshard_after_forward"] = False
+    if kind == "strategy":
+        options["strategy"] = "native"
+    if kind == "order":
+        model[1][0].weight = model[1][0]._parameters.pop("weight")
+    if kind == "fewer groups":
+        fully_shard([model[0], model[1]])
+    else:
+        fully_shard(model[0], strategy=options.get("strategy", "auto"))
+        if kind != "block":
+            fully_shard(model[1], **options)
+    return fully_shard(model)
+
+
+DIFFERENCES = {
+    "granularity": "block of '1.0.weight': 1 elements on rank 0, and 8 elements on rank 1",
+    "parameter": "'1.0.bias' is in a buffer on rank 0, and in none on rank 1",
+    "dtype": "dtype of '1.0.weight': torch.float32 on rank 0, and torch.bfloat16 on rank 1",
+    "shape": "shape of '1.0.weight': (4, 4) on rank 0, and (8, 4) on rank 1",
+    "shape of as many elements": "shape of '1.0.weight': (4, 4) on rank 0, and (8, 2) on rank 1",
+    "frozen": "buffer of '1.0.weight': number 2, of '1.0.weight', '1.0.bias' on rank 0, and number "
+    "2, of '1.0.weight' on rank 1",
+    "policy": "options of buffer 2 ('1.0.weight', '1.0.bias'): gathered in torch.float32, reduced "
+    "in torch.float32, trained, reshard_after_forward=True on rank 0, and gathered in "
+    "torch.bfloat16, reduced in torch.bfloat16, trained, reshard_after_forward=True on rank 1",
+    "resharding": "options of buffer 2 ('1.0.weight', '1.0.bias'): gathered in torch.float32, "
+    "reduced in torch.float32, trained, reshard_after_forward=True on rank 0, and gathered in "
+    "torch.float32, reduced in torch.float32, trained, reshard_after_forward=False on rank 1",
+    "strategy": "plan of buffer 1 ('0.0.weight', '0.0.bias'): 2 shards of 12 elements, "
+    "(Shard(dim=0),), full=False, Exchange on rank 0, and 2 shards of 12 elements, "
+    "(Shard(dim=0),), full=False, Native on rank 1",
+    "order": "buffer of '1.0.weight': number 2, of '1.0.weight', '1.0.bias' on rank 0, and number "
+    "2, of '1.0.bias', '1.0.weight' on rank 1",
+    "block": "buffer of '2.0.weight': number 0, of '2.0.weight', '2.0.bias' on rank 0, and number "
+    "0, of '1.0.weight', '1.0.bias', '2.0.weight', '2.0.bias' on rank 1",
+    "fewer groups": "buffer of '0.0.weight': number 1, of '0.0.weight', '0.0.bias' on rank 0, and "
+    "number 1, of '0.0.weight', '0.0.bias', '1.0.weight', '1.0.bias' on rank 1",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_plans_that_differ_between_ranks(kind):
     def check():
-        torch.manual_seed(0)
-        width = 4 + dist.get_rank()
-        model = fully_shard(nn.Linear(4, width))
-        with pytest.raises(ValueError, match=r"differ|rank"):
+        model = _differently(_blocks(), kind if dist.get_rank() == 1 else "nothing")
+        with pytest.raises(ValueError, match="ranks differ") as caught:
+            model(torch.ones(1, 4))
+        return str(caught.value)
+
+    wanted = f"verify: ranks differ: {DIFFERENCES[kind]}; shard the same, in the same order, on"
+    for told in run_ranks(check, 2):
+        assert told.startswith(wanted)
+
+
+def test_replicas_that_are_sharded_differently():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        rows = Rows(1 + dist.get_rank())
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: rows)
+        told = "block of '0.weight': 4 elements on rank 0, and 8 elements on rank 1"
+        with pytest.raises(ValueError, match=f"^verify: ranks differ: {told};"):
             model(torch.ones(1, 4))
 
     run_ranks(check, 2)

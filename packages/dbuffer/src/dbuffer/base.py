@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import _compat, placing, views
+from dbuffer import _compat, faults, placing, views
 from dbuffer.checking import checked, checked_memory
-from dbuffer.collectives import Collectives, Strategy, axis_of, collectives_for
+from dbuffer.collectives import Axis, Collectives, Strategy, axis_of, collectives_for
 from dbuffer.group_ops import index_of, padding_of
 from dbuffer.handle import Handle
 from dbuffer.memory import Memory
@@ -39,6 +40,7 @@ class BufferBase:
         alignment: int = 16,
         pin_memory: bool = False,
         strategy: Strategy | Collectives = "auto",
+        name: str | Callable[[], str] = "",
     ) -> None:
         given = checked(layout, mesh, placements, dtype, device, shard_axis, inner)
         self.layout, self.mesh, self.dtype = layout, mesh, dtype
@@ -54,6 +56,7 @@ class BufferBase:
         )
         self._held = True  # the memory may also be held by another buffer, that has it in turn
         self._in_flight: Handle | None = None
+        self._name, self._tagged, self._checks = name, "", faults.checks()
         begin = self.rank * layout.shard_size if self.full else 0
         # (buffer_size or shard_size,) and (shard_size,), dtype, on the memory's storage
         self._flat = views.tensor_in(self.memory.bytes, dtype, 0, (numel,))
@@ -71,6 +74,17 @@ class BufferBase:
     def placements(self) -> Placements:
         """Of what is in it now; collectives change them."""
         return self._placements
+
+    @property
+    def name(self) -> str:
+        """What errors call it, and what its collectives are told apart by."""
+        name = self._name if isinstance(self._name, str) else self._name()
+        return name or faults.names_of(self.layout)
+
+    @property
+    def collectives(self) -> str:
+        """The kinds of its collectives, one for each axis."""
+        return ", ".join(type(one).__name__ for one in self._collectives)
 
     @property
     def rank(self) -> int:
@@ -222,6 +236,14 @@ class BufferBase:
     @property
     def _local(self) -> torch.Tensor:
         return self._shard if self.sharded else self._flat
+
+    def _axis(self, number: int) -> Axis:
+        """An axis, tagged by the buffer's name."""
+        name = self.name
+        if name != self._tagged:
+            tag = faults.tag_of(name, self.layout.shard_size, self.dtype)
+            self._axes, self._tagged = [replace(axis, tag=tag) for axis in self._axes], name
+        return self._axes[number]
 
     def _check(self, what: str) -> None:
         """Raises where the content must not be touched."""

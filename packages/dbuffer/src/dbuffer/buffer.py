@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import group_ops, placing
+from dbuffer import faults, group_ops, placing
 from dbuffer.base import BufferBase
 from dbuffer.collectives import Axis, Finish
 from dbuffer.group_ops import Tensors
@@ -54,8 +54,14 @@ class DBuffer(BufferBase):
         pin_memory: of its own memory, where that is the host's.
         strategy: "native" for the backend's collectives, "exchange" for sends between pairs of
             ranks, "auto" for the faster on the axis's backend; or `Collectives` of your own.
+        name: what errors call the buffer, and what its collectives are told apart by, so the same
+            on every rank; a function is asked each time. By default the layout's tensors.
 
     The memory is held at first, its content is anything, its padding zero.
+
+    A collective in which a rank does not take part raises on the others, after the process group's
+    time-out or when its connection ends: the backend's type of RuntimeError, naming collective,
+    axis and buffer; see `faults`.
 
     Raises:
         ValueError: arguments that are wrong or do not go together; before any collective.
@@ -77,7 +83,9 @@ class DBuffer(BufferBase):
             raise RuntimeError(self._wrong("all_gather_", axis, "Shard(0)"))
         self._check_full("all_gather_")
         how = self._collectives[axis]
-        return self._run(lambda on: how.all_gather(self._flat, on), axis, Replicate(), async_op)
+        return self._run(
+            "all_gather", lambda on: how.all_gather(self._flat, on), axis, Replicate(), async_op
+        )
 
     def reduce_scatter_(self, *, async_op: bool = False) -> Handle:
         """This rank's shard becomes the sum or mean, in place: Partial becomes Shard(0).
@@ -92,7 +100,7 @@ class DBuffer(BufferBase):
         average = self._average("reduce_scatter_", axis)
         how = self._collectives[axis]
         return self._run(
-            lambda on: how.reduce_scatter(self._flat, on, average=average),
+            "reduce_scatter", lambda on: how.reduce_scatter(self._flat, on, average=average),
             axis, Shard(0), async_op,
         )  # fmt: skip
 
@@ -120,8 +128,9 @@ class DBuffer(BufferBase):
         average, how = self._average("all_reduce_", number), self._collectives[number]
         local = self._local
         return self._run(
-            lambda on: how.all_reduce(local, on, average=average), number, Replicate(), async_op
-        )
+            "all_reduce", lambda on: how.all_reduce(local, on, average=average),
+            number, Replicate(), async_op,
+        )  # fmt: skip
 
     # Group operators: one kernel over what this rank has.
 
@@ -246,15 +255,29 @@ class DBuffer(BufferBase):
         )
 
     def _run(
-        self, start: Callable[[Axis], Finish], number: int, after: Placement, async_op: bool
-    ) -> Handle:
+        self, what: str, start: Callable[[Axis], Finish], number: int, after: Placement,
+        async_op: bool,
+    ) -> Handle:  # fmt: skip
         """Starts a collective, unless nobody else is on the axis, and says what comes of it."""
-        axis, placements = self._axes[number], list(self._placements)
+        axis, placements = self._axis(number), list(self._placements)
         placements[number] = after
-        finish = start(axis) if axis.size > 1 and self.layout.shard_size else lambda: None
+        alone = axis.size == 1 or not self.layout.shard_size
+
+        def doing() -> str:
+            elements = f"{self.layout.buffer_size} elements of {self.dtype}"
+            return f"DBuffer: {what} of {self.name} ({elements})"
+
+        finish: Finish | None = None
+        if not alone:
+            with faults.named(doing, axis):
+                if self._checks:
+                    faults.compare(doing(), axis, self.mesh.device_type)
+                finish = start(axis)
 
         def land() -> None:
-            finish()
+            if finish is not None:
+                with faults.named(doing, axis):
+                    finish()
             self._in_flight, self._placements = None, tuple(placements)
 
         self._in_flight = handle = Handle(land)

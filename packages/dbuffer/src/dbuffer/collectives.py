@@ -28,12 +28,14 @@ class Axis:
         group: their process group.
         ranks: global ranks, in the order of the mesh, which is the order of shards.
         position: this rank's place among them.
+        tag: under which a buffer sends between pairs of ranks, below 2 ** 29; the same on all.
     """
 
     name: str
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     position: int
+    tag: int = 0
 
     @property
     def size(self) -> int:

@@ -2,11 +2,16 @@
 
 Each rank sends the others their row straight out of the buffer and adds up what it receives in the
 order of ranks, so a sum has the same bits on every run and whoever owns it.
+
+Sends carry a tag of the buffer and the collective (`Axis.tag`, `Kind`), so a gather of one buffer
+never takes what a gather of another, or a reduction, has sent: where a rank leaves one out, both
+sides wait for the process group's time-out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -15,8 +20,14 @@ from dbuffer.collectives import Axis, Finish
 
 __all__ = ["Exchange"]
 
-# Apart from the sends of other programs over the same group.
-_TAG = 0xDB
+
+class Kind(IntEnum):
+    """What is sent; two bits of the tag."""
+
+    GATHER = 0
+    REDUCE_SCATTER = 1
+    ALL_REDUCE = 2
+    ALL_REDUCE_END = 3
 
 
 class Exchange:
@@ -24,41 +35,41 @@ class Exchange:
 
     def all_gather(self, flat: torch.Tensor, axis: Axis) -> Finish:
         """Without any other memory."""
-        return _gather(flat.chunk(axis.size), axis)
+        return _gather(flat.chunk(axis.size), axis, Kind.GATHER)
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """With memory for the other ranks' rows until it is waited for."""
-        return _reduce(flat.chunk(axis.size), axis, average=average)
+        return _reduce(flat.chunk(axis.size), axis, Kind.REDUCE_SCATTER, average=average)
 
     def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """A reduce-scatter, and when that is waited for an all-gather."""
         rows = flat.tensor_split(axis.size)  # of sizes that differ by one
-        reduced = _reduce(rows, axis, average=average)
+        reduced = _reduce(rows, axis, Kind.ALL_REDUCE, average=average)
 
         def finish() -> None:
             reduced()
-            _gather(rows, axis)()
+            _gather(rows, axis, Kind.ALL_REDUCE_END)()
 
         return finish
 
 
-def _gather(rows: Sequence[torch.Tensor], axis: Axis) -> Finish:
+def _gather(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind) -> Finish:
     own = rows[axis.position]
     works = []
     for position in _others(axis):
-        works += _receive(rows[position], axis, position)
-        works += _send(own, axis, position)
+        works += _receive(rows[position], axis, position, kind)
+        works += _send(own, axis, position, kind)
     return lambda: _wait_all(works)
 
 
-def _reduce(rows: Sequence[torch.Tensor], axis: Axis, *, average: bool) -> Finish:
+def _reduce(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind, *, average: bool) -> Finish:
     own, others = rows[axis.position], _others(axis)
     # (ranks - 1, row), of the rows' dtype: what the others send, ours until it is added up
     received = dict(zip(others, own.new_empty((len(others), own.numel())), strict=True))
     works = []
     for position in others:
-        works += _receive(received[position], axis, position)
-        works += _send(rows[position], axis, position)
+        works += _receive(received[position], axis, position, kind)
+        works += _send(rows[position], axis, position, kind)
 
     def finish() -> None:
         _wait_all(works)
@@ -79,16 +90,18 @@ def _others(axis: Axis) -> list[int]:
     return [(axis.position + step) % axis.size for step in range(1, axis.size)]
 
 
-def _send(row: torch.Tensor, axis: Axis, position: int) -> list[dist.Work | None]:
+def _send(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist.Work | None]:
     if not row.numel():
         return []
-    return [dist.isend(row, axis.ranks[position], group=axis.group, tag=_TAG)]
+    tag = axis.tag << 2 | kind
+    return [dist.isend(row, axis.ranks[position], group=axis.group, tag=tag)]
 
 
-def _receive(row: torch.Tensor, axis: Axis, position: int) -> list[dist.Work | None]:
+def _receive(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist.Work | None]:
     if not row.numel():
         return []
-    return [dist.irecv(row, axis.ranks[position], group=axis.group, tag=_TAG)]
+    tag = axis.tag << 2 | kind
+    return [dist.irecv(row, axis.ranks[position], group=axis.group, tag=tag)]
 
 
 def _wait_all(works: Sequence[dist.Work | None]) -> None:

@@ -10,8 +10,9 @@ __all__ = ["Handle"]
 class Handle:
     """What a collective returns: with ``async_op=True`` its buffer is not to be used before `wait`.
 
-    On a GPU waiting makes the current stream wait, not the host. Handles of "exchange" are waited
-    for in the same order on every rank: an all-reduce sends its second half then.
+    On a GPU waiting makes the current stream wait, not the host; so nothing raises here when a rank
+    does not take part, and NCCL's watchdog ends the process. Handles of "exchange" are waited for
+    in the same order on every rank: an all-reduce sends its second half then.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:

@@ -68,8 +68,9 @@ class ExtensionGroup(Group):
         self.layout = chunk_layout(names, self.shapes, self.ranks)  # of the gradients
         # Never filled: ranks compare by it what they mean.
         self.shard = DBuffer(
-            self.layout, self.mesh, sharded_placements(self.mesh), self.dtype, "meta"
-        )
+            self.layout, self.mesh, sharded_placements(self.mesh), self.dtype, "meta",
+            name=lambda: self.names,
+        )  # fmt: skip
         for i, param in enumerate(self.params):
             sharded = nn.Parameter(self._cut(param), requires_grad=param.given.requires_grad)
             self.show(i, sharded)
@@ -84,7 +85,7 @@ class ExtensionGroup(Group):
         """As of `Group`: each rank's chunks, one behind the other."""
         return DBuffer(
             self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.comms,
+            full=True, strategy=self.comms, name=lambda: self.names,
         )  # fmt: skip
 
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:

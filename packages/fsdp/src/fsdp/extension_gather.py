@@ -159,7 +159,7 @@ class ExtensionGatherer:
             )
             self._buffer = DBuffer(
                 layout, group.mesh, sharded_placements(group.mesh), torch.uint8, group.device,
-                full=True, strategy=group.comms,
+                full=True, strategy=group.comms, name=lambda: group.names,
             )  # fmt: skip
             self._outputs = [ResizableMemory(shape[0], group.device) for shape in shapes]
         elif forms != self._forms:

@@ -81,4 +81,5 @@ class Keeper:
         return DBuffer(
             self._layout, self._mesh, (Replicate(), Shard(0)), self._full.dtype, group.device,
             full=full, memory=self._full.memory if full else None, strategy=group.comms,
+            name=lambda: group.names,
         )  # fmt: skip

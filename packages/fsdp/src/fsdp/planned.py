@@ -69,13 +69,14 @@ class PlannedGroup(Group):
                 for i, p in enumerate(self.params)
                 if p.placed is not None and p.placed.inner is not None
             },
+            name=lambda: self.names,
         )  # fmt: skip
 
     def new_buffer(self, dtype: torch.dtype) -> DBuffer:
         """A buffer with memory for all shards, where parameters are computed with."""
         return DBuffer(
             self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.comms,
+            full=True, strategy=self.comms, name=lambda: self.names,
         )  # fmt: skip
 
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:

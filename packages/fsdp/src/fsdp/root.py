@@ -9,6 +9,7 @@ from torch import nn
 from dbuffer import verify
 
 if TYPE_CHECKING:
+    from fsdp.group import Group
     from fsdp.state import State
 
 __all__ = ["become_root"]
@@ -63,9 +64,30 @@ def _verify(states: list[State]) -> None:
     Raises:
         ValueError: on every rank, where two differ.
     """
-    shards = [group.shard for state in states for group in state.groups]
-    for mesh in dict.fromkeys(shard.mesh for shard in shards):
-        verify([shard for shard in shards if shard.mesh == mesh])
+    groups = [group for state in states for group in state.groups]
+    for mesh in dict.fromkeys(group.mesh for group in groups):
+        here = [group for group in groups if group.mesh == mesh]
+        verify(
+            [group.shard for group in here],
+            names=[_tensor_names(group) for group in here],
+            options=[_options(group) for group in here],
+        )
+
+
+def _tensor_names(group: Group) -> list[str]:
+    """Of the tensors in a group's buffer: its parameters, of extensions once for each rank."""
+    times = len(group.shard.layout.specs) // len(group.params)
+    return [param.name for param in group.params] * times
+
+
+def _options(group: Group) -> str:
+    """What of a group decides which collectives it issues, beside its buffer."""
+    trained = any(param.sharded.requires_grad for param in group.params)
+    return (
+        f"gathered in {group.compute_dtype}, reduced in {group.reduce_dtype}, "
+        f"{'trained' if trained else 'frozen'}, "
+        f"reshard_after_forward={group.reshard_after_forward}"
+    )
 
 
 def _give_names(root: nn.Module, states: list[State]) -> None:

@@ -1,0 +1,112 @@
+"""What a collective is known by on all ranks, and the error when ranks do not all take part.
+
+Note: a rank that skips a module starts another collective than its neighbours. Where buffers have
+one size nothing would tell them apart, and wrong numbers would come of it without a word. So
+"exchange" sends under a tag that is made of the buffer's name: other buffers never meet, and both
+ranks end in the time-out of the process group. Backends' own collectives are matched by order
+alone; for those, and to be told at once by either, there is `CHECK`.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbuffer.collectives import Axis
+from ragged_shard.planner import Layout
+
+__all__ = ["CHECK", "checks", "compare", "named", "names_of", "tag_of"]
+
+#: Environment variable: "1" has ranks compare names before each collective, and wait for that.
+CHECK = "DBUFFER_CHECK"
+
+_SHOWN = 4
+
+
+def names_of(layout: Layout) -> str:
+    """The names of a layout's first tensors, and how many more there are."""
+    shown = ", ".join(repr(spec.name) for spec in layout.specs[:_SHOWN])
+    more = len(layout.specs) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def tag_of(name: str, shard_size: int, dtype: torch.dtype) -> int:
+    """29 bits that ranks agree on without asking; a tag has 31, and `Exchange` needs two."""
+    return zlib.crc32(f"{name}, {shard_size}, {dtype}".encode()) >> 3
+
+
+class named:  # noqa: N801  # it reads as a function, as contextlib's do
+    """A block that waits for other ranks: errors of the backend say what was under way.
+
+    A class, and not `contextlib.contextmanager`, as one stands around every collective.
+
+    Args:
+        what: says the collective and the buffer.
+        axis: along which.
+
+    Raises:
+        RuntimeError: of the backend's type, from its time-out, or from a connection that a rank
+            closed when it died.
+    """
+
+    __slots__ = ("_axis", "_what")
+
+    def __init__(self, what: Callable[[], str], axis: Axis) -> None:
+        self._what, self._axis = what, axis
+
+    def __enter__(self) -> None:
+        """Begins the block."""
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        """Raises the error with more words; those of memory stay as they are."""
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise _failure(self._what(), self._axis, error) from error
+
+
+def _failure(what: str, axis: Axis, error: RuntimeError) -> RuntimeError:
+    kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+    given = str(error).strip().partition("\n")[0]
+    return kind(
+        f"{what} over axis {axis.name} of ranks {_ranks(axis)} failed on rank "
+        f"{axis.ranks[axis.position]}: {given}\n"
+        f"Another rank died (see what it printed first), or does not take part: all ranks have to "
+        f"run the same modules, and start the same collectives, in the same order; {CHECK}=1 in "
+        f"the environment says where they part. For one that is only slow, raise "
+        f"init_process_group(timeout=)."
+    )
+
+
+def checks() -> bool:
+    """Whether ranks are to compare names before each collective."""
+    value = os.environ.get(CHECK, "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"DBuffer: the environment has {CHECK}={value!r}; wants 0 or 1")
+    return value == "1"
+
+
+def compare(what: str, axis: Axis, device: str) -> None:
+    """Waits for all ranks of an axis, and compares what each is about to do.
+
+    Raises:
+        RuntimeError: on every rank, with what each does.
+    """
+    own = torch.tensor(zlib.crc32(what.encode()), dtype=torch.int64, device=device)
+    extremes = torch.stack([own, -own])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis.group)
+    if extremes[0].item() == -extremes[1].item():
+        return
+    others: list[Any] = [None] * axis.size
+    dist.all_gather_object(others, (dist.get_rank(), what), group=axis.group)
+    said = "; ".join(f"rank {rank} starts {one}" for rank, one in sorted(others))
+    raise RuntimeError(f"ranks do not start the same collective: {said}")
+
+
+def _ranks(axis: Axis) -> str:
+    if axis.size <= 8:
+        return str(list(axis.ranks))
+    return f"[{axis.ranks[0]}, ..., {axis.ranks[-1]}] ({axis.size})"
