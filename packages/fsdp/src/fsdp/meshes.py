@@ -30,7 +30,7 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type
         return init_device_mesh(kind, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
