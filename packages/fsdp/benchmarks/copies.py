@@ -44,10 +44,9 @@ class CopyingGatherer(Gatherer):
         for memory in self._memories:
             memory.release()
 
-    def start(self):
+    def start(self, *, for_backward):
         """Copies shards into the staging buffer and issues its gather."""
         group = self._group
-        group.check_ready()
         with group.streams.on(group.streams.gather), torch.no_grad():
             if self._buffer is None:
                 self._buffer = group.new_buffer(group.compute_dtype)
@@ -72,9 +71,11 @@ class CopyingGatherer(Gatherer):
             torch._foreach_copy_(self._targets, staged)
         buffer.release()
         for param, whole in zip(group.params, self._wholes, strict=True):
-            param.make_unsharded(whole)
+            if param.unsharded is None:
+                param.make_unsharded(whole)
+            param.follow()
 
-    def release(self):
+    def release(self, *, after_forward):
         """Gives the parameters' memory back."""
         for memory in self._memories:
             memory.release()
