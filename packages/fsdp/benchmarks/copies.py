@@ -5,7 +5,7 @@ gathered, and the parameters are copied out of it. The reduction needs no other:
 too, gradients are copied into what is reduced, and each group's sharded gradients are one new
 tensor.
 
-Source: the ablation of veScale-FSDP's evaluation; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+Source: the ablation of veScale-FSDP's evaluation; torch's _fsdp_collectives.py.
 """
 
 import torch
