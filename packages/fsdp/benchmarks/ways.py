@@ -105,7 +105,7 @@ def left_out():
     if importlib.util.find_spec("deepspeed") is None:
         why["DeepSpeed ZeRO-3"] = "deepspeed is not installed"
     if torch.cuda.is_available():
-        exchanges = [name for name in WAYS if name.endswith("exchange")]
+        exchanges = [name for name in WAYS if "exchange" in name]
         why |= dict.fromkeys(exchanges, "exchanges are for the host's memory")
     return why
 
@@ -117,8 +117,8 @@ WAYS = {
     "FSDP1": _fsdp1,
     "FSDP2": _fsdp2,
     "DeepSpeed ZeRO-3": _deepspeed,
-    "ours, native": partial(_ours, strategy="native"),
-    "ours, exchange": _ours,
-    "no DBuffer, native": partial(_ours, strategy="native", buffers=False),
-    "no DBuffer, exchange": partial(_ours, buffers=False),
+    "ours (native)": partial(_ours, strategy="native"),
+    "ours (exchange)": _ours,
+    "no DBuffer (native)": partial(_ours, strategy="native", buffers=False),
+    "no DBuffer (exchange)": partial(_ours, buffers=False),
 }
