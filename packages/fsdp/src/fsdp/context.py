@@ -44,11 +44,15 @@ class Context:
         self._in_flight: list[Group] = []
 
     def post_backward(self, group: Group) -> None:
-        """Reduces a group's gradients, after what was reduced before has been given back."""
-        group.reducer.take()
+        """Reduces a group's gradients, after all memory that others can do without was given back.
+
+        A step has most in use about here, so parameters and the buffer of the reduction before
+        are given back first, and the gradients' own buffer is taken last.
+        """
         if group.reshard_after_backward:
             group.reshard()
         self._leave_in_flight(self.most_in_flight - 1)
+        group.reducer.take()
         group.reducer.reduce()
         if group.reducer.under_way:
             self._in_flight.append(group)

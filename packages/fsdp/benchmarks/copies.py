@@ -1,0 +1,81 @@
+"""The paper's ablation: the same plan, hooks and collectives, and no buffer to compute in.
+
+As in FSDP2 every parameter has memory of its own: shards are copied into a staging buffer, that is
+gathered, and the parameters are copied out of it. The reduction needs no other: with a DBuffer,
+too, gradients are copied into what is reduced, and each group's sharded gradients are one new
+tensor.
+
+Source: the ablation of veScale-FSDP's evaluation; torch's _fsdp_collectives.py.
+"""
+
+import torch
+
+from dbuffer.memory import ResizableMemory
+from dbuffer.views import tensor_in, tensor_shape
+from fsdp.state import state_of
+from fsdp.unshard import Gatherer
+
+
+def without_buffers(model):
+    """Makes sharded modules copy parameters in and out of what is gathered."""
+    for module in model.modules():
+        state = state_of(module)
+        for group in state.groups if state is not None else ():
+            group.gatherer = CopyingGatherer(group)
+
+
+class CopyingGatherer(Gatherer):
+    """Copies shards in, gathers, and copies parameters out."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        dtype, device = group.compute_dtype, group.device
+        # Unsharded parameters: each has its own memory, released when the group is resharded.
+        sizes = [spec.numel * dtype.itemsize for spec in group.layout.specs]
+        self._memories = [ResizableMemory(size, device) for size in sizes]
+        # What modules have, and what is written: with versions of their own, as a DBuffer's.
+        self._wholes, self._targets = (
+            [
+                tensor_in(memory.bytes, dtype, 0, tensor_shape(group.layout, i))
+                for i, memory in enumerate(self._memories)
+            ]
+            for _ in range(2)
+        )
+        for memory in self._memories:
+            memory.release()
+
+    def start(self, *, for_backward):
+        """Copies shards into the staging buffer and issues its gather."""
+        group = self._group
+        with group.streams.on(group.streams.gather), torch.no_grad():
+            if self._buffer is None:
+                self._buffer = group.new_buffer(group.compute_dtype)
+            else:
+                self._buffer.acquire()
+            count = range(len(group.params))
+            staged = [self._buffer.shard(i) for i in count]
+            torch._foreach_copy_(staged, [group.shard.shard(i) for i in count])
+            self._copied = group.streams.record()
+            self._handle = self._buffer.all_gather_(async_op=True)
+
+    def finish(self):
+        """Copies parameters out, and gives the staging buffer back."""
+        group, buffer = self._group, self._buffer
+        group.streams.wait(self._copied)
+        self._handle.wait()
+        self._handle = self._copied = None
+        for memory in self._memories:
+            memory.acquire()
+        with torch.no_grad():
+            staged = [buffer.view(i) for i in range(len(self._targets))]
+            torch._foreach_copy_(self._targets, staged)
+        buffer.release()
+        for param, whole in zip(group.params, self._wholes, strict=True):
+            if param.unsharded is None:
+                param.make_unsharded(whole)
+            param.follow()
+
+    def release(self, *, after_forward):
+        """Gives the parameters' memory back."""
+        for memory in self._memories:
+            memory.release()

@@ -1,0 +1,98 @@
+"""What is measured beside time: memory, collectives, copies."""
+
+import resource
+import statistics
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+from dbuffer import DBuffer
+
+# Kernels that only move: of copies, of foreach copies, and of FSDP2's copy-in and copy-out.
+MOVES = (
+    "Memcpy DtoD", "direct_copy_kernel", "copy_device_to_device", "copy_kernel", "CopyFunctor",
+    "Copy<", "CatArrayBatchedCopy", "split_with_sizes_copy", "chunk_cat",
+)  # fmt: skip
+
+
+def peak_rss():
+    """MB of the process, the most there were so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def live_tensors(step, repeats=5):
+    """MB of the host allocator's bytes at their peak in a step, above what it began with.
+
+    The median of repeats: when gloo's own threads allocate is left to chance.
+    """
+    return statistics.median(_live_in(step) for _ in range(repeats))
+
+
+def _live_in(step):
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        step()
+    now = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak / 2**20
+
+
+def copies_on_device(step):
+    """How many kernels of a step only move, of a model's own too: compare with "alone"."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return sum(
+        any(move in event.name() for move in MOVES)
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    )
+
+
+@contextmanager
+def counted():
+    """Counts the collectives of buffers, as they are asked for: a gather is one, however sent."""
+    counts = Counter()
+    names = ("all_gather_", "reduce_scatter_", "all_reduce_")
+    originals = {name: getattr(DBuffer, name) for name in names}
+
+    def counting(name):
+        def call(self, *args, **kwargs):
+            counts[name] += 1
+            return originals[name](self, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(DBuffer, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(DBuffer, name, original)
+
+
+def logical_collectives(model, step):
+    """Of our groups in a step: their number, gathers, reduce-scatters; None of other systems.
+
+    Raises:
+        AssertionError: not two gathers (one where not resharded), one reduce-scatter per group.
+    """
+    from fsdp.state import state_of
+
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    groups = [group for state in states for group in state.groups]
+    if not groups:
+        return None
+    with counted() as counts:
+        step()
+    gathers = sum(2 if group.reshard_after_forward else 1 for group in groups)
+    wanted = Counter({"all_gather_": gathers, "reduce_scatter_": len(groups)})
+    assert counts == wanted, f"{dict(counts)}, wants {dict(wanted)}"
+    return {"groups": len(groups), "gathers": gathers, "reduce-scatters": len(groups)}

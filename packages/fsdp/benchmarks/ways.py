@@ -1,0 +1,124 @@
+"""The systems that are compared: each takes a model, and gives what a step is made of."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from copies import without_buffers
+from models import BATCH
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model that is trained.
+
+    Attributes:
+        model: to be called.
+        backward: of its loss.
+        update: the optimizer's step, and the end of the gradients.
+    """
+
+    model: nn.Module
+    backward: Callable[[torch.Tensor], Any]
+    update: Callable[[], Any]
+
+
+def _adamw(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(model, torch.Tensor.backward, update)
+
+
+def _ddp(model):
+    return _adamw(DistributedDataParallel(model))
+
+
+def _fsdp1(model):
+    kind, device = type(model.model.layers[0]), next(model.parameters()).device
+    wrap = partial(torch_fsdp.wrap.transformer_auto_wrap_policy, transformer_layer_cls={kind})
+    return _adamw(
+        torch_fsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=wrap, use_orig_params=True, device_id=device
+        )
+    )
+
+
+def _sharded(package, model, **options):
+    for layer in model.model.layers:
+        package.fully_shard(layer, **options)
+    return package.fully_shard(model, **options)
+
+
+def _fsdp2(model):
+    return _adamw(_sharded(torch_fsdp, model))
+
+
+def _ours(model, strategy="auto", buffers=True):
+    import fsdp
+
+    _sharded(fsdp, model, strategy=strategy)
+    if not buffers:
+        without_buffers(model)
+    return _adamw(model)
+
+
+def _deepspeed(model):
+    """ZeRO-3 with its defaults, but for what others do not do; AdamW is torch's, as of all."""
+    # What its launcher would say; it must know the accelerator when it is imported.
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    logging.disable(logging.WARNING)
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # its default is 1
+        },
+    )
+    return Training(engine, engine.backward, engine.step)
+
+
+def left_out():
+    """The ways that cannot be measured here, and why."""
+    why = {}
+    if importlib.util.find_spec("deepspeed") is None:
+        why["DeepSpeed ZeRO-3"] = "deepspeed is not installed"
+    if torch.cuda.is_available():
+        exchanges = [name for name in WAYS if "exchange" in name]
+        why |= dict.fromkeys(exchanges, "exchanges are for the host's memory")
+    return why
+
+
+# Every rank for itself shows what the others add; FSDP2 is what they are compared with.
+WAYS = {
+    "alone": _adamw,
+    "DDP": _ddp,
+    "FSDP1": _fsdp1,
+    "FSDP2": _fsdp2,
+    "DeepSpeed ZeRO-3": _deepspeed,
+    "ours (native)": partial(_ours, strategy="native"),
+    "ours (exchange)": _ours,
+    "no DBuffer (native)": partial(_ours, strategy="native", buffers=False),
+    "no DBuffer (exchange)": partial(_ours, buffers=False),
+}
