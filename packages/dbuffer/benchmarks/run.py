@@ -120,8 +120,7 @@ def gathers(shapes):
 
         def way(full=full):
             full.acquire()
-            full.copy_(small)
-            full.all_gather_()
+            full.all_gather_(small)
             full.release()
 
         ways[name] = way
@@ -147,7 +146,7 @@ def copied_gather(shapes, strategy):
         flat = torch.empty(RANKS * sum(sizes))
         mine = flat.view(RANKS, -1)[axis.position]
         torch._foreach_copy_(list(mine.split(sizes)), shards)
-        finish = collectives.all_gather(flat, axis)
+        finish = collectives.all_gather(flat, axis, mine)
         for output in outputs:
             output.untyped_storage().resize_(output.numel() * output.itemsize)
         finish()

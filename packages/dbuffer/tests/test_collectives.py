@@ -1,5 +1,7 @@
 """Collectives of buffers on real ranks, by each strategy, against naive sums of each tensor."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,9 +59,14 @@ def same_bits(layout, shapes, strategy, dtype, asynchronous):
     full.copy_from(parts[0])
     run(full.all_gather_)
     good = [torch.equal(full.view(i), parts[0][i]) for i in range(len(shapes))]
-    for partial in (SUM, AVG):
-        wanted = sums if partial is SUM else [total / size for total in sums]
-        grad = DBuffer(layout, mesh, [partial], dtype, strategy=strategy)
+    small = DBuffer(layout, mesh, [S0], dtype)
+    small.copy_from(parts[1 % size])
+    full.set_placements([S0])
+    run(partial(full.all_gather_, small))
+    good += [torch.equal(full.view(i), parts[1 % size][i]) for i in range(len(shapes))]
+    for how in (SUM, AVG):
+        wanted = sums if how is SUM else [total / size for total in sums]
+        grad = DBuffer(layout, mesh, [how], dtype, strategy=strategy)
         grad.copy_from(parts[rank])
         run(grad.reduce_scatter_)
         for i, total in enumerate(wanted):
@@ -68,7 +75,7 @@ def same_bits(layout, shapes, strategy, dtype, asynchronous):
             good.append(torch.equal(grad.shard(i).reshape(-1), mine))
         run(grad.all_gather_)
         good += [torch.equal(grad.view(i), wanted[i]) for i in range(len(shapes))]
-        grad.set_placements([partial])
+        grad.set_placements([how])
         grad.copy_from(parts[rank])
         run(grad.all_reduce_)
         good += [torch.equal(grad.view(i), wanted[i]) for i in range(len(shapes))]

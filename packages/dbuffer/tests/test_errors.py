@@ -258,3 +258,15 @@ def test_only_buffers_of_one_mesh_are_verified_at_once(mesh):
     with pytest.raises(ValueError, match="several meshes"):
         verify([here, there])
     verify([])
+
+
+def test_sources_of_a_gather(mesh):
+    full = DBuffer(layout_of(), mesh, [R, S0], torch.float32, full=True)
+    half = DBuffer(layout_of(), mesh, [R, S0], torch.float16)
+    with pytest.raises(ValueError, match=r"a source of torch.float16 on cpu into torch.float32"):
+        full.all_gather_(half)
+    with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
+        full.all_gather_(DBuffer(layout_of(), mesh, [S0, R], torch.float32))
+    whole = DBuffer(layout_of(), mesh, [R, R], torch.float32)
+    with pytest.raises(RuntimeError, match=r"Replicate\(\) on axis 'fsdp', wants Shard"):
+        full.all_gather_(whole)

@@ -71,20 +71,41 @@ class DBuffer(BufferBase):
 
     # Collectives.
 
-    def all_gather_(self, *, async_op: bool = False) -> Handle:
+    def all_gather_(self, source: DBuffer | None = None, *, async_op: bool = False) -> Handle:
         """Every rank gets every shard, in place: Shard(0) becomes Replicate on the shard axis.
 
+        Args:
+            source: whose shards are gathered into this buffer, of the same layout, mesh, dtype and
+                device: what a copy of its shard to its place here would do before, without it
+                where the backend sends from elsewhere. By default this buffer's own.
+            async_op: see `Handle`.
+
         Raises:
+            ValueError: a source of another layout, mesh, dtype or device.
             RuntimeError: it is not sharded, has no room, was released, or is in flight.
         """
         axis = self.shard_axis
         self._check("all_gather_")
+        if source is not None:
+            self._check_like("all_gather_", source)
+            if (source.dtype, source.device) != (self.dtype, self.device):
+                raise ValueError(
+                    f"DBuffer.all_gather_: a source of {source.dtype} on {source.device} into "
+                    f"{self.dtype} on {self.device}; wants the same, or copy_() before"
+                )
+            self._placements = source.placements
         if not self.sharded:
             raise RuntimeError(self._wrong("all_gather_", axis, "Shard(0)"))
         self._check_full("all_gather_")
-        how = self._collectives[axis]
+        how, own = self._collectives[axis], self._shard if source is None else source.local
+        if self._axes[axis].size == 1 and source is not None:
+            self._shard.copy_(own)  # nothing is sent
         return self._run(
-            "all_gather", lambda on: how.all_gather(self._flat, on), axis, Replicate(), async_op
+            "all_gather",
+            lambda on: how.all_gather(self._flat, on, own),
+            axis,
+            Replicate(),
+            async_op,
         )
 
     def reduce_scatter_(self, *, async_op: bool = False) -> Handle:

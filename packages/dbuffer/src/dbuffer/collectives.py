@@ -50,8 +50,8 @@ class Collectives(Protocol):
     A *row* is one of as many equal parts of `flat` as the axis has ranks; each rank owns one.
     """
 
-    def all_gather(self, flat: torch.Tensor, axis: Axis) -> Finish:
-        """Every rank's own row reaches all ranks."""
+    def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
+        """Every rank's row reaches all ranks; `own` is this one's, in `flat` or elsewhere."""
         ...
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
@@ -66,9 +66,9 @@ class Collectives(Protocol):
 class Native:
     """What the backend has, in place."""
 
-    def all_gather(self, flat: torch.Tensor, axis: Axis) -> Finish:
+    def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
         """As `Collectives.all_gather`."""
-        return _wait(_compat.all_gather(flat, own_row(flat, axis), axis.group))
+        return _wait(_compat.all_gather(flat, own, axis.group))
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """As `Collectives.reduce_scatter`."""

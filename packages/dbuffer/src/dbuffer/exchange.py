@@ -33,9 +33,13 @@ class Kind(IntEnum):
 class Exchange:
     """`Collectives` by `isend` and `irecv`; see `dbuffer.collectives.Collectives`."""
 
-    def all_gather(self, flat: torch.Tensor, axis: Axis) -> Finish:
-        """Without any other memory."""
-        return _gather(flat.chunk(axis.size), axis, Kind.GATHER)
+    def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
+        """Without any other memory; a row that lies elsewhere is copied while others are sent."""
+        rows = flat.chunk(axis.size)
+        finish = _gather(rows, axis, Kind.GATHER, own)
+        if own.data_ptr() != rows[axis.position].data_ptr():
+            rows[axis.position].copy_(own)
+        return finish
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """With memory for the other ranks' rows until it is waited for."""
@@ -48,13 +52,12 @@ class Exchange:
 
         def finish() -> None:
             reduced()
-            _gather(rows, axis, Kind.ALL_REDUCE_END)()
+            _gather(rows, axis, Kind.ALL_REDUCE_END, rows[axis.position])()
 
         return finish
 
 
-def _gather(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind) -> Finish:
-    own = rows[axis.position]
+def _gather(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind, own: torch.Tensor) -> Finish:
     works = []
     for position in _others(axis):
         works += _receive(rows[position], axis, position, kind)

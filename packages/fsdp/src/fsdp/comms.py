@@ -37,15 +37,15 @@ class Comms:
         self.reduce_group: dist.ProcessGroup | None = None
         self._staging: tuple[AllGather | None, ReduceScatter | None] = (None, None)
 
-    def all_gather(self, flat: torch.Tensor, axis: Axis) -> Callable[[], None]:
+    def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Callable[[], None]:
         """As `dbuffer.Collectives.all_gather`."""
         comm = self.all_gather_comm
         if comm is None:
-            return self._own(flat, axis).all_gather(flat, axis)
+            return self._own(flat, axis).all_gather(flat, axis, own)
         staged = comm.allocate(flat.shape, dtype=flat.dtype, device=flat.device)
-        own = _own_row(staged, axis)
-        own.copy_(_own_row(flat, axis))
-        work = comm(output_tensor=staged, input_tensor=own, group=axis.group, async_op=True)
+        row = _own_row(staged, axis)
+        row.copy_(own)
+        work = comm(output_tensor=staged, input_tensor=row, group=axis.group, async_op=True)
         return _ending(work, flat, lambda: flat.copy_(staged))
 
     def reduce_scatter(

@@ -1,4 +1,4 @@
-"""The gather of a planned group: one cast into the buffer, one all-gather in place, no copy out."""
+"""The gather of a planned group: one all-gather into the buffer, no copy in or out."""
 
 from __future__ import annotations
 
@@ -49,9 +49,12 @@ class Gatherer:
             else:
                 self._buffer.acquire()
             group.streams.wait(self._free)
-            self._buffer.copy_(group.shard, non_blocking=True)
+            shard: DBuffer | None = group.shard
+            if group.dtype != self._buffer.dtype or group.shard.device != self._buffer.device:
+                self._buffer.copy_(group.shard, non_blocking=True)  # cast, or moved, into place
+                shard = None
             self._copied = group.streams.record()
-            self._handle = self._buffer.all_gather_(async_op=True)
+            self._handle = self._buffer.all_gather_(shard, async_op=True)
 
     def finish(self) -> None:
         """Makes the current stream wait for it; the unsharded parameters are valid then."""
