@@ -9,9 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp import Block, Rows, fully_shard, share_comm_ctx
+from fsdp._compat import default_reduce_dtype
 from testkit import run_ranks
 
 pytestmark = pytest.mark.ranks
+REDUCED = default_reduce_dtype(torch.float32, torch.bfloat16)
 
 
 def _model():
@@ -202,7 +204,7 @@ DIFFERENCES = {
     "2, of '1.0.weight' on rank 1",
     "policy": "options of buffer 2 ('1.0.weight', '1.0.bias'): gathered in torch.float32, reduced "
     "in torch.float32, trained, reshard_after_forward=True on rank 0, and gathered in "
-    "torch.bfloat16, reduced in torch.bfloat16, trained, reshard_after_forward=True on rank 1",
+    f"torch.bfloat16, reduced in {REDUCED}, trained, reshard_after_forward=True on rank 1",
     "resharding": "options of buffer 2 ('1.0.weight', '1.0.bias'): gathered in torch.float32, "
     "reduced in torch.float32, trained, reshard_after_forward=True on rank 0, and gathered in "
     "torch.float32, reduced in torch.float32, trained, reshard_after_forward=False on rank 1",
