@@ -251,6 +251,10 @@ class State:
     def _fsdp_param_groups(self) -> list[_Reducible]:
         return [_Reducible(self, group) for group in self.groups]
 
+    @property
+    def _fsdp_param_group(self) -> _Reducible | None:  # torch 2.11 knows of one
+        return _Reducible(self, *self.groups) if self.groups else None
+
     def _root_post_backward_final_callback(self) -> None:
         for state in self.context.all_states:
             state.phase = Phase.POST_BACKWARD
@@ -258,14 +262,15 @@ class State:
 
 
 class _Reducible:
-    """A group as torch's pipeline stages see it."""
+    """Groups as torch's pipeline stages see them."""
 
-    def __init__(self, state: State, group: Group) -> None:
-        self._state, self._group = state, group
+    def __init__(self, state: State, *groups: Group) -> None:
+        self._state, self._groups = state, groups
 
     def post_backward(self) -> None:
         """Reduces what all microbatches have added up."""
-        self._state.context.post_backward(self._group)
+        for group in self._groups:
+            self._state.context.post_backward(group)
 
 
 def state_of(module: nn.Module) -> State | None:
