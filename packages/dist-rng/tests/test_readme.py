@@ -1,14 +1,10 @@
 """The README's examples run as they stand, and give one device's numbers."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+from testkit.readme import examples, run_example
+
+EXAMPLES = examples(__file__)
 
 # After each example: what one device draws, compared with what the example drew.
 CHECKS = {
@@ -41,6 +37,5 @@ def test_every_example_has_a_check():
 @pytest.mark.parametrize(
     ("example", "check"), list(zip(EXAMPLES, CHECKS.values(), strict=False)), ids=CHECKS
 )
-def test_an_example_runs_and_equals_one_device(example, check):
-    code = f"import torch\ntorch.manual_seed(0)\n{example}{check}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_an_example_runs_and_equals_one_device(example, check, tmp_path):
+    run_example(f"import torch\ntorch.manual_seed(0)\n{example}{check}", tmp_path)

@@ -30,6 +30,7 @@ WRONG = {
     "a module list": (nn.ModuleList([nn.Linear(2, 2)]), {}, "has no forward"),
     "no module": ([], {}, "wants a module"),
     "a function in the list": ([torch.relu], {}, "wants modules"),
+    "nothing to shard": (nn.Tanh(), {}, "Tanh has no parameters, so there is nothing to shard"),
     "a mesh that is none": (_model(), {"mesh": 2}, "wants a DeviceMesh"),
     "resharding to fewer": (
         _model(),
@@ -65,10 +66,10 @@ def test_a_mesh_of_three_axes():
     run_ranks(check, 1)
 
 
-def test_a_module_with_nothing_to_shard_is_legal_and_does_nothing():
+def test_what_holds_only_sharded_modules_is_legal():
     def check():
-        model = fully_shard(nn.Sequential(nn.Tanh()))
-        x = torch.ones(2, requires_grad=True)
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Tanh()))
+        x = torch.ones(1, 2, requires_grad=True)
         model(x).sum().backward()
         assert x.grad is not None
 

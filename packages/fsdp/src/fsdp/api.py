@@ -170,7 +170,7 @@ def _roots(module: object) -> tuple[nn.Module, ...]:
     """The modules of a call, without those that are inside others.
 
     Raises:
-        ValueError: none, containers without a forward, or one that was sharded already.
+        ValueError: none, containers without a forward, one without parameters or sharded already.
     """
     given = [module] if isinstance(module, nn.Module) else module
     if not isinstance(given, Sequence) or not given:
@@ -185,6 +185,11 @@ def _roots(module: object) -> tuple[nn.Module, ...]:
             )
         if state_of(one) is not None:
             raise ValueError(f"fully_shard: {type(one).__name__} is sharded already; call it once")
+        if next(one.parameters(), None) is None:
+            raise ValueError(
+                f"fully_shard: {type(one).__name__} has no parameters, so there is nothing to "
+                f"shard; leave it out, the module that holds it runs it all the same"
+            )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     return tuple(one for one in dict.fromkeys(given) if id(one) not in inside)
 

@@ -1,0 +1,10 @@
+"""The README's Python examples run as they stand."""
+
+import pytest
+
+from testkit.readme import examples, run_example
+
+
+@pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
+def test_an_example_runs(code, tmp_path):
+    run_example(code, tmp_path)
