@@ -8,6 +8,7 @@ from fsdp import FSDPModule
 from plan_api import deferred_init, parallelize, zoo
 from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+from testkit.memory import peak_bytes
 
 pytestmark = [
     pytest.mark.ranks,
@@ -36,18 +37,6 @@ def test_it_trains_as_one_device(shape):
         assert losses == pytest.approx(wanted, abs=1e-5)
 
 
-def _peak(make):
-    """The most bytes that torch's allocator holds while something is made, and what is made."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        made = make()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most, made
-
-
 def test_a_deferred_model_is_never_whole_on_a_rank():
     """At 4 ranks: a quarter twice, while it is handed over, and one parameter."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
@@ -58,7 +47,7 @@ def test_a_deferred_model_is_never_whole_on_a_rank():
         return parallelize(model, _plan(mesh))
 
     def check():
-        most, model = _peak(make)
+        most, model = peak_bytes(make)
         # the bits of one device, whatever is random
         wanted = models.llama(**wide)
         for mine, other in zip(model.parameters(), wanted.parameters(), strict=True):

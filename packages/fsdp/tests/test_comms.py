@@ -16,10 +16,10 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Memory:
-    """Counts calls, and allocates as torch's default does."""
+    """Counts calls and their groups, and allocates as torch's default does."""
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.groups = 0, set()
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
@@ -28,12 +28,14 @@ class Memory:
 class Gather(Memory, AllGather):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.calls += 1
+        self.groups.add(group)
         return ALL_GATHER(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class Reduce(Memory, ReduceScatter):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.calls += 1
+        self.groups.add(group)
         return REDUCE_SCATTER(output_tensor, input_tensor, op, group)  # None: it has ended
 
 
@@ -105,8 +107,12 @@ def test_reductions_in_a_group_of_their_own():
             assert len(groups) == 1  # one for all
             assert groups != {dist.group.WORLD}
             assert torch.equal(losses(model), wanted)
-            model.set_separate_reduce_scatter_group(False)
-            assert torch.equal(losses(model, steps=1), losses(model, steps=1)) is False  # trains on
+            for enable, used in ((True, groups), (False, None)):
+                model.set_separate_reduce_scatter_group(enable)
+                gather, reduce = _set_custom(model)
+                losses(model, steps=1)
+                assert groups.isdisjoint(gather.groups)
+                assert (reduce.groups == gather.groups) is (used is None)
 
     run_ranks(check, 2)
 

@@ -194,7 +194,10 @@ def test_one_gather_and_fewer_bytes():
         (whole,) = [call for call in log.calls if call.output_bytes > 64]
         # int8 of 4 rows of 8 and a scale for each, on 2 ranks; fp32 would be 256 bytes
         assert whole.output_bytes == 2 * (4 * 8 + 4 * 4)
+        unsharded = model[0].weight
+        assert unsharded.untyped_storage().nbytes() == 4 * 8 * 8
         states[0].reshard()
+        assert unsharded.untyped_storage().nbytes() == 0
         log = CommLog()
         with log:
             _losses(model, 0, steps=1)

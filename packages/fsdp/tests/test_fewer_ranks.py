@@ -70,6 +70,8 @@ def test_changes_between_forwards_are_seen():
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=2)
         model(batch(0))
+        kept, seen = model[0]._get_fsdp_state().groups[0].gatherer._keeper, []
+        model[0].up.register_forward_hook(lambda *_: seen.append(kept.has))
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.5)
@@ -78,6 +80,7 @@ def test_changes_between_forwards_are_seen():
             for param in other.parameters():
                 param.mul_(0.5)
         assert torch.allclose(model(batch(1)), other(batch(1)))
+        assert seen == [False]  # the memory of what was kept is back by then
 
     run_ranks(check, 4, timeout=120)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp import Rows, fully_shard
 from ragged_shard import RaggedShard, StridedRaggedShard
-from testkit import run_ranks
+from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -98,6 +98,22 @@ def test_parameters_that_are_placed_on_all_axes(placement):
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
 
     run_ranks(check, 4, timeout=120)
+
+
+def test_partial_gradients_are_reduced_once():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = distribute_module(_model(), mesh)
+        for block in model:
+            fully_shard(block, mesh=mesh, strategy="native")
+        fully_shard(model, mesh=mesh, strategy="native")
+        x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+        loss = model(x).square().sum().to_local()
+        with CommLog() as log:
+            loss.backward()
+        log.assert_counts({"all_gather": 2, "reduce_scatter": 2})
+
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)

@@ -10,6 +10,7 @@ from torch import nn
 
 import fsdp
 from testkit import models, run_ranks
+from testkit.memory import peak_bytes
 from testkit.stacks import Block, batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
@@ -67,13 +68,7 @@ def test_on_meta_a_rank_never_holds_more_than_its_shards_and_a_group():
             dist_rng.install()
             return initialized(model)
 
-        with torch.profiler.profile(profile_memory=True) as profiler:
-            model = build()
-        now = most = 0
-        for event in profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                now += event.nbytes()
-                most = max(most, now)
+        most, model = peak_bytes(build)
         alone = initialized(nn.Sequential(*[Wide() for _ in range(8)]))
         # the random numbers of one device, too
         for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):

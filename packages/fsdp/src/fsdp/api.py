@@ -236,5 +236,6 @@ def _group(
                 f"fully_shard: reshard_after_forward={backward_size} and parameter "
                 f"{first.name!r} that is a DTensor of other axes; wants True or False"
             )
-        smaller = backward_mesh(first.mesh, backward_size)
+        _, backward_size = checked_reshard(backward_size, first.mesh)
+        smaller = backward_mesh(first.mesh, backward_size) if backward_size else None
     return PlannedGroup(*arguments, backward_mesh=smaller)

@@ -65,7 +65,7 @@ class ExtensionGroup(Group):
         axis = self.mesh.ndim - 1
         self.rank, self.ranks = self.mesh.get_local_rank(axis), self.mesh.size(axis)
         names = [p.name for p in self.params]
-        self.layout = chunk_layout(names, self.shapes, self.ranks)  # of the gradients
+        self.layout = chunk_layout(names, self.shapes, self.ranks)  # each rank's chunks together
         # Never filled: ranks compare by it what they mean.
         self.shard = DBuffer(
             self.layout, self.mesh, sharded_placements(self.mesh), self.dtype, "meta",
@@ -80,13 +80,6 @@ class ExtensionGroup(Group):
     def on_meta(self) -> bool:
         """As of `Group`."""
         return any(local_of(param).device.type == "meta" for param in self.params)
-
-    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
-        """As of `Group`: each rank's chunks, one behind the other."""
-        return DBuffer(
-            self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.comms, name=lambda: self.names,
-        )  # fmt: skip
 
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
         """As of `Group`."""

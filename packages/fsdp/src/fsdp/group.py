@@ -14,9 +14,11 @@ from dbuffer import DBuffer, Strategy
 from fsdp import _compat, adopt
 from fsdp.comms import Comms
 from fsdp.gather import Gather
+from fsdp.meshes import sharded_placements
 from fsdp.parameter import ManagedParameter
 from fsdp.reduce import Reducer
 from fsdp.streams import Streams
+from ragged_shard.planner import Layout
 
 __all__ = ["Group"]
 
@@ -33,6 +35,7 @@ class Group(ABC):
         strategy: of the collectives; see `DBuffer`.
 
     Attributes:
+        layout: of the buffers: of gradients and, where parameters are planned, of these.
         gatherer: of the unsharded parameters.
         reducer: of the gradients.
         shard: a buffer that says how the group is cut; where parameters are planned, they are in
@@ -40,6 +43,7 @@ class Group(ABC):
         keeps_memory: whether unsharded parameters keep theirs, with its addresses, when resharded.
     """
 
+    layout: Layout
     gatherer: Gather
     shard: DBuffer
 
@@ -71,10 +75,6 @@ class Group(ABC):
         """Whether the shards have no memory yet."""
 
     @abstractmethod
-    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
-        """A buffer with memory for the gradients of all shards, where parameters compute."""
-
-    @abstractmethod
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
         """What `new_buffer` keeps of whole gradients, local tensors, given by parameter."""
 
@@ -87,6 +87,13 @@ class Group(ABC):
         """Takes over parameters that a module-wide change has put in place of ours."""
 
     # What it is.
+
+    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
+        """A buffer with memory for all shards, where parameters are computed with."""
+        return DBuffer(
+            self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
+            full=True, strategy=self.comms, name=lambda: self.names,
+        )  # fmt: skip
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -72,13 +72,6 @@ class PlannedGroup(Group):
             name=lambda: self.names,
         )  # fmt: skip
 
-    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
-        """A buffer with memory for all shards, where parameters are computed with."""
-        return DBuffer(
-            self.layout, self.mesh, sharded_placements(self.mesh), dtype, self.device,
-            full=True, strategy=self.comms, name=lambda: self.names,
-        )  # fmt: skip
-
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
         """As of `Group`; of TP parameters placed as those are, all moved in one collective."""
         moving: dict[int, DTensor] = {}

@@ -1,0 +1,21 @@
+"""The peak of what is held, not the sum of what was allocated."""
+
+import torch
+
+from testkit.memory import peak_bytes
+
+
+def test_what_was_freed_before_does_not_count():
+    def action():
+        for _ in range(3):
+            torch.zeros(1 << 18)  # 1 MB, freed at once
+        return torch.ones(1 << 18)
+
+    most, result = peak_bytes(action)
+    assert 1 << 20 <= most < 5 << 18
+    assert result.sum() == 1 << 18
+
+
+def test_what_is_held_together_does():
+    most, _ = peak_bytes(lambda: [torch.zeros(1 << 18) for _ in range(3)])
+    assert 3 << 20 <= most < 13 << 18

@@ -1,0 +1,30 @@
+"""Examples of a README are found, and fail where they fail."""
+
+import subprocess
+
+import pytest
+
+from testkit.readme import examples, run_example
+
+
+def _test_file(tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "tests").mkdir()
+    return str(tmp_path / "tests" / "test_readme.py")
+
+
+def test_python_blocks_are_examples(tmp_path):
+    text = "```python\na = 1\n```\n```\nno = 1\n```\n```python\nb = 2\n```\n"
+    assert examples(_test_file(tmp_path, text)) == ["a = 1\n", "b = 2\n"]
+
+
+def test_a_readme_without_any(tmp_path):
+    with pytest.raises(ValueError, match=r"README.md has no ```python block"):
+        examples(_test_file(tmp_path, "nothing"))
+
+
+def test_an_example_that_fails(tmp_path):
+    run_example("open('here', 'w')", tmp_path)
+    assert (tmp_path / "here").exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        run_example("raise SystemExit(3)", tmp_path)
