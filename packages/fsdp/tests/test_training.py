@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp
+from fsdp.reduce import Reducer
 from testkit import CommLog, run_ranks
 from testkit.stacks import Block, batch, losses, shard, stack
 
@@ -301,9 +302,34 @@ def test_an_iteration_may_be_ended_by_hand():
         handle.wait()
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad.full_tensor(), wanted.grad.full_tensor())
+        model.zero_grad()
         model(batch(2)).square().mean().backward()
+        assert any(param.grad is None for param in model.parameters())  # nobody has waited
         assert model.finalize_backward() is None
+        assert all(param.grad is not None for param in model.parameters())
         with pytest.raises(RuntimeError, match="wants the root"):
             model[0].finalize_backward()
+
+    run_ranks(check, 2)
+
+
+def test_memory_is_given_back_before_gradients_take_theirs():
+    """At the peak of a step there are neither the group's parameters nor two gradient buffers."""
+
+    def check():
+        model, seen = shard(fsdp, stack()), []
+        model(batch(0)).sum().backward()
+        groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
+        take = Reducer.take
+
+        def taking(self):
+            buffers = [group.reducer._buffer.held for group in groups]
+            seen.append((self._group.unsharded, any(buffers)))
+            take(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Reducer, "take", taking)
+            model(batch(0)).sum().backward()
+        assert seen == [(False, False)] * 4
 
     run_ranks(check, 2)
