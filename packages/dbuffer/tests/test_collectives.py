@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dbuffer import DBuffer
 from ragged_shard.planner import TensorSpec, plan_layout
-from testkit import CommLog, run_ranks
+from testkit import CommLog, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -61,8 +61,7 @@ def same_bits(layout, shapes, strategy, dtype, asynchronous):
     good = [torch.equal(full.view(i), parts[0][i]) for i in range(len(shapes))]
     small = DBuffer(layout, mesh, [S0], dtype)
     small.copy_from(parts[1 % size])
-    full.set_placements([S0])
-    run(partial(full.all_gather_, small))
+    run(partial(full.all_gather_, small))  # whatever was in it, it is sharded as the source is
     good += [torch.equal(full.view(i), parts[1 % size][i]) for i in range(len(shapes))]
     for how in (SUM, AVG):
         wanted = sums if how is SUM else [total / size for total in sums]
@@ -231,3 +230,15 @@ def test_a_mesh_in_another_order_is_exchanged_rightly_or_refused():
     assert run_ranks(other_order, 2, "exchange") == [True, True]
     for answer in run_ranks(other_order, 2, "native"):
         assert answer is True or "use strategy='exchange'" in answer
+
+
+def test_a_source_is_taken_over_where_nobody_else_is():
+    with fake_mesh((1,)) as mesh:
+        layout = layout_of(1)
+        small = DBuffer(layout, mesh, [S0], torch.float32)
+        small.copy_from(drawn(0, SHAPES, torch.float32))
+        full = DBuffer(layout, mesh, [S0], torch.float32, full=True)
+        full.zero_()
+        full.all_gather_(small)
+        for i, tensor in enumerate(drawn(0, SHAPES, torch.float32)):
+            assert torch.equal(full.view(i), tensor)
