@@ -65,7 +65,23 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """`all_to_all_single` of equal parts, asynchronous; here for its untyped result."""
-    work: dist.Work = dist.all_to_all_single(output, tensor, group=group, async_op=True)
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> dist.Work:
+    """`all_to_all_single`, asynchronous; here for its untyped result.
+
+    Args:
+        output: flat, or of equal parts.
+        tensor: likewise.
+        group: whose ranks exchange.
+        received: elements from each of them; by default equal parts.
+        sent: elements for each of them.
+    """
+    work: dist.Work = dist.all_to_all_single(
+        output, tensor, received, sent, group=group, async_op=True
+    )
     return work

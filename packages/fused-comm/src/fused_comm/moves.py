@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -16,6 +17,7 @@ from fused_comm.exchange import Exchange, Item
 from fused_comm.flight import Flight
 from fused_comm.pack import own_piece
 from fused_comm.reduction import Reduction, is_local_cut, reduction_to
+from fused_comm.runs import HoldsRuns, RunExchange, RunItem
 
 __all__ = ["Moves"]
 
@@ -35,10 +37,11 @@ class Moves:
     ) -> None:
         self._tensors, self._targets = tensors, targets
         self._flights: list[Flight] = []
-        self._exchanges: list[tuple[Exchange, list[int]]] = []
+        self._exchanges: list[tuple[Exchange | RunExchange, list[int]]] = []
         self._alone: list[int] = []
         entries: list[Entry] = []
         exchanged: dict[tuple[FlatGroup, bool, torch.dtype], list[tuple[int, Item]]] = {}
+        given_out: dict[tuple[dist.ProcessGroup, torch.dtype], list[tuple[int, RunItem]]] = {}
         for number, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
             if (reduction := _reduction(tensor, target)) is not None:
                 route = route_of(reduction, reduction.dtype, reduction.averaged)
@@ -47,9 +50,15 @@ class Moves:
                 group, item = found
                 key = (group, bool(item.cut), item.local.dtype)
                 exchanged.setdefault(key, []).append((number, item))
+            elif (run := _run_item(tensor, target)) is not None:
+                processes, runs = run
+                given_out.setdefault((processes, runs.local.dtype), []).append((number, runs))
             else:
                 self._alone.append(number)
         self._start(entries, exchanged)
+        for (processes, _), moved in given_out.items():
+            sent = RunExchange([item for _, item in moved], processes)
+            self._exchanges.append((sent, [number for number, _ in moved]))
 
     def land(self) -> list[DTensor]:
         """Waits for all of them: the results, outside autograd."""
@@ -125,6 +134,30 @@ def _item(tensor: DTensor, target: tuple[Placement, ...]) -> tuple[FlatGroup, It
         tuple((_dim(target[axis]), mesh.size(axis)) for axis in axes) if exchanges else (),
     )
     return flat_group(mesh, axes), item
+
+
+def _run_item(
+    tensor: DTensor, target: tuple[Placement, ...]
+) -> tuple[dist.ProcessGroup, RunItem] | None:
+    """If all that it needs is that one axis gives out other runs of what the others leave."""
+    mesh, sources = tensor.device_mesh, tensor.placements
+    axes = [axis for axis in range(mesh.ndim) if sources[axis] != target[axis]]
+    if len(axes) != 1:
+        return None
+    [axis] = axes
+    source, wanted = sources[axis], target[axis]
+    if not (isinstance(source, HoldsRuns) and isinstance(wanted, HoldsRuns)):
+        return None
+    others = tuple(Replicate() if at == axis else one for at, one in enumerate(sources))
+    base, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, others)
+    ranks = range(mesh.size(axis))
+    item = RunItem(
+        tensor._local_tensor.contiguous(),
+        tuple(source.interval(base, rank) for rank in ranks),
+        tuple(wanted.interval(base, rank) for rank in ranks),
+        wanted.local_shape(base, mesh.get_local_rank(axis)),
+    )
+    return mesh.get_group(axis), item
 
 
 def _dim(placement: Placement) -> int:
