@@ -55,7 +55,8 @@ def tensor(number, shape, mesh, placements):
 def moved(sources, targets, shapes, mesh, place):
     """Whether each is what it would be if it had been made so, and the log."""
     given = [
-        tensor(n, shape, mesh, place(one)) for n, (shape, one) in enumerate(zip(shapes, sources))
+        tensor(n, shape, mesh, place(one))
+        for n, (shape, one) in enumerate(zip(shapes, sources, strict=True))
     ]
     with CommLog() as log:
         pending = redistribute_many(given, [place(one) for one in targets], async_op=True)

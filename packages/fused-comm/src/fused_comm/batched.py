@@ -80,9 +80,9 @@ def redistribute_many(
     The same way is: an all-reduce, reduce-scatter, all-gather or all-to-all over the same mesh
     axes (several at a time are one group, but for the all-to-all), of one dtype. Uneven shards are
     padded in the buffer. From one `RaggedShard` to another (`runs.HoldsRuns`), as from shards to
-    an owner of each tensor, only what changes its rank travels, in one all-to-all. What needs several kinds goes alone, by `DTensor.redistribute`. Autograd
-    sends gradients back together too, to the placements that the tensors had, or to replicas where
-    they were Partial.
+    an owner of each tensor, only what changes its rank travels, in one all-to-all. What needs
+    several kinds goes alone, by `DTensor.redistribute`. Autograd sends gradients back together too,
+    to the placements that the tensors had, or to replicas where they were Partial.
 
     Args:
         tensors: on any meshes, in the same order on all ranks.

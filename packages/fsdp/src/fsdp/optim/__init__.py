@@ -1,0 +1,5 @@
+"""Optimizers that use what sharding leaves whole."""
+
+from fsdp.optim.muon import Muon
+
+__all__ = ["Muon"]
