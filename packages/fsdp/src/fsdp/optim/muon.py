@@ -172,8 +172,10 @@ class Muon(Optimizer):
         self._work = work
         work.check_ranks()
         parts = [self._local(param, group) for param, group in params if param.grad is not None]
-        for group in self.param_groups:
-            _move([part for part in parts if part.group is group], group)
+        for own in parts:  # one by one, as the bits of lists of bfloat16 differ (_foreach_mul_)
+            group = own.group
+            own.momentum.lerp_(own.grad, 1 - group["momentum"])
+            own.param.mul_(1 - float(group["lr"]) * group["weight_decay"])
 
         def direction(job: Job) -> torch.Tensor:
             own, part = parts[work.param_of(job)], job.matrix.part
@@ -217,13 +219,3 @@ class Muon(Optimizer):
                 self._adamw = torch.optim.AdamW(groups)
             self._adamw.param_groups, self._adamw.state = groups, self.state
             self._adamw.step()
-
-
-def _move(parts: list[_Local], group: _Group) -> None:
-    """What needs no other rank: the running mean of gradients, and the decay of weights."""
-    if not parts:
-        return
-    torch._foreach_lerp_(
-        [p.momentum for p in parts], [p.grad for p in parts], 1 - group["momentum"]
-    )
-    torch._foreach_mul_([p.param for p in parts], 1 - float(group["lr"]) * group["weight_decay"])
