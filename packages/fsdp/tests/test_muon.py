@@ -1,6 +1,7 @@
 """Muon: torch's figures whatever the ranks and the granularity, and little that travels."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,7 +28,8 @@ from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
 from fsdp.optim.matrices import matrices_of as matrices_in
 from fsdp.optim.orthogonalize import jobs_of, orthogonalize
-from ragged_shard import RaggedShard
+from fsdp.optim.owners import Load, choose_owners, work_of
+from ragged_shard import InterleavedShard, RaggedShard
 from testkit import CommLog, models, run_ranks
 
 STEPS = 50
@@ -141,7 +143,7 @@ def test_fifty_steps_are_torchs_bit_for_bit(ranks, granularity):
 OPTIONS = [
     {"nesterov": False},
     {"momentum": 0.5, "weight_decay": 0.0, "ns_steps": 3},
-    {"adjust_lr_fn": "match_rms_adamw", "eps": 1e-3},
+    {"adjust_lr_fn": "match_rms_adamw", "eps": 10.0},
     {"ns_coefficients": (2.0, -1.5, 0.5)},
 ]
 
@@ -326,6 +328,30 @@ def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
         assert len(set(owners.values())) == 2
 
 
+def test_owners_have_equal_work_and_what_they_hold():
+    """Largest first; what is fixed stays, and counts."""
+    even = choose_owners([Load(5, (1, 9)), Load(5, (2, 8)), Load(5, (3, 7)), Load(5, (9, 1))], 2)
+    assert even == [1, 1, 0, 0]
+    assert choose_owners([Load(3, (9, 0), fixed=0), Load(3, (8, 1)), Load(6, (9, 0))], 2) == [
+        0,
+        0,
+        1,
+    ]
+    draw = random.Random(0)
+    for _ in range(50):
+        ranks = draw.randint(1, 9)
+        loads = [
+            Load(draw.randint(1, 99), tuple(draw.randint(0, 9) for _ in range(ranks)))
+            for _ in range(draw.randint(0, 30))
+        ]
+        busy = [0] * ranks
+        for load, owner in zip(loads, choose_owners(loads, ranks), strict=True):
+            busy[owner] += load.work
+        work = [load.work for load in loads]
+        assert max(busy) <= sum(work) / ranks + max(work, default=0)
+    assert work_of((2, 5)) == work_of((5, 2)) == 2 * 2 * 2 * 5 + 2**3
+
+
 # Bytes and collectives.
 
 
@@ -444,6 +470,31 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
         ):
             optimizer.step()
         assert same_bits(wholes(model), before) == []
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+
+        def optimizer(placements, **options):
+            param = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, placements))
+            param.grad = torch.ones_like(param)
+            return Muon([("qkv", param)], **options)
+
+        interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
+        with pytest.raises(ValueError, match=r"'qkv' is placed as .*wants RaggedShard on one axis"):
+            interleaved.step()
+        cut = optimizer([Shard(0), Replicate()], split=2)
+        with pytest.raises(ValueError, match=r"'qkv' is split into 2 matrices and placed as"):
+            cut.step()
+        moved = optimizer([Shard(0), Replicate()])
+        [param] = moved.param_groups[0]["params"]
+        param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
+        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' is .* placed as"):
+            moved.step()
 
     run_ranks(check, 2)
 
