@@ -156,6 +156,12 @@ def test_options_are_torchs_on_plain_parameters(options):
     assert same_bits(wholes(ours), wholes(theirs)) == []
 
 
+def test_a_learning_rate_may_be_a_tensor():
+    ours, theirs = Net(), Net()
+    optimizer = Muon(groups_of(ours), lr=torch.tensor(0.02, dtype=torch.float64))
+    assert train(ours, optimizer, 3) == train(theirs, TorchMuon(theirs), 3)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes(dtype):
@@ -297,6 +303,35 @@ def test_tensor_parallel_matrices_are_whole_where_they_iterate(fsdp):
         assert steps_of(model, muon_of(model), lambda step: torch.randn(5, 6)) == []
 
     run_ranks(check, 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_stacked_experts_beside_expert_and_tensor_parallelism(dim):
+    """Cut along dim 0 each rank has whole experts; along others a part of each."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        model = nn.Module()
+        values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+        model.experts = nn.Parameter(distribute_tensor(values, mesh["ep"], [Shard(dim)]))
+        fully_shard(model, mesh=mesh["dp"])
+        ours = Muon(model.named_parameters(), lr=0.1)
+        alone = [nn.Parameter(one) for one in values.clone()]
+        theirs = torch.optim.Muon(alone, lr=0.1)
+        for _ in range(2):
+            model.experts.grad = torch.zeros_like(model.experts)
+            torch.manual_seed(dist.get_rank())
+            model.experts.grad.to_local().normal_()
+            for param, grad in zip(alone, whole(model.experts.grad), strict=True):
+                param.grad = grad.contiguous()
+            ours.step()
+            theirs.step()
+        assert torch.equal(whole(model.experts), torch.stack(list(alone)))
+        return ours.owners()
+
+    for owners in run_ranks(check, 4):
+        assert len(owners) == (2 if dim == 0 else 4)
 
 
 @pytest.mark.ranks
