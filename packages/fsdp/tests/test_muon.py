@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
+from fsdp.optim.jobs import jobs_of
 from fsdp.optim.matrices import matrices_of as matrices_in
-from fsdp.optim.orthogonalize import jobs_of, orthogonalize
+from fsdp.optim.orthogonalize import orthogonalize
 from fsdp.optim.owners import Load, choose_owners, work_of
 from ragged_shard import InterleavedShard, RaggedShard
 from testkit import CommLog, models, run_ranks
@@ -473,6 +474,8 @@ def test_what_is_no_matrix_is_refused_by_name():
     assert len(optimizer.param_groups) == 2
     with pytest.raises(ValueError, match=r"parameter '1 of group 0' is"):
         Muon([model.up.weight, model.up.bias])
+    with pytest.raises(ValueError, match=r"'turned' of shape \(3, 2\) has strides \(1, 3\)"):
+        Muon([("turned", nn.Parameter(torch.zeros(2, 3).T))])
 
 
 @pytest.mark.parametrize("split", [3, 0, (5, 6), (12, -2), lambda param: 4])

@@ -81,13 +81,18 @@ def rows_of(split: Split | SplitFunction, param: torch.Tensor, name: str) -> tup
         name: for errors.
 
     Raises:
-        ValueError: the parameter has other dims, or they cannot be cut so.
+        ValueError: the parameter has other dims, is not contiguous, or cannot be cut so.
     """
     if param.ndim not in (2, 3) or param.is_complex():
         raise ValueError(
             f"Muon: parameter {name!r} is {param.dtype} of shape {tuple(param.shape)}; wants real "
             f"matrices, of 2 dims, or 3 for stacked ones: give others, embeddings and output "
             f"layers to AdamW, in a group with use_muon=False"
+        )
+    if not param.is_contiguous():
+        raise ValueError(
+            f"Muon: parameter {name!r} of shape {tuple(param.shape)} has strides {param.stride()}; "
+            f"wants a contiguous one"
         )
     if callable(split):
         split = split(param)
