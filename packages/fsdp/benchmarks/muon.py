@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import Whole, fully_shard
-from fsdp.optim import Muon
+from fsdp.optim import Muon, orthogonalize
 from fsdp.optim.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz
 from fsdp.optim.owners import work_of
 from testkit import CommLog, run_ranks
@@ -73,8 +73,25 @@ class Naive:
             local.view(-1).add_(result.view(-1)[own.start : own.stop], alpha=-lr)
 
 
-def ours(model, **options):
-    return Muon(model.named_parameters(), lr=0.02, **options)
+def ours(model, kind=Muon, **options):
+    return kind(model.named_parameters(), lr=0.02, **options)
+
+
+class Blocking(Muon):
+    """Waits for each exchange at once."""
+
+    def step(self, closure=None):
+        exchange = orthogonalize.redistribute_many
+        orthogonalize.redistribute_many = lambda *args, **_: Arrived(exchange(*args))
+        try:
+            return super().step(closure)
+        finally:
+            orthogonalize.redistribute_many = exchange
+
+
+class Arrived(list):
+    def wait(self):
+        return self
 
 
 WAYS = {
@@ -82,6 +99,7 @@ WAYS = {
     "naive, gathered in bfloat16": lambda: Naive(sharded(False).parameters(), torch.bfloat16),
     "Muon": lambda: ours(sharded(False)),
     "Muon, buckets of 1 MB": lambda: ours(sharded(False), bucket_mb=1),
+    "the same, nothing overlapped": lambda: ours(sharded(False), Blocking, bucket_mb=1),
     "Muon, Whole()": lambda: ours(sharded(True)),
 }
 
