@@ -1,0 +1,125 @@
+"""What Muon cannot work with is refused by name, on every rank."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import Muon
+from ragged_shard import InterleavedShard
+from testkit import run_ranks
+from testkit.matrix_net import (
+    Net,
+    groups_of,
+    same_bits,
+    train,
+    wholes,
+)
+
+GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
+
+
+def muon_of(model, **options):
+    return Muon(groups_of(model), lr=0.02, **options)
+
+
+def sharded(granularity="elements", **options):
+    policy = GRANULARITIES[granularity]
+    choose = lambda param: policy if param.ndim == 2 else None
+    return fully_shard(Net(), shard_placement_fn=choose, **options)
+
+
+def test_what_is_no_matrix_is_refused_by_name():
+    model = Net()
+    with pytest.raises(ValueError, match=r"parameter 'norm.weight' is .* of shape \(13,\).*AdamW"):
+        Muon(model.named_parameters())
+    optimizer = muon_of(model)
+    with pytest.raises(ValueError, match=r"parameter 'late' is"):
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
+    assert len(optimizer.param_groups) == 2
+    with pytest.raises(ValueError, match=r"parameter '1 of group 0' is"):
+        Muon([model.up.weight, model.up.bias])
+    with pytest.raises(ValueError, match=r"'turned' of shape \(3, 2\) has strides \(1, 3\)"):
+        Muon([("turned", nn.Parameter(torch.zeros(2, 3).T))])
+
+
+@pytest.mark.parametrize("split", [3, 0, (5, 6), (12, -2), lambda param: 4])
+def test_splits_that_do_not_fit(split):
+    with pytest.raises(ValueError, match=r"split=.* of parameter 'w', whose matrices have 10 rows"):
+        Muon([("w", nn.Parameter(torch.zeros(10, 4)))], split=split)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"momentum": -0.1}, {"ns_steps": 100}, {"adjust_lr_fn": "x"}, {"bucket_mb": 0}],
+    ids=str,
+)
+def test_options_out_of_range(options):
+    with pytest.raises(ValueError, match=rf"Muon: {next(iter(options))}="):
+        Muon([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+@pytest.mark.ranks
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
+    def check():
+        model = sharded()
+        optimizer = muon_of(model)
+        model(torch.arange(6)).backward()
+        if dist.get_rank() == 1:
+            model.square.weight.grad = None
+        before = wholes(model)
+        with pytest.raises(
+            ValueError, match=r"square.weight .*: a gradient on rank 0 and .*no gra"
+        ):
+            optimizer.step()
+        assert same_bits(wholes(model), before) == []
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+
+        def optimizer(placements, **options):
+            param = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, placements))
+            param.grad = torch.ones_like(param)
+            return Muon([("qkv", param)], **options)
+
+        interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
+        with pytest.raises(ValueError, match=r"'qkv' is placed as .*wants RaggedShard on one axis"):
+            interleaved.step()
+        cut = optimizer([Shard(0), Replicate()], split=2)
+        with pytest.raises(ValueError, match=r"'qkv' is split into 2 matrices and placed as"):
+            cut.step()
+        moved = optimizer([Shard(0), Replicate()])
+        [param] = moved.param_groups[0]["params"]
+        param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
+        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' is .* placed as"):
+            moved.step()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_state_of_another_layout_is_refused():
+    def check():
+        rows, elements = sharded("rows"), sharded("elements")
+        ours, theirs = muon_of(rows), muon_of(elements)
+        train(rows, ours, 1)
+        train(elements, theirs, 1)
+        before = copy.deepcopy(ours.state_dict())
+        with pytest.raises(ValueError, match=r"momentum_buffer of parameter 'up.weight' is placed"):
+            ours.load_state_dict(theirs.state_dict())
+        after = ours.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        ours.load_state_dict(before)
+        assert len(train(rows, ours, 1)) == 1
+
+    run_ranks(check, 2)

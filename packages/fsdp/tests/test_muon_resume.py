@@ -1,0 +1,101 @@
+"""Muon goes on from checkpoints at other numbers of ranks, and trains a LLaMA as DDP does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import Muon
+from testkit import models, run_ranks
+from testkit.matrix_net import (
+    STEPS,
+    Net,
+    TorchMuon,
+    groups_of,
+    train,
+)
+
+GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
+
+
+def muon_of(model, **options):
+    return Muon(groups_of(model), lr=0.02, **options)
+
+
+def sharded(granularity="elements", **options):
+    policy = GRANULARITIES[granularity]
+    choose = lambda param: policy if param.ndim == 2 else None
+    return fully_shard(Net(), shard_placement_fn=choose, **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("saved", "saved_as", "loaded", "loaded_as"),
+    [(2, "elements", 4, "whole"), (4, "rows", 1, "elements")],
+)
+def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
+    def state(model, optimizer):
+        return {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+
+    def save():
+        model = sharded(saved_as)
+        optimizer = muon_of(model)
+        train(model, optimizer, 3)
+        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        return train(model, optimizer, 5, 3)
+
+    def load():
+        model = sharded(loaded_as)
+        optimizer = muon_of(model)
+        train(model, optimizer, 1)  # something to be overwritten
+        found = state(model, optimizer)
+        dcp.load(found, checkpoint_id=tmp_path)
+        set_model_state_dict(model, found["model"])
+        set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        return train(model, optimizer, 5, 3)
+
+    wanted = run_ranks(save, saved)[0]
+    for losses in run_ranks(load, loaded):
+        assert losses == wanted
+
+
+@pytest.mark.ranks
+def test_losses_of_a_llama_are_those_of_ddp_and_torchs_muon_bit_for_bit():
+    def check():
+        curves = []
+        for kind in ("ddp", "fsdp"):
+            model = models.llama()
+            if kind == "fsdp":
+                for layer in model.model.layers:
+                    fully_shard(layer)
+                fully_shard(model)
+                optimizer, called = muon_of(model), model
+            else:
+                called = DistributedDataParallel(model)
+                optimizer = TorchMuon(model)
+            losses = []
+            for step in range(STEPS):
+                torch.manual_seed(10 * (step % 3) + dist.get_rank())
+                ids = torch.randint(0, models.VOCABULARY, (2, 8))
+                loss = called(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            curves.append(losses)
+        return curves
+
+    for ddp, ours in run_ranks(check, 2):
+        assert ours == ddp
+        assert ours[-1] < ours[0] / 2

@@ -1,0 +1,109 @@
+"""A net of matrices, and a script that trains it: for optimizers that treat matrices as such."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "STEPS", "Net", "TorchMuon", "groups_of", "matrices_of", "same_bits", "train", "whole",
+    "wholes",
+]  # fmt: skip
+
+STEPS = 50
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, uneven, wide and tall; an embedding, norms and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(11, 13), nn.LayerNorm(13)
+        self.up, self.down = nn.Linear(13, 37), nn.Linear(37, 13)
+        self.square, self.head = nn.Linear(13, 13, bias=False), nn.Linear(13, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The mean square of what comes out; ids are below 11."""
+        x = self.norm(self.embed(ids))
+        x = x + self.down(torch.tanh(self.up(x)))
+        loss: torch.Tensor = self.head(x + self.square(x)).square().mean()
+        return loss
+
+
+def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Of hidden layers: what Muon is for."""
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.ndim == 2 and not any(part in name for part in ("embed", "head"))
+    ]
+
+
+def groups_of(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
+    """Two parameter groups: these matrices, and with ``use_muon=False`` the rest."""
+    hidden = matrices_of(model)
+    names = {name for name, _ in hidden}
+    rest = [(name, param) for name, param in model.named_parameters() if name not in names]
+    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-2, **adamw}]
+
+
+class TorchMuon:
+    """Two optimizers of torch, which know nothing of shards.
+
+    Args:
+        model: a `Net`, or another whose matrices are named alike.
+        options: of `torch.optim.Muon`.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        muon, adamw = groups_of(model)
+        adamw.pop("use_muon")
+        decay = options.get("weight_decay", 0.1)
+        self.both: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(muon["params"], lr=0.02, **options),
+            torch.optim.AdamW([adamw], weight_decay=decay),
+        ]
+
+    def step(self) -> None:
+        """Of both."""
+        for one in self.both:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Of both."""
+        for one in self.both:
+            one.zero_grad()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) -> list[float]:
+    """The losses; the same batch on all ranks, so that gradients do not depend on their number."""
+    losses = []
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        loss = model(torch.randint(0, 11, (4, 6)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with all its shards, outside of autograd."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model with all their shards, by name."""
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that are not the same: none, if all is well."""
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
