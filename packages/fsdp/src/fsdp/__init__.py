@@ -7,6 +7,7 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
+from fsdp import optim
 from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp.clip import clip_grad_norm_
 from fsdp.module import FSDPModule
@@ -26,6 +27,7 @@ __all__ = [
     "Whole",
     "clip_grad_norm_",
     "fully_shard",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

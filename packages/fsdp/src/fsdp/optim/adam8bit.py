@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,22 +106,21 @@ class Adam8bit(Optimizer):
                 loss = closure()
         jobs: list[Job] = []
         for index, group in enumerate(self.param_groups):
-            of_step: dict[int, Coefficients] = {}
+            of_step: dict[float, Coefficients] = {}
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
-                name = messages.name_of(group, index, i)
+                name = partial(messages.name_of, group, index, i)
                 planned = self._plan(param, group, name)
                 state = self.state[param]
                 if not state:
                     state.update(new_state(param, planned.layout))
-                state["step"] += 1
-                number = int(state["step"].item())
+                number = state["step"].add_(1).item()
                 if number not in of_step:
-                    of_step[number] = _coefficients(group, number)
+                    of_step[number] = _coefficients(group, int(number))
                 jobs.append(make_job(param, name, state, planned, of_step[number]))
-        for name in run(jobs):
-            self._warn(messages.not_finite(name))
+        for lost in run(jobs):
+            self._warn(messages.not_finite(lost))
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -144,17 +144,17 @@ class Adam8bit(Optimizer):
             for i, param in enumerate(group["params"]):
                 if of_param := state["state"].get(param):
                     state["state"][param] = of_param = released(of_param, param)
-                    name = messages.name_of(group, index, i)
-                    check_state(of_param, param, self._plan(param, group, name).layout, name)
+                    name = partial(messages.name_of, group, index, i)
+                    check_state(of_param, param, self._plan(param, group, name).layout, name())
         super().__setstate__(state)
 
-    def _plan(self, param: torch.Tensor, group: dict[str, Any], name: str) -> Planned:
+    def _plan(self, param: torch.Tensor, group: dict[str, Any], name: Callable[[], str]) -> Planned:
         """What is known of a parameter; a warning the first time that its blocks are cut."""
         planned = self._planned.get(param)
         if planned is None or not planned.holds(param, group):
             planned = self._planned[param] = Planned.of(param, group)
             if planned.layout is not None and planned.layout.cut is not None:
-                self._warn(messages.blocks_cut(name, param, planned.layout.cut, group))
+                self._warn(messages.blocks_cut(name(), param, planned.layout.cut, group))
         return planned
 
     def _warn(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,20 +55,20 @@ def check_param(param: torch.Tensor, name: str) -> None:
         )
 
 
-def check_grad(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
+def check_grad(param: torch.Tensor, grad: torch.Tensor, name: Callable[[], str]) -> None:
     """Raises where a gradient does not fit its parameter.
 
     Raises:
         ValueError: it is sparse, or a DTensor and the parameter none, or on another mesh.
     """
     if grad.layout is not torch.strided:
-        raise ValueError(f"Adam8bit: the gradient of {name!r} is sparse; wants a dense one")
+        raise ValueError(f"Adam8bit: the gradient of {name()!r} is sparse; wants a dense one")
     same = isinstance(grad, DTensor) == isinstance(param, DTensor)
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
         same = grad.device_mesh == param.device_mesh
     if not same:
         raise ValueError(
-            f"Adam8bit: the gradient of {name!r} is a {type(grad).__name__} and the parameter a "
+            f"Adam8bit: the gradient of {name()!r} is a {type(grad).__name__} and the parameter a "
             f"{type(param).__name__}; wants both plain, or both DTensors of one mesh"
         )
 
@@ -81,7 +82,7 @@ def check_state(
         ValueError: other tensors, dtypes, shapes, or placements.
     """
     wanted = WHOLE if layout is None else QUANTIZED
-    if state.keys() != {"step", *wanted}:
+    if state.keys() != {"step", *wanted} or not isinstance(state["step"], torch.Tensor):
         kind = "fp32 moments" if layout is None else "8-bit moments and their scales"
         raise ValueError(
             f"Adam8bit: the state of parameter {name!r} has {sorted(state)}; wants {kind}, "

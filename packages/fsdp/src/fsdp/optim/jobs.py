@@ -6,7 +6,7 @@ a copy, and put back after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.optim.blocks import BlockLayout, Placements, block_layout
 from fsdp.optim.checking import check_grad
+from fsdp.optim.core import update_many
 from fsdp.optim.state import local_of, moments_of, placements_of
 from fsdp.optim.update import Coefficients, Moments, update
 
 __all__ = ["Job", "Planned", "make_job", "run"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Planned:
     """What was found out about a parameter, and of what.
 
@@ -30,12 +31,16 @@ class Planned:
         smallest: of its group: the fewest elements that are quantised.
         placements: of the parameter.
         layout: of its blocks; None if its moments are not quantised.
+        first: of the state that `moments` are; None before there is one.
+        moments: the local tensors of its state.
     """
 
     block_size: int
     smallest: int
     placements: Placements
     layout: BlockLayout | None
+    first: torch.Tensor | None = None
+    moments: Moments | None = None
 
     @classmethod
     def of(cls, param: torch.Tensor, group: dict[str, Any]) -> Planned:
@@ -53,15 +58,21 @@ class Planned:
             and self.placements == placements_of(param)
         )
 
+    def moments_in(self, state: dict[str, Any]) -> Moments:
+        """The local tensors of the parameter's state, from which views are taken once."""
+        if self.moments is None or self.first is not state["exp_avg"]:
+            self.first, self.moments = state["exp_avg"], moments_of(state, self.block_size)
+        return self.moments
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """A parameter's part of a step.
 
     Attributes:
-        name: of the parameter.
-        param: (n,) fp32, contiguous: to be updated.
-        grad: (n,) fp32, contiguous.
+        name: tells that of the parameter.
+        param: fp32, contiguous: to be updated.
+        grad: of the same.
         moments: of them, to be updated.
         coefficients: of the step.
         target: takes what `param` is then; None if that is its own memory.
@@ -69,7 +80,7 @@ class Job:
             are there anyway.
     """
 
-    name: str
+    name: Callable[[], str]
     param: torch.Tensor
     grad: torch.Tensor
     moments: Moments
@@ -82,7 +93,7 @@ class Job:
         if self.target is None:
             return
         result = local_of(self.target if self.moved is None else self.moved)
-        result.copy_(self.param.view(result.shape))
+        result.copy_(self.param)
         if self.moved is not None:
             back = _redistributed(self.moved, placements_of(self.target))
             local_of(self.target).copy_(back._local_tensor)
@@ -90,7 +101,7 @@ class Job:
 
 def make_job(
     param: torch.Tensor,
-    name: str,
+    name: Callable[[], str],
     state: dict[str, Any],
     planned: Planned,
     coefficients: Coefficients,
@@ -103,7 +114,7 @@ def make_job(
     grad = param.grad
     assert grad is not None
     check_grad(param, grad, name)
-    moments = moments_of(state, planned.block_size)
+    moments = planned.moments_in(state)
     layout, moved = planned.layout, None
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         wanted = planned.placements if layout is None else layout.moments
@@ -112,11 +123,10 @@ def make_job(
         if grad.placements != wanted:
             grad = _redistributed(grad, wanted)
     held = local_of(param if moved is None else moved)
-    flat = held.reshape(-1).float()
-    own = moved is None and flat.data_ptr() == held.data_ptr()
+    work = held.contiguous().float()
     return Job(
-        name, flat, local_of(grad).reshape(-1).float(), moments, coefficients,
-        None if own else param, moved,
+        name, work, local_of(grad).contiguous().float(), moments, coefficients,
+        None if work is held and moved is None else param, moved,
     )  # fmt: skip
 
 
@@ -130,16 +140,20 @@ def run(jobs: Sequence[Job]) -> list[str]:
     Returns:
         The names of parameters on the CPU with a block that is not finite; others are not asked.
     """
-    lost = []
+    on_host: dict[tuple[int, int], list[Job]] = {}
     for job in jobs:
-        update(job.param, job.grad, job.moments, job.coefficients)
-        if job.param.device.type == "cpu" and _lost(job.moments):
-            lost.append(job.name)
+        if job.param.device.type == "cpu":
+            key = id(job.coefficients), job.moments.block_size
+            on_host.setdefault(key, []).append(job)
+        else:
+            update(job.param, job.grad, job.moments, job.coefficients)
+    lost = []
+    for alike in on_host.values():
+        found = update_many(
+            [job.param for job in alike], [job.grad for job in alike],
+            [job.moments for job in alike], alike[0].coefficients,
+        )  # fmt: skip
+        lost += [alike[i].name() for i in found]
     for job in jobs:
         job.finish()
     return lost
-
-
-def _lost(moments: Moments) -> bool:
-    both = (moments.first_scales, moments.second_scales)
-    return any(scales is not None and bool(scales.isnan().any()) for scales in both)

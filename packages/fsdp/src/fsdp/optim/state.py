@@ -53,7 +53,7 @@ def moments_of(state: dict[str, torch.Tensor], block_size: int) -> Moments:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def placements_of(tensor: torch.Tensor) -> Placements:

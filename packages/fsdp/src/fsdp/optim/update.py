@@ -17,7 +17,7 @@ from fsdp.optim.quantize import CodeBook, Quantized, dequantize, quantize
 __all__ = ["Coefficients", "Moments", "update"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coefficients:
     """The numbers of one step, each rounded to fp32 where it is used.
 
@@ -84,11 +84,12 @@ def update(param: torch.Tensor, grad: torch.Tensor, moments: Moments, c: Coeffic
     """Steps in place.
 
     Args:
-        param: (n,) fp32.
-        grad: (n,) fp32.
+        param: fp32, contiguous.
+        grad: fp32, contiguous.
         moments: of them.
         c: of the step.
     """
+    param, grad = param.view(-1), grad.view(-1)
     if c.coupled:
         grad = grad + param * c.coupled
     size = moments.block_size
@@ -98,9 +99,14 @@ def update(param: torch.Tensor, grad: torch.Tensor, moments: Moments, c: Coeffic
         second = dequantize(Quantized(second, moments.second_scales), size, CodeBook.UNSIGNED)
     first = first * c.beta1 + grad * c.rest1
     second = second * c.beta2 + (grad * grad) * c.rest2
-    param.copy_(param * c.decay - (first * c.size) / (second.sqrt() * c.root + c.eps))
+    param.copy_(param * c.decay - (first * c.size) / (_root(second) * c.root + c.eps))
     _store(first, moments.first, moments.first_scales, size, CodeBook.SIGNED)
     _store(second, moments.second, moments.second_scales, size, CodeBook.UNSIGNED)
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """The square root, rounded to nearest: torch's on the CPU is MKL's, which is not always."""
+    return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
 
 
 def _store(
