@@ -104,7 +104,7 @@ def _measure(optimizers):
     times = {name: [] for name in optimizers}
     for number in range(ROUNDS):
         for name, optimizer in optimizers.items():
-            if "torchao" in name and number >= 4:  # a hundred times as long
+            if "torchao" in name and number >= 4:  # some thirty times as long
                 continue
             dist.barrier()
             start = time.process_time()
