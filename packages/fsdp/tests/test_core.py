@@ -95,7 +95,7 @@ def around(boundaries):
     return torch.cat([torch.cat(near), -torch.cat(near)])
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-125, 2.0**100], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-125, 2.0**-128, 2.0**-131, 2.0**100], ids=str)
 def test_every_boundary(scale):
     """New moments at, just above and just below each boundary between codes."""
     values = torch.cat([around(CodeBook.SIGNED.boundaries(CPU)), torch.ones(1)]) * scale
