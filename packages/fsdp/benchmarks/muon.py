@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import Whole, fully_shard
-from fsdp.optim import Muon, orthogonalize
-from fsdp.optim.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz
-from fsdp.optim.owners import work_of
+from fsdp.optim import Muon
+from fsdp.optim.muon import orthogonalize
+from fsdp.optim.muon.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz
+from fsdp.optim.muon.owners import work_of
 from testkit import CommLog, run_ranks
 
 HIDDEN, FEED_FORWARD, LAYERS = 256, 688, 6

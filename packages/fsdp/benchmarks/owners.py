@@ -6,7 +6,7 @@ The layers of LLaMA 3 8B, so many of them in each call of fully_shard. Cut param
 by the choice of owners, `Whole()` ones by the planner, which balances bytes.
 """
 
-from fsdp.optim.owners import Load, choose_owners, work_of
+from fsdp.optim.muon.owners import Load, choose_owners, work_of
 from ragged_shard.planner import TensorSpec, plan_layout
 
 HIDDEN, KEYS, FEED_FORWARD, LAYERS = 4096, 1024, 14336, 32

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 
+import optim
 import torch
 from models import MODELS
 from train import train
@@ -29,7 +30,11 @@ def main() -> None:
     parser.add_argument("--models", type=_names(MODELS), default=["LLaMA 6 M", "Mixtral 6 M"])
     parser.add_argument("--ways", type=_names(WAYS), default=list(WAYS), help="FSDP2 is always one")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--optim", action="store_true", help="steps of optimizers alone: optim.py")
     options = parser.parse_args()
+    if options.optim:
+        options.json.write_text(json.dumps(optim.rows(options.models), indent=1) + "\n")
+        return
     without = left_out()
     for way in without.keys() & set(options.ways):
         print(f"{way}: left out, {without[way]}", flush=True)

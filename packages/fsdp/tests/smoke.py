@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
+from fsdp.optim import Adam8bit
 
 version = importlib.metadata.version("fsdp")
 assert fsdp.__version__ == version, f"{fsdp.__version__} imported, {version} installed"
@@ -23,5 +24,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(1, 4)).sum().backward()
 optimizer.step()
 assert torch.equal(model[1].bias.full_tensor(), whole[3] - 0.1)
+Adam8bit(model.named_parameters(), block_size=2, min_8bit_size=0).step()
+assert model[1].bias.full_tensor().isfinite().all()
 dist.destroy_process_group()
 print(f"fsdp {version}: a model was sharded and took a step, from {fsdp.__file__}")

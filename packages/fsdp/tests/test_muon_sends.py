@@ -9,10 +9,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
-from fsdp.optim.jobs import jobs_of
-from fsdp.optim.matrices import matrices_of as matrices_in
-from fsdp.optim.orthogonalize import orthogonalize
-from fsdp.optim.owners import Load, choose_owners, work_of
+from fsdp.optim.muon.jobs import jobs_of
+from fsdp.optim.muon.matrices import matrices_of as matrices_in
+from fsdp.optim.muon.orthogonalize import orthogonalize
+from fsdp.optim.muon.owners import Load, choose_owners, work_of
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
 from testkit.matrix_net import (

@@ -1,5 +1,6 @@
-"""Optimizers that use what sharding leaves whole."""
+"""Optimizers that use what sharding leaves whole: blocks of 8-bit moments, matrices."""
 
+from fsdp.optim.adam8bit import Adam8bit
 from fsdp.optim.muon import Muon
 
-__all__ = ["Muon"]
+__all__ = ["Adam8bit", "Muon"]

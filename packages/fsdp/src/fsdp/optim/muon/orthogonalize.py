@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import Replicate
 
-from fsdp.optim.jobs import Job
-from fsdp.optim.owners import work_of
+from fsdp.optim.muon.jobs import Job
+from fsdp.optim.muon.owners import work_of
 from fused_comm import Pending, redistribute_many
 
 __all__ = ["orthogonalize"]

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp.optim.matrices import Matrix
-from fsdp.optim.owners import Load, choose_owners, work_of
+from fsdp.optim.muon.matrices import Matrix
+from fsdp.optim.muon.owners import Load, choose_owners, work_of
 from ragged_shard import RaggedShard
 
 __all__ = ["Job", "jobs_of"]

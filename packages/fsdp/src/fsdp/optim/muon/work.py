@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.optim.jobs import Job, jobs_of
-from fsdp.optim.matrices import Matrix, matrices_of
+from fsdp.optim.muon.jobs import Job, jobs_of
+from fsdp.optim.muon.matrices import Matrix, matrices_of
 from fused_comm.agree import check_agreement
 
 __all__ = ["Work", "plan_work"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp.optim.newton_schulz import check_adjustment
+from fsdp.optim.muon.newton_schulz import check_adjustment
 
 __all__ = ["adamw_options", "check_options", "check_state", "local_of"]
 

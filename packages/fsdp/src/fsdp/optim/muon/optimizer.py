@@ -9,12 +9,12 @@ from typing import Any, overload
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fsdp.optim.jobs import Job
-from fsdp.optim.matrices import Split, SplitFunction, rows_of
-from fsdp.optim.newton_schulz import COEFFICIENTS, Coefficients, adjusted_lr, newton_schulz
-from fsdp.optim.orthogonalize import orthogonalize
-from fsdp.optim.settings import adamw_options, check_options, check_state, local_of
-from fsdp.optim.work import Work, plan_work
+from fsdp.optim.muon.jobs import Job
+from fsdp.optim.muon.matrices import Split, SplitFunction, rows_of
+from fsdp.optim.muon.newton_schulz import COEFFICIENTS, Coefficients, adjusted_lr, newton_schulz
+from fsdp.optim.muon.orthogonalize import orthogonalize
+from fsdp.optim.muon.settings import adamw_options, check_options, check_state, local_of
+from fsdp.optim.muon.work import Work, plan_work
 
 __all__ = ["Muon"]
 

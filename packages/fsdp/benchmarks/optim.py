@@ -1,0 +1,136 @@
+"""What `nox -s bench -- fsdp --optim` runs: steps of Adam8bit and of torch's fused AdamW.
+
+Both step the same fsdp-sharded parameters with the same gradients, in turns, on 2 and 4 gloo ranks
+of one thread; torchao's AdamW8bit, where it is installed, steps those of FSDP2. Ranks share this
+machine's cores, so times are of the processor that a rank used, the least of all rounds, and what
+counts is the ratio.
+"""
+
+import importlib.util
+import os
+import socket
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from multiprocessing import get_context
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from models import build
+from torch.distributed.tensor import DTensor
+
+ROUNDS, BASE = 15, "fused AdamW"
+
+
+def rows(names, worlds=(2, 4)):
+    """One for each model, number of ranks and optimizer."""
+    found = []
+    for name in names:
+        for world in worlds:
+            ranks = _on_ranks(world, name)
+            base = _summary([rank[BASE] for rank in ranks])
+            for optimizer in ranks[0]:
+                summary = _summary([rank[optimizer] for rank in ranks])
+                found.append(
+                    {
+                        "case": f"{name}, {world} ranks: {optimizer}",
+                        "step ms": summary["ms"],
+                        "step ratio": summary["ms"] / base["ms"],
+                        "median ratio": summary["median"] / base["median"],
+                        "state MB": summary["bytes"] / 2**20,
+                        "state ratio": summary["bytes"] / base["bytes"],
+                    }
+                )
+                print(found[-1], flush=True)
+    return found
+
+
+def _summary(ranks):
+    return {key: mean(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def _on_ranks(world, name):
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+        ranks = [pool.submit(_rank, rank, world, port, name) for rank in range(world)]
+        return [rank.result() for rank in ranks]
+
+
+def _rank(rank, world, port, name):
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        return _measure(_optimizers(name))
+    finally:
+        dist.destroy_process_group()
+
+
+def _optimizers(name):
+    import fsdp
+    from fsdp.optim import Adam8bit
+
+    ours = _sharded(fsdp, name, shard_placement_fn=lambda param: fsdp.Block(256))
+    found = {
+        BASE: torch.optim.AdamW(ours, lr=1e-4, fused=True),
+        "Adam8bit": Adam8bit(ours, lr=1e-4, weight_decay=1e-2),
+    }
+    if importlib.util.find_spec("torchao") is not None:
+        from torchao.optim import AdamW8bit
+
+        found["torchao's AdamW8bit, FSDP2"] = AdamW8bit(_sharded(torch_fsdp, name), lr=1e-4)
+    return found
+
+
+def _sharded(package, name, **options):
+    model = build(name)
+    for layer in model.model.layers:
+        package.fully_shard(layer, **options)
+    params = list(package.fully_shard(model, **options).parameters())
+    torch.manual_seed(0)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+        param.grad.to_local().normal_(std=1e-3)
+    return params
+
+
+def _measure(optimizers):
+    times = {name: [] for name in optimizers}
+    for number in range(ROUNDS):
+        for name, optimizer in optimizers.items():
+            if "torchao" in name and number >= 4:  # some thirty times as long
+                continue
+            dist.barrier()
+            start = time.process_time()
+            optimizer.step()
+            times[name].append(1e3 * (time.process_time() - start))
+    return {
+        name: {
+            "ms": min(times[name][1:]),
+            "median": median(times[name][1:]),
+            "bytes": sum(map(_bytes, optimizer.state.values())),
+        }
+        for name, optimizer in optimizers.items()
+    }
+
+
+def _bytes(state):
+    """Of this rank, without the number of steps."""
+    total = 0
+    for key, value in state.items():
+        if key == "step":
+            continue
+        local = value.to_local() if isinstance(value, DTensor) else value
+        parts = [local] if type(local) is torch.Tensor else [local.codes, local.scale]
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+if __name__ == "__main__":
+    rows(["LLaMA 6 M"])

@@ -1,0 +1,197 @@
+"""Adam8bit in one process: it follows torch's, in a quarter of the memory; options, bad input."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.optim import Adam8bit
+
+SIZE = 64  # of blocks: small, so that small tensors have many
+
+
+def model_of():
+    """Its second weight ends in the middle of a block; norms and biases are not quantised."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
+    )
+
+
+def optimizer_of(model, **options):
+    options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
+    return Adam8bit(model.named_parameters(), **options)
+
+
+def step(model, optimizer, number):
+    torch.manual_seed(100 + number)
+    x = torch.randn(8, 24)
+    loss = (model(x) - x.flip(1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def losses(model, optimizer, steps):
+    return [step(model, optimizer, number) for number in steps]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_it_follows_torch(decoupled):
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    model, other = model_of(), model_of()
+    mine = optimizer_of(model, lr=1e-3, decoupled_weight_decay=decoupled)
+    theirs = kind(other.parameters(), lr=1e-3, weight_decay=0.1)
+    for number in range(30):
+        assert step(model, mine, number) == pytest.approx(step(other, theirs, number), rel=2e-3)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_moments_that_are_not_quantised_are_torchs(decoupled):
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    model, other = model_of(), model_of()
+    mine = optimizer_of(model, min_8bit_size=10**9, decoupled_weight_decay=decoupled)
+    theirs = kind(other.parameters(), lr=1e-2, weight_decay=0.1)
+    assert losses(model, mine, range(20)) == pytest.approx(
+        losses(other, theirs, range(20)), rel=1e-4
+    )
+    assert mine.state[model[0].weight]["exp_avg"].dtype is torch.float32
+
+
+def test_the_state_is_a_quarter_of_fp32s():
+    param = nn.Parameter(torch.randn(1000, 1000))
+    param.grad = torch.randn(1000, 1000)
+    optimizer = Adam8bit([param])
+    optimizer.step()
+    held = [value for key, value in optimizer.state[param].items() if key != "step"]
+    assert sum(t.numel() * t.element_size() for t in held) <= 0.255 * 8 * param.numel()
+
+
+def test_low_precision_parameters_are_stepped_in_fp32():
+    start, grad = torch.randn(50, 40).bfloat16(), torch.randn(50, 40).bfloat16()
+    low, high = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    low.grad, high.grad = grad.clone(), grad.float()
+    for param in (low, high):
+        Adam8bit([param], min_8bit_size=0).step()
+    assert torch.equal(low, high.bfloat16())
+
+
+def test_parameters_that_are_not_contiguous_have_blocks_in_the_order_of_their_elements():
+    start, grad = torch.randn(50, 40), torch.randn(50, 40)
+    plain, turned = nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())
+    plain.grad, turned.grad = grad.clone(), grad.t().contiguous().t()
+    for param in (plain, turned):
+        optimizer = Adam8bit([param], min_8bit_size=0)
+        optimizer.step()
+        optimizer.step()
+    assert not turned.is_contiguous()
+    assert torch.equal(plain, turned)
+
+
+def test_empty_parameters_scalars_and_parameters_without_gradients():
+    empty, scalar, idle = (nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (5,)))
+    empty.grad, scalar.grad = torch.zeros(0, 3), torch.tensor(1.0)
+    optimizer = Adam8bit([empty, scalar, idle], lr=0.5, min_8bit_size=0)
+    optimizer.step()
+    assert scalar.item() == pytest.approx(0.5)
+    assert torch.equal(idle, torch.ones(5))
+    assert idle not in optimizer.state
+
+
+def test_a_closure_computes_gradients():
+    param = nn.Parameter(torch.ones(300))
+
+    def closure():
+        loss = param.square().sum()
+        loss.backward()
+        return loss
+
+    assert Adam8bit([param]).step(closure) == 300
+    assert (param < 1).all()
+
+
+def test_a_gradient_that_is_not_finite_makes_its_block_nan_and_says_whose():
+    param = nn.Parameter(torch.ones(4 * SIZE))
+    optimizer = Adam8bit([("a.weight", param)], block_size=SIZE, min_8bit_size=0)
+    param.grad = torch.ones(4 * SIZE)
+    param.grad[SIZE + 3] = torch.inf
+    with pytest.warns(UserWarning, match=r"'a\.weight' has gradients or moments that are not fin"):
+        optimizer.step()
+    param.grad = torch.ones(4 * SIZE)
+    optimizer.step()  # warns once
+    assert param[SIZE : 2 * SIZE].isnan().all()
+    assert param[:SIZE].isfinite().all()
+    assert param[2 * SIZE :].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"block_size": 0}, "block_size=0; wants an integer of at least 1"),
+        ({"block_size": 2.0}, "block_size=2.0"),
+        ({"min_8bit_size": -1}, "min_8bit_size"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Adam8bit([nn.Parameter(torch.ones(3))], **options)
+
+
+def test_parameters_that_it_cannot_have():
+    with pytest.raises(ValueError, match=r"'z' is a torch.strided tensor of torch.complex64"):
+        Adam8bit([("z", nn.Parameter(torch.ones(3, dtype=torch.complex64)))])
+    param = nn.Parameter(torch.ones(3, 3))
+    param.grad = torch.eye(3).to_sparse()
+    with pytest.raises(ValueError, match="gradient of 'w' is sparse"):
+        Adam8bit([("w", param)]).step()
+    optimizer = Adam8bit([param])
+    with pytest.raises(ValueError, match="complex64"):
+        optimizer.add_param_group({"params": [torch.ones(3, dtype=torch.complex64)]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_states_are_loaded_as_they_were_saved(tmp_path):
+    model = model_of().bfloat16()
+    optimizer = optimizer_of(model)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    other = optimizer_of(model)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    copied = copy.deepcopy(other)
+    pairs = zip(model.parameters(), copied.param_groups[0]["params"], strict=True)
+    for param, its_copy in pairs:
+        for key, value in optimizer.state[param].items():
+            for found in (other.state[param][key], copied.state[its_copy][key]):
+                assert found.dtype == value.dtype
+                assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=1e-2), "'0.weight' has .* min_8bit_size may be another"),
+        (lambda p: Adam8bit(p, block_size=SIZE), "'0.weight' has .* wants 8-bit moments"),
+    ],
+    ids=["AdamW's", "fp32"],
+)
+def test_states_of_another_kind(theirs, message):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    before = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    other = theirs(model.parameters())
+    step(model, other, 0)
+    state = other.state_dict()
+    state["param_groups"] = optimizer.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert all(optimizer.state[param] is before[name] for name, param in model.named_parameters())

@@ -1,0 +1,348 @@
+"""Adam8bit on ranks: the same bits however parameters are sharded, no communication, checkpoints.
+
+All ranks have the same batch, so that gradients are the same bits at any power of two of ranks.
+"""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fsdp
+from fsdp import Block, Rows, Whole
+from fsdp.optim import Adam8bit
+from ragged_shard import StridedRaggedShard
+from testkit import CommLog, run_ranks
+
+SIZE = 64  # of blocks: small, so that small tensors have many
+GRANULARITIES = {"rows": Rows(32), "block": Block(SIZE), "larger block": Block(5 * SIZE)}
+pytestmark = pytest.mark.ranks
+with_dcp = pytest.mark.filterwarnings("ignore")  # DCP's own
+
+
+def model_of():
+    """Its second weight ends in the middle of a block; norms and biases are not quantised."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
+    )
+
+
+def sharded(granularity=None, package=fsdp, **options):
+    model = model_of()
+    if granularity is not None:
+        options["shard_placement_fn"] = lambda param: granularity
+    package.fully_shard(model[1], **options)
+    return package.fully_shard(model, **options)
+
+
+def optimizer_of(model, **options):
+    options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
+    return Adam8bit(model.named_parameters(), **options)
+
+
+def step(model, optimizer, number):
+    torch.manual_seed(100 + number)
+    x = torch.randn(8, 24)
+    loss = (model(x) - x.flip(1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def losses(model, optimizer, steps):
+    return [step(model, optimizer, number) for number in steps]
+
+
+def whole(tensor):
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().reshape(-1).clone()
+
+
+def everything(model, optimizer):
+    """Parameters and state, whole and flat."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = whole(param)
+        for key, value in optimizer.state[param].items():
+            found[f"{name}.{key}"] = whole(value)
+    return found
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in found.items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def reference(steps, **options):
+    model = model_of()
+    optimizer = optimizer_of(model, **options)
+    return losses(model, optimizer, range(steps)), everything(model, optimizer)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sharding_changes_no_bit_in_fifty_steps_and_steps_communicate_nothing(world):
+    def check(wanted):
+        for name, granularity in GRANULARITIES.items():
+            model = sharded(granularity)
+            optimizer = optimizer_of(model)
+            assert losses(model, optimizer, range(49)) == wanted[0][:49], name
+            torch.manual_seed(149)
+            x = torch.randn(8, 24)
+            (model(x) - x.flip(1)).square().mean().backward()
+            with CommLog() as log:
+                optimizer.step()
+            log.assert_counts({})
+            assert_same(everything(model, optimizer), wanted[1])
+
+    run_ranks(check, world, reference(50))
+
+
+def test_states_lie_as_parameters_do():
+    def check():
+        model = sharded(Rows(32))
+        optimizer = optimizer_of(model)
+        step(model, optimizer, 0)
+        for param in model.parameters():
+            state = optimizer.state[param]
+            assert state["exp_avg"].placements == state["exp_avg_sq"].placements == param.placements
+            if param.numel() >= 128:
+                assert state["exp_avg"].dtype is torch.uint8
+                local = param.to_local().numel()
+                assert state["exp_avg_scale"].to_local().numel() == -(-local // SIZE)
+                assert state["exp_avg_sq_scale"].shape == (-(-param.numel() // SIZE),)
+
+    run_ranks(check, 2)
+
+
+def _cut(package, world):
+    """Training whose shards cut blocks; what was warned of."""
+    wanted = reference(10)
+
+    def check():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = sharded(None, package)
+            optimizer = optimizer_of(model)
+            assert losses(model, optimizer, range(10)) == wanted[0]
+        assert_same(everything(model, optimizer), wanted[1])
+        return [str(w.message) for w in caught if "Adam8bit" in str(w.message)]
+
+    return run_ranks(check, world)
+
+
+@pytest.mark.parametrize("package", [fsdp, torch_fsdp], ids=["fsdp", "FSDP2"])
+def test_blocks_that_are_cut_are_moved_with_one_warning_for_each_parameter(package):
+    shapes = {name: param.shape for name, param in model_of().named_parameters()}
+    for said in _cut(package, 4):
+        named = {text.split("'")[1]: text for text in said}
+        assert len(said) == len(named) > 0
+        for name, text in named.items():
+            rows = SIZE // math.gcd(SIZE, shapes[name][1])
+            assert "in the middle of a block of 64" in text
+            assert f"gives it Rows({rows}) or Block(64)" in text
+
+
+def test_columns_and_replicas():
+    def check(wanted):
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(1)):
+            model = model_of()
+            for module in model.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    at = placement if param.ndim == 2 else Replicate()
+                    placed = nn.Parameter(distribute_tensor(param.detach(), mesh, [at]))
+                    module.register_parameter(name, placed)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer = optimizer_of(model)
+                for grads in wanted["grads"]:
+                    for name, param in model.named_parameters():
+                        grad = distribute_tensor(grads[name], mesh, [Replicate()])
+                        param.grad = grad.redistribute(placements=param.placements)
+                    optimizer.step()
+            assert len([w for w in caught if "Adam8bit" in str(w.message)]) == (
+                3 if placement.is_shard() else 0
+            )
+            assert_same(everything(model, optimizer), wanted["state"])
+
+    model = model_of()
+    optimizer, grads = optimizer_of(model), []
+    for _ in range(3):
+        grads.append({name: torch.randn_like(p) for name, p in model.named_parameters()})
+        for name, param in model.named_parameters():
+            param.grad = grads[-1][name].clone()
+        optimizer.step()
+    run_ranks(check, 2, {"grads": grads, "state": everything(model, optimizer)})
+
+
+def test_hsdp():
+    def check(wanted):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(Block(SIZE), mesh=mesh)
+        optimizer = optimizer_of(model)
+        assert losses(model, optimizer, range(5)) == wanted[0]
+        assert_same(everything(model, optimizer), wanted[1])
+
+    run_ranks(check, 4, reference(5))
+
+
+def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = Mlp()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fsdp.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Block(SIZE))
+        optimizer = optimizer_of(model)
+        grads = {}
+        for number in range(3):
+            torch.manual_seed(number)
+            model(torch.randn(4, 16)).square().mean().backward()
+            for name, param in model.named_parameters():
+                grads.setdefault(name, []).append(whole(param.grad).view(param.shape))
+            with CommLog() as log:
+                optimizer.step()
+            log.assert_counts({})
+            optimizer.zero_grad()
+        assert isinstance(model.up.weight.placements[0], StridedRaggedShard)
+        rank = mesh.get_local_rank("tp")
+        for name, dim in (("up.weight", 0), ("down.weight", 1)):
+            start = Mlp().get_parameter(name).detach().chunk(2, dim)[rank].contiguous()
+            alone = nn.Parameter(start)
+            other = optimizer_of(nn.ParameterDict({"w": alone}))
+            for grad in grads[name]:
+                alone.grad = grad.chunk(2, dim)[rank].contiguous()
+                other.step()
+            param = model.get_parameter(name)
+            assert torch.equal(param.full_tensor().chunk(2, dim)[rank], alone)
+            scales = optimizer.state[param]["exp_avg_scale"]
+            assert scales.shape == (2, 8)
+            assert torch.equal(scales.full_tensor()[rank], other.state[alone]["exp_avg_scale"])
+
+    run_ranks(check, 4)
+
+
+# Checkpoints.
+
+
+def _state(model, optimizer):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def _save(path, granularity):
+    model = sharded(granularity)
+    optimizer = optimizer_of(model)
+    losses(model, optimizer, range(5))
+    dcp.save(_state(model, optimizer), checkpoint_id=path)
+    return losses(model, optimizer, range(5, 10))
+
+
+def _load(path, granularity, package=fsdp, **options):
+    model = sharded(granularity, package)
+    optimizer = optimizer_of(model, **options)
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert float(optimizer.state[model[0].weight]["step"]) == 5
+    return losses(model, optimizer, range(5, 10))
+
+
+@with_dcp
+@pytest.mark.parametrize("saved_at", [1, 2, 4])
+def test_training_goes_on_at_other_ranks_and_granularities_with_the_same_losses(tmp_path, saved_at):
+    path = str(tmp_path / "c")
+    wanted = run_ranks(_save, saved_at, path, Rows(32))[0]
+    assert wanted == reference(10)[0][5:]
+    for world in {1, 2, 4} - {saved_at}:
+        for granularity in (Block(SIZE), Whole(), None):
+            for found in run_ranks(_load, world, path, granularity):
+                assert found == wanted
+    for found in run_ranks(_load, 2, path, None, torch_fsdp):
+        assert found == wanted
+
+
+@with_dcp
+def test_a_checkpoint_with_other_blocks_is_refused(tmp_path):
+    path = str(tmp_path / "c")
+    run_ranks(_save, 2, path, Rows(32))
+
+    def check():
+        with pytest.raises(
+            CheckpointException, match=r"Size mismatch .* for optimizer.*exp_avg_scale"
+        ):
+            _load(path, Block(SIZE), block_size=2 * SIZE)
+
+    run_ranks(check, 2)
+
+
+@with_dcp
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_dicts_come_and_go(broadcast):
+    def check():
+        model = sharded(Rows(32))
+        optimizer = optimizer_of(model)
+        step(model, optimizer, 0)
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        both = [get_model_state_dict(model, options=full)]
+        both.append(copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=full)))
+        if not broadcast:
+            dist.broadcast_object_list(both, 0)
+        other = sharded(Block(SIZE))
+        another = optimizer_of(other)
+        load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(other, both[0], options=load)
+        set_optimizer_state_dict(other, another, both[1], options=load)
+        assert losses(model, optimizer, range(1, 4)) == losses(other, another, range(1, 4))
+        assert_same(everything(other, another), everything(model, optimizer))
+
+    run_ranks(check, 2)
+
+
+def test_states_of_another_layout_are_refused_by_name():
+    def check():
+        model, other = sharded(Whole()), sharded(Block(SIZE))
+        optimizer, another = optimizer_of(model), optimizer_of(other)
+        step(model, optimizer, 0)
+        step(other, another, 0)
+        before = everything(other, another)
+        with pytest.raises(ValueError, match=r"exp_avg.* of parameter '0\.weight' .* reshards it"):
+            another.load_state_dict(optimizer.state_dict())
+        assert_same(everything(other, another), before)
+
+    run_ranks(check, 2)
