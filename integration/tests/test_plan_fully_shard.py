@@ -38,7 +38,7 @@ def test_it_trains_as_one_device(shape):
 
 
 def test_a_deferred_model_is_never_whole_on_a_rank():
-    """At 4 ranks: a quarter twice, while it is handed over; the garbage collector decides on more."""
+    """At 4 ranks a quarter twice, while it is handed over; the garbage collector adds to it."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 
     def make():
