@@ -38,7 +38,11 @@ def test_it_trains_as_one_device(shape):
 
 
 def test_a_deferred_model_is_never_whole_on_a_rank():
-    """At 4 ranks a quarter twice, while it is handed over; the garbage collector adds to it."""
+    """At 4 ranks: a quarter twice, while it is handed over, and one parameter.
+
+    gloo's threads hold what was sent for a while longer, which only adds to a peak: the least of
+    all is what the code needs, and no rank comes near a whole model.
+    """
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 
     def make():
@@ -52,7 +56,9 @@ def test_a_deferred_model_is_never_whole_on_a_rank():
         wanted = models.llama(**wide)
         for mine, other in zip(model.parameters(), wanted.parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), other)
-        return most, sum(4 * param.numel() for param in wanted.parameters())
+        sizes = [4 * param.numel() for param in wanted.parameters()]
+        return most, sum(sizes), max(sizes)
 
-    for most, full in run_ranks(check, 4, timeout=180):
-        assert full / 4 <= most < 0.9 * full
+    peaks, full, largest = zip(*run_ranks(check, 4, timeout=180), strict=True)
+    assert full[0] / 4 <= min(peaks) < full[0] / 2 + 3 * largest[0] < 0.7 * full[0]
+    assert max(peaks) < 0.9 * full[0]

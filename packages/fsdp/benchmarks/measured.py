@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dbuffer import DBuffer
+from testkit.memory import peak_bytes
 
 # Kernels that only move: of copies, of foreach copies, and of FSDP2's copy-in and copy-out.
 MOVES = (
@@ -26,20 +27,7 @@ def live_tensors(step, repeats=5):
 
     The median of repeats: when gloo's own threads allocate is left to chance.
     """
-    return statistics.median(_live_in(step) for _ in range(repeats))
-
-
-def _live_in(step):
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        step()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak / 2**20
+    return statistics.median(peak_bytes(step)[0] / 2**20 for _ in range(repeats))
 
 
 def copies_on_device(step):

@@ -7,42 +7,14 @@ import torch
 from torch import nn
 
 from fsdp.optim import Adam8bit
-
-SIZE = 64  # of blocks: small, so that small tensors have many
-
-
-def model_of():
-    """Its second weight ends in the middle of a block; norms and biases are not quantised."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
-    )
-
-
-def optimizer_of(model, **options):
-    options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
-    return Adam8bit(model.named_parameters(), **options)
-
-
-def step(model, optimizer, number):
-    torch.manual_seed(100 + number)
-    x = torch.randn(8, 24)
-    loss = (model(x) - x.flip(1)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def losses(model, optimizer, steps):
-    return [step(model, optimizer, number) for number in steps]
+from testkit.block_net import SIZE, losses, model_of, optimizer_of, step
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_it_follows_torch(decoupled):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     model, other = model_of(), model_of()
-    mine = optimizer_of(model, lr=1e-3, decoupled_weight_decay=decoupled)
+    mine = optimizer_of(Adam8bit, model, lr=1e-3, decoupled_weight_decay=decoupled)
     theirs = kind(other.parameters(), lr=1e-3, weight_decay=0.1)
     for number in range(30):
         assert step(model, mine, number) == pytest.approx(step(other, theirs, number), rel=2e-3)
@@ -52,7 +24,7 @@ def test_it_follows_torch(decoupled):
 def test_moments_that_are_not_quantised_are_torchs(decoupled):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     model, other = model_of(), model_of()
-    mine = optimizer_of(model, min_8bit_size=10**9, decoupled_weight_decay=decoupled)
+    mine = optimizer_of(Adam8bit, model, min_8bit_size=10**9, decoupled_weight_decay=decoupled)
     theirs = kind(other.parameters(), lr=1e-2, weight_decay=0.1)
     assert losses(model, mine, range(20)) == pytest.approx(
         losses(other, theirs, range(20)), rel=1e-4
@@ -159,12 +131,12 @@ def test_parameters_that_it_cannot_have():
 
 def test_states_are_loaded_as_they_were_saved(tmp_path):
     model = model_of().bfloat16()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(Adam8bit, model)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "state")
-    other = optimizer_of(model)
+    other = optimizer_of(Adam8bit, model)
     other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     copied = copy.deepcopy(other)
     pairs = zip(model.parameters(), copied.param_groups[0]["params"], strict=True)
@@ -185,7 +157,7 @@ def test_states_are_loaded_as_they_were_saved(tmp_path):
 )
 def test_states_of_another_kind(theirs, message):
     model = model_of()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(Adam8bit, model)
     step(model, optimizer, 0)
     before = {name: optimizer.state[param] for name, param in model.named_parameters()}
     other = theirs(model.parameters())

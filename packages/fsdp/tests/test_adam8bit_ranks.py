@@ -34,19 +34,11 @@ from fsdp import Block, Rows, Whole
 from fsdp.optim import Adam8bit
 from ragged_shard import StridedRaggedShard
 from testkit import CommLog, run_ranks
+from testkit.block_net import SIZE, losses, model_of, optimizer_of, step
 
-SIZE = 64  # of blocks: small, so that small tensors have many
 GRANULARITIES = {"rows": Rows(32), "block": Block(SIZE), "larger block": Block(5 * SIZE)}
 pytestmark = pytest.mark.ranks
 with_dcp = pytest.mark.filterwarnings("ignore")  # DCP's own
-
-
-def model_of():
-    """Its second weight ends in the middle of a block; norms and biases are not quantised."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
-    )
 
 
 def sharded(granularity=None, package=fsdp, **options):
@@ -55,25 +47,6 @@ def sharded(granularity=None, package=fsdp, **options):
         options["shard_placement_fn"] = lambda param: granularity
     package.fully_shard(model[1], **options)
     return package.fully_shard(model, **options)
-
-
-def optimizer_of(model, **options):
-    options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
-    return Adam8bit(model.named_parameters(), **options)
-
-
-def step(model, optimizer, number):
-    torch.manual_seed(100 + number)
-    x = torch.randn(8, 24)
-    loss = (model(x) - x.flip(1)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def losses(model, optimizer, steps):
-    return [step(model, optimizer, number) for number in steps]
 
 
 def whole(tensor):
@@ -99,7 +72,7 @@ def assert_same(found, wanted):
 
 def reference(steps, **options):
     model = model_of()
-    optimizer = optimizer_of(model, **options)
+    optimizer = optimizer_of(Adam8bit, model, **options)
     return losses(model, optimizer, range(steps)), everything(model, optimizer)
 
 
@@ -108,7 +81,7 @@ def test_sharding_changes_no_bit_in_fifty_steps_and_steps_communicate_nothing(wo
     def check(wanted):
         for name, granularity in GRANULARITIES.items():
             model = sharded(granularity)
-            optimizer = optimizer_of(model)
+            optimizer = optimizer_of(Adam8bit, model)
             assert losses(model, optimizer, range(49)) == wanted[0][:49], name
             torch.manual_seed(149)
             x = torch.randn(8, 24)
@@ -124,7 +97,7 @@ def test_sharding_changes_no_bit_in_fifty_steps_and_steps_communicate_nothing(wo
 def test_states_lie_as_parameters_do():
     def check():
         model = sharded(Rows(32))
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(Adam8bit, model)
         step(model, optimizer, 0)
         for param in model.parameters():
             state = optimizer.state[param]
@@ -146,7 +119,7 @@ def _cut(package, world):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = sharded(None, package)
-            optimizer = optimizer_of(model)
+            optimizer = optimizer_of(Adam8bit, model)
             assert losses(model, optimizer, range(10)) == wanted[0]
         assert_same(everything(model, optimizer), wanted[1])
         return [str(w.message) for w in caught if "Adam8bit" in str(w.message)]
@@ -178,7 +151,7 @@ def test_columns_and_replicas():
                     module.register_parameter(name, placed)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                optimizer = optimizer_of(model)
+                optimizer = optimizer_of(Adam8bit, model)
                 for grads in wanted["grads"]:
                     for name, param in model.named_parameters():
                         grad = distribute_tensor(grads[name], mesh, [Replicate()])
@@ -190,7 +163,7 @@ def test_columns_and_replicas():
             assert_same(everything(model, optimizer), wanted["state"])
 
     model = model_of()
-    optimizer, grads = optimizer_of(model), []
+    optimizer, grads = optimizer_of(Adam8bit, model), []
     for _ in range(3):
         grads.append({name: torch.randn_like(p) for name, p in model.named_parameters()})
         for name, param in model.named_parameters():
@@ -203,7 +176,7 @@ def test_hsdp():
     def check(wanted):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = sharded(Block(SIZE), mesh=mesh)
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(Adam8bit, model)
         assert losses(model, optimizer, range(5)) == wanted[0]
         assert_same(everything(model, optimizer), wanted[1])
 
@@ -225,7 +198,7 @@ def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
         model = Mlp()
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fsdp.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Block(SIZE))
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(Adam8bit, model)
         grads = {}
         for number in range(3):
             torch.manual_seed(number)
@@ -241,7 +214,7 @@ def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
         for name, dim in (("up.weight", 0), ("down.weight", 1)):
             start = Mlp().get_parameter(name).detach().chunk(2, dim)[rank].contiguous()
             alone = nn.Parameter(start)
-            other = optimizer_of(nn.ParameterDict({"w": alone}))
+            other = optimizer_of(Adam8bit, nn.ParameterDict({"w": alone}))
             for grad in grads[name]:
                 alone.grad = grad.chunk(2, dim)[rank].contiguous()
                 other.step()
@@ -266,7 +239,7 @@ def _state(model, optimizer):
 
 def _save(path, granularity):
     model = sharded(granularity)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(Adam8bit, model)
     losses(model, optimizer, range(5))
     dcp.save(_state(model, optimizer), checkpoint_id=path)
     return losses(model, optimizer, range(5, 10))
@@ -274,7 +247,7 @@ def _save(path, granularity):
 
 def _load(path, granularity, package=fsdp, **options):
     model = sharded(granularity, package)
-    optimizer = optimizer_of(model, **options)
+    optimizer = optimizer_of(Adam8bit, model, **options)
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
@@ -316,7 +289,7 @@ def test_a_checkpoint_with_other_blocks_is_refused(tmp_path):
 def test_full_state_dicts_come_and_go(broadcast):
     def check():
         model = sharded(Rows(32))
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(Adam8bit, model)
         step(model, optimizer, 0)
         full = StateDictOptions(full_state_dict=True, cpu_offload=True)
         both = [get_model_state_dict(model, options=full)]
@@ -324,7 +297,7 @@ def test_full_state_dicts_come_and_go(broadcast):
         if not broadcast:
             dist.broadcast_object_list(both, 0)
         other = sharded(Block(SIZE))
-        another = optimizer_of(other)
+        another = optimizer_of(Adam8bit, other)
         load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(other, both[0], options=load)
         set_optimizer_state_dict(other, another, both[1], options=load)
@@ -337,7 +310,7 @@ def test_full_state_dicts_come_and_go(broadcast):
 def test_states_of_another_layout_are_refused_by_name():
     def check():
         model, other = sharded(Whole()), sharded(Block(SIZE))
-        optimizer, another = optimizer_of(model), optimizer_of(other)
+        optimizer, another = optimizer_of(Adam8bit, model), optimizer_of(Adam8bit, other)
         step(model, optimizer, 0)
         step(other, another, 0)
         before = everything(other, another)

@@ -99,7 +99,7 @@ class Frozen(Wrapper):
 
     @classmethod
     def compute(cls, func, args, kwargs):
-        raise NotImplementedError(f"{func} of int8 rows")
+        raise AssertionError(f"{func} computes with rows that are only to be gathered")
 
     def fsdp_pre_all_gather(self, mesh):
         return self.parts, None

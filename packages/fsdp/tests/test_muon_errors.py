@@ -9,36 +9,25 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp import Block, Rows, Whole, fully_shard
+from fsdp import Block, Rows, fully_shard
 from fsdp.optim import Muon
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.matrix_net import (
     Net,
-    groups_of,
+    muon_of,
     same_bits,
+    sharded,
     train,
     wholes,
 )
-
-GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
-
-
-def muon_of(model, **options):
-    return Muon(groups_of(model), lr=0.02, **options)
-
-
-def sharded(granularity="elements", **options):
-    policy = GRANULARITIES[granularity]
-    choose = lambda param: policy if param.ndim == 2 else None
-    return fully_shard(Net(), shard_placement_fn=choose, **options)
 
 
 def test_what_is_no_matrix_is_refused_by_name():
     model = Net()
     with pytest.raises(ValueError, match=r"parameter 'norm.weight' is .* of shape \(13,\).*AdamW"):
         Muon(model.named_parameters())
-    optimizer = muon_of(model)
+    optimizer = muon_of(Muon, model)
     with pytest.raises(ValueError, match=r"parameter 'late' is"):
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
     assert len(optimizer.param_groups) == 2
@@ -67,8 +56,8 @@ def test_options_out_of_range(options):
 @pytest.mark.ranks
 def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
     def check():
-        model = sharded()
-        optimizer = muon_of(model)
+        model = sharded(fully_shard)
+        optimizer = muon_of(Muon, model)
         model(torch.arange(6)).backward()
         if dist.get_rank() == 1:
             model.square.weight.grad = None
@@ -110,8 +99,8 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
 @pytest.mark.ranks
 def test_state_of_another_layout_is_refused():
     def check():
-        rows, elements = sharded("rows"), sharded("elements")
-        ours, theirs = muon_of(rows), muon_of(elements)
+        rows, elements = sharded(fully_shard, Rows(3)), sharded(fully_shard, Block(1))
+        ours, theirs = muon_of(Muon, rows), muon_of(Muon, elements)
         train(rows, ours, 1)
         train(elements, theirs, 1)
         before = copy.deepcopy(ours.state_dict())

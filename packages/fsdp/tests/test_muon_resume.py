@@ -17,29 +17,17 @@ from fsdp.optim import Muon
 from testkit import models, run_ranks
 from testkit.matrix_net import (
     STEPS,
-    Net,
     TorchMuon,
-    groups_of,
+    muon_of,
+    sharded,
     train,
 )
-
-GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
-
-
-def muon_of(model, **options):
-    return Muon(groups_of(model), lr=0.02, **options)
-
-
-def sharded(granularity="elements", **options):
-    policy = GRANULARITIES[granularity]
-    choose = lambda param: policy if param.ndim == 2 else None
-    return fully_shard(Net(), shard_placement_fn=choose, **options)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("saved", "saved_as", "loaded", "loaded_as"),
-    [(2, "elements", 4, "whole"), (4, "rows", 1, "elements")],
+    [(2, Block(1), 4, Whole()), (4, Rows(3), 1, Block(1))],
 )
 def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
     def state(model, optimizer):
@@ -49,15 +37,15 @@ def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, 
         }
 
     def save():
-        model = sharded(saved_as)
-        optimizer = muon_of(model)
+        model = sharded(fully_shard, saved_as)
+        optimizer = muon_of(Muon, model)
         train(model, optimizer, 3)
         dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
         return train(model, optimizer, 5, 3)
 
     def load():
-        model = sharded(loaded_as)
-        optimizer = muon_of(model)
+        model = sharded(fully_shard, loaded_as)
+        optimizer = muon_of(Muon, model)
         train(model, optimizer, 1)  # something to be overwritten
         found = state(model, optimizer)
         dcp.load(found, checkpoint_id=tmp_path)
@@ -80,7 +68,7 @@ def test_losses_of_a_llama_are_those_of_ddp_and_torchs_muon_bit_for_bit():
                 for layer in model.model.layers:
                     fully_shard(layer)
                 fully_shard(model)
-                optimizer, called = muon_of(model), model
+                optimizer, called = muon_of(Muon, model), model
             else:
                 called = DistributedDataParallel(model)
                 optimizer = TorchMuon(model)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from fsdp import Block, Rows, Whole, fully_shard
+from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon
 from fsdp.optim.muon.jobs import jobs_of
 from fsdp.optim.muon.matrices import matrices_of as matrices_in
@@ -16,23 +16,11 @@ from fsdp.optim.muon.owners import Load, choose_owners, work_of
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
 from testkit.matrix_net import (
-    Net,
-    groups_of,
     matrices_of,
+    muon_of,
+    sharded,
     train,
 )
-
-GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
-
-
-def muon_of(model, **options):
-    return Muon(groups_of(model), lr=0.02, **options)
-
-
-def sharded(granularity="elements", **options):
-    policy = GRANULARITIES[granularity]
-    choose = lambda param: policy if param.ndim == 2 else None
-    return fully_shard(Net(), shard_placement_fn=choose, **options)
 
 
 def test_owners_have_equal_work_and_what_they_hold():
@@ -60,8 +48,8 @@ def test_owners_have_equal_work_and_what_they_hold():
 
 
 def sent(granularity, **options):
-    model = sharded(granularity)
-    optimizer = muon_of(model, **options)
+    model = sharded(fully_shard, granularity)
+    optimizer = muon_of(Muon, model, **options)
     train(model, optimizer, 1)
     model(torch.arange(6)).backward()
     with CommLog() as log:
@@ -73,7 +61,7 @@ def sent(granularity, **options):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_an_nth_of_what_gathering_everything_would(ranks):
     def check():
-        log, elements = sent("elements")
+        log, elements = sent(Block(1))
         log.assert_counts({"all_reduce": 1, "all_to_all": 2})
         return log.wire_bytes("all_to_all"), elements
 
@@ -123,7 +111,7 @@ def test_the_next_bucket_comes_while_the_present_one_iterates():
 @pytest.mark.ranks
 def test_whole_matrices_are_iterated_on_where_they_lie_and_nothing_is_sent():
     def check():
-        log, _ = sent("whole")
+        log, _ = sent(Whole())
         log.assert_counts({})
 
     run_ranks(check, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "STEPS", "Net", "TorchMuon", "groups_of", "matrices_of", "same_bits", "train", "whole",
-    "wholes",
+    "STEPS", "Net", "TorchMuon", "matrices_of", "muon_of", "same_bits", "sharded", "train",
+    "whole", "wholes",
 ]  # fmt: skip
 
 STEPS = 50
@@ -44,12 +44,23 @@ def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def groups_of(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
+def sharded(fully_shard: Callable[..., Any], granularity: Any = None, **options: Any) -> Any:
+    """A `Net` that is fully sharded, its matrices with a granularity."""
+    choose = lambda param: granularity if param.ndim == 2 else None  # an argument
+    return fully_shard(Net(), shard_placement_fn=choose, **options)
+
+
+def muon_of(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
+    """An optimizer of both groups of a model, of a kind that knows ``use_muon``."""
+    return kind(_groups_of(model), **{"lr": 0.02, **options})
+
+
+def _groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Two parameter groups: these matrices, and with ``use_muon=False`` the rest."""
     hidden = matrices_of(model)
     names = {name for name, _ in hidden}
     rest = [(name, param) for name, param in model.named_parameters() if name not in names]
-    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-2, **adamw}]
+    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-2}]
 
 
 class TorchMuon:
@@ -61,7 +72,7 @@ class TorchMuon:
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        muon, adamw = groups_of(model)
+        muon, adamw = _groups_of(model)
         adamw.pop("use_muon")
         decay = options.get("weight_decay", 0.1)
         self.both: list[torch.optim.Optimizer] = [

@@ -2,7 +2,7 @@
 
 from dbuffer.agree import verify
 from dbuffer.buffer import DBuffer
-from dbuffer.collectives import Axis, Collectives, Strategy, collectives_for
+from dbuffer.collectives import Axis, Collectives, Strategy, collectives_for, own_row
 from dbuffer.handle import Handle
 from dbuffer.memory import Memory, ResizableMemory
 from dbuffer.placing import Inner
@@ -23,5 +23,6 @@ __all__ = [
     "Strategy",
     "collectives_for",
     "memory_size",
+    "own_row",
     "verify",
 ]

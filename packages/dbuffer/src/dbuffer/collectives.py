@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import _compat
 
-__all__ = ["Axis", "Collectives", "Finish", "Native", "Strategy", "axis_of", "collectives_for"]
+__all__ = [
+    "Axis",
+    "Collectives",
+    "Finish",
+    "Native",
+    "Strategy",
+    "axis_of",
+    "collectives_for",
+    "own_row",
+]
 
 Strategy: TypeAlias = Literal["auto", "native", "exchange"]
 # Waits for a collective, and does what is left to be done when it has ended.

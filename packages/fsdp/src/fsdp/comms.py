@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer import Axis, Collectives, Strategy, collectives_for
+from dbuffer import Axis, Collectives, Strategy, collectives_for, own_row
 from fsdp._compat import AllGather, ReduceScatter
 
 __all__ = ["Comms"]
@@ -43,7 +43,7 @@ class Comms:
         if comm is None:
             return self._own(flat, axis).all_gather(flat, axis, own)
         staged = comm.allocate(flat.shape, dtype=flat.dtype, device=flat.device)
-        row = _own_row(staged, axis)
+        row = own_row(staged, axis)
         row.copy_(own)
         work = comm(output_tensor=staged, input_tensor=row, group=axis.group, async_op=True)
         return _ending(work, flat, lambda: flat.copy_(staged))
@@ -59,7 +59,7 @@ class Comms:
             return self._own(flat, axis).reduce_scatter(flat, axis, average=average)
         staged = comm.allocate(flat.shape, dtype=flat.dtype, device=flat.device)
         staged.copy_(flat)
-        own = _own_row(flat, axis)
+        own = own_row(flat, axis)
         reduced = comm.allocate(own.shape, dtype=flat.dtype, device=flat.device)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         work = comm(
@@ -89,10 +89,6 @@ class Comms:
 
     def _own(self, flat: torch.Tensor, axis: Axis) -> Collectives:
         return collectives_for(self._strategy, axis, flat.device)
-
-
-def _own_row(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return flat.view(axis.size, -1)[axis.position]
 
 
 def _ending(

@@ -76,15 +76,15 @@ def managed_parameters(
         granularity, its_mesh = placement_and_mesh(chosen, mesh, name)
         checked_mesh(its_mesh)
         _move(param, device, name)
-        placed = None
-        if isinstance(param, DTensor) and not is_extension(param, name):
+        extension = is_extension(param, name)
+        if isinstance(param, DTensor) and not extension:
             placed = placed_of(param, its_mesh, name)
-        block = block_size(granularity, param.shape if placed is None else placed.shape, name)
-        made = ManagedParameter(name, param, places[number], block, its_mesh, placed)
-        if placed is None:
-            made.extension = is_extension(param, name)
+            block = inner_block(placed, block_size(granularity, placed.shape, name))
         else:
-            made.block = inner_block(placed, block)
+            placed, block = None, block_size(granularity, param.shape, name)
+        made = ManagedParameter(
+            name, param, places[number], block, its_mesh, placed, extension=extension
+        )
         found.append(made)
     for managed in found:
         mark_stale(managed.given, managed.name)

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from fsdp.optim.adam8bit.blocks import BlockLayout
-from fsdp.optim.adam8bit.state import QUANTIZED, WHOLE, place_of, placements_of
+from fsdp.optim.adam8bit.state import QUANTIZED, WHOLE, place_of
+from fsdp.optim.tensors import placements_of
 
 __all__ = ["check_grad", "check_group", "check_param", "check_state"]
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp.optim.adam8bit.blocks import BlockLayout, Placements, block_layout
 from fsdp.optim.adam8bit.checking import check_grad
 from fsdp.optim.adam8bit.core import update_many
-from fsdp.optim.adam8bit.state import local_of, moments_of, placements_of
+from fsdp.optim.adam8bit.state import moments_of
 from fsdp.optim.adam8bit.update import Coefficients, Moments, update
+from fsdp.optim.tensors import local_of, placements_of
 
 __all__ = ["Job", "Planned", "make_job", "run"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, StateDict
 
-from fsdp.optim.adam8bit.state import local_of
+from fsdp.optim.tensors import local_of
 
 __all__ = ["keep_tensors", "released"]
 

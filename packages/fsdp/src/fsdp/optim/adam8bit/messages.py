@@ -7,23 +7,9 @@ from typing import Any
 
 import torch
 
-from fsdp.optim.adam8bit.state import placements_of
+from fsdp.optim.tensors import placements_of
 
-__all__ = ["blocks_cut", "name_of", "not_finite"]
-
-
-def name_of(group: dict[str, Any], index: int, i: int) -> str:
-    """The name of a group's i-th parameter; a description if the optimizer was given none.
-
-    Args:
-        group: of the optimizer.
-        index: the group's.
-        i: the parameter's.
-    """
-    names = group.get("param_names")
-    if names is not None:
-        return str(names[i])
-    return f"{i} of group {index}, of shape {tuple(group['params'][i].shape)}"
+__all__ = ["blocks_cut", "not_finite"]
 
 
 def blocks_cut(name: str, param: torch.Tensor, cut: int, group: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from fsdp.optim.adam8bit.jobs import Job, Planned, make_job, run
 from fsdp.optim.adam8bit.keep import keep_tensors, released
 from fsdp.optim.adam8bit.state import new_state
 from fsdp.optim.adam8bit.update import Coefficients
+from fsdp.optim.tensors import name_of
 
 __all__ = ["Adam8bit"]
 
@@ -85,7 +86,7 @@ class Adam8bit(Optimizer):
         try:
             check_group(param_group)
             for i, param in enumerate(param_group["params"]):
-                check_param(param, messages.name_of(param_group, len(self.param_groups) - 1, i))
+                check_param(param, name_of(param_group, len(self.param_groups) - 1, i))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -110,7 +111,7 @@ class Adam8bit(Optimizer):
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
-                name = partial(messages.name_of, group, index, i)
+                name = partial(name_of, group, index, i)
                 planned = self._plan(param, group, name)
                 state = self.state[param]
                 if not state:
@@ -144,7 +145,7 @@ class Adam8bit(Optimizer):
             for i, param in enumerate(group["params"]):
                 if of_param := state["state"].get(param):
                     state["state"][param] = of_param = released(of_param, param)
-                    name = partial(messages.name_of, group, index, i)
+                    name = partial(name_of, group, index, i)
                     check_state(of_param, param, self._plan(param, group, name).layout, name())
         super().__setstate__(state)
 

@@ -8,12 +8,10 @@ from torch.distributed.tensor import DTensor
 from fsdp.optim.adam8bit.blocks import BlockLayout, Placements
 from fsdp.optim.adam8bit.quantize import CodeBook
 from fsdp.optim.adam8bit.update import Moments
+from fsdp.optim.tensors import local_of, placements_of
 from ragged_shard import local_shape
 
-__all__ = [
-    "QUANTIZED", "WHOLE", "local_of", "moments_of", "new_state", "place_of",
-    "placements_of",
-]  # fmt: skip
+__all__ = ["QUANTIZED", "WHOLE", "moments_of", "new_state", "place_of"]
 
 QUANTIZED = {
     "exp_avg": torch.uint8,
@@ -49,16 +47,6 @@ def moments_of(state: dict[str, torch.Tensor], block_size: int) -> Moments:
         flat["exp_avg"], flat.get("exp_avg_scale"),
         flat["exp_avg_sq"], flat.get("exp_avg_sq_scale"), block_size,
     )  # fmt: skip
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def placements_of(tensor: torch.Tensor) -> Placements:
-    """Those of a DTensor; none of others."""
-    return tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
 
 
 def place_of(

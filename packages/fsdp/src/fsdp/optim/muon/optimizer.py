@@ -13,8 +13,9 @@ from fsdp.optim.muon.jobs import Job
 from fsdp.optim.muon.matrices import Split, SplitFunction, rows_of
 from fsdp.optim.muon.newton_schulz import COEFFICIENTS, Coefficients, adjusted_lr, newton_schulz
 from fsdp.optim.muon.orthogonalize import orthogonalize
-from fsdp.optim.muon.settings import adamw_options, check_options, check_state, local_of
+from fsdp.optim.muon.settings import adamw_options, check_options, check_state
 from fsdp.optim.muon.work import Work, plan_work
+from fsdp.optim.tensors import local_of, name_of
 
 __all__ = ["Muon"]
 
@@ -108,10 +109,8 @@ class Muon(Optimizer):
 
     def _take(self, group: _Group, index: int) -> None:
         split = group.pop("split", None)  # functions do not go into checkpoints
-        names = group.get("param_names") or [
-            f"{number} of group {index}" for number in range(len(group["params"]))
-        ]
-        self._names.update(zip(group["params"], names, strict=True))
+        for i, param in enumerate(group["params"]):
+            self._names[param] = name_of(group, index, i)
         if group["use_muon"]:
             check_options(group)
             for param in group["params"]:

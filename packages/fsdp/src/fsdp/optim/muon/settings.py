@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.optim.muon.newton_schulz import check_adjustment
 
-__all__ = ["adamw_options", "check_options", "check_state", "local_of"]
+__all__ = ["adamw_options", "check_options", "check_state"]
 
 
 def adamw_options(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,11 +58,6 @@ def check_state(
                     f"parameter is {_words(param)}; load states of another layout with "
                     f"torch.distributed.checkpoint, which cuts them anew"
                 )
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
