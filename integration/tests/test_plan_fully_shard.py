@@ -38,11 +38,7 @@ def test_it_trains_as_one_device(shape):
 
 
 def test_a_deferred_model_is_never_whole_on_a_rank():
-    """At 4 ranks: a quarter twice, while it is handed over, and one parameter.
-
-    gloo's threads hold what was sent for a while longer, which only adds to a peak: the least of
-    all is what the code needs, and no rank comes near a whole model.
-    """
+    """At 4 ranks: a quarter, and once more what is on its way from plan to buffer."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
 
     def make():
@@ -60,5 +56,5 @@ def test_a_deferred_model_is_never_whole_on_a_rank():
         return most, sum(sizes), max(sizes)
 
     peaks, full, largest = zip(*run_ranks(check, 4, timeout=180), strict=True)
-    assert full[0] / 4 <= min(peaks) < full[0] / 2 + 3 * largest[0] < 0.7 * full[0]
-    assert max(peaks) < 0.9 * full[0]
+    assert full[0] / 4 <= min(peaks)
+    assert max(peaks) < full[0] / 4 + 5 * largest[0] < full[0] / 2

@@ -25,7 +25,7 @@ def peak_rss():
 def live_tensors(step, repeats=5):
     """MB of the host allocator's bytes at their peak in a step, above what it began with.
 
-    The median of repeats: when gloo's own threads allocate is left to chance.
+    The median of repeats: when gloo's threads let go of what they sent is left to chance.
     """
     return statistics.median(peak_bytes(step)[0] / 2**20 for _ in range(repeats))
 

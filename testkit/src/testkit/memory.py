@@ -1,9 +1,12 @@
-"""What torch's allocators hold while something is done."""
+"""What torch's host allocator holds while something is done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,15 +16,33 @@ T = TypeVar("T")
 
 
 def peak_bytes(action: Callable[[], T]) -> tuple[int, T]:
-    """The most bytes that are held at once, above what was held before, and what is returned.
+    """The most bytes of the host that are held at once, above those before, and what is returned.
 
-    Freed tensors count until they are freed; pages that the process keeps do not.
+    It is read whenever the calling thread allocates or frees, and counts what all threads hold:
+    gloo's free much of what they send. Freed tensors count until they are freed; pages that the
+    process keeps do not, nor do releases of what was allocated before the first call.
     """
+    _count_all_threads()
+    gc.collect()  # what others left in cycles would be released in the middle
     with torch.profiler.profile(profile_memory=True) as profiler:
+        torch.empty(1, dtype=torch.int8)  # the first event tells what is held before
         result = action()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most, result
+    held = list(_held(profiler.profiler.kineto_results.experimental_event_tree()))
+    return max(held) - held[0] + 1, result
+
+
+def _count_all_threads() -> None:
+    """From now on; torch counts only the threads that are profiled without this flag of its own.
+
+    It stays set, so that a later call knows the sizes of what is released in it.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _held(events: Iterable[Any]) -> Iterator[int]:
+    """Bytes held after each allocation and release, in order."""
+    for event in events:
+        if event.name == "[memory]":
+            yield event.extra_fields.total_allocated
+        yield from _held(event.children)

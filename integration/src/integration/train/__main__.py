@@ -14,7 +14,7 @@ from integration.train.config import TrainConfig, parse_config
 from integration.train.launch import launch, leave_word
 from integration.train.setup import prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
-from integration.train.world import declared_world, process_group
+from integration.train.world import declared_world, leave, process_group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,4 +71,4 @@ def _refuse(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -3,10 +3,12 @@
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -47,6 +49,19 @@ def process_group(timeout_seconds: float) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process with ``exit_code``, without Python's own finalization.
+
+    gloo's threads let go of a tensor some time after its collective has ended, and take the GIL for
+    that. Once the interpreter finalizes, Python up to 3.13 ends a thread that asks for the GIL, and
+    through C++ that is an abort (pytorch/pytorch#190489); destroying the group does not end the
+    threads, for torch's caches of DTensor hold it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _end_with_launcher() -> None:

@@ -1,0 +1,26 @@
+"""How a rank ends."""
+
+import subprocess
+import sys
+
+ENDS = """
+import sys
+import torch
+import torch.distributed as dist
+from integration.train.world import leave, process_group
+
+with process_group(60):
+    held = dist.group.WORLD  # as torch's caches of DTensor hold it
+    for _ in range(500):  # more than gloo's threads can have let go of at the end
+        dist.all_reduce(torch.ones(1000), async_op=True)
+print("said", end="")
+leave(7)
+"""
+
+
+def test_threads_that_hold_tensors_do_not_abort_a_rank_that_leaves():
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr
