@@ -16,7 +16,7 @@ from fsdp.inner import inner_block, placed_of
 from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
-from fsdp.policy import block_size
+from fsdp.policy import Whole, block_size
 from fsdp.state import state_of
 
 __all__ = ["managed_modules", "managed_parameters", "move_buffers"]
@@ -82,8 +82,9 @@ def managed_parameters(
             block = inner_block(placed, block_size(granularity, placed.shape, name))
         else:
             placed, block = None, block_size(granularity, param.shape, name)
+        whole = granularity if isinstance(granularity, Whole) else None
         made = ManagedParameter(
-            name, param, places[number], block, its_mesh, placed, extension=extension
+            name, param, places[number], block, its_mesh, placed, extension=extension, whole=whole
         )
         found.append(made)
     for managed in found:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.inner import Placed
 from fsdp.optimizers import mark_stale
+from fsdp.policy import Whole
 
 __all__ = ["ManagedParameter", "Place"]
 
@@ -57,6 +58,7 @@ class ManagedParameter:
         mesh: of one axis, or of two for HSDP, that it is sharded over.
         placed: how it lies if it is a DTensor; None of plain tensors.
         extension: whether it is a tensor that says itself what is gathered of it.
+        whole: how it was asked for, if on one rank.
         sharded: DTensor, of the original dtype, in the SHARD buffer.
         unsharded: of the compute dtype, in the FULL buffer; None before the first gather.
     """
@@ -68,6 +70,7 @@ class ManagedParameter:
     mesh: DeviceMesh
     placed: Placed | None = None
     extension: bool = False
+    whole: Whole | None = None
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter | None = None
 
