@@ -20,9 +20,8 @@ from torch import nn
 
 from fsdp import Whole, fully_shard
 from fsdp.optim import Muon
-from fsdp.optim.muon import orthogonalize
-from fsdp.optim.muon.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz
-from fsdp.optim.muon.owners import work_of
+from fsdp.optim.muon.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz, work_of
+from fsdp.optim.owned import visit
 from testkit import CommLog, run_ranks
 
 HIDDEN, FEED_FORWARD, LAYERS = 256, 688, 6
@@ -82,12 +81,12 @@ class Blocking(Muon):
     """Waits for each exchange at once."""
 
     def step(self, closure=None):
-        exchange = orthogonalize.redistribute_many
-        orthogonalize.redistribute_many = lambda *args, **_: Arrived(exchange(*args))
+        exchange = visit.redistribute_many
+        visit.redistribute_many = lambda *args, **_: Arrived(exchange(*args))
         try:
             return super().step(closure)
         finally:
-            orthogonalize.redistribute_many = exchange
+            visit.redistribute_many = exchange
 
 
 class Arrived(list):

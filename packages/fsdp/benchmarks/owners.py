@@ -7,7 +7,8 @@ by the choice of owners; `Whole()` ones by the planner, which balances bytes wit
 with `WholeMatrices` work over all groups.
 """
 
-from fsdp.optim.muon.owners import Load, choose_owners, work_of
+from fsdp.optim.muon.newton_schulz import work_of
+from fsdp.optim.owned.owners import Load, choose_owners
 from ragged_shard.planner import TensorSpec, balance, plan_layout
 from ragged_shard.planner.balance import work_of_shards
 

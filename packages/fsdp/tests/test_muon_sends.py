@@ -9,10 +9,11 @@ from torch.distributed.tensor import distribute_tensor
 
 from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon
-from fsdp.optim.muon.jobs import jobs_of
-from fsdp.optim.muon.matrices import matrices_of as matrices_in
-from fsdp.optim.muon.orthogonalize import orthogonalize
-from fsdp.optim.muon.owners import Load, choose_owners, work_of
+from fsdp.optim.muon.newton_schulz import work_of
+from fsdp.optim.owned.jobs import jobs_of
+from fsdp.optim.owned.matrices import matrices_of as matrices_in
+from fsdp.optim.owned.owners import Load, choose_owners
+from fsdp.optim.owned.visit import visit_owners
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
 from testkit.matrix_net import (
@@ -77,7 +78,9 @@ def test_the_next_bucket_comes_while_the_present_one_iterates():
         values = [torch.randn(4, 3) for _ in range(5)]
         params = [distribute_tensor(v, mesh, [RaggedShard((0,), (1, 3))]) for v in values]
         params.append(distribute_tensor(values[0], mesh, [RaggedShard.owned_by(1, 2)]))
-        jobs = jobs_of([m for n, p in enumerate(params) for m in matrices_in(p, (4,), str(n))])
+        jobs = jobs_of(
+            [m for n, p in enumerate(params) for m in matrices_in(p, (4,), str(n), "Muon")], work_of
+        )
         events, results = [], {}
 
         def direction(job):
@@ -92,7 +95,7 @@ def test_the_next_bucket_comes_while_the_present_one_iterates():
             results[job.number] = part
 
         with CommLog() as log:
-            orthogonalize(jobs, direction, iterate, apply, bucket_bytes=48)  # two of bfloat16
+            visit_owners(jobs, direction, iterate, apply, bucket_elements=24)  # two
         log.assert_counts({"all_to_all": 6})
         for number, part in results.items():
             assert torch.equal(part, 2 * params[number].to_local().reshape(-1))

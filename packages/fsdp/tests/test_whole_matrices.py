@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon, WholeMatrices
-from fsdp.optim.muon.owners import work_of
+from fsdp.optim.muon.newton_schulz import work_of
 from testkit import CommLog, run_ranks
 from testkit.matrix_net import wholes
 

@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from fsdp.balance import Balance
-from fsdp.optim.muon.owners import work_of
+from fsdp.optim.muon.newton_schulz import work_of
 from fsdp.policy import Whole
 
 __all__ = ["WholeMatrices"]

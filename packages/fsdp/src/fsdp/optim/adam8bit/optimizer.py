@@ -13,9 +13,9 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from fsdp.optim.adam8bit import messages
 from fsdp.optim.adam8bit.checking import check_group, check_param, check_state
 from fsdp.optim.adam8bit.jobs import Job, Planned, make_job, run
-from fsdp.optim.adam8bit.keep import keep_tensors, released
 from fsdp.optim.adam8bit.state import new_state
 from fsdp.optim.adam8bit.update import Coefficients
+from fsdp.optim.keep import keep_tensors, released
 from fsdp.optim.tensors import name_of
 
 __all__ = ["Adam8bit"]

@@ -60,6 +60,15 @@ def adjusted_lr(lr: float, adjustment: str | None, shape: tuple[int, int]) -> fl
     return lr * math.sqrt(max(1, rows / columns))
 
 
+def work_of(shape: tuple[int, int]) -> int:
+    """Multiplications of one step of Newton-Schulz, with n the smaller size and m the other.
+
+    Two products of n x n with n x m, and one of n x n with n x n.
+    """
+    n, m = sorted(shape)
+    return n * n * (2 * m + n)
+
+
 def check_adjustment(adjustment: str | None) -> None:
     """Raises where there is no such adjustment of the learning rate.
 

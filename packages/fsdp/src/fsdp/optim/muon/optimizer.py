@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from fsdp.optim.muon.jobs import Job
-from fsdp.optim.muon.matrices import Split, SplitFunction, rows_of
-from fsdp.optim.muon.newton_schulz import COEFFICIENTS, Coefficients, adjusted_lr, newton_schulz
-from fsdp.optim.muon.orthogonalize import orthogonalize
-from fsdp.optim.muon.settings import adamw_options, check_options, check_state
-from fsdp.optim.muon.work import Work, plan_work
-from fsdp.optim.tensors import local_of, name_of
+from fsdp.optim.muon.newton_schulz import (
+    COEFFICIENTS,
+    Coefficients,
+    adjusted_lr,
+    newton_schulz,
+    work_of,
+)
+from fsdp.optim.muon.settings import check_options
+from fsdp.optim.owned.jobs import Job
+from fsdp.optim.owned.matrices import Matrix, Split, SplitFunction, matrices_of
+from fsdp.optim.owned.optimizer import Group, MatrixOptimizer
+from fsdp.optim.owned.visit import visit_owners
+from fsdp.optim.owned.work import Planner, Work
+from fsdp.optim.tensors import local_of
 
 __all__ = ["Muon"]
-
-_Group = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +32,10 @@ class _Local:
     param: torch.Tensor
     grad: torch.Tensor
     momentum: torch.Tensor
-    group: _Group
+    group: Group
 
 
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     """`torch.optim.Muon` for parameters that `fully_shard` has cut, and AdamW for the others.
 
     Every matrix is iterated on by one rank of the axis that cuts it: directions travel to it in
@@ -62,6 +65,8 @@ class Muon(Optimizer):
             does not fit.
     """
 
+    who = "Muon"
+
     def __init__(
         self,
         params: ParamsT,
@@ -77,102 +82,29 @@ class Muon(Optimizer):
         split: Split | SplitFunction = None,
         bucket_mb: float = 25.0,
     ) -> None:
-        if bucket_mb <= 0:
-            raise ValueError(f"Muon: bucket_mb={bucket_mb}; wants more than 0")
-        self._bucket_bytes = int(bucket_mb * 2**20)
-        self._names: dict[torch.Tensor, str] = {}
-        self._rows: dict[torch.Tensor, tuple[int, ...]] = {}
-        self._work: Work | None = None
-        self._adamw: torch.optim.AdamW | None = None
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn, "use_muon": True, "split": split,
+            "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, split, bucket_mb)
 
-    def add_param_group(self, param_group: _Group) -> None:
-        """As of torch's optimizers; a group may have ``use_muon`` and ``split``.
+    def _check_options(self, group: Group) -> None:
+        check_options(group)
 
-        Raises:
-            ValueError: as the optimizer itself.
-        """
-        if not param_group.get("use_muon", True):
-            param_group = adamw_options(self.defaults) | param_group
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._take(group, len(self.param_groups) - 1)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def _planner(self) -> Planner:
+        return Planner(self._matrices_of, work_of, "of a step")
 
-    def _take(self, group: _Group, index: int) -> None:
-        split = group.pop("split", None)  # functions do not go into checkpoints
-        for i, param in enumerate(group["params"]):
-            self._names[param] = name_of(group, index, i)
-        if group["use_muon"]:
-            check_options(group)
-            for param in group["params"]:
-                self._rows[param] = rows_of(split, param, self._names[param])
-        else:
-            for key in self.defaults.keys() - adamw_options(self.defaults).keys() - {"use_muon"}:
-                group.pop(key, None)
+    def _matrices_of(self, param: torch.Tensor) -> list[Matrix]:
+        return matrices_of(param, self._rows[param], self._names[param], self.who)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of all parameters that have gradients.
-
-        Args:
-            closure: computes the loss again.
-
-        Raises:
-            ValueError: a gradient that lies otherwise than its parameter; or on every rank, where
-                ranks have gradients of different parameters.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_matrices()
-        self._step_others()
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch's optimizers.
-
-        Raises:
-            ValueError: state that lies otherwise than its parameter, naming it.
-        """
-        before = self.state, self.param_groups
-        super().load_state_dict(state_dict)
-        try:
-            check_state(self.state, self._names)
-        except ValueError:
-            self.state, self.param_groups = before
-            raise
-
-    def owners(self) -> dict[str, int | None]:
-        """The rank of the cut axis that iterates on each matrix of the last step, by name.
-
-        None of a matrix that every rank has whole: each of them iterates on it.
-        """
-        return {job.matrix.name: job.owner for job in self._work.jobs} if self._work else {}
-
-    def _step_matrices(self) -> None:
-        params = [
-            (param, group) for group in self.param_groups if group["use_muon"]
-            for param in group["params"]
-        ]  # fmt: skip
-        work = plan_work([param for param, _ in params], self._names, self._rows, self._work)
-        self._work = work
-        work.check_ranks()
-        parts = [self._local(param, group) for param, group in params if param.grad is not None]
-        for own in parts:  # one by one, as the bits of lists of bfloat16 differ (_foreach_mul_)
+    def _step_matrices(self, work: Work, params: list[torch.Tensor], groups: list[Group]) -> None:
+        parts = {
+            number: self._local(param, groups[number])
+            for number, param in enumerate(params)
+            if param.grad is not None
+        }
+        for own in parts.values():  # one by one: the bits of lists of bfloat16 differ
             group = own.group
             own.momentum.lerp_(own.grad, 1 - group["momentum"])
             own.param.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -193,29 +125,12 @@ class Muon(Optimizer):
             lr = adjusted_lr(float(own.group["lr"]), own.group["adjust_lr_fn"], job.matrix.shape)
             own.param[job.matrix.part].add_(update, alpha=-lr)
 
-        orthogonalize(work.jobs, direction, iterate, apply, self._bucket_bytes)
+        room = self._bucket_bytes // torch.bfloat16.itemsize
+        visit_owners(work.jobs, direction, iterate, apply, room)
 
-    def _local(self, param: torch.Tensor, group: _Group) -> _Local:
-        grad, state = param.grad, self.state[param]
-        assert grad is not None
-        if grad.is_sparse or getattr(grad, "placements", ()) != getattr(param, "placements", ()):
-            raise ValueError(
-                f"Muon: the gradient of parameter {self._names[param]!r} is {grad.layout}, placed "
-                f"as {getattr(grad, 'placements', 'a plain tensor')}; wants it as the parameter is"
-            )
+    def _local(self, param: torch.Tensor, group: Group) -> _Local:
+        grad, state = self._grad_of(param), self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        return _Local(
-            local_of(param).view(-1),
-            local_of(grad).reshape(-1),
-            local_of(state["momentum_buffer"]).view(-1),
-            group,
-        )
-
-    def _step_others(self) -> None:
-        groups = [group for group in self.param_groups if not group["use_muon"]]
-        if groups:
-            if self._adamw is None:
-                self._adamw = torch.optim.AdamW(groups)
-            self._adamw.param_groups, self._adamw.state = groups, self.state
-            self._adamw.step()
+        momentum = local_of(state["momentum_buffer"])
+        return _Local(local_of(param).view(-1), grad, momentum.view(-1), group)

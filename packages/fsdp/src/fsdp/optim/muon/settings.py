@@ -1,4 +1,4 @@
-"""What is checked of an optimizer's options and state, and AdamW's own options."""
+"""What is checked of Muon's options."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp.optim.muon.newton_schulz import check_adjustment
 
-__all__ = ["adamw_options", "check_options", "check_state"]
-
-
-def adamw_options(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """AdamW's options with their defaults; learning rate and weight decay are the optimizer's."""
-    lr, weight_decay = defaults["lr"], defaults["weight_decay"]
-    anything = [torch.zeros(1, requires_grad=True)]
-    options: dict[str, Any] = dict(torch.optim.AdamW(anything, float(lr)).defaults)
-    return options | {"lr": lr, "weight_decay": weight_decay, "use_muon": False}
+__all__ = ["check_options"]
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -38,35 +29,3 @@ def check_options(group: Mapping[str, Any]) -> None:
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"Muon: ns_coefficients={group['ns_coefficients']}; wants three")
     check_adjustment(group["adjust_lr_fn"])
-
-
-def check_state(
-    state: Mapping[torch.Tensor, Mapping[str, Any]], names: Mapping[torch.Tensor, str]
-) -> None:
-    """Raises where a state lies otherwise than its parameter, and could not be used with it.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
-    for param, values in state.items():
-        for key, value in values.items():
-            if not isinstance(value, torch.Tensor) or key == "step":
-                continue
-            if _layout(value) != _layout(param):
-                raise ValueError(
-                    f"Muon: {key} of parameter {names[param]!r} is {_words(value)}, and the "
-                    f"parameter is {_words(param)}; load states of another layout with "
-                    f"torch.distributed.checkpoint, which cuts them anew"
-                )
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if not isinstance(tensor, DTensor):
-        return (tuple(tensor.shape),)
-    local = tuple(tensor._local_tensor.shape)
-    return tuple(tensor.shape), tensor.device_mesh, tensor.placements, local
-
-
-def _words(tensor: torch.Tensor) -> str:
-    placed = f"placed as {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
-    return f"{placed} of shape {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Matrices on their way to their owners and back, the next ones while the present ones iterate."""
+"""Matrices on their way to their owners and back, the next ones while owners compute."""
 
 from __future__ import annotations
 
@@ -9,47 +9,46 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import Replicate
 
-from fsdp.optim.muon.jobs import Job
-from fsdp.optim.muon.owners import work_of
+from fsdp.optim.owned.jobs import Job
 from fused_comm import Pending, redistribute_many
 
-__all__ = ["orthogonalize"]
+__all__ = ["visit_owners"]
 
-Iterate = Callable[[Job, torch.Tensor], torch.Tensor]
+Compute = Callable[[Job, torch.Tensor], torch.Tensor]
 
 
-def orthogonalize(
+def visit_owners(
     jobs: Sequence[Job],
-    direction: Callable[[Job], torch.Tensor],
-    iterate: Iterate,
+    give: Callable[[Job], torch.Tensor],
+    compute: Compute,
     apply: Callable[[Job, torch.Tensor], None],
-    bucket_bytes: int,
+    bucket_elements: int,
 ) -> None:
-    """Brings each matrix together on its owner, iterates there, and gives the result back.
+    """Brings each matrix together on its owner, computes there, and gives the result back.
 
-    A bucket is gathered in one collective and given back in another. While owners iterate, the
+    A bucket is gathered in one collective and given back in another. While owners compute, the
     next bucket comes and the one before goes back; what travels nowhere comes first.
 
     Args:
         jobs: alike on all ranks.
-        direction: this rank's part of a matrix, flat, of the dtype that travels.
-        iterate: the matrix to the same shape.
+        give: this rank's part of a matrix, flat, of the dtype that travels.
+        compute: the matrix to a result of the same shape; on its owner only.
         apply: takes this rank's part of the result, flat.
-        bucket_bytes: of the matrices that travel at the same time, about.
+        bucket_elements: of the matrices that travel at the same time, about.
     """
-    buckets = _buckets([job for job in jobs if job.travels], bucket_bytes)
-    coming = _Gather(buckets[0], direction) if buckets else None
+    buckets = _buckets([job for job in jobs if job.travels], bucket_elements)
+    coming = _Gather(buckets[0], give) if buckets else None
     home = [job for job in jobs if not job.travels and job.is_mine]
-    given = [direction(job).view(job.matrix.base) for job in home]
-    for job, result in zip(home, _iterated(home, given, iterate), strict=True):
+    given = [give(job).view(job.matrix.base) for job in home]
+    for job, result in zip(home, _computed(home, given, compute), strict=True):
         apply(job, result.reshape(-1))
     del given
     going: _Return | None = None
     for number in range(len(buckets)):
         assert coming is not None
         present = coming
-        coming = _Gather(buckets[number + 1], direction) if number + 1 < len(buckets) else None
-        before, going = going, present.iterate(iterate)
+        coming = _Gather(buckets[number + 1], give) if number + 1 < len(buckets) else None
+        before, going = going, present.compute(compute)
         if before is not None:
             before.land(apply)
     if going is not None:
@@ -59,17 +58,17 @@ def orthogonalize(
 class _Gather:
     """A bucket on its way to the owners."""
 
-    def __init__(self, jobs: Sequence[Job], direction: Callable[[Job], torch.Tensor]) -> None:
+    def __init__(self, jobs: Sequence[Job], give: Callable[[Job], torch.Tensor]) -> None:
         self._jobs = jobs
-        parts = [job.dtensor(direction(job), job.matrix.mesh, job.cut) for job in jobs]
+        parts = [job.dtensor(give(job), job.matrix.mesh, job.cut) for job in jobs]
         self._pending = redistribute_many(parts, [job.owned for job in jobs], async_op=True)
 
-    def iterate(self, iterate: Iterate) -> _Return:
-        """Waits for it, iterates on what is ours, and starts the way back."""
+    def compute(self, compute: Compute) -> _Return:
+        """Waits for it, computes on what is ours, and starts the way back."""
         locals_ = [owned._local_tensor for owned in self._pending.wait()]
         mine = [number for number, job in enumerate(self._jobs) if job.is_mine]
-        results = _iterated(
-            [self._jobs[number] for number in mine], [locals_[number] for number in mine], iterate
+        results = _computed(
+            [self._jobs[number] for number in mine], [locals_[number] for number in mine], compute
         )
         for number, result in zip(mine, results, strict=True):
             locals_[number] = result
@@ -93,10 +92,10 @@ class _Return:
             apply(job, part._local_tensor)
 
 
-def _iterated(
-    jobs: Sequence[Job], bases: Sequence[torch.Tensor], iterate: Iterate
+def _computed(
+    jobs: Sequence[Job], bases: Sequence[torch.Tensor], compute: Compute
 ) -> list[torch.Tensor]:
-    """Iterates on bases that are on this rank, gathering first what inner axes have cut."""
+    """Computes on bases that are on this rank, gathering first what inner axes have cut."""
     whole = list(bases)
     inner = [number for number, job in enumerate(jobs) if job.matrix.inner]
     if inner:
@@ -108,7 +107,7 @@ def _iterated(
             whole[number] = one._local_tensor
     results = []
     for job, matrix in zip(jobs, whole, strict=True):
-        result = iterate(job, matrix)
+        result = compute(job, matrix)
         if job.matrix.inner:
             everywhere = [Replicate()] * len(job.inner)
             cut = job.dtensor(result.contiguous(), job.inner_mesh, everywhere)
@@ -121,13 +120,13 @@ def _buckets(jobs: Sequence[Job], limit: int) -> list[list[Job]]:
     """Owners take turns, each with its largest first, so that all have work in every bucket."""
     turns: Counter[int | None] = Counter()
     ordered = []
-    for job in sorted(jobs, key=lambda job: (-work_of(job.matrix.shape), job.number)):
+    for job in sorted(jobs, key=lambda job: (-job.work, job.number)):
         ordered.append((turns[job.owner], job.number, job))
         turns[job.owner] += 1
     buckets: list[list[Job]] = []
     room = 0
     for _, _, job in sorted(ordered, key=lambda one: one[:2]):
-        size = math.prod(job.matrix.base) * torch.bfloat16.itemsize
+        size = math.prod(job.matrix.base)
         if not buckets or size > room:
             buckets.append([])
             room = limit

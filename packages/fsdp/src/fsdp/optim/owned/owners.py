@@ -1,11 +1,11 @@
-"""Which rank iterates on which matrix: computed alike on all ranks, without a word."""
+"""Which rank computes on which matrix: computed alike on all ranks, without a word."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Load", "choose_owners", "work_of"]
+__all__ = ["Load", "choose_owners"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Load:
     """What is known of a matrix when its owner is chosen.
 
     Attributes:
-        work: of one iteration.
+        work: of a step.
         held: elements by rank.
         fixed: its owner, if that was decided when it was placed (`Whole()`).
     """
@@ -21,15 +21,6 @@ class Load:
     work: int
     held: tuple[int, ...]
     fixed: int | None = None
-
-
-def work_of(shape: tuple[int, int]) -> int:
-    """Multiplications of one step of Newton-Schulz, with n the smaller size and m the other.
-
-    Two products of n x n with n x m, and one of n x n with n x n.
-    """
-    n, m = sorted(shape)
-    return n * n * (2 * m + n)
 
 
 def choose_owners(loads: Sequence[Load], ranks: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,11 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp.optim.muon.matrices import Matrix
-from fsdp.optim.muon.owners import Load, choose_owners, work_of
+from fsdp.optim.owned.matrices import Matrix
+from fsdp.optim.owned.owners import Load, choose_owners
 from ragged_shard import RaggedShard
 
-__all__ = ["Job", "jobs_of"]
+__all__ = ["Job", "WorkOf", "jobs_of"]
+
+WorkOf: TypeAlias = Callable[[tuple[int, int]], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +28,19 @@ class Job:
 
     Attributes:
         number: among the matrices.
-        matrix: that is iterated on.
-        owner: rank of the cut axis; None where every rank has it whole, and iterates.
+        matrix: that is computed on.
+        owner: rank of the cut axis; None where every rank has it whole, and computes.
+        work: of a step, as the optimizer counts it.
     """
 
     number: int
     matrix: Matrix
     owner: int | None
+    work: int
 
     @cached_property
     def is_mine(self) -> bool:
-        """Whether this rank iterates."""
+        """Whether this rank computes on it."""
         mesh, axis = self.matrix.mesh, self.matrix.axis
         return mesh is None or axis is None or mesh.get_local_rank(axis) == self.owner
 
@@ -91,20 +96,27 @@ class Job:
         return tuple(placement if at == axis else one for at, one in enumerate(others))
 
 
-def jobs_of(matrices: Sequence[Matrix]) -> list[Job]:
+def jobs_of(
+    matrices: Sequence[Matrix], work_of: WorkOf, settled: Sequence[int | None] = ()
+) -> list[Job]:
     """Owners for matrices: for those on each axis of a mesh apart.
 
     Args:
         matrices: in the same order on all ranks.
+        work_of: multiplications of a step, by a matrix's shape.
+        settled: the owners of the first ones, which have them already.
     """
+    work = [work_of(matrix.shape) for matrix in matrices]
+    fixed = [*settled, *(matrix.fixed for matrix in matrices[len(settled) :])]
     owners: dict[int, int] = {}
     axes: dict[tuple[DeviceMesh, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
         if matrix.mesh is not None and matrix.axis is not None:
             axes.setdefault((matrix.mesh, matrix.axis), []).append(number)
     for (mesh, axis), numbers in axes.items():
-        loads = [
-            Load(work_of(matrices[n].shape), matrices[n].held, matrices[n].fixed) for n in numbers
-        ]
+        loads = [Load(work[n], matrices[n].held, fixed[n]) for n in numbers]
         owners.update(zip(numbers, choose_owners(loads, mesh.size(axis)), strict=True))
-    return [Job(number, matrix, owners.get(number)) for number, matrix in enumerate(matrices)]
+    return [
+        Job(number, matrix, owners.get(number), work[number])
+        for number, matrix in enumerate(matrices)
+    ]

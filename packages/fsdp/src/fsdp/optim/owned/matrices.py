@@ -1,19 +1,19 @@
 """The matrices that parameters are made of, and how their shards lie.
 
 Note: the words of this package.
-    matrix: what Newton-Schulz iterates on: a parameter, or one expert, head or projection of it.
-        Its rows lie one behind the other in its parameter.
+    matrix: what is computed on as a whole: a parameter, or one expert, head or projection of it,
+        or some of its rows. They lie one behind the other in its parameter.
     cut axis: the mesh axis along which fully_shard has cut the parameter; each rank of it holds a
         run of the flattened matrix, perhaps none. What its ranks hold together is the base.
     inner axes: those of tensor parallelism, along which even the base is a part of the matrix.
-    owner: the rank of the cut axis that iterates on the matrix.
+    owner: the rank of the cut axis that computes on the matrix.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -62,6 +62,25 @@ class Matrix:
         """Whether inner axes have cut it."""
         return self.shape != self.base
 
+    def strip(self, rows: range) -> Matrix:
+        """Some of the rows of the base, as a matrix that inner axes do not know of."""
+        columns = self.base[1]
+        wanted = range(rows.start * columns, rows.stop * columns)
+        runs = [range(*ends) for ends in pairwise(accumulate(self.held, initial=0))]
+        whole = self.mesh is None or self.axis is None
+        here = runs[0 if whole else self.mesh.get_local_rank(self.axis)]
+        own = _within(wanted, here)
+        shape = (len(rows), columns)
+        return replace(
+            self,
+            name=f"{self.name}[{rows.start}:{rows.stop}]",
+            shape=shape,
+            base=shape,
+            held=tuple(len(_common(wanted, run)) for run in runs),
+            placements=tuple(Replicate() for _ in self.placements),
+            part=slice(self.part.start + own.start, self.part.start + own.stop),
+        )
+
 
 @dataclass(frozen=True)
 class _Cut:
@@ -72,27 +91,30 @@ class _Cut:
     runs: tuple[range, ...]
 
 
-def rows_of(split: Split | SplitFunction, param: torch.Tensor, name: str) -> tuple[int, ...]:
+def rows_of(
+    split: Split | SplitFunction, param: torch.Tensor, name: str, who: str
+) -> tuple[int, ...]:
     """The rows of the matrices that lie in two dims of a parameter.
 
     Args:
         split: so many equal matrices, the rows of each, one (None); or a function of the parameter.
         param: of two dims, or of three: then each of its entries is split likewise.
         name: for errors.
+        who: the optimizer, for errors.
 
     Raises:
         ValueError: the parameter has other dims, is not contiguous, or cannot be cut so.
     """
     if param.ndim not in (2, 3) or param.is_complex():
         raise ValueError(
-            f"Muon: parameter {name!r} is {param.dtype} of shape {tuple(param.shape)}; wants real "
+            f"{who}: parameter {name!r} is {param.dtype} of shape {tuple(param.shape)}; wants real "
             f"matrices, of 2 dims, or 3 for stacked ones: give others, embeddings and output "
-            f"layers to AdamW, in a group with use_muon=False"
+            f"layers to AdamW, in a group with use_{who.lower()}=False"
         )
     if not param.is_contiguous():
         raise ValueError(
-            f"Muon: parameter {name!r} of shape {tuple(param.shape)} has strides {param.stride()}; "
-            f"wants a contiguous one"
+            f"{who}: parameter {name!r} of shape {tuple(param.shape)} has strides "
+            f"{param.stride()}; wants a contiguous one"
         )
     if callable(split):
         split = split(param)
@@ -105,13 +127,13 @@ def rows_of(split: Split | SplitFunction, param: torch.Tensor, name: str) -> tup
         found = list(split)
     if sum(found) != rows or (rows and min(found) < 1):
         raise ValueError(
-            f"Muon: split={split!r} of parameter {name!r}, whose matrices have {rows} rows; wants "
+            f"{who}: split={split!r} of parameter {name!r}, whose matrices have {rows} rows; wants "
             f"a number that divides them, or the rows of each matrix"
         )
     return tuple(found)
 
 
-def matrices_of(param: torch.Tensor, rows: Sequence[int], name: str) -> list[Matrix]:
+def matrices_of(param: torch.Tensor, rows: Sequence[int], name: str, who: str) -> list[Matrix]:
     """The matrices of a parameter.
 
     Args:
@@ -119,13 +141,14 @@ def matrices_of(param: torch.Tensor, rows: Sequence[int], name: str) -> list[Mat
             along dim 0), and others along dims, as tensor and expert parallelism do.
         rows: of the matrices in each entry, as `rows_of` has them.
         name: for errors.
+        who: the optimizer, for errors.
 
     Raises:
         ValueError: other placements, or inner axes that cut what is split.
     """
     if param.numel() == 0:
         return []
-    cut = _cut_of(param, name)
+    cut = _cut_of(param, name, who)
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     placements = param.placements if isinstance(param, DTensor) else ()
     stacked = param.ndim == 3
@@ -133,7 +156,7 @@ def matrices_of(param: torch.Tensor, rows: Sequence[int], name: str) -> list[Mat
     inner = any(isinstance(one, Shard) for at, one in enumerate(around) if at != cut.axis)
     if inner and len(rows) > 1:
         raise ValueError(
-            f"Muon: parameter {name!r} is split into {len(rows)} matrices and placed as "
+            f"{who}: parameter {name!r} is split into {len(rows)} matrices and placed as "
             f"{placements}, which cuts them; make it a parameter for each"
         )
     here = 0 if mesh is None or cut.axis is None else mesh.get_local_rank(cut.axis)
@@ -161,7 +184,7 @@ def matrices_of(param: torch.Tensor, rows: Sequence[int], name: str) -> list[Mat
     return [matrix for matrix in found if math.prod(matrix.shape)]
 
 
-def _cut_of(param: torch.Tensor, name: str) -> _Cut:
+def _cut_of(param: torch.Tensor, name: str, who: str) -> _Cut:
     if not isinstance(param, DTensor):
         return _Cut(None, tuple(param.shape), (range(param.numel()),))
     mesh, placements = param.device_mesh, param.placements
@@ -173,7 +196,7 @@ def _cut_of(param: torch.Tensor, name: str) -> _Cut:
     axes = ragged or ([0] if mesh.ndim == 1 and placements == (Shard(0),) else [])
     if wrong or len(axes) > 1:
         raise ValueError(
-            f"Muon: parameter {name!r} is placed as {placements}; wants RaggedShard on one axis, "
+            f"{who}: parameter {name!r} is placed as {placements}; wants RaggedShard on one axis, "
             f"as fully_shard places parameters, and Shard or Replicate on the others"
         )
     axis = axes[0] if axes else None
