@@ -20,7 +20,7 @@ from testkit.matrix_net import (
     Net,
     TorchMuon,
     matrices_of,
-    muon_of,
+    optimizer_of,
     same_bits,
     sharded,
     train,
@@ -37,7 +37,7 @@ GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
 def test_fifty_steps_are_torchs_bit_for_bit(ranks, granularity):
     def check():
         ours, theirs = sharded(fully_shard, GRANULARITIES[granularity]), Net()
-        losses = train(ours, muon_of(Muon, ours)), train(theirs, TorchMuon(theirs))
+        losses = train(ours, optimizer_of(Muon, ours)), train(theirs, TorchMuon(theirs))
         return losses, same_bits(wholes(ours), wholes(theirs))
 
     for (ours, theirs), differing in run_ranks(check, ranks):
@@ -57,14 +57,14 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
 def test_options_are_torchs_on_plain_parameters(options):
     ours, theirs = Net(), Net()
-    losses = train(ours, muon_of(Muon, ours, **options), 5)
+    losses = train(ours, optimizer_of(Muon, ours, **options), 5)
     assert losses == train(theirs, TorchMuon(theirs, **options), 5)
     assert same_bits(wholes(ours), wholes(theirs)) == []
 
 
 def test_a_learning_rate_may_be_a_tensor():
     ours, theirs = Net(), Net()
-    optimizer = muon_of(Muon, ours, lr=torch.tensor(0.02, dtype=torch.float64))
+    optimizer = optimizer_of(Muon, ours, lr=torch.tensor(0.02, dtype=torch.float64))
     assert train(ours, optimizer, 3) == train(theirs, TorchMuon(theirs), 3)
 
 
@@ -75,10 +75,10 @@ def test_other_dtypes(dtype):
 
     def check():
         model = fully_shard(Net().to(dtype))
-        return train(model, muon_of(Muon, model), 8)
+        return train(model, optimizer_of(Muon, model), 8)
 
     alone, theirs = Net().to(dtype), Net().to(dtype)
-    wanted = train(alone, muon_of(Muon, alone), 8)
+    wanted = train(alone, optimizer_of(Muon, alone), 8)
     assert run_ranks(check, 2) == [wanted] * 2
     tolerance = {torch.bfloat16: 0.05, torch.float64: 0.0}[dtype]
     assert train(theirs, TorchMuon(theirs), 8) == pytest.approx(wanted, rel=tolerance)
@@ -86,7 +86,7 @@ def test_other_dtypes(dtype):
 
 def test_a_schedule_changes_the_learning_rate_of_both_kinds():
     ours, theirs = Net(), Net()
-    one, others = muon_of(Muon, ours), TorchMuon(theirs)
+    one, others = optimizer_of(Muon, ours), TorchMuon(theirs)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (one, *others.both)]
     for step in range(4):
         assert train(ours, one, 1, step) == train(theirs, others, 1, step)
@@ -181,7 +181,8 @@ def test_hybrid_shards_are_gathered_within_their_axis():
         model = sharded(fully_shard, mesh=mesh)
         torch.manual_seed(dist.get_rank())
         assert (
-            steps_of(model, muon_of(Muon, model), lambda step: torch.randint(0, 11, (4, 6))) == []
+            steps_of(model, optimizer_of(Muon, model), lambda step: torch.randint(0, 11, (4, 6)))
+            == []
         )
 
     run_ranks(check, 4)
@@ -208,7 +209,7 @@ def test_tensor_parallel_matrices_are_whole_where_they_iterate(fsdp):
         if fsdp:
             fully_shard(model, mesh=mesh["dp"])
         torch.manual_seed(mesh.get_local_rank("dp"))
-        assert steps_of(model, muon_of(Muon, model), lambda step: torch.randn(5, 6)) == []
+        assert steps_of(model, optimizer_of(Muon, model), lambda step: torch.randn(5, 6)) == []
 
     run_ranks(check, 4)
 
@@ -248,7 +249,8 @@ def test_torchs_fully_shard_is_served_too():
         model = torch_fully_shard(Net())
         torch.manual_seed(dist.get_rank())
         assert (
-            steps_of(model, muon_of(Muon, model), lambda step: torch.randint(0, 11, (4, 6))) == []
+            steps_of(model, optimizer_of(Muon, model), lambda step: torch.randint(0, 11, (4, 6)))
+            == []
         )
 
     run_ranks(check, 3)
@@ -262,7 +264,7 @@ def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
         model.unused = nn.Linear(5, 5)
         fully_shard(model)
         before = wholes(model)
-        optimizer = muon_of(Muon, model)
+        optimizer = optimizer_of(Muon, model)
         assert steps_of(model, optimizer, lambda step: torch.randint(0, 11, (4, 6))) == []
         same = [name for name, value in wholes(model).items() if torch.equal(value, before[name])]
         assert same == ["down.weight", "down.bias", "unused.weight", "unused.bias"]

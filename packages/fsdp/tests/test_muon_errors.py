@@ -15,7 +15,7 @@ from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.matrix_net import (
     Net,
-    muon_of,
+    optimizer_of,
     same_bits,
     sharded,
     train,
@@ -27,7 +27,7 @@ def test_what_is_no_matrix_is_refused_by_name():
     model = Net()
     with pytest.raises(ValueError, match=r"parameter 'norm.weight' is .* of shape \(13,\).*AdamW"):
         Muon(model.named_parameters())
-    optimizer = muon_of(Muon, model)
+    optimizer = optimizer_of(Muon, model)
     with pytest.raises(ValueError, match=r"parameter 'late' is"):
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
     assert len(optimizer.param_groups) == 2
@@ -57,7 +57,7 @@ def test_options_out_of_range(options):
 def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
     def check():
         model = sharded(fully_shard)
-        optimizer = muon_of(Muon, model)
+        optimizer = optimizer_of(Muon, model)
         model(torch.arange(6)).backward()
         if dist.get_rank() == 1:
             model.square.weight.grad = None
@@ -100,7 +100,7 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
 def test_state_of_another_layout_is_refused():
     def check():
         rows, elements = sharded(fully_shard, Rows(3)), sharded(fully_shard, Block(1))
-        ours, theirs = muon_of(Muon, rows), muon_of(Muon, elements)
+        ours, theirs = optimizer_of(Muon, rows), optimizer_of(Muon, elements)
         train(rows, ours, 1)
         train(elements, theirs, 1)
         before = copy.deepcopy(ours.state_dict())

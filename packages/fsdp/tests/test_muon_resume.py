@@ -18,7 +18,7 @@ from testkit import models, run_ranks
 from testkit.matrix_net import (
     STEPS,
     TorchMuon,
-    muon_of,
+    optimizer_of,
     sharded,
     train,
 )
@@ -38,14 +38,14 @@ def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, 
 
     def save():
         model = sharded(fully_shard, saved_as)
-        optimizer = muon_of(Muon, model)
+        optimizer = optimizer_of(Muon, model)
         train(model, optimizer, 3)
         dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
         return train(model, optimizer, 5, 3)
 
     def load():
         model = sharded(fully_shard, loaded_as)
-        optimizer = muon_of(Muon, model)
+        optimizer = optimizer_of(Muon, model)
         train(model, optimizer, 1)  # something to be overwritten
         found = state(model, optimizer)
         dcp.load(found, checkpoint_id=tmp_path)
@@ -68,7 +68,7 @@ def test_losses_of_a_llama_are_those_of_ddp_and_torchs_muon_bit_for_bit():
                 for layer in model.model.layers:
                     fully_shard(layer)
                 fully_shard(model)
-                optimizer, called = muon_of(Muon, model), model
+                optimizer, called = optimizer_of(Muon, model), model
             else:
                 called = DistributedDataParallel(model)
                 optimizer = TorchMuon(model)

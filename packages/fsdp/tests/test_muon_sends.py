@@ -18,7 +18,7 @@ from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
 from testkit.matrix_net import (
     matrices_of,
-    muon_of,
+    optimizer_of,
     sharded,
     train,
 )
@@ -50,7 +50,7 @@ def test_owners_have_equal_work_and_what_they_hold():
 
 def sent(granularity, **options):
     model = sharded(fully_shard, granularity)
-    optimizer = muon_of(Muon, model, **options)
+    optimizer = optimizer_of(Muon, model, **options)
     train(model, optimizer, 1)
     model(torch.arange(6)).backward()
     with CommLog() as log:

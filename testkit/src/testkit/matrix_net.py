@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "STEPS", "Net", "TorchMuon", "matrices_of", "muon_of", "same_bits", "sharded", "train",
+    "STEPS", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded", "train",
     "whole", "wholes",
 ]  # fmt: skip
 
@@ -50,17 +50,17 @@ def sharded(fully_shard: Callable[..., Any], granularity: Any = None, **options:
     return fully_shard(Net(), shard_placement_fn=choose, **options)
 
 
-def muon_of(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
-    """An optimizer of both groups of a model, of a kind that knows ``use_muon``."""
-    return kind(_groups_of(model), **{"lr": 0.02, **options})
+def optimizer_of(kind: Any, model: nn.Module, **options: Any) -> Any:
+    """An optimizer of both groups of a model: of fsdp's `Muon` or `SOAP`."""
+    return kind(_groups_of(model, f"use_{kind.who.lower()}"), **{"lr": 0.02, **options})
 
 
-def _groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Two parameter groups: these matrices, and with ``use_muon=False`` the rest."""
+def _groups_of(model: nn.Module, flag: str) -> list[dict[str, Any]]:
+    """Two parameter groups: these matrices, and with a flag that is False the rest."""
     hidden = matrices_of(model)
     names = {name for name, _ in hidden}
     rest = [(name, param) for name, param in model.named_parameters() if name not in names]
-    return [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-2}]
+    return [{"params": hidden}, {"params": rest, flag: False, "lr": 1e-2}]
 
 
 class TorchMuon:
@@ -72,7 +72,7 @@ class TorchMuon:
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        muon, adamw = _groups_of(model)
+        muon, adamw = _groups_of(model, "use_muon")
         adamw.pop("use_muon")
         decay = options.get("weight_decay", 0.1)
         self.both: list[torch.optim.Optimizer] = [

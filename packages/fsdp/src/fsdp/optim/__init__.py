@@ -2,6 +2,7 @@
 
 from fsdp.optim.adam8bit import Adam8bit
 from fsdp.optim.muon import Muon
+from fsdp.optim.soap import SOAP
 from fsdp.optim.whole import WholeMatrices
 
-__all__ = ["Adam8bit", "Muon", "WholeMatrices"]
+__all__ = ["SOAP", "Adam8bit", "Muon", "WholeMatrices"]

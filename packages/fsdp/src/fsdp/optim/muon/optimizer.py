@@ -98,10 +98,10 @@ class Muon(MatrixOptimizer):
     def _matrices_of(self, param: torch.Tensor) -> list[Matrix]:
         return matrices_of(param, self._rows[param], self._names[param], self.who)
 
-    def _step_matrices(self, work: Work, params: list[torch.Tensor], groups: list[Group]) -> None:
+    def _step_matrices(self, work: Work) -> None:
         parts = {
-            number: self._local(param, groups[number])
-            for number, param in enumerate(params)
+            number: self._local(param, group)
+            for number, (param, group) in enumerate(self._matrix_params())
             if param.grad is not None
         }
         for own in parts.values():  # one by one: the bits of lists of bfloat16 differ

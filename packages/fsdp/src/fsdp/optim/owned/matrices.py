@@ -67,13 +67,14 @@ class Matrix:
         columns = self.base[1]
         wanted = range(rows.start * columns, rows.stop * columns)
         runs = [range(*ends) for ends in pairwise(accumulate(self.held, initial=0))]
-        whole = self.mesh is None or self.axis is None
-        here = runs[0 if whole else self.mesh.get_local_rank(self.axis)]
+        mesh, axis = self.mesh, self.axis
+        here = runs[0 if mesh is None or axis is None else mesh.get_local_rank(axis)]
         own = _within(wanted, here)
         shape = (len(rows), columns)
+        every = len(rows) == self.base[0]
         return replace(
             self,
-            name=f"{self.name}[{rows.start}:{rows.stop}]",
+            name=self.name if every else f"{self.name}[{rows.start}:{rows.stop}]",
             shape=shape,
             base=shape,
             held=tuple(len(_common(wanted, run)) for run in runs),

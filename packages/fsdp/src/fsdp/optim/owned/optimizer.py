@@ -62,8 +62,8 @@ class MatrixOptimizer(Optimizer):
         """How matrices get their owners."""
 
     @abstractmethod
-    def _step_matrices(self, work: Work, params: list[torch.Tensor], groups: list[Group]) -> None:
-        """A step of the matrices, of which these parameters and their groups are all."""
+    def _step_matrices(self, work: Work) -> None:
+        """A step of the parameters that are matrices and have gradients."""
 
     def add_param_group(self, param_group: Group) -> None:
         """As of torch's optimizers; a group may have the flag, and ``split``.
@@ -113,12 +113,9 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = [(p, g) for g in self.param_groups if g[self._flag] for p in g["params"]]
-        params, groups = [param for param, _ in own], [group for _, group in own]
-        names = [self._names[param] for param in params]
-        self._work = work = self._planner().plan(params, names, self._work)
+        work = self._plan()
         work.check_ranks(self.who)
-        self._step_matrices(work, params, groups)
+        self._step_matrices(work)
         self._step_others()
         return loss
 
@@ -135,6 +132,18 @@ class MatrixOptimizer(Optimizer):
         except ValueError:
             self.state, self.param_groups = before
             raise
+
+    def _matrix_params(self) -> list[tuple[torch.Tensor, Group]]:
+        """Those that are matrices, with their groups; work counts them in this order."""
+        return [
+            (p, group) for group in self.param_groups if group[self._flag] for p in group["params"]
+        ]
+
+    def _plan(self) -> Work:
+        params = [param for param, _ in self._matrix_params()]
+        names = [self._names[param] for param in params]
+        self._work = self._planner().plan(params, names, self._work)
+        return self._work
 
     def _check_state(self) -> None:
         check_state(self.state, self._names, self.who)
