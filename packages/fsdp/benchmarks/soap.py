@@ -1,0 +1,50 @@
+"""A step of SOAP on 2 and 4 gloo ranks: ours, with owner placement, and the naive one.
+
+    python packages/fsdp/benchmarks/soap.py [--ranks=2,4] [--rounds=10] [--json=FILE]
+
+The naive step gathers every gradient on every rank, and each rank has the state of all blocks and
+computes on them all. Ten rounds have one new basis. Ways take turns, step by step, in the same
+processes; a ratio is the median of those of the rounds, each against the naive step of its round.
+Bytes are those that all ranks send in a step, together; those of state are printed by rank.
+"""
+
+import torch
+from matrix_steps import NAIVE, main, own_run, sharded, whole
+
+from fsdp.optim import SOAP
+from testkit.plain_soap import PlainSoap
+
+SIZE = 256
+
+
+class Naive:
+    """The plain optimizer, on what is gathered."""
+
+    def __init__(self, params):
+        self.params = list(params)
+        self.alone = [torch.zeros(param.shape) for param in self.params]
+        self.plain = PlainSoap(self.alone, lr=1e-3, weight_decay=0.0, block_size=SIZE)
+
+    @torch.no_grad()
+    def step(self):
+        for param, alone in zip(self.params, self.alone, strict=True):
+            alone.zero_()
+            alone.grad = param.grad.full_tensor()
+        self.plain.step()
+        for param, alone in zip(self.params, self.alone, strict=True):
+            param.to_local().view(-1).add_(own_run(param, alone))
+
+
+def ours(model, **options):
+    return SOAP(model.named_parameters(), lr=1e-3, weight_decay=0.0, block_size=SIZE, **options)
+
+
+WAYS = {
+    NAIVE: lambda: Naive(sharded().parameters()),
+    "SOAP": lambda: ours(sharded()),
+    "SOAP, buckets of 1 MB": lambda: ours(sharded(), bucket_mb=1),
+    "SOAP, Whole()": lambda: ours(whole()),
+}
+
+if __name__ == "__main__":
+    main(WAYS, __doc__, rounds=10)

@@ -1,0 +1,343 @@
+"""SOAP: one device's figures whatever the ranks and the granularity, its state on owners only."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import SOAP
+from fsdp.optim.tensors import local_of
+from testkit import run_ranks
+from testkit.matrix_net import (
+    Net,
+    matrices_of,
+    optimizer_of,
+    same_bits,
+    sharded,
+    train,
+    whole,
+    wholes,
+)
+from testkit.plain_soap import PlainSoap, PlainSoapAndAdamW
+
+GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
+SIZE = 13  # of blocks: 37 x 13 has three, of two shapes
+
+
+def bytes_of(optimizer, params):
+    """What this rank holds of the state of parameters, but for the count of steps."""
+    return sum(
+        local_of(value).nbytes
+        for param in params
+        for key, value in optimizer.state[param].items()
+        if key != "step"
+    )
+
+
+@cache
+def alone():
+    """Losses, weights, and bytes of state on one device."""
+    model = Net()
+    plain = PlainSoapAndAdamW(model, block_size=SIZE)
+    return train(model, plain), wholes(model), plain.soap.state_bytes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_fifty_steps_are_one_devices_bit_for_bit_and_so_is_the_memory(ranks, granularity):
+    def check():
+        model = sharded(fully_shard, GRANULARITIES[granularity])
+        optimizer = optimizer_of(SOAP, model, block_size=SIZE)
+        losses = train(model, optimizer)
+        held = bytes_of(optimizer, [param for _, param in matrices_of(model)])
+        return losses, wholes(model), held
+
+    wanted, weights, state_bytes = alone()
+    found = run_ranks(check, ranks)
+    for losses, ours, held in found:
+        assert losses == wanted
+        assert same_bits(ours, weights) == []
+        assert held < state_bytes or ranks == 1
+    assert sum(held for _, _, held in found) == state_bytes
+    assert wanted[-1] < wanted[0] / 50
+
+
+OPTIONS = [
+    {"betas": (0.9, 0.99), "weight_decay": 0.3},
+    {"eps": 0.1, "precondition_frequency": 3},
+    {"precondition_frequency": 1, "block_size": 5},
+    {"block_size": 1},
+    {"block_size": 1000},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
+def test_options_on_plain_parameters(options):
+    ours, theirs = Net(), Net()
+    losses = train(ours, optimizer_of(SOAP, ours, **options), 12)
+    assert losses == train(theirs, PlainSoapAndAdamW(theirs, **options), 12)
+    assert same_bits(wholes(ours), wholes(theirs)) == []
+
+
+def test_rotating_the_weights_rotates_the_training():
+    """What Adam's own basis does not do, and blocks only where they are whole matrices."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    inputs, target, start = draw(30, 6) * torch.arange(1, 7), draw(30, 6), draw(6, 6)
+    left, right = (torch.linalg.qr(draw(6, 6)).Q for _ in range(2))
+
+    def weights(kind, turned, **options):
+        weight = nn.Parameter(left.T @ start @ right if turned else start.clone())
+        optimizer = kind([weight], lr=0.05, **options)
+        for _ in range(25):
+            turn = left @ weight @ right.T if turned else weight
+            (inputs @ turn - target).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return left @ weight @ right.T if turned else weight
+
+    torch.testing.assert_close(weights(SOAP, True), weights(SOAP, False), rtol=1e-6, atol=1e-6)
+    for kind, options in [(torch.optim.AdamW, {}), (SOAP, {"block_size": 3})]:
+        assert (weights(kind, True, **options) - weights(kind, False, **options)).norm() > 0.1
+
+
+def test_a_learning_rate_may_be_a_tensor_and_follow_a_schedule():
+    ours, theirs = Net(), Net()
+    one = optimizer_of(SOAP, ours, lr=torch.tensor(0.02, dtype=torch.float64))
+    assert train(ours, one, 4) == train(theirs, PlainSoapAndAdamW(theirs), 4)
+    halves = Net()
+    other = optimizer_of(SOAP, halves)
+    schedule = torch.optim.lr_scheduler.LambdaLR(other, [lambda n: 0.0, lambda n: 0.0])
+    before = wholes(halves)
+    train(halves, other, 3)
+    assert same_bits(wholes(halves), before) == []
+    assert schedule.get_last_lr() == [0.0, 0.0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(dtype):
+    """State is float32 at least, and gradients and updates travel in the parameter's dtype."""
+
+    def check():
+        model = fully_shard(Net().to(dtype))
+        optimizer = optimizer_of(SOAP, model, block_size=SIZE, precondition_frequency=3)
+        losses = train(model, optimizer, 8)
+        return losses, optimizer.state[model.up.weight]["left.0"].dtype
+
+    alone = Net().to(dtype)
+    plain = PlainSoapAndAdamW(alone, block_size=SIZE, precondition_frequency=3)
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert run_ranks(check, 2) == [(train(alone, plain, 8), wanted)] * 2
+
+
+class Stacks(nn.Module):
+    """Five experts in one parameter, and a fused QKV."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(5, 6, 7))
+        self.qkv = nn.Parameter(torch.randn(12, 5))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_experts_and_heads_are_matrices_of_their_own(ranks):
+    def check():
+        model = Stacks()
+        heads = [one.clone() for one in model.qkv.detach().split(4)]
+        params = [nn.Parameter(one) for one in [*model.experts.detach().clone(), *heads]]
+        fully_shard(model)
+        groups = [
+            {"params": [("experts", model.experts)]}, {"params": [("qkv", model.qkv)], "split": 3}
+        ]  # fmt: skip
+        ours = SOAP(groups, lr=0.1, block_size=4, precondition_frequency=2)
+        theirs = PlainSoap(params, lr=0.1, block_size=4, precondition_frequency=2)
+        for step in range(5):
+            torch.manual_seed(step)
+            grads = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+            for name, param in model.named_parameters():
+                param.grad = distribute_tensor(grads[name], param.device_mesh, param.placements)
+            for param, grad in zip(
+                params, [*grads["experts"], *grads["qkv"].split(4)], strict=True
+            ):
+                param.grad = grad
+            ours.step()
+            theirs.step()
+        assert torch.equal(whole(model.experts), torch.stack(params[:5]))
+        assert torch.equal(whole(model.qkv), torch.cat(params[5:]))
+        return ours.owners()
+
+    owners = run_ranks(check, ranks)
+    assert all(one == owners[0] for one in owners)
+    assert len(owners[0]) == 5 * 2 + 3
+    assert set(owners[0].values()) == set(range(ranks))
+    assert {"experts[4][0:4]", "experts[4][4:6]", "qkv[2]"} <= owners[0].keys()
+
+
+def steps_of(model, optimizer, inputs, steps=4, **options):
+    """Steps ours and the plain one with the same gradients: names of matrices that differ."""
+    alone = {name: nn.Parameter(whole(param)) for name, param in matrices_of(model)}
+    theirs = PlainSoap(alone.values(), **options)
+    for step in range(steps):
+        model(inputs(step)).sum().backward()
+        for name, param in matrices_of(model):
+            alone[name].grad = None if param.grad is None else whole(param.grad)
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+    return same_bits(wholes(model), alone)
+
+
+def ids(step):
+    return torch.randint(0, 11, (4, 6))
+
+
+OFTEN = {"block_size": 8, "precondition_frequency": 2}
+
+
+@pytest.mark.ranks
+def test_hybrid_shards_are_computed_on_within_their_axis():
+    def check():
+        model = sharded(fully_shard, mesh=init_device_mesh("cpu", (2, 2)))
+        torch.manual_seed(dist.get_rank())
+        assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.ranks
+def test_torchs_fully_shard_is_served_too():
+    def check():
+        model = torch_fully_shard(Net())
+        torch.manual_seed(dist.get_rank())
+        assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
+
+    run_ranks(check, 3)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.mix(x + self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.ranks
+def test_tensor_parallelism_cuts_blocks():
+    """Of 8 rows or columns on two ranks each has 4, as blocks of 4 would be."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = Mlp()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        torch.manual_seed(mesh.get_local_rank("dp"))
+        options = {"block_size": 4, "precondition_frequency": 2}
+        optimizer = optimizer_of(SOAP, model, **options)
+        assert steps_of(model, optimizer, lambda step: torch.randn(5, 6), **options) == []
+        held = bytes_of(optimizer, [model.up.weight, model.down.weight])
+        return held, whole(optimizer.state[model.up.weight]["exp_avg.0"]).shape
+
+    found = run_ranks(check, 4)
+    blocks = [(4, 4), (4, 2)] * 2 + [(4, 4), (2, 4)] * 2  # of up's rows, of down's columns
+    assert sum(held for held, _ in found) == sum(
+        8 * (r * r + c * c + r * c) for r, c in blocks
+    )  # no two ranks have the same
+    assert {shape for _, shape in found} == {(2 * 4, 4)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dim", [0, 1])
+def test_stacked_experts_beside_expert_parallelism(dim):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        model = nn.Module()
+        values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+        model.experts = nn.Parameter(distribute_tensor(values, mesh["ep"], [Shard(dim)]))
+        fully_shard(model, mesh=mesh["dp"])
+        ours = SOAP(model.named_parameters(), lr=0.1, block_size=3, precondition_frequency=2)
+        alone = [nn.Parameter(one) for one in values.clone()]
+        theirs = PlainSoap(alone, lr=0.1, block_size=3, precondition_frequency=2)
+        for _ in range(4):
+            model.experts.grad = torch.zeros_like(model.experts)
+            torch.manual_seed(dist.get_rank())
+            model.experts.grad.to_local().normal_()
+            for param, grad in zip(alone, whole(model.experts.grad), strict=True):
+                param.grad = grad.contiguous()
+            ours.step()
+            theirs.step()
+        assert torch.equal(whole(model.experts), torch.stack(list(alone)))
+        return bytes_of(ours, [model.experts]), theirs.state_bytes
+
+    found = run_ranks(check, 4)
+    assert sum(held for held, _ in found) == found[0][1]
+
+
+@pytest.mark.ranks
+def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
+    def check():
+        model = Net()
+        model.down.requires_grad_(False)
+        model.unused = nn.Linear(5, 5)
+        fully_shard(model)
+        before = wholes(model)
+        optimizer = optimizer_of(SOAP, model, precondition_frequency=2)
+        assert steps_of(model, optimizer, ids, precondition_frequency=2) == []
+        same = [name for name, value in wholes(model).items() if torch.equal(value, before[name])]
+        assert same == ["down.weight", "down.bias", "unused.weight", "unused.bias"]
+        assert not optimizer.state[model.unused.weight]
+        used = [model.up.weight, model.square.weight]
+        return optimizer.owners(), bytes_of(optimizer, used)
+
+    found = run_ranks(check, 4)  # two matrices, four ranks
+    for owners, _ in found:
+        assert set(owners) == {"up.weight", "square.weight"}
+    assert sum(held == 0 for _, held in found) >= 2
+
+
+@pytest.mark.ranks
+def test_owners_stay_when_other_parameters_get_gradients_or_come_late():
+    def check():
+        model = sharded(fully_shard)
+        groups = [(name, param) for name, param in matrices_of(model)]
+        optimizer = SOAP(groups[:1], block_size=SIZE)
+        first = step_with(optimizer, groups[:1])
+        optimizer.add_param_group({"params": groups[1:]})
+        everything = step_with(optimizer, groups)
+        assert first.items() <= everything.items()
+        assert step_with(optimizer, groups[1:]).items() <= everything.items()
+        assert step_with(optimizer, groups) == everything
+        return everything
+
+    found = run_ranks(check, 4)
+    assert found == [found[0]] * 4
+    assert set(found[0].values()) == set(range(4))
+
+
+def step_with(optimizer, named):
+    """A step in which these have gradients: the owners."""
+    optimizer.zero_grad()
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer.owners()

@@ -1,0 +1,225 @@
+"""What SOAP cannot work with: refused by name, or a block left as it is."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fsdp import Block, Rows, fully_shard
+from fsdp.optim import SOAP
+from fsdp.optim.soap.eigenbasis import BlockState, Hyperparameters, step_block
+from ragged_shard import InterleavedShard, RaggedShard
+from testkit import run_ranks
+from testkit.matrix_net import Net, optimizer_of, same_bits, sharded, train, whole, wholes
+
+NOW = Hyperparameters(beta1=0.9, beta2=0.9, eps=1e-8, updates=1, renews=True)
+
+
+def test_what_is_no_matrix_is_refused_by_name():
+    model = Net()
+    with pytest.raises(ValueError, match=r"SOAP: parameter 'norm.weight' is .*\(13,\).*use_soap="):
+        SOAP(model.named_parameters())
+    optimizer = optimizer_of(SOAP, model)
+    with pytest.raises(ValueError, match=r"SOAP: parameter 'late' is"):
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0}, {"lr": torch.zeros(2)}, {"eps": -1.0}, {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)}, {"betas": (0.9,)}, {"precondition_frequency": 0},
+        {"precondition_frequency": 2.5}, {"block_size": 0}, {"bucket_mb": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_out_of_range(options):
+    with pytest.raises(ValueError, match=rf"SOAP: {next(iter(options))}"):
+        SOAP([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+def new_block(rows, columns):
+    def zeros(*shape):
+        return torch.zeros(*shape)
+
+    left, right = torch.eye(rows), torch.eye(columns)
+    return BlockState(
+        zeros(rows, rows), zeros(columns, columns), left, right,
+        zeros(rows, columns), zeros(rows, columns),
+    )  # fmt: skip
+
+
+def test_gradients_of_zero_change_nothing_until_there_is_another():
+    block = new_block(3, 2)
+    before = copy.deepcopy(block)
+    assert torch.equal(step_block(block, torch.zeros(3, 2), NOW), torch.zeros(3, 2))
+    for name, value in vars(before).items():
+        assert torch.equal(getattr(block, name).abs(), value)  # but for signs
+    grad = torch.tensor([[3.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
+    assert not step_block(block, grad, NOW).any()
+    assert torch.equal(block.left_basis.abs()[:, 0], torch.tensor([0.0, 0.0, 1.0]))  # the largest
+    assert step_block(block, grad, NOW).any()
+    assert step_block(block, torch.zeros(3, 2), NOW).isfinite().all()
+
+
+@pytest.mark.parametrize("fault", ["nan", "infinite", "too large", "negative", "lost"])
+def test_a_block_that_cannot_be_computed_on_keeps_its_state(fault):
+    block = new_block(4, 3)
+    torch.manual_seed(0)
+    for _ in range(3):
+        assert step_block(block, torch.randn(4, 3), NOW) is not None
+    grad = torch.randn(4, 3)
+    if fault in ("nan", "infinite", "too large"):
+        grad[2, 1] = {"nan": torch.nan, "infinite": torch.inf, "too large": 1e30}[fault]
+    elif fault == "negative":
+        block.right[1, 1] = -100.0
+    else:
+        block.left[1, 1] = torch.nan
+    before = copy.deepcopy(block)
+    assert step_block(block, grad, NOW) is None
+    for name, value in vars(before).items():
+        assert getattr(block, name).equal(value) or value.isnan().any()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names_it(ranks):
+    """On one device likewise; columns 8 to 12 of rows 16 to 23 are one block of `up.weight`."""
+
+    def check(bad):
+        model = sharded(fully_shard) if dist.is_initialized() else Net()
+        optimizer = optimizer_of(SOAP, model, block_size=8, weight_decay=0.0)
+        train(model, optimizer, 3)
+        before = whole(model.up.weight).clone()  # of one rank it is the parameter's own memory
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if bad:
+            grad = torch.ones(37, 13)
+            grad[17, 9] = torch.nan
+            weight = model.up.weight
+            model.up.weight.grad = (
+                distribute_tensor(grad, weight.device_mesh, weight.placements)
+                if dist.is_initialized()
+                else grad
+            )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        after = whole(model.up.weight).clone()
+        losses = train(model, optimizer, 3, 3)
+        return before, after, [str(one.message) for one in said], losses, wholes(model)
+
+    _, wanted, none, *_ = check(False)
+    assert none == []
+    *_, alone = check(True)
+    found = run_ranks(check, ranks, True)
+    for before, after, _, losses, weights in found:
+        assert after[16:24, 8:].equal(before[16:24, 8:])
+        after[16:24, 8:] = wanted[16:24, 8:]
+        assert after.equal(wanted)
+        assert torch.tensor(losses).isfinite().all()
+        assert same_bits(weights, alone) == []
+    [text] = [text for _, _, said, _, _ in found for text in said]  # of the owner
+    assert "parameter 'up.weight[16:24]', columns 8 to 12" in text
+
+
+@pytest.mark.ranks
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
+    def check():
+        model = sharded(fully_shard)
+        optimizer = optimizer_of(SOAP, model)
+        model(torch.arange(6)).backward()
+        if dist.get_rank() == 1:
+            model.square.weight.grad = None
+        before = wholes(model)
+        with pytest.raises(
+            ValueError, match=r"SOAP's.* square.weight .*: a gradient on rank 0 and .*no gra"
+        ):
+            optimizer.step()
+        assert same_bits(wholes(model), before) == []
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+
+        def optimizer(placements, rows=4):
+            param = nn.Parameter(distribute_tensor(torch.ones(rows, 6), mesh, placements))
+            param.grad = torch.ones_like(param)
+            return SOAP([("qkv", param)])
+
+        interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
+        with pytest.raises(ValueError, match=r"SOAP: .*'qkv' is placed as .*wants RaggedShard on"):
+            interleaved.step()
+        uneven = optimizer([Shard(0), RaggedShard((0,), (1,))], 5)
+        with pytest.raises(ValueError, match=r"'qkv' of shape \(5, 6\) .* dim 0 of 5 over 2 ranks"):
+            uneven.step()
+        moved = optimizer([Shard(0), Replicate()])
+        [param] = moved.param_groups[0]["params"]
+        param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
+        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' is .* placed as"):
+            moved.step()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_state_of_another_layout_is_refused():
+    """Of other owners, blocks or dtypes; what was refused changes nothing."""
+
+    def check():
+        rows, elements = sharded(fully_shard, Rows(3)), sharded(fully_shard, Block(1))
+        ours, theirs = (optimizer_of(SOAP, model, block_size=8) for model in (rows, elements))
+        train(rows, ours, 1)
+        train(elements, theirs, 1)
+        before = copy.deepcopy(ours.state_dict())
+        moved = copy.deepcopy(before)
+        last = moved["state"][0]["left.0"]
+        owner = last.placements[0].owner
+        moved["state"][0]["left.0"] = last.redistribute(
+            placements=[RaggedShard.owned_by(1 - owner, 2)]
+        )
+        with pytest.raises(ValueError, match=r"SOAP: left.0 of parameter 'up.weight' is placed"):
+            ours.load_state_dict(moved)
+        halved = copy.deepcopy(before)
+        halved["state"][0]["right.1"] = halved["state"][0]["right.1"].bfloat16()
+        with pytest.raises(ValueError, match=r"right.1 of parameter 'up.weight' is torch.bfloat16"):
+            ours.load_state_dict(halved)
+        others = optimizer_of(SOAP, rows, block_size=16)
+        with pytest.raises(ValueError, match=r"'up.weight' has 'exp_avg.3'.*block_size"):
+            others.load_state_dict(before)
+        shifted = copy.deepcopy(before)
+        shifted["state"][1]["momentum"] = shifted["state"][1].pop("left.0")
+        with pytest.raises(ValueError, match=r"of parameter 'down.weight' lacks 'left.0'"):
+            ours.load_state_dict(shifted)
+        after = ours.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert after["state"][0]["left.0"].placements == before["state"][0]["left.0"].placements
+        ours.load_state_dict(before)
+        assert len(train(rows, ours, 1)) == 1
+
+    run_ranks(check, 2)
+
+
+def test_a_state_dict_keeps_dtypes_and_training_goes_on():
+    model = Net().bfloat16()
+    optimizer = optimizer_of(SOAP, model, block_size=8)
+    train(model, optimizer, 3)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    wanted = train(model, optimizer, 12, 3)
+    again = Net().bfloat16()
+    again.load_state_dict(weights)
+    loaded = optimizer_of(SOAP, again, block_size=8)
+    loaded.load_state_dict(saved)
+    assert loaded.state[again.up.weight]["left.0"].dtype == torch.float32
+    assert train(again, loaded, 12, 3) == wanted

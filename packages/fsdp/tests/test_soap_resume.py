@@ -1,0 +1,86 @@
+"""SOAP goes on from checkpoints at other numbers of ranks and other granularities."""
+
+import copy
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import SOAP
+from testkit import run_ranks
+from testkit.matrix_net import Net, optimizer_of, sharded, train
+
+OPTIONS = {"block_size": 8, "precondition_frequency": 3}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("saved", "saved_as", "loaded", "loaded_as", "steps_before", "flat"),
+    [
+        (4, Block(1), 1, Rows(3), 0, False),
+        (4, Rows(3), 2, Whole(), 2, False),
+        (2, Whole(), 4, Block(1), 0, True),
+    ],
+)
+def test_training_goes_on_at_another_number_of_ranks(
+    tmp_path, saved, saved_as, loaded, loaded_as, steps_before, flat
+):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def state(model, optimizer):
+        return {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+
+    def save():
+        model = sharded(fully_shard, saved_as)
+        optimizer = optimizer_of(SOAP, model, **OPTIONS)
+        train(model, optimizer, 5)
+        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        return train(model, optimizer, 8, 5)
+
+    def load():
+        model = sharded(fully_shard, loaded_as)
+        optimizer = optimizer_of(SOAP, model, **OPTIONS)
+        train(model, optimizer, steps_before)  # something to be overwritten
+        found = state(model, optimizer)
+        dcp.load(found, checkpoint_id=tmp_path)
+        set_model_state_dict(model, found["model"])
+        set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+        return train(model, optimizer, 8, 5)
+
+    wanted = run_ranks(save, saved)[0]
+    for losses in run_ranks(load, loaded):
+        assert losses == wanted
+
+
+@pytest.mark.ranks
+def test_a_full_state_dict_has_every_block_and_loads_on_one_device():
+    """What `full_state_dict` gathers is the plain optimizer's own."""
+    full = StateDictOptions(full_state_dict=True)
+
+    def save():
+        model = sharded(fully_shard, Rows(3))
+        optimizer = optimizer_of(SOAP, model, **OPTIONS)
+        train(model, optimizer, 5)
+        found = (
+            get_model_state_dict(model, options=full),
+            get_optimizer_state_dict(model, optimizer, options=full),
+        )
+        found = copy.deepcopy(found)  # an owner's tensors are its state itself
+        return found, train(model, optimizer, 8, 5)
+
+    (weights, state), wanted = run_ranks(save, 2)[0]
+    model = Net()
+    model.load_state_dict(weights)
+    optimizer = optimizer_of(SOAP, model, **OPTIONS)
+    set_optimizer_state_dict(model, optimizer, state)
+    assert train(model, optimizer, 8, 5) == wanted

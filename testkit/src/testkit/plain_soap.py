@@ -1,0 +1,150 @@
+"""SOAP on one device, written down from the paper: what a sharded one has to equal bit for bit.
+
+Algorithms 3 and 4 of arXiv 2409.11321, on blocks of matrices; it knows nothing of ranks. The
+paper's L, R, Q_L, Q_R, M and V are `left`, `right`, `left_basis`, `right_basis`, `mean`, `squares`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from testkit.matrix_net import matrices_of
+
+__all__ = ["PlainSoap", "PlainSoapAndAdamW"]
+
+
+class _Block:
+    """Preconditioners and moments of a part of a matrix."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype)
+
+        self.left, self.right = zeros(rows, rows), zeros(columns, columns)
+        self.left_basis, self.right_basis = zeros(0), zeros(0)  # until the first gradient
+        self.mean, self.squares = zeros(rows, columns), zeros(rows, columns)
+
+    def step(
+        self, grad: torch.Tensor, t: int, betas: tuple[float, float], eps: float, frequency: int
+    ) -> torch.Tensor:
+        """Step t, the first of which is 0, and only finds bases."""
+        beta1, beta2 = betas
+        update = torch.zeros_like(grad)
+        if t:
+            rotated = self.left_basis.T @ grad @ self.right_basis
+            self.mean = self.mean.lerp(grad, 1 - beta1)
+            self.squares = (beta2 * self.squares).addcmul(rotated, rotated, value=1 - beta2)
+            mean = self.left_basis.T @ self.mean @ self.right_basis / (1 - beta1**t)
+            root = torch.sqrt(self.squares / (1 - beta2**t)) + eps
+            update = self.left_basis @ (mean / root) @ self.right_basis.T
+        self.left = self.left.lerp(grad @ grad.T, 1 - beta2)
+        self.right = self.right.lerp(grad.T @ grad, 1 - beta2)
+        if not t:
+            self.left_basis, self.right_basis = _first_basis(self.left), _first_basis(self.right)
+        elif t % frequency == 0:
+            rows, columns = _order(self.left, self.left_basis), _order(self.right, self.right_basis)
+            self.left_basis = _next_basis(self.left, self.left_basis[:, rows])
+            self.right_basis = _next_basis(self.right, self.right_basis[:, columns])
+            self.squares = self.squares[rows, :][:, columns]
+        return update
+
+
+def _first_basis(square: torch.Tensor) -> torch.Tensor:
+    vectors = torch.linalg.eigh(square.double()).eigenvectors.flip(1)
+    return vectors.to(square.dtype).contiguous()
+
+
+def _order(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Of the columns of a basis, by what they are of eigenvalues."""
+    return torch.argsort((basis * (square @ basis)).sum(0), descending=True, stable=True)
+
+
+def _next_basis(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    vectors: torch.Tensor = torch.linalg.qr(square @ basis).Q
+    return vectors.contiguous()
+
+
+class PlainSoap:
+    """SOAP of plain matrices, each with a table of blocks.
+
+    Args:
+        params: matrices.
+        options: `SOAP`'s, of the same names.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        lr: float = 0.02,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        block_size: int = 1024,
+    ) -> None:
+        self._params, self._lr, self._decay = list(params), lr, weight_decay
+        self._size, self._rest = block_size, (betas, eps, precondition_frequency)
+        self._steps: dict[int, int] = {}
+        self._blocks: dict[tuple[int, int, int], _Block] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Of matrices that have gradients."""
+        size = self._size
+        for number, param in enumerate(self._params):
+            if param.grad is None:
+                continue
+            t = self._steps.get(number, 0)
+            self._steps[number] = t + 1
+            param.mul_(1 - self._lr * self._decay)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            update = torch.empty_like(param)
+            for i, rows in enumerate(param.grad.split(size)):
+                for j, part in enumerate(rows.split(size, dim=1)):
+                    grad = part.to(dtype).contiguous()
+                    block = self._blocks.setdefault((number, i, j), _Block(*part.shape, dtype))
+                    own = update[i * size : (i + 1) * size, j * size : (j + 1) * size]
+                    own.copy_(block.step(grad, t, *self._rest))
+            param.add_(update, alpha=-self._lr)  # strided, bfloat16 is rounded otherwise
+
+    def zero_grad(self) -> None:
+        """Of all."""
+        for param in self._params:
+            param.grad = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(
+            value.nbytes for block in self._blocks.values() for value in vars(block).values()
+        )
+
+
+class PlainSoapAndAdamW:
+    """`PlainSoap` for the hidden matrices of a model, torch's AdamW for the rest.
+
+    Args:
+        model: a `matrix_net.Net`, or another whose matrices are named alike.
+        options: of `PlainSoap`.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        own = dict(matrices_of(model))
+        rest = [param for name, param in model.named_parameters() if name not in own]
+        decay = options.get("weight_decay", 0.01)
+        self.soap = PlainSoap(own.values(), **options)
+        self.adamw = torch.optim.AdamW(rest, lr=1e-2, weight_decay=decay)
+
+    def step(self) -> None:
+        """Of both."""
+        self.soap.step()
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        """Of both."""
+        self.soap.zero_grad()
+        self.adamw.zero_grad()
