@@ -17,6 +17,7 @@ from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
 from testkit import run_ranks
 from testkit.matrix_net import (
+    Mlp,
     Net,
     TorchMuon,
     matrices_of,
@@ -186,16 +187,6 @@ def test_hybrid_shards_are_gathered_within_their_axis():
         )
 
     run_ranks(check, 4)
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.mix(x + self.down(torch.relu(self.up(x))))
 
 
 @pytest.mark.ranks

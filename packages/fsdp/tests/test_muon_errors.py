@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp import Block, Rows, fully_shard
-from fsdp.optim import Muon
+from fsdp.optim import SOAP, Muon
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.matrix_net import (
@@ -54,16 +54,17 @@ def test_options_out_of_range(options):
 
 
 @pytest.mark.ranks
-def test_a_gradient_on_some_ranks_only_is_an_error_on_all():
+@pytest.mark.parametrize("kind", [Muon, SOAP], ids=["Muon", "SOAP"])
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all(kind):
     def check():
         model = sharded(fully_shard)
-        optimizer = optimizer_of(Muon, model)
+        optimizer = optimizer_of(kind, model)
         model(torch.arange(6)).backward()
         if dist.get_rank() == 1:
             model.square.weight.grad = None
         before = wholes(model)
         with pytest.raises(
-            ValueError, match=r"square.weight .*: a gradient on rank 0 and .*no gra"
+            ValueError, match=rf"{kind.who}.* square.weight .*: a gradient on rank 0 and .*no gra"
         ):
             optimizer.step()
         assert same_bits(wholes(model), before) == []

@@ -20,6 +20,7 @@ from fsdp.optim import SOAP
 from fsdp.optim.tensors import local_of
 from testkit import run_ranks
 from testkit.matrix_net import (
+    Mlp,
     Net,
     matrices_of,
     optimizer_of,
@@ -230,16 +231,6 @@ def test_torchs_fully_shard_is_served_too():
         assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
 
     run_ranks(check, 3)
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.mix(x + self.down(torch.relu(self.up(x))))
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "STEPS", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded", "train",
+    "STEPS", "Mlp", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded", "train",
     "whole", "wholes",
 ]  # fmt: skip
 
@@ -33,6 +33,20 @@ class Net(nn.Module):
         x = x + self.down(torch.tanh(self.up(x)))
         loss: torch.Tensor = self.head(x + self.square(x)).square().mean()
         return loss
+
+
+class Mlp(nn.Module):
+    """Matrices that tensor parallelism cuts, `up` by columns and `down` by rows, and one not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of 6 features."""
+        y: torch.Tensor = self.mix(x + self.down(torch.relu(self.up(x))))
+        return y
 
 
 def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
