@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "STEPS", "Mlp", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded", "train",
-    "whole", "wholes",
+    "STEPS", "Mlp", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded",
+    "train", "whole", "wholes",
 ]  # fmt: skip
 
 STEPS = 50

@@ -54,8 +54,8 @@ class _Block:
 
 
 def _first_basis(square: torch.Tensor) -> torch.Tensor:
-    vectors = torch.linalg.eigh(square.double()).eigenvectors.flip(1)
-    return vectors.to(square.dtype).contiguous()
+    vectors: torch.Tensor = torch.linalg.eigh(square.double()).eigenvectors
+    return vectors.flip(1).to(square.dtype).contiguous()
 
 
 def _order(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,8 @@ class PlainSoap:
             for i, rows in enumerate(param.grad.split(size)):
                 for j, part in enumerate(rows.split(size, dim=1)):
                     grad = part.to(dtype).contiguous()
-                    block = self._blocks.setdefault((number, i, j), _Block(*part.shape, dtype))
+                    fresh = _Block(part.shape[0], part.shape[1], dtype)
+                    block = self._blocks.setdefault((number, i, j), fresh)
                     own = update[i * size : (i + 1) * size, j * size : (j + 1) * size]
                     own.copy_(block.step(grad, t, *self._rest))
             param.add_(update, alpha=-self._lr)  # strided, bfloat16 is rounded otherwise
