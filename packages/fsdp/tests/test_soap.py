@@ -79,7 +79,7 @@ OPTIONS = [
     {"betas": (0.9, 0.99), "weight_decay": 0.3},
     {"eps": 0.1, "precondition_frequency": 3},
     {"precondition_frequency": 1, "block_size": 5},
-    {"block_size": 1},
+    {"block_size": 3},
     {"block_size": 1000},
 ]
 
