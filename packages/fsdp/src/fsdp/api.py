@@ -16,6 +16,7 @@ from dbuffer import Strategy
 from fsdp import _compat
 from fsdp.extension import ExtensionGroup
 from fsdp.group import Group
+from fsdp.grouping import alike
 from fsdp.managed import managed_modules, managed_parameters, move_buffers
 from fsdp.meshes import backward_mesh, checked_mesh, checked_reshard, device_of
 from fsdp.module import FSDPModule, make_fsdp
@@ -111,12 +112,12 @@ def fully_shard(
     reshard, backward_size = checked_reshard(reshard_after_forward, mesh)
     device = device_of(mesh)
     ignored = ignored_params or set()
-    managed = managed_modules(modules, ignored)
+    managed = managed_modules(modules)
     params = managed_parameters(managed, mesh, device, shard_placement_fn, ignored)
     move_buffers(managed, device)
     groups = [
         _group(same, device, mp_policy, offload_policy, strategy, backward_size)
-        for same in _alike(params, mp_policy)
+        for same in alike(params, mp_policy)
     ]
     for group in groups:
         group.reshard_after_forward = reshard
@@ -192,27 +193,6 @@ def _roots(module: object) -> tuple[nn.Module, ...]:
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     return tuple(one for one in dict.fromkeys(given) if id(one) not in inside)
-
-
-def _alike(
-    params: Sequence[ManagedParameter], mp_policy: MixedPrecisionPolicy
-) -> list[list[ManagedParameter]]:
-    """The parameters by what makes one buffer of them.
-
-    That is: mesh, dtypes, trained or not, on meta or not, gathered through hooks or not, placed
-    on the mesh's axes already or not.
-    """
-    groups: dict[object, list[ManagedParameter]] = {}
-    for param in params:
-        given = param.given
-        computes = _compat.policy_of(given, mp_policy).param_dtype
-        on_meta = given.device.type == "meta"
-        own = param.placed is not None and bool(param.placed.own)
-        key = (
-            param.mesh, given.dtype, computes, given.requires_grad, on_meta, param.extension, own,
-        )  # fmt: skip
-        groups.setdefault(key, []).append(param)
-    return list(groups.values())
 
 
 def _group(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch.distributed.device_mesh import DeviceMesh
+from collections.abc import Hashable, Sequence
 
 from ragged_shard.planner import Layout, balance
 from ragged_shard.planner.balance import work_of_shards
@@ -19,22 +17,22 @@ class Balance:
     """
 
     def __init__(self) -> None:
-        self._busy: dict[DeviceMesh, tuple[int, ...]] = {}
+        self._busy: dict[Hashable, tuple[int, ...]] = {}
 
-    def busy(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        """What each rank of a mesh's last axis has to do so far."""
-        return self._busy.get(mesh, (0,) * mesh.size(mesh.ndim - 1))
+    def busy(self, ranks: Hashable) -> tuple[int, ...]:
+        """What each rank has to do so far; nothing before the first group."""
+        return self._busy.get(ranks, ())
 
-    def place(self, layout: Layout, work: Sequence[int], mesh: DeviceMesh) -> Layout:
+    def place(self, layout: Layout, work: Sequence[int], ranks: Hashable) -> Layout:
         """A group's layout with its shards at the ranks that have least to do, who then have more.
 
         Args:
-            layout: over the last axis of the mesh.
+            layout: of the group.
             work: of each parameter.
-            mesh: of the group.
+            ranks: those over which it is cut: a mesh, of which the last axis counts, or another key.
         """
-        busy = self.busy(mesh)
+        busy = self.busy(ranks) or (0,) * layout.world_size
         layout = balance(layout, work, busy)
         more = work_of_shards(layout, work)
-        self._busy[mesh] = tuple(before + its for before, its in zip(busy, more, strict=True))
+        self._busy[ranks] = tuple(before + its for before, its in zip(busy, more, strict=True))
         return layout

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from dbuffer import DBuffer, Strategy
-from fsdp import _compat, adopt
+from fsdp import adopt
 from fsdp.comms import Comms
 from fsdp.gather import Gather
+from fsdp.grouping import Dtypes, dtypes_of
 from fsdp.meshes import sharded_placements
 from fsdp.parameter import ManagedParameter
 from fsdp.reduce import Reducer
@@ -96,16 +97,19 @@ class Group(ABC):
         )  # fmt: skip
 
     @property
+    def dtypes(self) -> Dtypes:
+        """Of its parameters as they are now, of computing and of reducing."""
+        return dtypes_of(self.dtype, self.mp_policy)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the unsharded parameters and their gathers; only floats are cast."""
-        wanted = self.mp_policy.param_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        """Of the unsharded parameters and their gathers."""
+        return self.dtypes.compute
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the gradients' reduction."""
-        default = _compat.default_reduce_dtype(self.dtype, self.compute_dtype)
-        return self.mp_policy.reduce_dtype or default
+        return self.dtypes.reduce
 
     @property
     def sums_gradients(self) -> bool:

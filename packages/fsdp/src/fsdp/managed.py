@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,27 +20,70 @@ from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import Whole, block_size
 from fsdp.state import state_of
 
-__all__ = ["managed_modules", "managed_parameters", "move_buffers"]
+__all__ = [
+    "Found",
+    "found_parameters",
+    "managed_modules",
+    "managed_parameters",
+    "move_buffers",
+    "sharded_before",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A parameter of some modules, tied ones once: its first name, and all that hold it."""
+
+    name: str
+    param: nn.Parameter
+    places: list[Place]
+
+
+def sharded_before(module: nn.Module) -> bool:
+    """Whether an earlier call has the module."""
+    return state_of(module) is not None
 
 
 def managed_modules(
-    roots: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+    roots: Sequence[nn.Module], taken: Callable[[nn.Module], bool] = sharded_before
 ) -> dict[nn.Module, str]:
-    """The modules whose parameters are managed, and their names: not those sharded before."""
+    """The modules whose parameters a call manages, and their names.
+
+    Args:
+        roots: of the call.
+        taken: whether another call has a module, and what is in it.
+    """
     found: dict[nn.Module, str] = {}
     for number, root in enumerate(roots):
         prefix = f"{number}" if len(roots) > 1 else ""
-        for name, module in _walk(root, prefix, root=True):
+        for name, module in _walk(root, prefix, taken, root=True):
             found.setdefault(module, name)
     return found
 
 
-def _walk(module: nn.Module, name: str, *, root: bool) -> Iterator[tuple[str, nn.Module]]:
-    if not root and state_of(module) is not None:
+def _walk(
+    module: nn.Module, name: str, taken: Callable[[nn.Module], bool], *, root: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    if not root and taken(module):
         return
     yield name, module
     for key, child in module.named_children():
-        yield from _walk(child, f"{name}.{key}" if name else key, root=False)
+        yield from _walk(child, f"{name}.{key}" if name else key, taken, root=False)
+
+
+def found_parameters(
+    modules: dict[nn.Module, str], ignored: Collection[nn.Parameter]
+) -> list[Found]:
+    """The parameters of modules, in their order."""
+    skip = {id(param) for param in ignored}
+    found: dict[int, Found] = {}
+    for module, prefix in modules.items():
+        for key, param in module._parameters.items():
+            if param is None or id(param) in skip:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            found.setdefault(id(param), Found(name, param, [])).places.append(Place(module, key))
+    return list(found.values())
 
 
 def managed_parameters(
@@ -54,18 +98,9 @@ def managed_parameters(
     Raises:
         ValueError: one belongs to another group already; a granularity that is none.
     """
-    skip = {id(param) for param in ignored}
-    places: dict[int, list[Place]] = {}
-    named: dict[int, tuple[str, nn.Parameter]] = {}
-    for module, prefix in modules.items():
-        for key, param in module._parameters.items():
-            if param is None or id(param) in skip:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            places.setdefault(id(param), []).append(Place(module, key))
-            named.setdefault(id(param), (name, param))
-    found = []
-    for number, (name, param) in named.items():
+    managed = []
+    for one in found_parameters(modules, ignored):
+        name, param = one.name, one.param
         taken = stale_name(param)
         if taken is not None:
             raise ValueError(
@@ -84,12 +119,12 @@ def managed_parameters(
             placed, block = None, block_size(granularity, param.shape, name)
         whole = granularity if isinstance(granularity, Whole) else None
         made = ManagedParameter(
-            name, param, places[number], block, its_mesh, placed, extension=extension, whole=whole
+            name, param, one.places, block, its_mesh, placed, extension=extension, whole=whole
         )
-        found.append(made)
-    for managed in found:
-        mark_stale(managed.given, managed.name)
-    return found
+        managed.append(made)
+    for made in managed:
+        mark_stale(made.given, made.name)
+    return managed
 
 
 def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:

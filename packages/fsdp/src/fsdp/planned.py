@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +13,12 @@ from torch.distributed.tensor import DTensor
 from dbuffer import DBuffer
 from fsdp import adopt
 from fsdp.group import Group
+from fsdp.grouping import balanced, plan_buffer, specs_of
 from fsdp.meshes import sharded_placements
-from fsdp.policy import Whole
 from fsdp.unshard import Gatherer
 from fused_comm import redistribute_many
-from ragged_shard.planner import Layout, TensorSpec, plan_layout
 
 __all__ = ["PlannedGroup"]
-
-ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
 
 
 class PlannedGroup(Group):
@@ -35,7 +31,8 @@ class PlannedGroup(Group):
 
     def __init__(self, *args: Any, backward_mesh: DeviceMesh | None = None) -> None:
         super().__init__(*args)
-        self.layout = self._planned()
+        layout = plan_buffer(specs_of(self.params), self.mesh.size(self.mesh.ndim - 1), self.dtypes)
+        self.layout = balanced(layout, self.params, self.mesh)
         self.backward_mesh = backward_mesh
         device = self.params[0].given.device
         self.shard = self.new_shard(self.dtype, device)  # owned by us, SHARD
@@ -47,19 +44,6 @@ class PlannedGroup(Group):
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
             self.show(i, sharded)
         self.gatherer = Gatherer(self)
-
-    def _planned(self) -> Layout:
-        layout = plan_layout(
-            [TensorSpec(p.name, math.prod(p.shape), p.block, p.shape) for p in self.params],
-            self.mesh.size(self.mesh.ndim - 1),
-            alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
-            order="best" if any(p.block > 1 for p in self.params) else "given",
-        )
-        wholes = [p.whole or Whole() for p in self.params]
-        for balance in dict.fromkeys(one.balance for one in wholes if one.balance is not None):
-            work = [one.work if one.balance is balance else 0 for one in wholes]
-            layout = balance.place(layout, work, self.mesh)
-        return layout
 
     @property
     def on_meta(self) -> bool:
@@ -126,6 +110,3 @@ class PlannedGroup(Group):
         self.reducer.forget_buffer()
         for param in self.params:
             param.unsharded = None
-
-    def _dtypes(self) -> list[torch.dtype]:
-        return [self.dtype, self.compute_dtype, self.reduce_dtype]
