@@ -109,7 +109,7 @@ def fully_shard(
     if not isinstance(offload_policy, OffloadPolicy):
         raise ValueError(f"fully_shard: offload_policy={offload_policy!r}; wants an OffloadPolicy")
     mesh = checked_mesh(mesh)
-    reshard, backward_size = checked_reshard(reshard_after_forward, mesh)
+    reshard, backward_size = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules)
@@ -204,9 +204,10 @@ def _group(
     backward_size: int | None,
 ) -> Group:
     """The group of parameters that are alike."""
-    first = params[0]
+    first, mesh = params[0], params[0].mesh
+    assert mesh is not None, "managed_parameters gives one"
     policy = _compat.policy_of(first.given, mp_policy)
-    arguments = (params, first.mesh, device, policy, offload_policy, strategy)
+    arguments = (params, mesh, device, policy, offload_policy, strategy)
     if first.extension:
         return ExtensionGroup(*arguments)
     smaller = None
@@ -216,6 +217,6 @@ def _group(
                 f"fully_shard: reshard_after_forward={backward_size} and parameter "
                 f"{first.name!r} that is a DTensor of other axes; wants True or False"
             )
-        _, backward_size = checked_reshard(backward_size, first.mesh)
-        smaller = backward_mesh(first.mesh, backward_size) if backward_size else None
+        _, backward_size = checked_reshard(backward_size, mesh.size(mesh.ndim - 1))
+        smaller = backward_mesh(mesh, backward_size) if backward_size else None
     return PlannedGroup(*arguments, backward_mesh=smaller)

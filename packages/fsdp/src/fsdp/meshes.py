@@ -58,15 +58,18 @@ def sharded_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
 
-def checked_reshard(given: object, mesh: DeviceMesh) -> tuple[bool, int | None]:
+def checked_reshard(given: object, size: int) -> tuple[bool, int | None]:
     """Whether parameters are resharded after forward, and to how many ranks if not to all.
+
+    Args:
+        given: ``reshard_after_forward``.
+        size: ranks of the axis that shards.
 
     Raises:
         ValueError: neither a bool, None, nor a divisor of the axis that shards.
     """
     if given is None or isinstance(given, bool):
         return given is not False, None
-    size = mesh.size(mesh.ndim - 1)
     if not isinstance(given, int) or given < 1 or size % given:
         raise ValueError(
             f"fully_shard: reshard_after_forward={given!r}; wants True, False, None, or a number "
