@@ -26,6 +26,9 @@ MIXTRAL_LARGE = {
 MODELS = {
     "LLaMA 6 M": LLAMA_SMALL,
     "Mixtral 6 M": MIXTRAL_SMALL,
+    "LLaMA 15 M": LLAMA_SMALL
+    | {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4},
+    "Mixtral 13 M": MIXTRAL_SMALL | {"hidden_size": 384, "intermediate_size": 512},
     "LLaMA 82 M": LLAMA_LARGE,
     "Mixtral 82 M": MIXTRAL_LARGE,
 }

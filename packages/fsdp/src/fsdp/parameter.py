@@ -55,7 +55,8 @@ class ManagedParameter:
         original: as it was given; None once it was taken over.
         places: all that hold it.
         block: elements that are never cut.
-        mesh: of one axis, or of two for HSDP, that it is sharded over; None where it is planned only.
+        mesh: of one axis, or of two for HSDP, that it is sharded over; None where it is only
+            planned.
         placed: how it lies if it is a DTensor; None of plain tensors.
         extension: whether it is a tensor that says itself what is gathered of it.
         whole: how it was asked for, if on one rank.

@@ -5,7 +5,8 @@ that a rank sends, ``(N - 1) / N`` of a buffer; an all-reduce takes both twice. 
 by flop, by byte of what is no matrix product, and by call of an operator; the optimizer by tensor
 and by byte of a rank's parameters. Collectives follow each other. With `overlap` they run while
 modules compute, and what is left to wait for counts; without it, all of them does, as where the
-ranks' cores also move what is sent.
+ranks' cores also move what is sent. What no term tells, as hooks and ranks that wait for
+each other, is `slack`: by how much the step of a model that was profiled is longer than all that.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Constants:
         update: of the optimizer.
         reduce: of reductions.
         overlap: whether collectives run while modules compute.
+        slack: of a measured step over what all others tell of it.
     """
 
     links: Link | Sequence[Link]
@@ -89,6 +91,10 @@ class Constants:
     update: Update = field(default_factory=Update)
     reduce: Link | Sequence[Link] | None = None
     overlap: bool = True
+    slack: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, "slack")
 
 
 def link_of(links: Link | Sequence[Link], span: int) -> Link:
@@ -106,10 +112,10 @@ def link_of(links: Link | Sequence[Link], span: int) -> Link:
     return min(reaching, key=lambda link: math.inf if link.ranks is None else link.ranks)
 
 
-def _check(one: Link | Compute | Update, *names: str) -> None:
+def _check(one: Link | Compute | Update | Constants, *names: str) -> None:
     for name in names:
         value = getattr(one, name)
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
             raise ValueError(
-                f"simulate: {type(one).__name__}: {name}={value!r}; wants seconds, 0 or more"
+                f"simulate: {type(one).__name__}: {name}={value!r}; wants a number, 0 or more"
             )

@@ -44,6 +44,7 @@ class StepTime:
         gather: waited for, what computing does not hide.
         reduce: likewise.
         update: the optimizer's.
+        other: what slack adds.
         hidden: of collectives that ran while modules computed; no part of the total.
     """
 
@@ -51,12 +52,13 @@ class StepTime:
     gather: float = 0.0
     reduce: float = 0.0
     update: float = 0.0
+    other: float = 0.0
     hidden: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds."""
-        return self.compute + self.gather + self.reduce + self.update
+        return self.compute + self.gather + self.reduce + self.update + self.other
 
 
 def collectives_of(step: Iterable[Event], mesh: MeshSize) -> tuple[Collective, ...]:
@@ -90,7 +92,8 @@ def time_of(
     for event in step:
         clock.run(event)
     update = constants.update
-    return replace(clock.spent, update=update.tensor * tensors + update.nbyte * nbytes)
+    told = replace(clock.spent, update=update.tensor * tensors + update.nbyte * nbytes)
+    return replace(told, other=told.total * (constants.slack - 1))
 
 
 class _Clock:

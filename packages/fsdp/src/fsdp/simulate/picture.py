@@ -56,6 +56,7 @@ def _time(one: Simulation) -> dict[str, float]:
     return {
         "compute": time.compute, "wait for gathers": time.gather,
         "wait for reductions": time.reduce, "optimizer": time.update,
+        "other": time.other,
     }  # fmt: skip
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Partial
 
 from dbuffer import DBuffer, Strategy
@@ -21,7 +21,9 @@ from fsdp.meshes import checked_mesh, device_of, sharded_placements
 from fsdp.optimizers import watch_optimizers
 from fsdp.simulate.constants import Compute, Constants, Link, Update
 from fsdp.simulate.optimizer import KNOWN, Factory
+from fsdp.simulate.simulation import simulate
 from fsdp.simulate.timed import compute_of
+from fsdp.simulate.units import Units, units_of
 from fsdp.simulate.work import Forward
 from ragged_shard.planner import TensorSpec
 
@@ -56,7 +58,7 @@ class Probe:
         gather: seconds of an all-gather by bytes that a rank sends.
         reduce: of a reduce-scatter, its copies in and out too.
         update: of the optimizer's step, of one tensor by its bytes on a rank.
-        step: seconds of forward and backward of the model.
+        step: seconds of a step of the sharded model.
     """
 
     constants: Constants
@@ -70,9 +72,9 @@ def probe(
     model: nn.Module,
     forward: Forward,
     *,
+    units: Units,
     mesh: DeviceMesh | None = None,
     optimizer: str | Factory = "adamw",
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     strategy: Strategy = "auto",
     sizes: Sequence[int] = (2**14, 2**17, 2**20, 2**22, 2**24),
     rounds: int = 7,
@@ -83,9 +85,9 @@ def probe(
     Args:
         model: not sharded, on the mesh's device; it stays as it is.
         forward: calls the model that it is given on one rank's batch, and returns the loss.
+        units: of the model, as of `simulate`: a sharded copy of it is trained, for `slack`.
         mesh: of one axis; by default of all ranks.
         optimizer: whose step is timed, by name, or what makes one of named parameters.
-        mp_policy: of the model.
         strategy: of the collectives, as of `fully_shard`.
         sizes: of buffers, in bytes, that collectives and optimizer are timed on.
         rounds: of which medians are taken.
@@ -110,13 +112,21 @@ def probe(
     tensors = [seconds / TENSORS for seconds in _medians(steps, mesh, rounds)]
     update = _over_ranks(fit([size / TENSORS / ranks for size in sizes], tensors), mesh)
     dist.barrier(mesh.get_group())
-    timed = compute_of(model, forward, mp_policy, rounds)
-    flop, nbyte, op, step = _mean([timed.flop, timed.nbyte, timed.op, timed.step], mesh)
+    timed = compute_of(model, forward, rounds)
+    flop, nbyte, op = _mean([timed.flop, timed.nbyte, timed.op], mesh)
+    step, *_ = _mean(
+        _medians([_training(model, forward, units, mesh, factory, strategy)], mesh, rounds), mesh
+    )
     hops = max(ranks - 1, 1)
     constants = Constants(
         Link(gather.alpha / hops, gather.beta), Compute(flop, nbyte, op),
         Update(update.alpha, update.beta), Link(reduce.alpha / hops, reduce.beta), overlap,
     )  # fmt: skip
+    told = simulate(
+        model, mesh=ranks, units=units, optimizer=factory, forward=forward, constants=constants
+    ).time
+    assert told is not None
+    constants = replace(constants, slack=step / told.total)
     return Probe(constants, gather, reduce, update, step)
 
 
@@ -176,6 +186,24 @@ def _collectives(mesh: DeviceMesh, nbytes: int, strategy: Strategy) -> _Collecti
         full.release()
 
     return _Collectives(gather, reduce)
+
+
+def _training(
+    model: nn.Module, forward: Forward, units: Units, mesh: DeviceMesh, factory: Factory,
+    strategy: Strategy,
+) -> Callable[[], None]:  # fmt: skip
+    """A step of a sharded copy of the model."""
+    copied = copy.deepcopy(model)
+    for unit in reversed(units_of(copied, units, ())):
+        fully_shard(list(unit.modules), mesh=mesh, strategy=strategy)
+    optimizer = factory(list(copied.named_parameters()))
+
+    def step() -> None:
+        forward(copied).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _optimizer_step(mesh: DeviceMesh, nbytes: int, factory: Factory) -> Callable[[], object]:

@@ -36,6 +36,7 @@ def table(simulation: Simulation) -> str:
             ("wait for gathers", seconds(time.gather)),
             ("wait for reductions", seconds(time.reduce)),
             ("optimizer's step", seconds(time.update)),
+            ("hooks, and ranks that wait", seconds(time.other)),
             ("step", seconds(time.total)),
         ]
     head = (
@@ -53,9 +54,8 @@ def sweep_table(simulations: Sequence[Simulation]) -> str:
         memory = one.memory
         kinds = (memory.parameters, memory.gradients, memory.optimizer, memory.buffers, memory.peak)
         step = "" if one.time is None else seconds(one.time.total)
-        rows.append(
-            (str(one.mesh), f"{100 * one.padding_ratio:.3f} %", *(size(kind) for kind in kinds), step)
-        )  # fmt: skip
+        padding = f"{100 * one.padding_ratio:.3f} %"
+        rows.append((str(one.mesh), padding, *(size(kind) for kind in kinds), step))
     return "\n".join(_aligned(rows))
 
 

@@ -7,7 +7,7 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from fsdp.simulate.units import Group
@@ -42,7 +42,7 @@ class Event:
 
     what: What
     group: Group | None = None
-    span: Span = Span()
+    span: Span = field(default_factory=Span)
     near: int | None = None
 
 

@@ -7,9 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp.simulate.work import Forward, Recorder, Work, work_of
 
@@ -33,9 +31,7 @@ class Timed:
     step: float
 
 
-def compute_of(
-    model: nn.Module, forward: Forward, mp_policy: MixedPrecisionPolicy, rounds: int
-) -> Timed:
+def compute_of(model: nn.Module, forward: Forward, rounds: int) -> Timed:
     """Times forward and backward as they are, and once each operator in them.
 
     Flops and bytes have the times of their operators; the rest of the step is by calls.
@@ -43,15 +39,13 @@ def compute_of(
     Args:
         model: not sharded; its gradients are as before at the end.
         forward: calls it and returns the loss.
-        mp_policy: what the model computes in, by autocast-free casts as `fully_shard` does them;
-            only full precision is timed.
         rounds: of which the median is taken.
     """
     before = [param.grad for param in model.parameters()]
     times = [_seconds(model, forward) for _ in range(rounds + 1)][1:]
     recorder = _Timer(model)
     with recorder:
-        forward(model).backward()  # type: ignore[no-untyped-call]
+        forward(model).backward()
     for param, grad in zip(model.parameters(), before, strict=True):
         param.grad = grad
     return recorder.timed(statistics.median(times))
@@ -59,7 +53,7 @@ def compute_of(
 
 def _seconds(model: nn.Module, forward: Forward) -> float:
     start = time.perf_counter()
-    forward(model).backward()  # type: ignore[no-untyped-call]
+    forward(model).backward()
     taken = time.perf_counter() - start
     for param in model.parameters():
         param.grad = None

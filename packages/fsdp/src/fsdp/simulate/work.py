@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
@@ -61,7 +61,7 @@ class Span:
         held: bytes held at its end.
     """
 
-    work: Work = Work()
+    work: Work = field(default_factory=Work)
     peak: int = 0
     held: int = 0
 

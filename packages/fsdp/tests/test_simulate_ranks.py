@@ -1,0 +1,205 @@
+"""Simulations against real steps on gloo ranks: memory by kind, its peak, collectives and bytes."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from dbuffer import DBuffer
+from fsdp.optim import Adam8bit
+from fsdp.simulate import Link, probe, simulate
+from testkit import CommLog, models, run_ranks
+from testkit.memory import peak_bytes
+
+pytestmark = pytest.mark.ranks
+
+LAYERS, VOCABULARY = 3, 512
+UNITS = r"model\.layers\.\d+"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    mesh: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = torch.optim.AdamW
+    model: Any = models.llama
+
+    @property
+    def ranks(self):
+        return torch.Size(self.mesh).numel()
+
+
+BF16 = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+CASES = {
+    "2 ranks": Case((2,)),
+    "4 ranks": Case((4,)),
+    "HSDP of 2 x 2": Case((2, 2)),
+    "never resharded": Case((2,), {"reshard_after_forward": False}),
+    "gathered from 2 of 4 in backward": Case((4,), {"reshard_after_forward": 2}),
+    "bfloat16, rows, 8-bit Adam": Case(
+        (4,),
+        {
+            "mp_policy": BF16,
+            "shard_placement_fn": lambda p: fsdp.Rows(24) if p.ndim == 2 else fsdp.Whole(),
+        },
+        lambda params: Adam8bit(params, block_size=64, min_8bit_size=0),
+    ),
+    "Mixtral, experts stacked": Case((2,), model=models.mixtral),
+}  # fmt: skip
+
+
+def _build(case):
+    return case.model(num_hidden_layers=LAYERS, hidden_size=64, vocab_size=VOCABULARY)
+
+
+def _forward(model):
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (2, 32))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def _bytes(tensors):
+    """Of the storages of local tensors, those that share one once."""
+    local = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local}
+    return sum(storages.values())
+
+
+def _count(counts):
+    """Counts what buffers are asked for, by kind and number of ranks."""
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        original = getattr(DBuffer, f"{op}_")
+
+        def call(self, *args, _op=op, _original=original, **kwargs):
+            axis = args[0] if _op == "all_reduce" else self.shard_axis
+            counts[_op, self.mesh.size(axis)] += 1
+            return _original(self, *args, **kwargs)
+
+        setattr(DBuffer, f"{op}_", call)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_memory_and_collectives_are_those_of_a_real_step(case):
+    def check():
+        model = _build(case)
+        predicted = simulate(
+            model, mesh=case.mesh, units=UNITS, optimizer=case.optimizer, forward=_forward,
+            exchange=True, **case.options,
+        )  # fmt: skip
+        mesh = init_device_mesh("cpu", case.mesh)
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, mesh=mesh, **case.options)
+        fsdp.fully_shard(model, mesh=mesh, **case.options)
+        optimizer = case.optimizer(model.parameters())
+
+        def backward():
+            _forward(model).backward()
+
+        for _ in range(2):
+            backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = peak_bytes(backward)[0]
+        state = [
+            value for of_param in optimizer.state.values() for value in of_param.values()
+            if isinstance(value, torch.Tensor)
+        ]  # fmt: skip
+        memory = {
+            "parameters": _bytes(model.parameters()),
+            "gradients": _bytes(param.grad for param in model.parameters()),
+            "optimizer": sum(
+                (one._local_tensor if isinstance(one, DTensor) else one).nbytes for one in state
+            ),
+            "buffers": _bytes(model.buffers()),
+        }
+        optimizer.zero_grad()
+        counts, originals = Counter(), dict(vars(DBuffer))
+        _count(counts)
+        try:
+            with CommLog() as log:
+                backward()
+        finally:
+            for op in ("all_gather_", "reduce_scatter_", "all_reduce_"):
+                setattr(DBuffer, op, originals[op])
+        return predicted, memory, peak, counts, log.bytes("send"), mesh.get_local_rank(mesh.ndim - 1)
+
+    for predicted, memory, peak, counts, sent, rank in run_ranks(check, case.ranks):
+        expected = predicted.memory
+        assert memory["parameters"] == expected.parameters
+        assert memory["gradients"] == expected.gradients
+        assert memory["buffers"] == expected.buffers
+        # a rank's share of a state whose last block is shorter is not a round number
+        by_rank = predicted.optimizer_by_rank[rank]
+        assert memory["optimizer"] == pytest.approx(by_rank, rel=1e-3)
+        assert memory["optimizer"] <= 1.001 * expected.optimizer
+        if case.optimizer is torch.optim.AdamW:
+            assert memory["optimizer"] == by_rank
+        comes_and_goes = expected.worst.total
+        assert peak == pytest.approx(comes_and_goes, rel=0.05)
+        found = {(one.op, one.ranks): one.count for one in predicted.collectives}
+        assert counts == found
+        assert sent == sum(one.sent for one in predicted.collectives)
+
+
+def test_native_collectives_have_the_same_counts_and_bytes():
+    def check():
+        model = models.llama(num_hidden_layers=LAYERS)
+        predicted = simulate(model, mesh=2, units=UNITS)
+        for layer in model.model.layers:
+            fsdp.fully_shard(layer, strategy="native")
+        fsdp.fully_shard(model, strategy="native")
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        model(input_ids=ids, labels=ids).loss.backward()
+        with CommLog() as log:
+            model(input_ids=ids, labels=ids).loss.backward()
+        return predicted, log.counts(), log.bytes("all_gather"), log.bytes("reduce_scatter")
+
+    for predicted, counts, gathered, reduced in run_ranks(check, 2):
+        assert counts == {one.op: one.count for one in predicted.collectives}
+        assert [gathered, reduced] == [one.nbytes for one in predicted.collectives]
+
+
+def test_a_probe_predicts_the_step_that_it_was_made_of():
+    def check():
+        model = models.llama(num_hidden_layers=LAYERS)
+        before = [param.detach().clone() for param in model.parameters()]
+        found = probe(
+            model, lambda m: _small_loss(m), units=UNITS, sizes=(2**12, 2**16, 2**20), rounds=2
+        )
+        told = simulate(
+            model, mesh=2, units=UNITS, forward=_small_loss, constants=found.constants
+        ).time
+        assert all(map(torch.equal, model.parameters(), before))
+        assert all(param.grad is None for param in model.parameters())
+        return found, told
+
+    first, second = run_ranks(check, 2)
+    for found, told in (first, second):
+        assert found.constants == first[0].constants  # means over ranks
+        assert told.total == pytest.approx(found.step)
+        assert min(told.compute, told.gather, told.reduce, told.update) > 0
+        assert isinstance(found.constants.links, Link)
+        assert len(found.gather.points) == len(found.update.points) == 3
+
+
+def _small_loss(model):
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_a_probe_wants_one_axis_and_two_sizes():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2))
+        with pytest.raises(ValueError, match="mesh of 2 axes"):
+            probe(models.llama(), _small_loss, units=UNITS, mesh=mesh)
+        with pytest.raises(ValueError, match=r"sizes=\(8, 8\)"):
+            probe(models.llama(), _small_loss, units=UNITS, sizes=(8, 8))
+
+    run_ranks(check, 2)
