@@ -27,16 +27,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cpu", action="store_true", help="processor time of a rank, not wall")
     parser.add_argument("--probed", default=PROBED, choices=list(MODELS))
     parser.add_argument("--models", default="LLaMA 6 M,LLaMA 15 M,Mixtral 6 M,Mixtral 13 M")
     parser.add_argument("--scale", action="store_true", help="LLaMA 3 70B on 8 to 8,192 ranks")
+    parser.add_argument("--picture", help="with --scale, where to write its SVG")
     options = parser.parse_args()
     if options.scale:
-        print_scale()
+        print_scale(options.picture)
         return
     for ranks in map(int, options.ranks.split(",")):
         rounds = [
-            run_ranks(_rank, ranks, options.probed, options.models.split(","), timeout=570)[0]
+            run_ranks(
+                _rank, ranks, options.probed, options.models.split(","), options.cpu, timeout=570
+            )[0]
             for _ in range(options.rounds)
         ]
         for name in rounds[0]:
@@ -52,11 +56,16 @@ def main():
         print(f"{ranks} ranks: {rounds[0][next(iter(rounds[0]))]['fits']}", flush=True)
 
 
-def _rank(probed, names):
+def _rank(probed, names, cpu):
     from fsdp.simulate import probe, simulate
 
     warnings.simplefilter("ignore")
-    found = probe(build(probed), _forward(probed), units=UNITS)
+    found = probe(
+        build(probed),
+        _forward(probed),
+        units=UNITS,
+        clock=time.process_time if cpu else time.perf_counter,
+    )
     rows = {}
     for name in names:
         model = build(name)
@@ -64,7 +73,7 @@ def _rank(probed, names):
             model, mesh=dist.get_world_size(), units=UNITS, forward=_forward(name),
             constants=found.constants, exchange=True,
         )  # fmt: skip
-        measured, peak = _measured(model, name)
+        measured, peak = _measured(model, name, cpu)
         memory, spent = simulation.memory, simulation.time
         transient = memory.peak - memory.parameters - memory.optimizer - memory.buffers
         rows[name] = {
@@ -90,7 +99,7 @@ def _forward(name):
     return forward
 
 
-def _measured(model, name):
+def _measured(model, name, cpu):
     """Seconds of a step, and the peak of its memory above what lies there between steps."""
     import fsdp
     from testkit.memory import peak_bytes
@@ -107,13 +116,12 @@ def _measured(model, name):
         optimizer.step()
         optimizer.zero_grad()
 
-    times = []
+    clock, times = time.process_time if cpu else time.perf_counter, []
     for number in range(STEPS + 3):
         dist.barrier()
-        start = time.perf_counter()
+        start = clock()
         step(number)
-        dist.barrier()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times[3:]), peak_bytes(step)[0]
 
 

@@ -128,7 +128,14 @@ def test_memory_and_collectives_are_those_of_a_real_step(case):
         finally:
             for op in ("all_gather_", "reduce_scatter_", "all_reduce_"):
                 setattr(DBuffer, op, originals[op])
-        return predicted, memory, peak, counts, log.bytes("send"), mesh.get_local_rank(mesh.ndim - 1)
+        return (
+            predicted,
+            memory,
+            peak,
+            counts,
+            log.bytes("send"),
+            mesh.get_local_rank(mesh.ndim - 1),
+        )
 
     for predicted, memory, peak, counts, sent, rank in run_ranks(check, case.ranks):
         expected = predicted.memory

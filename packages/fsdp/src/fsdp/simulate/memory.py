@@ -78,6 +78,7 @@ def memory_of(
     mesh: MeshSize,
     optimizer: torch.Tensor,
     *,
+    activations: int,
     exchange: bool,
 ) -> Memory:
     """Memory of the rank that has most.
@@ -88,17 +89,17 @@ def memory_of(
         step: what happens.
         mesh: sizes.
         optimizer: bytes of each rank, see `optimizer_bytes`.
+        activations: that forward has left.
         exchange: whether ranks send each other what they add up, see `dbuffer`'s strategies.
     """
     stored = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
-    worst, activations = _walk(step, mesh, exchange)
     return Memory(
         parameters=sum(group.shard_bytes(group.dtypes.sharded) for group in groups),
         gradients=sum(group.shard_bytes(group.dtypes.sharded) for group in groups if group.trained),
         optimizer=int(optimizer.max()),
         buffers=sum(stored.values()),
         activations=activations,
-        worst=worst,
+        worst=_worst(step, mesh, exchange),
     )
 
 
@@ -119,19 +120,16 @@ def optimizer_bytes(
     return total.round().long()
 
 
-def _walk(step: Iterable[Event], mesh: MeshSize, exchange: bool) -> tuple[InStep, int]:
-    """The worst moment, and what forward has left."""
-    now, worst, activations = InStep(), InStep(), 0
+def _worst(step: Iterable[Event], mesh: MeshSize, exchange: bool) -> InStep:
+    """The moment when most is held."""
+    now, worst = InStep(), InStep()
     near: dict[Group, int] = {}  # what fewer ranks keep
-    backward = False
 
     def look(moment: InStep) -> InStep:
         return max(worst, moment, key=lambda one: one.total)
 
     for event in step:
         if event.what is What.COMPUTE:
-            if not backward:
-                activations = max(activations, event.span.held)
             worst = look(replace(now, activations=event.span.peak))
             now = replace(now, activations=event.span.held)
             continue
@@ -152,7 +150,6 @@ def _walk(step: Iterable[Event], mesh: MeshSize, exchange: bool) -> tuple[InStep
                 if event.near is None:
                     now = replace(now, gathered=now.gathered - near.pop(group, 0))
             case What.TAKE:
-                backward = True
                 now = replace(now, reducing=now.reducing + sums)
                 worst = look(now)
                 now = replace(now, activations=now.activations - whole)
@@ -164,7 +161,7 @@ def _walk(step: Iterable[Event], mesh: MeshSize, exchange: bool) -> tuple[InStep
                 worst = look(now)
                 now = replace(now, reducing=now.reducing - sums - received)
         worst = look(now)
-    return worst, activations
+    return worst
 
 
 def _whole_gradients(group: Group) -> int:

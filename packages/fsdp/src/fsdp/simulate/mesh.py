@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,9 +47,8 @@ def mesh_size(mesh: MeshLike) -> MeshSize:
     """
     if isinstance(mesh, MeshSize):
         return mesh
-    sizes: list[Any] = [mesh] if isinstance(mesh, int) else list(
-        mesh.values() if isinstance(mesh, Mapping) else mesh
-    )  # fmt: skip
+    given: Any = mesh.values() if isinstance(mesh, Mapping) else mesh
+    sizes = list(given) if isinstance(given, Iterable) else [given]
     if len(sizes) not in (1, 2) or not all(isinstance(n, int) and n >= 1 for n in sizes):
         raise ValueError(
             f"simulate: mesh={mesh!r}; wants the ranks that shard, or sizes of at least 1 of "

@@ -79,6 +79,7 @@ def probe(
     sizes: Sequence[int] = (2**14, 2**17, 2**20, 2**22, 2**24),
     rounds: int = 7,
     overlap: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Probe:
     """The constants of this machine; every rank has to call, and all work at the same time.
 
@@ -92,6 +93,7 @@ def probe(
         sizes: of buffers, in bytes, that collectives and optimizer are timed on.
         rounds: of which medians are taken.
         overlap: what `Constants.overlap` will be. It is not measured.
+        clock: of seconds; ``time.process_time`` tells what a rank computes, whoever else does.
 
     Raises:
         ValueError: a mesh of two axes, fewer than two sizes.
@@ -105,17 +107,22 @@ def probe(
     ranks = mesh.size()
     sent = [size * (ranks - 1) / ranks for size in sizes]
     works = [_collectives(mesh, size, strategy) for size in sizes]
-    gather = _over_ranks(fit(sent, _medians([work.gather for work in works], mesh, rounds)), mesh)
-    reduce = _over_ranks(fit(sent, _medians([work.reduce for work in works], mesh, rounds)), mesh)
+    gather = _over_ranks(
+        fit(sent, _medians([work.gather for work in works], mesh, rounds, clock)), mesh
+    )
+    reduce = _over_ranks(
+        fit(sent, _medians([work.reduce for work in works], mesh, rounds, clock)), mesh
+    )
     factory = KNOWN[optimizer] if isinstance(optimizer, str) else optimizer
     steps = [_optimizer_step(mesh, size, factory) for size in sizes]
-    tensors = [seconds / TENSORS for seconds in _medians(steps, mesh, rounds)]
+    tensors = [seconds / TENSORS for seconds in _medians(steps, mesh, rounds, clock)]
     update = _over_ranks(fit([size / TENSORS / ranks for size in sizes], tensors), mesh)
     dist.barrier(mesh.get_group())
-    timed = compute_of(model, forward, rounds)
+    timed = compute_of(model, forward, rounds, clock)
     flop, nbyte, op = _mean([timed.flop, timed.nbyte, timed.op], mesh)
     step, *_ = _mean(
-        _medians([_training(model, forward, units, mesh, factory, strategy)], mesh, rounds), mesh
+        _medians([_training(model, forward, units, mesh, factory, strategy)], mesh, rounds, clock),
+        mesh,
     )
     hops = max(ranks - 1, 1)
     constants = Constants(
@@ -218,15 +225,20 @@ def _optimizer_step(mesh: DeviceMesh, nbytes: int, factory: Factory) -> Callable
     return factory(list(model.named_parameters())).step
 
 
-def _medians(actions: Sequence[Callable[[], object]], mesh: DeviceMesh, rounds: int) -> list[float]:
+def _medians(
+    actions: Sequence[Callable[[], object]],
+    mesh: DeviceMesh,
+    rounds: int,
+    clock: Callable[[], float],
+) -> list[float]:
     """Seconds of each, in turns, the first round left out."""
     times: list[list[float]] = [[] for _ in actions]
     for _ in range(rounds + 1):
         for action, found in zip(actions, times, strict=True):
             dist.barrier(mesh.get_group())
-            start = time.perf_counter()
+            start = clock()
             action()
-            found.append(time.perf_counter() - start)
+            found.append(clock() - start)
     return [statistics.median(found[1:]) for found in times]
 
 

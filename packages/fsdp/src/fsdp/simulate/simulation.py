@@ -18,7 +18,7 @@ from fsdp.simulate.mesh import MeshLike, MeshSize, mesh_size
 from fsdp.simulate.optimizer import Kept, OptimizerLike, kept_by
 from fsdp.simulate.schedule import Reshard, events
 from fsdp.simulate.units import Unit, Units, plan_units, units_of
-from fsdp.simulate.work import Forward, Mark, assumed, traced
+from fsdp.simulate.work import Forward, Mark, Moment, assumed, traced
 
 __all__ = ["Job", "Simulation", "simulate"]
 
@@ -162,6 +162,12 @@ class Job:
             else traced(self._units, forward, mp_policy)
         )
 
+        self._left = next(  # when the model's forward has ended
+            mark.before.held
+            for mark in self._marks
+            if mark.moment is Moment.LEAVE and not mark.unit
+        )
+
     def on(self, mesh: MeshLike) -> Simulation:
         """What it takes on a mesh."""
         sizes = mesh_size(mesh)
@@ -171,8 +177,9 @@ class Job:
         step = list(events(self._marks, groups, Reshard(reshard, model_too, near)))
         state = optimizer_bytes(groups, self._kept, sizes.shard)
         memory = memory_of(
-            self._model, groups, step, sizes, state, exchange=self._exchange and sizes.shard > 1
-        )
+            self._model, groups, step, sizes, state, activations=self._left,
+            exchange=self._exchange,
+        )  # fmt: skip
         time = None
         if self._constants is not None:
             time = time_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,9 @@ class Timed:
     step: float
 
 
-def compute_of(model: nn.Module, forward: Forward, rounds: int) -> Timed:
+def compute_of(
+    model: nn.Module, forward: Forward, rounds: int, clock: Callable[[], float]
+) -> Timed:
     """Times forward and backward as they are, and once each operator in them.
 
     Flops and bytes have the times of their operators; the rest of the step is by calls.
@@ -40,10 +42,11 @@ def compute_of(model: nn.Module, forward: Forward, rounds: int) -> Timed:
         model: not sharded; its gradients are as before at the end.
         forward: calls it and returns the loss.
         rounds: of which the median is taken.
+        clock: of seconds.
     """
     before = [param.grad for param in model.parameters()]
-    times = [_seconds(model, forward) for _ in range(rounds + 1)][1:]
-    recorder = _Timer(model)
+    times = [_seconds(model, forward, clock) for _ in range(rounds + 1)][1:]
+    recorder = _Timer(model, clock)
     with recorder:
         forward(model).backward()
     for param, grad in zip(model.parameters(), before, strict=True):
@@ -51,10 +54,10 @@ def compute_of(model: nn.Module, forward: Forward, rounds: int) -> Timed:
     return recorder.timed(statistics.median(times))
 
 
-def _seconds(model: nn.Module, forward: Forward) -> float:
-    start = time.perf_counter()
+def _seconds(model: nn.Module, forward: Forward, clock: Callable[[], float]) -> float:
+    start = clock()
     forward(model).backward()
-    taken = time.perf_counter() - start
+    taken = clock() - start
     for param in model.parameters():
         param.grad = None
     return taken
@@ -63,15 +66,16 @@ def _seconds(model: nn.Module, forward: Forward) -> float:
 class _Timer(Recorder):
     """Times operators beside counting them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, clock: Callable[[], float]) -> None:
         super().__init__(model)
+        self._clock = clock
         self._total, self._products, self._others = Work(), 0.0, 0.0
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator, timed."""
-        start = time.perf_counter()
+        start = self._clock()
         out = func(*args, **kwargs)
-        taken = time.perf_counter() - start
+        taken = self._clock() - start
         work = work_of(func, args, kwargs, out)
         self._total += work
         if work.flops:

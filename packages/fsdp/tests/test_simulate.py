@@ -1,0 +1,348 @@
+"""Simulations without ranks: the model of time, what is planned, the search, and bad input."""
+
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp
+from fsdp.optim import Adam8bit
+from fsdp.simulate import (
+    Compute,
+    Constants,
+    Link,
+    MeshSize,
+    Update,
+    best_group_size,
+    simulate,
+    sweep,
+)  # fmt: skip
+from fsdp.simulate.probe import fit
+from ragged_shard.planner import TensorSpec, plan_layout
+from testkit import fake_mesh
+
+WIDTH, LAYERS = 64, 3
+NUMEL = WIDTH * WIDTH  # of a layer
+LINK, COMPUTE = Link(1e-3, 1e-6), Compute(1e-9)
+
+
+def _model(layers=LAYERS):
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers + 1)])
+
+
+UNITS = [str(i) for i in range(LAYERS)]  # the last layer is the model's own
+
+
+def _seconds(overlap, *, flop=1e-9, mesh=4, **options):
+    constants = Constants(LINK, Compute(flop), overlap=overlap)
+    return simulate(_model(), mesh=mesh, units=UNITS, tokens=10, constants=constants, **options)
+
+
+def test_without_overlap_all_terms_add_up():
+    found = _seconds(overlap=False)
+    collective = 3 * LINK.alpha + 3 / 4 * 4 * NUMEL * LINK.beta
+    assert found.time.gather == pytest.approx((2 * LAYERS + 1) * collective)
+    assert found.time.reduce == pytest.approx((LAYERS + 1) * collective)
+    assert found.time.compute == pytest.approx(6 * 10 * (LAYERS + 1) * NUMEL * 1e-9)
+    assert found.time.hidden == 0
+
+
+def test_overlap_hides_what_fits_behind_computing():
+    collective = 3 * LINK.alpha + 3 / 4 * 4 * NUMEL * LINK.beta
+    slow = _seconds(overlap=True, flop=1e-6).time
+    # Nothing is there to compute during the first two gathers, the first one of backward, and the
+    # last reduction.
+    assert slow.gather == pytest.approx(3 * collective)
+    assert slow.reduce == pytest.approx(collective)
+    assert slow.hidden == pytest.approx((3 * LAYERS - 2) * collective)
+    fast = _seconds(overlap=True, flop=0.0).time
+    assert fast.gather + fast.reduce == pytest.approx((3 * LAYERS + 2) * collective)
+
+
+def test_hsdp_reduces_shards_over_replicas():
+    found = _seconds(overlap=False, mesh={"dp_replicate": 2, "dp_shard": 4})
+    ops = {one.op: one for one in found.collectives}
+    assert ops["all_reduce"].count == LAYERS + 1
+    assert ops["all_reduce"].ranks == 2
+    assert ops["all_reduce"].nbytes == (LAYERS + 1) * NUMEL  # a quarter of 4 bytes each
+    one_less = _seconds(overlap=False).time
+    extra = (LAYERS + 1) * (2 * LINK.alpha + NUMEL * LINK.beta)
+    assert found.time.reduce - one_less.reduce == pytest.approx(extra)
+
+
+def test_an_axis_uses_the_link_that_reaches_over_it():
+    near, far = Link(0, 1e-9, ranks=8), Link(0, 1e-6)
+
+    def gather(ranks):
+        constants = Constants([far, near], COMPUTE, overlap=False)
+        return simulate(_model(), mesh=ranks, constants=constants).time.gather
+
+    assert gather(16) / gather(8) == pytest.approx(1000 * (15 / 16) / (7 / 8))
+    with pytest.raises(ValueError, match="do not reach over 16 ranks"):
+        simulate(_model(), mesh=16, constants=Constants([near], COMPUTE))
+
+
+def test_update_and_slack():
+    constants = Constants(LINK, COMPUTE, Update(1e-3, 1e-6), overlap=False, slack=1.5)
+    found = simulate(_model(), mesh=4, tokens=10, constants=constants).time
+    assert found.update == pytest.approx((LAYERS + 1) * (1e-3 + NUMEL * 1e-6))
+    assert found.total == pytest.approx(1.5 * (found.total - found.other))
+
+
+def test_padding_is_that_of_the_plan_and_of_fully_shard():
+    rows = fsdp.Rows(24)
+    found = simulate(_model(), mesh=4, units=UNITS, shard_placement_fn=lambda param: rows)
+    one = plan_layout(
+        [TensorSpec("weight", NUMEL, 24 * WIDTH, (WIDTH, WIDTH))], 4, alignment=4, order="best"
+    )
+    assert found.padding == (LAYERS + 1) * one.padding > 0
+    with fake_mesh((4,)) as mesh:
+        model = _model()
+        for layer in model:
+            fsdp.fully_shard(layer, mesh=mesh, shard_placement_fn=lambda param: rows)
+        held = sum(param.to_local().untyped_storage().nbytes() for param in model.parameters())
+    assert found.memory.parameters == held
+
+
+def test_every_rank_has_its_share_of_the_state():
+    model = _model(0)
+    found = simulate(model, mesh=3, shard_placement_fn=lambda param: fsdp.Rows(48))
+    rows = [by // WIDTH // 8 for by in found.optimizer_by_rank]  # 4 more bytes: of the steps
+    assert sorted(rows) == [0, 16, 48]
+    assert found.memory.optimizer == 48 * WIDTH * 8 + 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        ("adam", 8 * NUMEL + 4),
+        ("sgd", 0),
+        (1.5, 1.5 * NUMEL),
+        (lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.9), 4 * NUMEL),
+        (lambda params: Adam8bit(params, min_8bit_size=0), 2 * NUMEL + 8 * NUMEL // 256 + 4),
+    ],
+    ids=["Adam", "SGD", "bytes", "momentum", "8-bit Adam"],
+)
+def test_the_state_of_an_optimizer(optimizer, nbytes):
+    assert simulate(_model(0), mesh=1, optimizer=optimizer).memory.optimizer == nbytes
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state():
+    model = _model(1)
+    model[0].weight.requires_grad_(False)
+    found = simulate(model, mesh=1)
+    assert found.groups == 2
+    assert found.memory.parameters == 2 * found.memory.gradients == 8 * NUMEL
+    assert found.memory.optimizer == 8 * NUMEL + 4
+
+
+def test_a_forward_tells_work_and_activations_and_leaves_the_model_alone():
+    with torch.device("cpu"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    before = model[0].weight.detach().clone()
+
+    def forward(given):
+        return given(torch.zeros(10, WIDTH)).square().sum()
+
+    constants = Constants(LINK, COMPUTE, overlap=False)
+    on_cpu, on_meta = (
+        simulate(one, mesh=2, units=["0"], forward=forward, constants=constants)
+        for one in (model, _model(1))
+    )
+    assert on_cpu == on_meta
+    # Backward of the first layer needs no gradient of its input.
+    assert on_cpu.time.compute == pytest.approx(5 * 2 * 10 * NUMEL * 1e-9)
+    assert on_cpu.memory.activations == 4 * 3 * 10 * WIDTH  # input, two outputs
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].weight.grad, torch.ones(WIDTH, WIDTH))
+    assert not model[0]._forward_hooks
+
+
+def test_activation_checkpointing_keeps_less():
+    from torch.utils.checkpoint import checkpoint
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+                for _ in range(3)
+            )
+            self.again = False
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+            return x.sum()
+
+    with torch.device("meta"):
+        model = Blocks()
+    found = []
+    for model.again in (False, True):
+        found.append(
+            simulate(
+                model, mesh=2, units=r"blocks\.\d", constants=Constants(LINK, COMPUTE),
+                forward=lambda one: one(torch.zeros(512, WIDTH, requires_grad=True)),
+            )
+        )  # fmt: skip
+    kept, again = found
+    assert again.memory.activations < 0.65 * kept.memory.activations
+    assert again.memory.peak < kept.memory.peak
+    assert again.time.compute > kept.time.compute
+    assert again.collectives == kept.collectives
+
+
+def test_activations_as_a_number_are_held_at_the_peak():
+    less, more = (simulate(_model(), mesh=2, activations=n).memory for n in (0, 3_000_000))
+    assert more.activations == 3_000_000
+    assert more.peak - less.peak == 3_000_000
+
+
+def test_modules_of_one_call_are_one_group():
+    apart = simulate(_model(), mesh=2, units=["0", "1"])
+    together = simulate(_model(), mesh=2, units=[("0", "1")])
+    assert (apart.groups, together.groups) == (3, 2)
+    assert simulate(_model(), mesh=2, units=lambda name, module: name in "01").groups == 3
+
+
+def test_the_best_group_is_the_fastest_that_fits():
+    constants = Constants([Link(1e-6, 1e-10, 4), Link(1e-4, 1e-8)], Compute(1e-12))
+    options = {"units": UNITS, "constants": constants, "tokens": 10}
+    state = (LAYERS + 1) * NUMEL * 4
+    roomy = best_group_size(_model(), 16, memory=1e9, **options)
+    assert [one.mesh.shard for one in roomy.candidates] == [1, 2, 4, 8, 16]
+    assert all(one.mesh.ranks == 16 for one in roomy.candidates)
+    assert roomy.fits == (1, 2, 4, 8, 16)
+    times = {one.mesh.shard: one.time.total for one in roomy.candidates}
+    assert times[roomy.group_size] == min(times.values())
+    limit = roomy.candidates[3].memory.peak
+    tight = best_group_size(_model(), 16, memory=limit, **options)
+    assert tight.fits == (8, 16)
+    assert tight.group_size == 8  # less of the slow link
+    with pytest.raises(ValueError, match=r"the least that a rank takes is [\d,]+, on 16 ranks"):
+        best_group_size(_model(), 16, memory=state / 16, **options)
+
+
+def test_tables_and_pictures(tmp_path):
+    constants = Constants(LINK, COMPUTE)
+    best = best_group_size(_model(), 4, memory=1e9, constants=constants, tokens=10)
+    text = best.simulation.table()
+    assert "16,384 elements in 1 groups" in text
+    assert "optimizer's step" in text
+    assert len(best.table().splitlines()) == 4
+    best.picture(tmp_path / "sweep.svg")
+    root = ET.parse(tmp_path / "sweep.svg").getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("2 x 2 ranks") == 2  # of memory, and of time
+    assert {"gathered", "wait for reductions"} <= set(texts)
+    simulate(_model(), mesh=2).picture(tmp_path / "one.svg")
+    assert "time of a step" not in (tmp_path / "one.svg").read_text()
+
+
+def test_bars_are_as_long_as_what_they_show(tmp_path):
+    found = sweep(_model(), 4, optimizer=0.0)
+    from fsdp.simulate.picture import WIDTH as FULL
+    from fsdp.simulate.picture import draw
+
+    boxes = ET.fromstring(draw(found)).iter("{http://www.w3.org/2000/svg}rect")
+    widths = [float(box.get("width")) for box in boxes if box.get("height") == "16"]
+    bars = [sum(widths[start : start + 7]) for start in range(0, len(widths), 7)]
+    peaks = [one.memory.peak for one in found]
+    assert bars == pytest.approx([FULL * peak / max(peaks) for peak in peaks], abs=0.5)
+
+
+def test_a_large_model_on_many_ranks_takes_seconds():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    start = time.process_time()
+    found = simulate(model, mesh=8192, units=r"model\.layers\.\d+")
+    assert time.process_time() - start < 30
+    assert found.elements == 70_553_706_496
+    assert found.groups == 81
+    assert found.memory.parameters == pytest.approx(4 * found.elements / 8192, rel=1e-3)
+    steps = 4 * 8192 * len(list(model.parameters()))
+    assert sum(found.optimizer_by_rank) == 8 * found.elements + steps
+
+
+def test_a_line_through_points():
+    exact = fit([0, 10, 100], [2.0, 3.0, 12.0])
+    assert (exact.alpha, exact.beta, exact.error) == pytest.approx((2.0, 0.1, 0.0))
+    assert fit([1, 2], [1.0, 3.0]).alpha == 0  # never below
+    assert fit([1, 2], [3.0, 1.0]).beta == 0
+    assert fit([0, 1, 2], [1.0, 1.0, 2.0]).error > 0.1
+
+
+@pytest.mark.parametrize("mesh", [0, (2, 0), (1, 2, 3), (), "4", 1.5, {"a": 2.0}], ids=repr)
+def test_a_mesh_that_is_none(mesh):
+    with pytest.raises(ValueError, match="simulate: mesh="):
+        simulate(_model(), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"units": "layers"}, "units='layers' match no module; wants"),
+        ({"units": ["7"]}, r"match no \['7'\]"),
+        ({"units": [""]}, r"match no \[''\]"),
+        ({"optimizer": "lion"}, "optimizer='lion'; wants one of"),
+        ({"optimizer": -1.0}, "optimizer=-1.0 bytes"),
+        ({"optimizer": lambda p: torch.optim.AdamW(p, fused=True)}, "cannot step on meta"),
+        ({"tokens": -1}, "tokens=-1; wants 0 or more"),
+        ({"activations": 1, "forward": lambda model: None}, "activations=1; wants"),
+        ({"forward": lambda model: None}, "forward returned NoneType; wants the loss"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward=3; wants"),
+        ({"shard_placement_fn": lambda param: fsdp.Rows(0)}, "Rows.*for 'weight'|for '0.weight'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input(options, text):
+    with pytest.raises(ValueError, match=text):
+        simulate(_model(), mesh=4, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(-1e-6, 0), lambda: Link(0, float("nan")), lambda: Link(0, 0, ranks=0),
+        lambda: Compute(-1), lambda: Update(0, float("inf")),
+        lambda: Constants(LINK, COMPUTE, slack=-1),
+    ],
+)  # fmt: skip
+def test_constants_that_are_none(make):
+    with pytest.raises(ValueError, match="simulate: "):
+        make()
+
+
+def test_sizes_that_do_not_divide_the_ranks():
+    with pytest.raises(ValueError, match=r"sizes=\[3\]; wants divisors of 8"):
+        sweep(_model(), 8, sizes=[2, 3])
+    with pytest.raises(ValueError, match="ranks=0"):
+        sweep(_model(), 0)
+
+
+def test_a_parameter_in_two_units():
+    model = _model(1)
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'0.weight' is tied to '1.weight'|tied to .* refuses"):
+        simulate(model, mesh=2, units=["0"])
+
+
+def test_a_module_without_parameters_of_its_own():
+    model = nn.Sequential(_model(), nn.ReLU())
+    with pytest.raises(ValueError, match="units name '1', which has no parameters"):
+        simulate(model, mesh=2, units=["1"])
+
+
+def test_sizes_as_words():
+    assert str(MeshSize(8, 64)) == "64 x 8 ranks"
+    assert str(MeshSize(8192)) == "8,192 ranks"
