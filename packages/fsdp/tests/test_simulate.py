@@ -81,6 +81,10 @@ def test_an_axis_uses_the_link_that_reaches_over_it():
         return simulate(_model(), mesh=ranks, constants=constants).time.gather
 
     assert gather(16) / gather(8) == pytest.approx(1000 * (15 / 16) / (7 / 8))
+    constants = Constants([far, near], COMPUTE, overlap=False)
+    # Two replicas of 8 ranks: the shards reach each other by the near link, replicas do not.
+    hsdp = simulate(_model(), mesh=(2, 8), constants=constants).time
+    assert hsdp.reduce == pytest.approx(hsdp.gather + 4 * (LAYERS + 1) * NUMEL / 8 * 1e-6)
     with pytest.raises(ValueError, match="do not reach over 16 ranks"):
         simulate(_model(), mesh=16, constants=Constants([near], COMPUTE))
 
