@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp.optim import Adam8bit
+from fsdp.optim import Adam8bit, WholeMatrices
 from fsdp.simulate import (
     Compute,
     Constants,
@@ -20,6 +20,7 @@ from fsdp.simulate import (
     sweep,
 )  # fmt: skip
 from fsdp.simulate.probe import fit
+from fsdp.simulate.simulation import Job
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import fake_mesh
 
@@ -117,6 +118,15 @@ def test_every_rank_has_its_share_of_the_state():
     rows = [by // WIDTH // 8 for by in found.optimizer_by_rank]  # 4 more bytes: of the steps
     assert sorted(rows) == [0, 16, 48]
     assert found.memory.optimizer == 48 * WIDTH * 8 + 4
+
+
+def test_whole_matrices_go_to_ranks_as_they_would_in_each_simulation():
+    whole = WholeMatrices()
+    job = Job(_model(3), units=["0", "1", "2"], shard_placement_fn=whole)
+    for _ in range(2):  # what the first has placed is no load of the second
+        assert job.on(4).optimizer_by_rank == (8 * NUMEL + 16,) * 4
+    stacked = simulate(_model(3), mesh=4, units=UNITS, shard_placement_fn=lambda p: fsdp.Whole())
+    assert max(stacked.optimizer_by_rank) == 4 * 8 * NUMEL + 16
 
 
 @pytest.mark.parametrize(

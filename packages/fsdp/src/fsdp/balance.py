@@ -29,7 +29,7 @@ class Balance:
         Args:
             layout: of the group.
             work: of each parameter.
-            ranks: those over which it is cut: a mesh, of which the last axis counts, or another key.
+            ranks: those over which it is cut: a mesh, whose last axis counts, or another key.
         """
         busy = self.busy(ranks) or (0,) * layout.world_size
         layout = balance(layout, work, busy)

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from fsdp import _compat
 from fsdp.api import PlacementFn
 from fsdp.extension import is_extension
-from fsdp.grouping import Dtypes, alike, dtypes_of, plan_buffer, specs_of
+from fsdp.grouping import Dtypes, alike, balanced, dtypes_of, plan_buffer, specs_of
 from fsdp.managed import Found, found_parameters, managed_modules
 from fsdp.parameter import ManagedParameter
-from fsdp.policy import block_size
+from fsdp.policy import Whole, block_size
 from ragged_shard.planner import Layout, TensorSpec
 
 __all__ = ["Group", "Unit", "Units", "plan_units", "units_of"]
@@ -115,6 +115,7 @@ def plan_units(
             is a DTensor, gathers itself, or is given a mesh of its own.
     """
     plan = cache(plan_buffer)  # layers are alike
+    these_ranks = object()  # a balance that was given counts for this plan alone
     groups = []
     for number, unit in enumerate(units):
         params = [_managed(one, unit.name, shard_placement_fn) for one in unit.found]
@@ -122,12 +123,9 @@ def plan_units(
             first = same[0].given
             dtypes = dtypes_of(first.dtype, _compat.policy_of(first, mp_policy))
             specs: tuple[TensorSpec, ...] = specs_of(same)
-            groups.append(
-                Group(
-                    number, tuple(param.given for param in same), plan(specs, ranks, dtypes),
-                    dtypes, first.requires_grad,
-                )
-            )  # fmt: skip
+            layout = balanced(plan(specs, ranks, dtypes), same, these_ranks)
+            given = tuple(param.given for param in same)
+            groups.append(Group(number, given, layout, dtypes, first.requires_grad))
     return groups
 
 
@@ -145,7 +143,8 @@ def _managed(one: Found, unit: str, shard_placement_fn: PlacementFn | None) -> M
             f"simulate: shard_placement_fn gave {full!r} a mesh of its own; wants a granularity"
         )
     block = block_size(chosen, param.shape, full)
-    return ManagedParameter(name, param, one.places, block, mesh=None)
+    whole = chosen if isinstance(chosen, Whole) else None
+    return ManagedParameter(name, param, one.places, block, mesh=None, whole=whole)
 
 
 def _chosen(named: dict[str, nn.Module], units: Units) -> list[tuple[str, ...]]:
