@@ -17,6 +17,7 @@ from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import block_size
+from fsdp.quantized.choice import checked_block, checked_tiles
 from fsdp.state import state_of
 
 __all__ = ["managed_modules", "managed_parameters", "move_buffers"]
@@ -47,12 +48,14 @@ def managed_parameters(
     mesh: DeviceMesh,
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> list[ManagedParameter]:
     """The parameters of modules, tied ones once, moved to the device.
 
     Raises:
-        ValueError: one belongs to another group already; a granularity that is none.
+        ValueError: one belongs to another group already; a granularity that is none, or that cuts
+            tiles; one cannot be quantised.
     """
     skip = {id(param) for param in ignored}
     places: dict[int, list[Place]] = {}
@@ -77,13 +80,19 @@ def managed_parameters(
         checked_mesh(its_mesh)
         _move(param, device, name)
         extension = is_extension(param, name)
+        placed = None
         if isinstance(param, DTensor) and not extension:
             placed = placed_of(param, its_mesh, name)
-            block = inner_block(placed, block_size(granularity, placed.shape, name))
-        else:
-            placed, block = None, block_size(granularity, param.shape, name)
+        shape = tuple(param.shape) if placed is None else placed.shape
+        block = block_size(granularity, shape, name)
+        quantised = quantize_fn(param) if quantize_fn is not None else None
+        tiles = checked_tiles(quantised, param, placed, name)
+        if tiles is not None:
+            block = checked_block(tiles, granularity, block, shape, name)
+        if placed is not None:
+            block = inner_block(placed, block)
         made = ManagedParameter(
-            name, param, places[number], block, its_mesh, placed, extension=extension
+            name, param, places[number], block, its_mesh, placed, tiles, extension=extension
         )
         found.append(made)
     for managed in found:

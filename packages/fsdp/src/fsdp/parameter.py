@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.inner import Placed
 from fsdp.optimizers import mark_stale
+from fsdp.quantized.tiles import Tiles
 
 __all__ = ["ManagedParameter", "Place"]
 
@@ -56,6 +57,7 @@ class ManagedParameter:
         block: elements that are never cut.
         mesh: of one axis, or of two for HSDP, that it is sharded over.
         placed: how it lies if it is a DTensor; None of plain tensors.
+        tiles: as which it is quantised to be gathered; None if it is not.
         extension: whether it is a tensor that says itself what is gathered of it.
         sharded: DTensor, of the original dtype, in the SHARD buffer.
         unsharded: of the compute dtype, in the FULL buffer; None before the first gather.
@@ -67,6 +69,7 @@ class ManagedParameter:
     block: int
     mesh: DeviceMesh
     placed: Placed | None = None
+    tiles: Tiles | None = None
     extension: bool = False
     sharded: nn.Parameter = field(init=False)
     unsharded: nn.Parameter | None = None

@@ -15,6 +15,7 @@ from dbuffer import DBuffer
 from fsdp import adopt
 from fsdp.group import Group
 from fsdp.meshes import sharded_placements
+from fsdp.quantized.gather import TileGatherer
 from fsdp.unshard import Gatherer
 from fused_comm import redistribute_many
 from ragged_shard.planner import TensorSpec, plan_layout
@@ -50,7 +51,7 @@ class PlannedGroup(Group):
             sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
             self.show(i, sharded)
-        self.gatherer = Gatherer(self)
+        self.gatherer = self._new_gatherer()
 
     @property
     def on_meta(self) -> bool:
@@ -113,10 +114,14 @@ class PlannedGroup(Group):
 
     def forget_buffers(self) -> None:
         """Buffers and unsharded parameters are made anew when they are needed."""
-        self.gatherer = Gatherer(self)
+        self.gatherer = self._new_gatherer()
         self.reducer.forget_buffer()
         for param in self.params:
             param.unsharded = None
+
+    def _new_gatherer(self) -> Gatherer:
+        quantised = any(param.tiles is not None for param in self.params)
+        return TileGatherer(self) if quantised else Gatherer(self)
 
     def _dtypes(self) -> list[torch.dtype]:
         return [self.dtype, self.compute_dtype, self.reduce_dtype]
