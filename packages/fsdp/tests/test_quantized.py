@@ -113,14 +113,7 @@ def test_losses_with_bfloat16_weights():
         wanted = plain_losses(alone, adamw(alone), range(STEPS), to_bf16, dtype=torch.bfloat16)
         later = sharded().bfloat16()  # cast after it was sharded
         for one in (model, later):
-            optimizer, found = adamw(one), []
-            for step in range(STEPS):
-                loss = one(batch(step).bfloat16()).float().square().mean()
-                loss.backward()
-                found.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-            assert found == wanted
+            assert losses(one, adamw(one), range(STEPS), dtype=torch.bfloat16) == wanted
 
     run_ranks(check, 2)
 
@@ -131,17 +124,9 @@ def test_accumulated_gradients():
     def check():
         model = sharded()
         assert losses(model, adamw(model), range(STEPS), micro=3) == wanted
-        model, found = sharded(), []
-        optimizer = adamw(model)
-        for step in range(STEPS):
-            for number in range(3):
-                model.set_requires_gradient_sync(number == 2)
-                loss = model(batch(3 * step + number)).square().mean()
-                loss.backward()
-                found.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert found == wanted
+        model = sharded()
+        sync = model.set_requires_gradient_sync
+        assert losses(model, adamw(model), range(STEPS), micro=3, prepare=sync) == wanted
 
     run_ranks(check, 2)
 

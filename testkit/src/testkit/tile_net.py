@@ -47,12 +47,29 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(6, WIDTH)
 
 
-def losses(model: Any, optimizer: Any, steps: Iterable[int], micro: int = 1) -> list[float]:
-    """Of each backward, `micro` for each step."""
+def losses(
+    model: Any,
+    optimizer: Any,
+    steps: Iterable[int],
+    micro: int = 1,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[bool], object] = bool,
+) -> list[float]:
+    """Of each backward.
+
+    Args:
+        model: a `net`.
+        optimizer: of its parameters.
+        steps: of the optimizer.
+        micro: backwards for each step.
+        dtype: of what the model is given.
+        prepare: called before each forward with whether it is a step's last.
+    """
     found = []
     for step in steps:
         for number in range(micro):
-            loss = model(batch(micro * step + number)).float().square().mean()
+            prepare(number == micro - 1)
+            loss = model(batch(micro * step + number).to(dtype)).float().square().mean()
             loss.backward()
             found.append(loss.item())
         optimizer.step()
@@ -73,10 +90,10 @@ def plain_losses(
     Args:
         model: whose parameters are trained.
         optimizer: of these.
-        steps: of the optimizer.
+        steps: as of `losses`.
         used: what is computed with in place of a parameter, which is given by name; its gradient
             is the parameter's.
-        micro: backwards for each step.
+        micro: as of `losses`.
         dtype: that computes.
     """
     found = []

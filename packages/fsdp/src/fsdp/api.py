@@ -121,9 +121,7 @@ def fully_shard(
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules, ignored)
-    params = managed_parameters(
-        managed, mesh, device, shard_placement_fn, quantize_fn, ignored
-    )
+    params = managed_parameters(managed, mesh, device, shard_placement_fn, quantize_fn, ignored)
     move_buffers(managed, device)
     groups = [
         _group(same, device, mp_policy, offload_policy, strategy, backward_size)
