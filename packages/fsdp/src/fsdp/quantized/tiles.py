@@ -104,7 +104,8 @@ def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
     if not weight.numel():
         return Quantized(codes, torch.zeros(grid, device=weight.device))
     strips = _strips(_stack(weight), tiles.rows)
-    largest = torch.cat([strip.abs().amax(2) for strip in strips], 1).float()  # (m, strips, C)
+    # (m, strips, C); no magnitude of every element is made on the way
+    largest = torch.cat([torch.maximum(s.amax(2), -s.amin(2)) for s in strips], 1).float()
     padded = torch.nn.functional.pad(largest, (0, -weight.shape[-1] % tiles.cols))
     scales = padded.unflatten(-1, (-1, tiles.cols)).amax(-1) / LARGEST[tiles.dtype]
     scales = torch.where(scales < TINY, 0.0, torch.where(scales.isfinite(), scales, torch.nan))
@@ -142,14 +143,21 @@ def dequantize_into(out: torch.Tensor, quantized: Quantized, tiles: Tiles) -> No
     """`dequantize` into memory that is there: contiguous, of the codes' shape."""
     if not out.numel():
         return
-    codes, scales = _stack(quantized.codes), _stack(quantized.scales)
-    factors, first = _per_column(scales, out.shape[-1], tiles), 0
-    both = zip(_strips(codes, tiles.rows), _strips(_stack(out), tiles.rows), strict=True)
-    for strip, target in both:
+    _decode_into(out, quantized.codes)
+    factors, first = _per_column(_stack(quantized.scales), out.shape[-1], tiles), 0
+    for strip in _strips(_stack(out), tiles.rows):
         last = first + strip.shape[1]
-        target.copy_(strip)  # every code is exact in every dtype that computes
-        target.mul_(factors[:, first:last, None])
+        strip.mul_(factors[:, first:last, None])
         first = last
+
+
+def _decode_into(out: torch.Tensor, codes: torch.Tensor) -> None:
+    """What codes stand for, which every dtype that computes has exactly."""
+    if codes.dtype is torch.int8 or codes.device.type != "cpu":
+        out.copy_(codes)
+    else:  # a look-up is some seven times as fast as the host's cast
+        every = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(out.dtype)
+        torch.index_select(every, 0, codes.view(torch.uint8).view(-1).int(), out=out.view(-1))
 
 
 def _by_matrix(shape: Sequence[int], tiles: Tiles) -> bool:
