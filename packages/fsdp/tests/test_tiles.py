@@ -80,7 +80,8 @@ def test_every_code_comes_back(dtype):
 
 def test_of_two_codes_as_near_the_even_one_is_taken():
     weight = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 127]])
-    assert quantize(weight, Tiles()).codes.tolist() == [[0, 2, 2, 0, -2, 127]]
+    for scale in (1, 15, 61, 117):  # whose reciprocals are not exact
+        assert quantize(scale * weight, Tiles()).codes.tolist() == [[0, 2, 2, 0, -2, 127]]
 
 
 @BOTH
@@ -128,9 +129,7 @@ def test_a_tile_with_what_is_not_finite_is_nan_and_others_are_not(dtype, wrong):
     assert found[2:4, 2:4].isnan().all()
     found[2:4, 2:4] = 1
     assert torch.equal(found, torch.ones(6, 6))
-    quantized = quantize(weight, tiles)
-    assert quantized.scales.isnan().sum() == 1
-    assert dtype is not torch.int8 or not quantized.codes[2:4, 2:4].any()
+    assert quantize(weight, tiles).scales.isnan().sum() == 1
 
 
 @BOTH

@@ -81,7 +81,8 @@ class Quantized:
     Attributes:
         codes: of the tensor's shape, int8 or float8_e4m3fn.
         scales: of the shape `Tiles.grid`, fp32; 0 where all elements are below the largest code
-            times 2**-126, and NaN where one is not finite, so that the whole tile becomes NaN.
+            times 2**-126, and NaN where one is not finite, so that the whole tile becomes NaN
+            whatever its codes are.
     """
 
     codes: torch.Tensor
@@ -116,7 +117,7 @@ def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
         # No quotient is beyond the largest code by more than a rounding, so there is no clamp.
         units = strip / divisors[:, first:last, None]
         if tiles.dtype is torch.int8:
-            units.round_().nan_to_num_(0.0)  # no int8 is NaN: the scale says it
+            units.round_()
         target.copy_(units)
         first = last
     return Quantized(codes, scales.view(grid))
