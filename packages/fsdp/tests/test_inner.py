@@ -129,3 +129,19 @@ def test_parameters_may_be_sharded_before(placement):
         assert tuple(model.weight.to_local().shape) in ((2, 6), (3, 6), (4, 6), (1, 6))
 
     run_ranks(check, 2)
+
+
+def test_rows_that_another_axis_cuts_stay_whole():
+    """Then only dim 0 is ragged, and each rank has a matrix: operators need no other layout."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, wanted = nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)
+        weight = distribute_tensor(wanted.weight.detach(), mesh["tp"], [Shard(1)])
+        model.weight = nn.Parameter(weight)
+        fully_shard(model, mesh=mesh["dp"])
+        assert model.weight.placements[0].dims == (0,)
+        assert model.weight.to_local().shape[1] == 3
+        assert torch.equal(model.weight.full_tensor(), wanted.weight)
+
+    run_ranks(check, 4)

@@ -16,7 +16,7 @@ from fsdp.inner import inner_block, placed_of
 from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
-from fsdp.policy import block_size
+from fsdp.policy import Whole, block_size
 from fsdp.quantized.choice import checked_block, checked_tiles
 from fsdp.state import state_of
 
@@ -91,9 +91,11 @@ def managed_parameters(
             block = checked_block(tiles, granularity, block, shape, name)
         if placed is not None:
             block = inner_block(placed, block)
+        whole = granularity if isinstance(granularity, Whole) else None
         made = ManagedParameter(
-            name, param, places[number], block, its_mesh, placed, tiles, extension=extension
-        )
+            name, param, places[number], block, its_mesh, placed, tiles,
+            extension=extension, whole=whole,
+        )  # fmt: skip
         found.append(made)
     for managed in found:
         mark_stale(managed.given, managed.name)

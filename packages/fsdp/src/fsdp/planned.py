@@ -15,10 +15,11 @@ from dbuffer import DBuffer
 from fsdp import adopt
 from fsdp.group import Group
 from fsdp.meshes import sharded_placements
+from fsdp.policy import Whole
 from fsdp.quantized.gather import TileGatherer
 from fsdp.unshard import Gatherer
 from fused_comm import redistribute_many
-from ragged_shard.planner import TensorSpec, plan_layout
+from ragged_shard.planner import Layout, TensorSpec, plan_layout
 
 __all__ = ["PlannedGroup"]
 
@@ -35,12 +36,7 @@ class PlannedGroup(Group):
 
     def __init__(self, *args: Any, backward_mesh: DeviceMesh | None = None) -> None:
         super().__init__(*args)
-        self.layout = plan_layout(
-            [TensorSpec(p.name, math.prod(p.shape), p.block, p.shape) for p in self.params],
-            self.mesh.size(self.mesh.ndim - 1),
-            alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
-            order="best" if any(p.block > 1 for p in self.params) else "given",
-        )
+        self.layout = self._planned()
         self.backward_mesh = backward_mesh
         device = self.params[0].given.device
         self.shard = self.new_shard(self.dtype, device)  # owned by us, SHARD
@@ -52,6 +48,19 @@ class PlannedGroup(Group):
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
             self.show(i, sharded)
         self.gatherer = self._new_gatherer()
+
+    def _planned(self) -> Layout:
+        layout = plan_layout(
+            [TensorSpec(p.name, math.prod(p.shape), p.block, p.shape) for p in self.params],
+            self.mesh.size(self.mesh.ndim - 1),
+            alignment=max(1, ALIGNMENT // min(d.itemsize for d in self._dtypes())),
+            order="best" if any(p.block > 1 for p in self.params) else "given",
+        )
+        wholes = [p.whole or Whole() for p in self.params]
+        for balance in dict.fromkeys(one.balance for one in wholes if one.balance is not None):
+            work = [one.work if one.balance is balance else 0 for one in wholes]
+            layout = balance.place(layout, work, self.mesh)
+        return layout
 
     @property
     def on_meta(self) -> bool:

@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 from torch.distributed.tensor import Shard
 
+from fsdp.balance import Balance
+
 __all__ = ["Block", "Granularity", "Rows", "Whole", "block_size"]
 
 
@@ -36,7 +38,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole tensor on one rank, as Muon and Shampoo would like it."""
+    """The whole tensor on one rank, as Muon and Shampoo would like it.
+
+    Attributes:
+        work: that its rank has with it in a step of the optimizer, in any unit.
+        balance: of the model, which gives its groups' owners equal work; None leaves owners to
+            bytes alone. `fsdp.optim.WholeMatrices` sets both.
+    """
+
+    work: int = 0
+    balance: Balance | None = None
 
 
 Granularity: TypeAlias = Rows | Block | Whole

@@ -2,5 +2,6 @@
 
 from fsdp.optim.adam8bit import Adam8bit
 from fsdp.optim.muon import Muon
+from fsdp.optim.whole import WholeMatrices
 
-__all__ = ["Adam8bit", "Muon"]
+__all__ = ["Adam8bit", "Muon", "WholeMatrices"]
