@@ -11,6 +11,7 @@ from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp.clip import clip_grad_norm_
 from fsdp.module import FSDPModule
 from fsdp.policy import Block, Granularity, Rows, Whole
+from fsdp.quantized import Tiles
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Rows",
+    "Tiles",
     "UnshardHandle",
     "Whole",
     "clip_grad_norm_",

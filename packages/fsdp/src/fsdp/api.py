@@ -24,12 +24,14 @@ from fsdp.optimizers import watch_optimizers
 from fsdp.parameter import ManagedParameter
 from fsdp.planned import PlannedGroup
 from fsdp.policy import Granularity
+from fsdp.quantized import Tiles
 from fsdp.state import State, state_of
 from fsdp.state_dict import register_state_dict_hooks
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 PlacementFn = Callable[[nn.Parameter], "Granularity | Shard | None"]
+QuantizeFn = Callable[[nn.Parameter], "Tiles | None"]
 
 
 @overload
@@ -39,6 +41,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
+    quantize_fn: QuantizeFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -53,6 +56,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
+    quantize_fn: QuantizeFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -66,6 +70,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
+    quantize_fn: QuantizeFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # as torch's
     ignored_params: set[nn.Parameter] | None = None,
@@ -89,6 +94,10 @@ def fully_shard(
         shard_placement_fn: of each parameter, the run of elements that no rank boundary may cut:
             `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(d)`` means
             slices of dim 0. torch's ``ShardPlacementResult`` says a mesh, too.
+        quantize_fn: of each parameter, the `Tiles` as which it is gathered, a byte an element and a
+            scale a tile, and computed with; None leaves it as it is. The parameter itself stays in
+            its dtype, and gets the gradients of what was computed with. By default no rank boundary
+            cuts a tile.
         mp_policy: dtypes of computing, of reducing, and of outputs.
         offload_policy: torch's ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
         ignored_params: neither sharded, moved, nor reduced.
@@ -98,8 +107,8 @@ def fully_shard(
         `module`, of a class that is a `FSDPModule` too.
 
     Raises:
-        ValueError: nothing to shard by, a wrong mesh, granularity or option; a parameter that
-            another call has.
+        ValueError: nothing to shard by, a wrong mesh, granularity or option; a granularity that
+            cuts tiles; a parameter that another call has.
 
     Source: veScale-FSDP, sections 3 and 5; torch/distributed/fsdp/_fully_shard/_fully_shard.py.
     """
@@ -113,7 +122,7 @@ def fully_shard(
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules)
-    params = managed_parameters(managed, mesh, device, shard_placement_fn, ignored)
+    params = managed_parameters(managed, mesh, device, shard_placement_fn, quantize_fn, ignored)
     move_buffers(managed, device)
     groups = [
         _group(same, device, mp_policy, offload_policy, strategy, backward_size)

@@ -18,6 +18,7 @@ from fsdp.meshes import checked_mesh
 from fsdp.optimizers import mark_stale, stale_name
 from fsdp.parameter import ManagedParameter, Place
 from fsdp.policy import Whole, block_size
+from fsdp.quantized.choice import checked_block, checked_tiles
 from fsdp.state import state_of
 
 __all__ = [
@@ -91,12 +92,14 @@ def managed_parameters(
     mesh: DeviceMesh,
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> list[ManagedParameter]:
     """The parameters of modules, tied ones once, moved to the device.
 
     Raises:
-        ValueError: one belongs to another group already; a granularity that is none.
+        ValueError: one belongs to another group already; a granularity that is none, or that cuts
+            tiles; one cannot be quantised.
     """
     managed = []
     for one in found_parameters(modules, ignored):
@@ -112,15 +115,22 @@ def managed_parameters(
         checked_mesh(its_mesh)
         _move(param, device, name)
         extension = is_extension(param, name)
+        placed = None
         if isinstance(param, DTensor) and not extension:
             placed = placed_of(param, its_mesh, name)
-            block = inner_block(placed, block_size(granularity, placed.shape, name))
-        else:
-            placed, block = None, block_size(granularity, param.shape, name)
+        shape = tuple(param.shape) if placed is None else placed.shape
+        block = block_size(granularity, shape, name)
+        quantised = quantize_fn(param) if quantize_fn is not None else None
+        tiles = checked_tiles(quantised, param, placed, name)
+        if tiles is not None:
+            block = checked_block(tiles, granularity, block, shape, name)
+        if placed is not None:
+            block = inner_block(placed, block)
         whole = granularity if isinstance(granularity, Whole) else None
         made = ManagedParameter(
-            name, param, one.places, block, its_mesh, placed, extension=extension, whole=whole
-        )
+            name, param, one.places, block, its_mesh, placed, tiles,
+            extension=extension, whole=whole,
+        )  # fmt: skip
         managed.append(made)
     for made in managed:
         mark_stale(made.given, made.name)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.inner import Placed
 from fsdp.optimizers import mark_stale
 from fsdp.policy import Whole
+from fsdp.quantized.tiles import Tiles
 
 __all__ = ["ManagedParameter", "Place"]
 
@@ -58,6 +59,7 @@ class ManagedParameter:
         mesh: of one axis, or of two for HSDP, that it is sharded over; None where it is only
             planned.
         placed: how it lies if it is a DTensor; None of plain tensors.
+        tiles: as which it is quantised to be gathered; None if it is not.
         extension: whether it is a tensor that says itself what is gathered of it.
         whole: how it was asked for, if on one rank.
         sharded: DTensor, of the original dtype, in the SHARD buffer.
@@ -70,6 +72,7 @@ class ManagedParameter:
     block: int
     mesh: DeviceMesh | None
     placed: Placed | None = None
+    tiles: Tiles | None = None
     extension: bool = False
     whole: Whole | None = None
     sharded: nn.Parameter = field(init=False)

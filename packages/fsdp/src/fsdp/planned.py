@@ -15,6 +15,7 @@ from fsdp import adopt
 from fsdp.group import Group
 from fsdp.grouping import balanced, plan_buffer, specs_of
 from fsdp.meshes import sharded_placements
+from fsdp.quantized.gather import TileGatherer
 from fsdp.unshard import Gatherer
 from fused_comm import redistribute_many
 
@@ -43,7 +44,7 @@ class PlannedGroup(Group):
             sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
             self.show(i, sharded)
-        self.gatherer = Gatherer(self)
+        self.gatherer = self._new_gatherer()
 
     @property
     def on_meta(self) -> bool:
@@ -106,7 +107,11 @@ class PlannedGroup(Group):
 
     def forget_buffers(self) -> None:
         """Buffers and unsharded parameters are made anew when they are needed."""
-        self.gatherer = Gatherer(self)
+        self.gatherer = self._new_gatherer()
         self.reducer.forget_buffer()
         for param in self.params:
             param.unsharded = None
+
+    def _new_gatherer(self) -> Gatherer:
+        quantised = any(param.tiles is not None for param in self.params)
+        return TileGatherer(self) if quantised else Gatherer(self)

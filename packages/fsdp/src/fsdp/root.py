@@ -87,6 +87,7 @@ def _options(group: Group) -> str:
         f"gathered in {group.compute_dtype}, reduced in {group.reduce_dtype}, "
         f"{'trained' if trained else 'frozen'}, "
         f"reshard_after_forward={group.reshard_after_forward}"
+        + "".join(f", {p.name!r} in {p.tiles}" for p in group.params if p.tiles is not None)
     )
 
 

@@ -43,18 +43,15 @@ class Gatherer:
                 return
             self.forget_kept()
             if self._buffer is None:
-                self._buffer = group.new_buffer(group.compute_dtype)
+                self._buffer = self._new_buffer()
                 if group.backward_mesh is not None:
                     self._keeper = Keeper(group, self._buffer, group.backward_mesh)
             else:
                 self._buffer.acquire()
             group.streams.wait(self._free)
-            shard: DBuffer | None = group.shard
-            if group.dtype != self._buffer.dtype or group.shard.device != self._buffer.device:
-                self._buffer.copy_(group.shard, non_blocking=True)  # cast, or moved, into place
-                shard = None
+            source = self._fill(self._buffer)
             self._copied = group.streams.record()
-            self._handle = self._buffer.all_gather_(shard, async_op=True)
+            self._handle = self._buffer.all_gather_(source, async_op=True)
 
     def finish(self) -> None:
         """Makes the current stream wait for it; the unsharded parameters are valid then."""
@@ -63,9 +60,10 @@ class Gatherer:
         self._group.streams.wait(self._copied)
         self._handle.wait()
         self._handle = self._copied = None
+        whole = self._arrived(self._buffer)
         for i, param in enumerate(self._group.params):
             if param.unsharded is None:
-                param.make_unsharded(self._buffer.view(i))
+                param.make_unsharded(whole.view(i))
             param.follow()
 
     def release(self, *, after_forward: bool) -> None:
@@ -82,3 +80,21 @@ class Gatherer:
         """Lets go of what forward has kept for backward."""
         if self._keeper is not None:
             self._keeper.forget()
+
+    # What is gathered.
+
+    def _new_buffer(self) -> DBuffer:
+        """That of the collective."""
+        return self._group.new_buffer(self._group.compute_dtype)
+
+    def _fill(self, buffer: DBuffer) -> DBuffer | None:
+        """What to gather into the buffer; None where this rank's shard is in it by now."""
+        shard = self._group.shard
+        if shard.dtype == buffer.dtype and shard.device == buffer.device:
+            return shard
+        buffer.copy_(shard, non_blocking=True)  # cast, or moved, into place
+        return None
+
+    def _arrived(self, buffer: DBuffer) -> DBuffer:
+        """That of the unsharded parameters, once the collective has ended."""
+        return buffer

@@ -1,0 +1,240 @@
+"""Tiles: codes and scales, the bound of the error, edges, what is sent and where it lies."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp.quantized import Quantized, Tiles, dequantize, quantize
+from fsdp.quantized.tiles import TINY
+from fsdp.quantized.wire import Form, wire_of
+from ragged_shard.planner import TensorSpec, plan_layout, verify
+
+DTYPES = (torch.int8, torch.float8_e4m3fn)
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["int8", "e4m3"])
+LARGEST = dict(zip(DTYPES, (127, 448), strict=True))
+
+
+def roundtrip(weight, tiles):
+    return dequantize(quantize(weight, tiles), tiles)
+
+
+def corners(tiles, rows, cols):
+    """The tiles of a matrix, as slices."""
+    for top in range(0, rows, tiles.rows):
+        for left in range(0, cols, tiles.cols):
+            yield slice(top, top + tiles.rows), slice(left, left + tiles.cols)
+
+
+finite = st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100)
+
+
+@st.composite
+def matrices(draw):
+    rows, cols = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    values = draw(st.lists(finite, min_size=rows * cols, max_size=rows * cols))
+    sizes = st.integers(1, 5)
+    return torch.tensor(values).view(rows, cols), draw(sizes), draw(sizes)
+
+
+@BOTH
+@given(drawn=matrices())
+def test_the_error_is_at_most_half_a_step(dtype, drawn):
+    weight, rows, cols = drawn
+    tiles = Tiles(dtype, rows, cols)
+    quantized = quantize(weight, tiles)
+    found = dequantize(quantized, tiles)
+    assert quantized.codes.dtype is dtype
+    assert quantized.scales.shape == (-(-weight.shape[0] // rows), -(-weight.shape[1] // cols))
+    scales = iter(quantized.scales.flatten().double())
+    for place in corners(tiles, *weight.shape):
+        part, got, scale = weight[place].double(), found[place].double(), next(scales).item()
+        largest = part.abs().max().item()
+        if largest / LARGEST[dtype] < TINY * (1 - 1e-6):
+            assert scale == 0
+        if scale == 0:
+            assert largest <= LARGEST[dtype] * TINY * (1 + 1e-6)
+            assert not got.any()
+            continue
+        assert scale == pytest.approx(largest / LARGEST[dtype], rel=1e-6)
+        error = (got - part).abs()
+        if dtype is torch.int8:
+            assert (error <= scale / 2 * (1 + 1e-4)).all()
+        else:
+            assert (error <= torch.clamp(part.abs() / 16, min=scale / 1024) * (1 + 1e-4)).all()
+
+
+@BOTH
+def test_every_code_comes_back(dtype):
+    codes = torch.arange(256).to(torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite() & (codes.float().abs() <= LARGEST[dtype])]
+    weight = codes.float()[None] * 0.25
+    quantized = quantize(weight, Tiles(dtype, 1, 256))
+    assert len(codes) == (255 if dtype is torch.int8 else 254)
+    assert quantized.scales == 0.25
+    assert torch.equal(quantized.codes[0].float(), codes.float())
+    assert torch.equal(dequantize(quantized, Tiles(dtype, 1, 256)), weight)
+
+
+def test_of_two_codes_as_near_the_even_one_is_taken():
+    weight = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 127]])
+    for scale in (1, 15, 61, 117):  # whose reciprocals are not exact
+        assert quantize(scale * weight, Tiles()).codes.tolist() == [[0, 2, 2, 0, -2, 127]]
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [128, 192, 7], ids=lambda rows: f"{rows} rows")
+def test_a_stack_is_the_matrices_in_it(dtype, rows):
+    """No tile is in two experts, whether or not they are whole strips."""
+    stack, tiles = torch.randn(3, rows, 130), Tiles(dtype)
+    quantized = quantize(stack, tiles)
+    for number, matrix in enumerate(stack):
+        alone = quantize(matrix, tiles)
+        assert torch.equal(quantized.codes[number].float(), alone.codes.float())
+        assert torch.equal(quantized.scales[number], alone.scales)
+
+
+@BOTH
+def test_a_part_that_ends_between_tiles_is_quantised_as_in_the_whole(dtype):
+    tiles = Tiles(dtype, 4, 3)
+    for shape in [(10, 7), (2, 8, 7), (3, 6, 7), (2, 3, 2, 3), (3, 1)]:
+        weight, block = torch.randn(shape), tiles.block(shape)
+        wanted = roundtrip(weight, tiles).flatten()
+        assert block % shape[-1] == 0
+        for begin in range(0, weight.numel(), block):
+            for end in range(begin + block, weight.numel() + block, block):
+                part = weight.flatten()[begin:end]
+                part = part.view(tiles.matrices(part.numel(), shape))
+                assert torch.equal(roundtrip(part, tiles).flatten(), wanted[begin:end])
+
+
+def test_blocks_are_as_small_as_tiles_allow():
+    tiles = Tiles()
+    assert tiles.block((512, 300)) == tiles.block((200, 300)) == 128 * 300
+    assert tiles.block((4, 256, 300)) == 128 * 300  # whole strips, over all experts
+    assert tiles.block((4, 192, 300)) == 192 * 300  # a whole expert
+    assert tiles.block((100, 300)) == 100 * 300
+    assert tiles.block((0, 300)) == 1
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan], ids=str)
+def test_a_tile_with_what_is_not_finite_is_nan_and_others_are_not(dtype, wrong):
+    weight = torch.ones(6, 6)
+    weight[3, 3] = wrong
+    tiles = Tiles(dtype, 2, 2)
+    found = roundtrip(weight, tiles)
+    assert found[2:4, 2:4].isnan().all()
+    found[2:4, 2:4] = 1
+    assert torch.equal(found, torch.ones(6, 6))
+    assert quantize(weight, tiles).scales.isnan().sum() == 1
+
+
+@BOTH
+def test_zeros_stay_zeros(dtype):
+    weight = torch.ones(4, 4)
+    weight[:2, :2] = torch.tensor([[0.0, -0.0], [1e-40, -1e-38]])
+    quantized = quantize(weight, Tiles(dtype, 2, 2))
+    assert quantized.scales[0, 0] == 0
+    assert not quantized.codes[:2, :2].float().any()
+    assert not roundtrip(weight, Tiles(dtype, 2, 2))[:2, :2].any()
+
+
+@BOTH
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_product_is_rounded_once(dtype, compute):
+    weight, tiles = torch.randn(5, 9), Tiles(dtype, 2, 4)
+    quantized = quantize(weight, tiles)
+    wanted = dequantize(quantized, tiles).to(compute)
+    found = dequantize(quantized, tiles, compute)
+    assert found.dtype is compute
+    if compute is torch.float64:  # not even once
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=0)
+    else:
+        assert torch.equal(found, wanted)
+
+
+def test_bfloat16_weights_are_what_they_are_in_fp32():
+    weight = torch.randn(5, 9, dtype=torch.bfloat16)
+    for dtype in DTYPES:
+        tiles = Tiles(dtype, 2, 4)
+        assert torch.equal(roundtrip(weight, tiles), roundtrip(weight.float(), tiles))
+
+
+def test_no_elements_are_no_codes():
+    for shape in [(0, 5), (5, 0), (0, 3, 4)]:
+        tiles = Tiles(rows=2, cols=2)
+        quantized = quantize(torch.zeros(shape), tiles)
+        assert quantized.codes.shape == shape
+        assert quantized.scales.shape == tiles.grid(shape)
+        assert dequantize(Quantized(quantized.codes, quantized.scales), tiles).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.uint8}, r"dtype=torch.uint8; wants one of \[torch.int8, torch.float8"),
+        ({"rows": 0}, "rows=0; wants an integer of at least 1"),
+        ({"cols": 2.0}, "cols=2.0; wants"),
+        ({"rows": True}, "rows=True; wants"),
+    ],
+    ids=["dtype", "rows", "cols", "bool"],
+)
+def test_options_that_are_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        Tiles(**options)
+
+
+# What is sent.
+
+
+def wire(world, *params):
+    """Of parameters, each a shape and its tiles or None; the layout, the wire, their forms."""
+    forms = [Form(torch.bfloat16, shape, tiles) for shape, tiles in params]
+    specs = [
+        TensorSpec(
+            f"p{number}", math.prod(form.shape), form.tiles.block(form.shape) if form.tiles else 1,
+            form.shape,
+        )
+        for number, form in enumerate(forms)
+    ]  # fmt: skip
+    layout = plan_layout(specs, world, alignment=8, order="best")
+    return layout, wire_of(layout, forms), forms
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_what_is_sent_is_every_element_once_and_nothing_overlaps(world):
+    small = Tiles(rows=4, cols=3)
+    layout, found, forms = wire(
+        world, ((10, 7), small), ((5,), None), ((3, 6, 7), small), ((0, 4), small), ((), None)
+    )
+    verify(found.layout)
+    held = {}
+    for piece in found.pieces:
+        begin = piece.begin - layout.starts[piece.param]
+        held.setdefault(piece.param, []).append((begin, begin + piece.numel))
+        specs, form = found.layout.specs, forms[piece.param]
+        assert found.layout.owners(piece.values) == range(piece.rank, piece.rank + 1)
+        if form.tiles is None:
+            assert piece.scales is None
+            assert specs[piece.values].numel == 2 * piece.numel
+            continue
+        assert found.layout.owners(piece.scales) == range(piece.rank, piece.rank + 1)
+        assert specs[piece.values].numel == piece.numel
+        shape = form.tiles.matrices(piece.numel, form.shape)
+        assert specs[piece.scales].numel == 4 * math.prod(form.tiles.grid(shape))
+    for param, form in enumerate(forms):
+        ends = [0]
+        for begin, end in sorted(held.get(param, [])):
+            assert begin == ends[-1]
+            ends.append(end)
+        assert ends[-1] == math.prod(form.shape)
+    starts = [start % 16 for start in found.layout.starts]
+    assert not any(starts)
+
+
+def test_a_quarter_of_the_bytes_is_sent():
+    layout, found, _ = wire(2, ((4096, 1024), Tiles()), ((1024,), None), ((1024,), None))
+    assert found.layout.buffer_size <= 0.251 * 4 * layout.total
