@@ -14,8 +14,8 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import BatchLoader, load_corpus
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.optimizers import build_optimizer
 from integration.paths import make_folder
-from integration.systems import build_optimizer
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
@@ -52,6 +52,7 @@ class Trainer:
             sequence_length=config.sequence_length,
             global_batch=config.global_batch,
             seed=config.seed,
+            optimizer=config.optimizer,
         )
         if setup.resume_from is not None:
             manifest = checkpoint.read_manifest(setup.resume_from)
@@ -62,7 +63,8 @@ class Trainer:
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
         self.optimizer = build_optimizer(
-            setup.system.parameter_groups(self.model),
+            config.optimizer,
+            self.model,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
         )
