@@ -30,17 +30,6 @@ FSDP_CLONES void advance_floats(float* __restrict param, const float* __restrict
   }
 }
 
-// Of the block behind: it arrives while this one is encoded, which reads nothing new.
-void prefetch(const float* param, const float* grad, std::int64_t count) {
-#if defined(__GNUC__)
-  constexpr std::int64_t kLine = 16, kMost = 1024;  // elements
-  for (std::int64_t i = 0; i < std::min(count, kMost); i += kLine) {
-    __builtin_prefetch(param + count + i, 1);
-    __builtin_prefetch(grad + count + i);
-  }
-#endif
-}
-
 bool encode(const Quantized& moment, float largest, std::int64_t count) {
   const Book& book = *moment.book;
   const bool finite = std::isfinite(largest);
@@ -69,7 +58,6 @@ bool step_block(float* param, const float* grad, const Quantized& first, const Q
                 std::int64_t count, const Coefficients& c) {
   const Largest largest =
       loops().advance(param, grad, coded(first), coded(second), count, c);
-  prefetch(param, grad, count);
   const bool finite = encode(first, largest.first, count);
   return encode(second, largest.second, count) && finite;
 }

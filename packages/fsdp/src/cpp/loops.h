@@ -1,5 +1,5 @@
-// The loops over elements, once for each instruction set that has its own. All round alike, one
-// operation at a time, so which of them run changes no bit.
+// The loops over elements of blocks, once for each instruction set that has its own. All round alike,
+// one operation at a time, so which of them run changes no bit.
 #pragma once
 
 #include <cstdint>

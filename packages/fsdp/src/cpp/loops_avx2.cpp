@@ -14,7 +14,19 @@
 namespace fsdp {
 namespace {
 
-constexpr std::int64_t kLanes = 8;
+constexpr std::int64_t kLanes = 8, kLine = 16;  // elements: of a vector, and of a line of memory
+
+// How far ahead memory is asked for, in elements. Blocks are too short for the processor to foresee
+// the next ones. An address behind the end is none of its concern.
+constexpr std::int64_t kAhead = 512;
+
+FSDP_TARGET inline void prefetch(const float* param, const float* grad, const Coded& first,
+                                 const Coded& second, std::int64_t at) {
+  _mm_prefetch(reinterpret_cast<const char*>(param + at), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(grad + at), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(first.codes + at), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(second.codes + at), _MM_HINT_T0);
+}
 
 FSDP_TARGET inline __m256 decoded(const Coded& moment, std::int64_t at) {
   const auto* codes = reinterpret_cast<const __m128i*>(moment.codes + at);
@@ -40,35 +52,47 @@ FSDP_TARGET inline std::uint32_t largest_of(__m256i largest) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
+// Largest magnitudes so far, as bits.
+struct LargestBits {
+  __m256i first, second;
+};
+
+FSDP_TARGET inline void advance_lanes(float* __restrict param, const float* __restrict grad,
+                                      const Coded& first, const Coded& second, std::int64_t at,
+                                      const Coefficients& c, LargestBits& largest) {
+  const __m256 p = _mm256_loadu_ps(param + at);
+  __m256 g = _mm256_loadu_ps(grad + at);
+  if (c.coupled != 0) g = _mm256_add_ps(g, _mm256_mul_ps(p, _mm256_set1_ps(c.coupled)));
+  const __m256 m = mixed(decoded(first, at), c.beta1, g, c.rest1);
+  const __m256 v = mixed(decoded(second, at), c.beta2, _mm256_mul_ps(g, g), c.rest2);
+  const __m256 root = _mm256_mul_ps(_mm256_sqrt_ps(v), _mm256_set1_ps(c.root));
+  const __m256 step = _mm256_div_ps(_mm256_mul_ps(m, _mm256_set1_ps(c.size)),
+                                    _mm256_add_ps(root, _mm256_set1_ps(c.eps)));
+  _mm256_storeu_ps(param + at, _mm256_sub_ps(_mm256_mul_ps(p, _mm256_set1_ps(c.decay)), step));
+  _mm256_storeu_ps(first.out + at, m);
+  _mm256_storeu_ps(second.out + at, v);
+  largest = {larger(largest.first, m), larger(largest.second, v)};
+}
+
 FSDP_TARGET Largest advance(float* __restrict param, const float* __restrict grad,
                             const Coded& first, const Coded& second, std::int64_t count,
                             const Coefficients& coefficients) {
   const Coefficients c = coefficients;
   const Coded one = first, two = second;
-  __m256i largest_m = _mm256_setzero_si256(), largest_v = largest_m;
+  LargestBits largest{_mm256_setzero_si256(), _mm256_setzero_si256()};
   std::int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const __m256 p = _mm256_loadu_ps(param + i);
-    __m256 g = _mm256_loadu_ps(grad + i);
-    if (c.coupled != 0) g = _mm256_add_ps(g, _mm256_mul_ps(p, _mm256_set1_ps(c.coupled)));
-    const __m256 m = mixed(decoded(one, i), c.beta1, g, c.rest1);
-    const __m256 v = mixed(decoded(two, i), c.beta2, _mm256_mul_ps(g, g), c.rest2);
-    const __m256 root = _mm256_mul_ps(_mm256_sqrt_ps(v), _mm256_set1_ps(c.root));
-    const __m256 step = _mm256_div_ps(_mm256_mul_ps(m, _mm256_set1_ps(c.size)),
-                                      _mm256_add_ps(root, _mm256_set1_ps(c.eps)));
-    _mm256_storeu_ps(param + i, _mm256_sub_ps(_mm256_mul_ps(p, _mm256_set1_ps(c.decay)), step));
-    _mm256_storeu_ps(one.out + i, m);
-    _mm256_storeu_ps(two.out + i, v);
-    largest_m = larger(largest_m, m);
-    largest_v = larger(largest_v, v);
+  for (; i + kLine <= count; i += kLine) {
+    prefetch(param, grad, one, two, i + kAhead);
+    advance_lanes(param, grad, one, two, i, c, largest);
+    advance_lanes(param, grad, one, two, i + kLanes, c, largest);
   }
   const Coded rest_m{one.codes + i, one.values, one.scale, one.out + i};
   const Coded rest_v{two.codes + i, two.values, two.scale, two.out + i};
   const Largest rest = kPortable.advance(param + i, grad + i, rest_m, rest_v, count - i, c);
   const auto bits_m = std::bit_cast<std::uint32_t>(rest.first);
   const auto bits_v = std::bit_cast<std::uint32_t>(rest.second);
-  return {std::bit_cast<float>(std::max(bits_m, largest_of(largest_m))),
-          std::bit_cast<float>(std::max(bits_v, largest_of(largest_v)))};
+  return {std::bit_cast<float>(std::max(bits_m, largest_of(largest.first))),
+          std::bit_cast<float>(std::max(bits_v, largest_of(largest.second)))};
 }
 
 FSDP_TARGET void encode(const float* __restrict values, float inverse,

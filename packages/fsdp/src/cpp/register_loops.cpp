@@ -21,10 +21,10 @@ std::vector<std::string_view> names() {
 
 void use(std::string_view name) {
   if (use_loops(name)) return;
-  std::string known;
-  for (const std::string_view each : names()) known += " " + std::string(each);
-  throw py::value_error("use_loops: this machine does not run '" + std::string(name) +
-                        "'; it runs:" + known);
+  std::string text = "use_loops: this machine does not run '";
+  text.append(name).append("'; it runs:");
+  for (const std::string_view each : names()) text.append(" ").append(each);
+  throw py::value_error(text);
 }
 
 }  // namespace
