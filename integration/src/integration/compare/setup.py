@@ -61,6 +61,8 @@ def prepare(options: CompareOptions) -> Comparison:
     optimizers = optimizer_jobs(options)
     require_replaceable(options.out, options.data)
     corpus = load_corpus(options.data)
+    for name in {job.system for each in optimizers for job in each.jobs}:
+        _require_enough_data(options, get_system(name), corpus)
     for system in systems:
         _require_enough_data(options, system, corpus)
     jobs = [
