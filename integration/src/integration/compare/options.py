@@ -61,7 +61,7 @@ class CompareOptions:
     """Compare fsdp's optimizers under DDP and under fsdp too, at last."""
     optimizer_model: str = "llama-tiny"
     """Which model to train for that."""
-    optimizer_steps: int = 200
+    optimizer_steps: int = 100
     """Optimizer steps of each of those runs."""
 
     def system_names(self) -> tuple[str, ...]:
