@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp.optim import _core
@@ -145,6 +145,7 @@ special = st.sampled_from(
 )
 
 
+@settings(deadline=None)  # sanitizers are slow
 @given(
     grads=st.lists(special | st.floats(-4, 4, width=32), min_size=1, max_size=20),
     params=st.lists(st.floats(width=32), min_size=20, max_size=20),
