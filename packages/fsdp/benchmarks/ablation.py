@@ -95,7 +95,7 @@ def measure(rounds):
         for way, training in trainings.items():
             times[way].append(training.step(2 + number))
     losses = {way: times[way][-1][2] for way in WAYS}
-    assert len(set(losses.values())) == 1, losses
+    assert max(losses.values()) - min(losses.values()) < 1e-5, losses  # FSDP2 sums in another order
     return times, sent
 
 
