@@ -17,7 +17,7 @@ PARALLEL = [name for name in SYSTEM_NAMES if name != "single"]
 STEPS = 6
 
 
-def train(rank, size, out, system, *, steps, resume="never", save_at=None, optimizer="adamw"):
+def train(rank, size, out, system, *, steps, resume="never", save_at=None, **options):
     """Train some steps on one rank and return the mean loss of each, as all ranks know it."""
     import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def train(rank, size, out, system, *, steps, resume="never", save_at=None, optim
         micro_batch=2,
         steps=steps,
         resume=resume,
-        optimizer=optimizer,
+        **options,
     )
     trainer = Trainer(prepare(config, size), World(rank, size))
     losses = []
@@ -91,6 +91,26 @@ def test_a_resumed_system_repeats_its_losses_bit_for_bit(system, tmp_path):
     whole = run(tmp_path, system, 2, steps=STEPS, save_at=3)
     resumed = run(tmp_path, system, 2, steps=STEPS, resume="auto")
     assert torch.equal(resumed, whole[3:])
+
+
+# Norms of the tiny model's gradients are 0.7 to 2.4: some steps are clipped, and some are not.
+CLIPPED = {"clip_grad_norm": 1.0, "warmup_steps": 2, "decay_steps": 2, "learning_rate": 3e-3}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", PARALLEL)
+def test_clipping_and_schedule_are_those_of_one_device(system, single, tmp_path):
+    plain, _ = single
+    expected = run(tmp_path / "one", "single", 1, steps=STEPS, **CLIPPED)
+    unclipped = run(
+        tmp_path / "not", "single", 1, steps=STEPS, **{**CLIPPED, "clip_grad_norm": None}
+    )
+    assert (expected - unclipped).abs().max() > 1e-3, "nothing was clipped"
+    assert (expected - plain).abs().max() > 1e-3
+    losses = run(tmp_path / "ranks", system, 2, steps=STEPS, save_at=3, **CLIPPED)
+    assert (losses - expected).abs().max() <= get_system(system).tolerance
+    resumed = run(tmp_path / "ranks", system, 2, steps=STEPS, resume="auto", **CLIPPED)
+    assert torch.equal(resumed, losses[3:])
 
 
 @pytest.mark.ranks

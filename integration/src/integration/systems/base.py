@@ -3,10 +3,11 @@
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 
 from integration.errors import UsageError
 from integration.models import LlamaShape
+from integration.systems.clip import clip_gradients
 
 
 class System(ABC):
@@ -50,6 +51,10 @@ class System(ABC):
         """Return the context of one microbatch; gradients are reduced in the ``last`` one."""
         del model, last
         return nullcontext()
+
+    def clip(self, model: nn.Module, most: float) -> Tensor:
+        """Scale gradients down to the norm ``most`` where theirs is larger; return theirs."""
+        return clip_gradients(model.parameters(), most)
 
 
 def require_divisible(shape: LlamaShape, field: str, degree: int) -> None:

@@ -51,6 +51,12 @@ class TrainConfig:
     """The optimizer's learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Its decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps, in which the learning rate grows to its full size, linearly."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Last steps, in which it falls towards 0, linearly; between the two it is stable."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Scale gradients down to this norm where theirs is larger."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the data."""
     init: Literal["whole", "sharded"] = "whole"

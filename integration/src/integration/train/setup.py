@@ -58,6 +58,11 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
                 f"--optimizer {config.optimizer} needs the package fsdp, which is not installed;"
                 " install it, or use --optimizer adamw"
             )
+    if config.warmup_steps + config.decay_steps > config.steps:
+        raise UsageError(
+            f"{config.warmup_steps} steps of warm-up and {config.decay_steps} of decay are more"
+            f" than the {config.steps} of the run; give --steps at least their sum"
+        )
     if config.random == "dist-rng" and importlib.util.find_spec("dist_rng") is None:
         raise UsageError(
             "--random dist-rng needs the package dist-rng, which is not installed; install it, or"
