@@ -24,7 +24,7 @@ PACKAGES = {
     path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 # Those whose CMakeLists.txt can compile for ASAN and UBSAN.
-SANITIZED = ("dtensor-rules",)
+SANITIZED = ("dtensor-rules", "fsdp")
 # Supported, but not the one that the workspace pins (constraints.txt).
 OTHER_TORCHES = ("2.11", "2.12", "2.14", "2.15")
 PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integration")}

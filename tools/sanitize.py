@@ -40,6 +40,12 @@ def build(project: Project, site: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
+def core_module(site: Path) -> str:
+    """The name of the compiled module that was installed into ``site``."""
+    (path,) = site.rglob("_core*.so")
+    return ".".join((*path.relative_to(site).parent.parts, "_core"))
+
+
 def runtime(name: str) -> str:
     """The path of one of the compiler's libraries."""
     compiler = os.environ.get("CXX", "c++")
@@ -77,7 +83,7 @@ def main(arguments: list[str]) -> int:
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir(parents=True)
     under = environment(site, reports)
-    code = f"import torch, {project.source.name}._core as core; print(core.__file__)"
+    code = f"import torch, {core_module(site)} as core; print(core.__file__)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], env=under, check=True, stdout=subprocess.PIPE, text=True
     ).stdout.strip()

@@ -79,6 +79,7 @@ def options(tmp_path):
         model="llama-tiny",
         steps=STEPS,
         random_numbers=False,
+        optimizers=False,
     )
 
 

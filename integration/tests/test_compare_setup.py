@@ -69,7 +69,7 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
 def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
     given = CompareOptions(**options, random_steps=7, seed=3, global_batch=16, micro_batch=8)
     comparison = prepare(given)
-    assert len(comparison.all_jobs) == 2 + len(comparison.random_jobs)
+    assert [job.job for job in comparison.random_jobs] == list(comparison.all_jobs[2:-4])
     cases = {case: [job for job in comparison.random_jobs if job.case is case] for case in Case}
     for case, jobs in cases.items():
         assert [(job.job.system, job.job.ranks, job.source) for job in jobs] == [
@@ -91,8 +91,19 @@ def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
     assert len(set(names)) == len(names)
 
 
+def test_optimizers_are_compared_at_last_and_their_batches_are_checked_before(options):
+    comparison = prepare(CompareOptions(**options, optimizer_steps=7))
+    jobs = [job for each in comparison.optimizer_jobs for job in each.jobs]
+    assert list(comparison.all_jobs[-4:]) == jobs
+    options["systems"] = "dtensor-tp"  # whose ranks see one batch, which DDP's share
+    assert prepare(CompareOptions(**options, optimizers=False, global_batch=4)).optimizer_jobs == ()
+    with pytest.raises(UsageError, match=r"global batch 4 .* data-parallel degree 2"):
+        prepare(CompareOptions(**options, global_batch=4))
+
+
 def test_random_numbers_can_be_left_out_and_nothing_about_them_matters_then(options, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options["optimizers"] = False
     left_out = CompareOptions(**options, random_numbers=False, random_model="nope", random_steps=-1)
     assert prepare(left_out).random_jobs == ()
     with pytest.raises(UsageError, match=r"needs the package dist-rng.* --no-random-numbers"):

@@ -25,8 +25,9 @@ from integration.report.figures import svg_of
 from integration.report.loss_figure import draw_losses
 from integration.report.palette import DARK, LIGHT, styles
 from integration.report.phrases import ABSENT, TIMES, scientific
+from integration.report.rows import rows
 from integration.report.terminal import print_results
-from integration.report.wording import finding, rows
+from integration.report.wording import finding
 
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
 SHIFTED = [5.0, 4.00002, 3.5, 3.24999, 3.0]

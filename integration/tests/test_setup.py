@@ -38,6 +38,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "single"}, 2, "runs on 1 rank, not 2"),
         ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
         ({"system": "dtensor-tp"}, 3, "3 tensor-parallel ranks do not divide num_attention_heads"),
+        ({"system": "fsdp1", "optimizer": "muon"}, 2, "'fsdp1' trains with --optimizer adamw only"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),
         ({"data": Path("/dev/null")}, 1, "data path /dev/null is neither a file nor a folder"),
         ({"resume": "/no/such"}, 1, "/no/such is not a complete checkpoint"),

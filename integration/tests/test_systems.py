@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.errors import UsageError
 from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.config import TrainConfig
 from integration.train.loop import Trainer
@@ -16,7 +17,7 @@ PARALLEL = [name for name in SYSTEM_NAMES if name != "single"]
 STEPS = 6
 
 
-def train(rank, size, out, system, *, steps, resume="never", save_at=None):
+def train(rank, size, out, system, *, steps, resume="never", save_at=None, **options):
     """Train some steps on one rank and return the mean loss of each, as all ranks know it."""
     import torch.distributed as dist
 
@@ -27,6 +28,7 @@ def train(rank, size, out, system, *, steps, resume="never", save_at=None):
         micro_batch=2,
         steps=steps,
         resume=resume,
+        **options,
     )
     trainer = Trainer(prepare(config, size), World(rank, size))
     losses = []
@@ -91,9 +93,61 @@ def test_a_resumed_system_repeats_its_losses_bit_for_bit(system, tmp_path):
     assert torch.equal(resumed, whole[3:])
 
 
+# Norms of the tiny model's gradients are 0.7 to 2.4: some steps are clipped, and some are not.
+CLIPPED = {"clip_grad_norm": 1.0, "warmup_steps": 2, "decay_steps": 2, "learning_rate": 3e-3}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", PARALLEL)
+def test_clipping_and_schedule_are_those_of_one_device(system, single, tmp_path):
+    plain, _ = single
+    expected = run(tmp_path / "one", "single", 1, steps=STEPS, **CLIPPED)
+    unclipped = run(
+        tmp_path / "not", "single", 1, steps=STEPS, **{**CLIPPED, "clip_grad_norm": None}
+    )
+    assert (expected - unclipped).abs().max() > 1e-3, "nothing was clipped"
+    assert (expected - plain).abs().max() > 1e-3
+    losses = run(tmp_path / "ranks", system, 2, steps=STEPS, save_at=3, **CLIPPED)
+    assert (losses - expected).abs().max() <= get_system(system).tolerance
+    resumed = run(tmp_path / "ranks", system, 2, steps=STEPS, resume="auto", **CLIPPED)
+    assert torch.equal(resumed, losses[3:])
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
     expected, _ = single
     losses = run(tmp_path, "fsdp2", ranks, steps=STEPS)
     assert (losses - expected).abs().max() <= get_system("fsdp2").tolerance
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("optimizer", ["adam8bit", "muon"])
+def test_optimizers_train_sharded_as_under_ddp_and_each_resumes_the_others_checkpoint(
+    optimizer, tmp_path
+):
+    options = {"steps": STEPS, "optimizer": optimizer}
+    expected = run(tmp_path / "ddp", "ddp", 2, save_at=3, **options)
+    assert expected[0] - expected[-1] > 0.1, "the model does not learn: the comparison is empty"
+    for system in ("fsdp", "fsdp2"):
+        losses = run(tmp_path / system, system, 2, save_at=3, **options)
+        assert torch.equal(losses, expected), system
+    for saved, resumed in (("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp", "fsdp2")):
+        (path,) = (tmp_path / saved / "checkpoints").glob("step-*3")
+        out = tmp_path / f"{saved}-{resumed}"
+        losses = run(out, resumed, 2, resume=str(path), **options)
+        assert torch.equal(losses, expected[3:]), (saved, resumed)
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    run(tmp_path, "fsdp", 2, steps=1, save_at=1, optimizer="muon")
+    (path,) = (tmp_path / "checkpoints").iterdir()
+
+    def body(path, out):
+        import torch.distributed as dist
+
+        with pytest.raises(UsageError, match="its optimizer is 'muon', this run's is 'adam8bit'"):
+            train(dist.get_rank(), 2, out, "fsdp", steps=2, resume=path, optimizer="adam8bit")
+
+    run_ranks(body, 2, str(path), str(tmp_path / "other"))

@@ -152,12 +152,28 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
     assert losses(out) == losses(undisturbed)
 
 
+@pytest.mark.parametrize("ranks", [[], ["--system", "ddp", "--ranks", "2"]], ids=str)
+def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_path, ranks):
+    said = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
+    sentence = said.splitlines()[-1]
+    step = int(re.search(r"^error: the loss of step (\d+) is (nan|inf)", sentence)[1])
+    path = newest_complete(tmp_path).path
+    assert path.name == f"step-{step - 1:08d}"
+    assert f"the checkpoint of step {step - 1} is {path}: resume" in sentence
+    assert f"(the step's are samples {8 * step - 8} to {8 * step - 1})" in sentence
+    assert [number for number, _ in losses(tmp_path)] == list(range(1, step))
+    # The checkpoint is from before the step: going on comes to it again.
+    again = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
+    assert sentence in again.splitlines()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--data", "EMPTY"], "holds no bytes to train on"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
+        (["--warmup-steps", "30", "--decay-steps", "20"], "are more than the 40 of the run"),
         (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
         (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
     ],

@@ -46,5 +46,11 @@ def test_a_fault_is_reported_from_any_process_and_nothing_else_is(tmp_path, libr
 
 
 def test_a_package_that_cannot_be_compiled_so_is_named():
-    with pytest.raises(SystemExit, match=r"fsdp: its CMakeLists\.txt has no FSDP_SANITIZE"):
-        sanitize.main(["fsdp"])
+    with pytest.raises(SystemExit, match=r"dist-rng: its .* has no DIST_RNG_SANITIZE"):
+        sanitize.main(["dist-rng"])
+
+
+def test_the_compiled_module_is_found_wherever_the_package_keeps_it(tmp_path):
+    (tmp_path / "fsdp" / "optim").mkdir(parents=True)
+    (tmp_path / "fsdp" / "optim" / "_core.cpython-311-x86_64-linux-gnu.so").touch()
+    assert sanitize.core_module(tmp_path) == "fsdp.optim._core"

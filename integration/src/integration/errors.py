@@ -9,3 +9,7 @@ class UsageError(ValueError):
     Commands print it as one sentence and exit with ``EXIT_USAGE``; nothing has been
     written by then.
     """
+
+
+class DivergedError(UsageError):
+    """The loss is not finite any more; the message names the checkpoint of the step before."""

@@ -19,12 +19,14 @@ class StepRecord:
         loss: mean over the global batch, before the update, in nats per token.
         seconds: wall time of the step on rank 0.
         tokens: tokens of the global batch.
+        gradient_norm: of all gradients together before they were clipped, where they are.
     """
 
     step: int
     loss: float
     seconds: float
     tokens: int
+    gradient_norm: float | None = None
 
 
 @dataclass(frozen=True)

@@ -319,3 +319,28 @@ def test_states_of_another_layout_are_refused_by_name():
         assert_same(everything(other, another), before)
 
     run_ranks(check, 2)
+
+
+def test_ranks_may_own_nothing_and_a_lost_block_is_named_where_it_lies():
+    def check():
+        model = sharded(Whole())
+        optimizer = optimizer_of(Adam8bit, model)
+        step(model, optimizer, 0)
+        weight = model[0].weight
+        local = weight.to_local()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        weight.grad.to_local().fill_(math.nan)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+            optimizer.step()
+        return local.numel(), [str(w.message) for w in caught if "Adam8bit" in str(w.message)]
+
+    found = run_ranks(check, 4)
+    assert sum(owned > 0 for owned, _ in found) == 1
+    for owned, said in found:
+        assert len(said) == (owned > 0)
+        assert all(
+            "'0.weight' has gradients or moments that are not finite" in text for text in said
+        )

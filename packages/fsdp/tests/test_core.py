@@ -4,14 +4,24 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp.optim import _core
 from fsdp.optim.adam8bit.core import update_many
 from fsdp.optim.adam8bit.quantize import CodeBook, blocks_of, quantize
 from fsdp.optim.adam8bit.update import Coefficients, Moments, update
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module", params=_core.all_loops())
+def loops(request):
+    """All of this file, with the loops of every instruction set that this machine has."""
+    before = _core.loops()
+    _core.use_loops(request.param)
+    yield request.param
+    _core.use_loops(before)
 
 
 def coefficients(step=3, *, decoupled=True, weight_decay=0.1):
@@ -51,6 +61,13 @@ def check(params, grads, states, c):
             assert same(found, other), i
         scales = state.first_scales, state.second_scales
         assert (i in lost) == any(s is not None and bool(s.isnan().any()) for s in scales)
+
+
+def test_the_loops_in_use_are_those_that_were_chosen(loops):
+    assert _core.loops() == loops
+    with pytest.raises(ValueError, match=r"does not run 'nope'; it runs:.* portable"):
+        _core.use_loops("nope")
+    assert _core.loops() == loops
 
 
 def random_case(count, block_size, seed=0):
@@ -111,11 +128,24 @@ def test_every_boundary(scale):
         check([torch.zeros(count)], [grad.clone()], [state], c)
 
 
+def test_every_number_gets_its_code():
+    """All bits of magnitudes from 2**-24 to 1, but for the last seven, and both signs."""
+    low, high = torch.tensor([2.0**-24, 1.0]).view(torch.int32).tolist()
+    values = torch.arange(low, high + 1, 128, dtype=torch.int32).view(torch.float32)
+    values = torch.cat([values, -values, torch.ones(1)])
+    count = len(values)
+    # The gradient is the new first moment.
+    c = Coefficients(0.0, 1.0, 0.0, 1.0, 0.1, 1.0, 1e-8, 1.0, 0.0)
+    state = moments(torch.zeros(count), torch.zeros(count), count)
+    check([torch.zeros(count)], [values], [state], c)
+
+
 special = st.sampled_from(
     [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 1e-30, 1e30, 3e38, torch.inf, -torch.inf, torch.nan, 1.0]
 )
 
 
+@settings(deadline=None)  # sanitizers are slow
 @given(
     grads=st.lists(special | st.floats(-4, 4, width=32), min_size=1, max_size=20),
     params=st.lists(st.floats(width=32), min_size=20, max_size=20),

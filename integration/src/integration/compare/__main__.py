@@ -10,7 +10,7 @@ from integration.compare import folder
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
 from integration.compare.random_numbers import collect as collect_random_numbers
-from integration.compare.results import Results, collect
+from integration.compare.results import Results, collect, collect_optimizers
 from integration.compare.runner import run_jobs
 from integration.compare.setup import Comparison, prepare
 from integration.errors import EXIT_USAGE, UsageError
@@ -46,8 +46,14 @@ def _run(comparison: Comparison) -> Results | None:
         outcomes = run_jobs(jobs, display, stop)
     if len(outcomes) < len(jobs):
         return None
-    systems, others = outcomes[: len(comparison.jobs)], outcomes[len(comparison.jobs) :]
-    results = Results(collect(systems), collect_random_numbers(comparison.random_jobs, others))
+    remaining = iter(outcomes)
+    systems = [next(remaining) for _ in comparison.jobs]
+    random = [next(remaining) for _ in comparison.random_jobs]
+    results = Results(
+        collect(systems),
+        collect_random_numbers(comparison.random_jobs, random),
+        collect_optimizers(comparison.optimizer_jobs, list(remaining)),
+    )
     for failure in results.failures:
         display.failed(failure)
     return results

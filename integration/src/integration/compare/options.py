@@ -14,10 +14,11 @@ REFERENCE = "single"
 _DESCRIPTION = """Train under every system and compare each with one device.
 
 Trains the same model on the same global batches, one system after another; then, for the random
-numbers, a small one whose weights or dropout are drawn on 2 and 4 ranks. Writes loss curves,
-speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0 when every
-curve stays within its tolerance and dist-rng's random numbers are one device's, 1 when not or
-when a run fails, 2 when the options are wrong."""
+numbers, a small one whose weights or dropout are drawn on 2 and 4 ranks; then a small one with
+fsdp's optimizers, under DDP and sharded. Writes loss curves, speeds and memory to OUT/report.md,
+OUT/report.html and OUT/results.json. Exit code: 0 when every curve stays within its tolerance and
+dist-rng's random numbers are one device's, 1 when not or when a run fails, 2 when the options are
+wrong."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class CompareOptions:
     sequence_length: int = 64
     """Tokens (bytes) per sequence."""
     learning_rate: float = 1e-3
-    """AdamW's learning rate."""
+    """The optimizers' learning rate."""
     weight_decay: float = 0.1
-    """AdamW's decoupled weight decay."""
+    """Their decoupled weight decay."""
     seed: int = 0
     """Seed of the weights and of the order of the data."""
     threads: int = 1
@@ -55,6 +56,12 @@ class CompareOptions:
     random_model: str = "llama-tiny"
     """Which model to train for that."""
     random_steps: int = 20
+    """Optimizer steps of each of those runs."""
+    optimizers: bool = True
+    """Compare fsdp's optimizers under DDP and under fsdp too, at last."""
+    optimizer_model: str = "llama-tiny"
+    """Which model to train for that."""
+    optimizer_steps: int = 100
     """Optimizer steps of each of those runs."""
 
     def system_names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from integration.compare.cost import Cost, cost
 from integration.compare.curves import Deviation, deviation
+from integration.compare.optimizer_jobs import OptimizerJobs
 from integration.compare.random_numbers import RandomResult
 from integration.compare.random_numbers import passes as random_numbers_pass
 from integration.compare.runner import Outcome
@@ -64,27 +65,44 @@ class SystemResult:
 
 
 @dataclass(frozen=True)
+class OptimizerResult:
+    """The runs with one optimizer, the reference's first; each is of a system."""
+
+    optimizer: str
+    runs: Sequence[SystemResult]
+
+    @property
+    def reference(self) -> SystemResult:
+        """What the others were compared with."""
+        return self.runs[0]
+
+
+@dataclass(frozen=True)
 class Results:
     """All that a comparison found.
 
     Attributes:
         systems: the reference's first.
         random_numbers: case by case, each one's reference first; empty where it was left out.
+        optimizers: one after the other; empty where they were left out.
     """
 
     systems: Sequence[SystemResult]
     random_numbers: Sequence[RandomResult]
+    optimizers: Sequence[OptimizerResult] = ()
 
     @property
     def passes(self) -> bool:
         """Whether everything that was compared passes."""
-        return passes(self.systems) and random_numbers_pass(self.random_numbers)
+        optimizers_pass = all(passes(each.runs) for each in self.optimizers)
+        return passes(self.systems) and random_numbers_pass(self.random_numbers) and optimizers_pass
 
     @property
     def failures(self) -> list[Failure]:
         """Why runs have no result, in the order of the runs."""
         found = [each.failure for each in self.systems]
         found += [each.failure for each in self.random_numbers]
+        found += [run.failure for each in self.optimizers for run in each.runs]
         return [failure for failure in found if failure is not None]
 
 
@@ -99,6 +117,17 @@ def collect(outcomes: Sequence[Outcome]) -> list[SystemResult]:
     return [_against(run, finished[0], is_reference=run is finished[0]) for run in finished]
 
 
+def collect_optimizers(
+    jobs: Sequence[OptimizerJobs], outcomes: Sequence[Outcome]
+) -> list[OptimizerResult]:
+    """Read the run folders of ``jobs`` and compare each run with its optimizer's first one."""
+    remaining = iter(outcomes)
+    return [
+        OptimizerResult(each.optimizer, collect([next(remaining) for _ in each.jobs]))
+        for each in jobs
+    ]
+
+
 def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
     """Write everything as JSON; numbers that JSON lacks become "nan", "inf" and "-inf"."""
     document = {
@@ -106,6 +135,7 @@ def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
         **about,
         "systems": [asdict(each) for each in results.systems],
         "random_numbers": [asdict(each) for each in results.random_numbers],
+        "optimizers": [asdict(each) for each in results.optimizers],
     }
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from integration.compare.folder import RUNS, require_replaceable
 from integration.compare.job import Job, job_of, train_config
+from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
 from integration.compare.random_jobs import RandomJob, random_jobs
 from integration.data import BatchLoader, BatchPlan, Corpus, load_corpus
@@ -29,17 +30,20 @@ class Comparison:
     Attributes:
         jobs: one per system; the first is the reference.
         random_jobs: what runs after them; none where random numbers are left out.
+        optimizer_jobs: what runs at last; none where optimizers are left out.
     """
 
     options: CompareOptions
     jobs: tuple[Job, ...]
     random_jobs: tuple[RandomJob, ...]
     data: DataFacts
+    optimizer_jobs: tuple[OptimizerJobs, ...] = ()
 
     @property
     def all_jobs(self) -> tuple[Job, ...]:
         """Everything that runs, in order."""
-        return (*self.jobs, *(random.job for random in self.random_jobs))
+        random = (each.job for each in self.random_jobs)
+        return (*self.jobs, *random, *(job for each in self.optimizer_jobs for job in each.jobs))
 
 
 def prepare(options: CompareOptions) -> Comparison:
@@ -54,8 +58,11 @@ def prepare(options: CompareOptions) -> Comparison:
     for system in systems:
         system.check(system.compare_ranks, shape)
     random = random_jobs(options)
+    optimizers = optimizer_jobs(options)
     require_replaceable(options.out, options.data)
     corpus = load_corpus(options.data)
+    for name in {job.system for each in optimizers for job in each.jobs}:
+        _require_enough_data(options, get_system(name), corpus)
     for system in systems:
         _require_enough_data(options, system, corpus)
     jobs = [
@@ -63,7 +70,7 @@ def prepare(options: CompareOptions) -> Comparison:
         for system, config in zip(systems, configs, strict=True)
     ]
     facts = DataFacts(corpus.source, len(corpus.data), corpus.fingerprint)
-    return Comparison(options, tuple(jobs), random, facts)
+    return Comparison(options, tuple(jobs), random, facts, optimizers)
 
 
 def _system_config(options: CompareOptions, system: System) -> TrainConfig:

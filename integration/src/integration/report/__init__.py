@@ -7,13 +7,22 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import RESULTS_FILE, Results, write_results
+from integration.compare.results import RESULTS_FILE, OptimizerResult, Results, write_results
 from integration.compare.setup import Comparison
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import save_png, svg_of
 from integration.report.loss_figure import draw_losses
-from integration.report.pages import Chart, Page, RandomSection, render_html, render_markdown
+from integration.report.optimizer_figure import draw_optimizers
+from integration.report.optimizer_wording import optimizer_text
+from integration.report.pages import (
+    Chart,
+    OptimizerSection,
+    Page,
+    RandomSection,
+    render_html,
+    render_markdown,
+)
 from integration.report.palette import DARK, LIGHT, Theme
 from integration.report.random_figure import draw_random
 from integration.report.random_wording import random_text
@@ -60,6 +69,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
             figures,
         ),
         random=_random_section(results.random_numbers, figures),
+        optimizers=_optimizer_section(results.optimizers, figures),
         environment=environment,
     )
     (out / "report.md").write_text(render_markdown(page))
@@ -78,6 +88,20 @@ def _random_section(results: Sequence[RandomResult], figures: Path) -> RandomSec
         figures,
     )
     return RandomSection(random_text(results), results, chart)
+
+
+def _optimizer_section(
+    results: Sequence[OptimizerResult], figures: Path
+) -> OptimizerSection | None:
+    if not results:
+        return None
+    chart = _chart(
+        "optimizers",
+        "Loss by step with each optimizer under DDP and under fsdp, and their difference",
+        lambda theme: draw_optimizers(results, theme),
+        figures,
+    )
+    return OptimizerSection(optimizer_text(results), results, chart)
 
 
 def _chart(name: str, alternative: str, draw: Callable[[Theme], Figure], folder: Path) -> Chart:

@@ -19,19 +19,20 @@ def draw_losses(results: Sequence[SystemResult], theme: Theme) -> Figure:
     dress(losses, theme, "Loss, nats per token", grid_axis="y")
     dress(differences, theme, "|loss - loss of the single device|, nats per token", grid_axis="y")
     drawn = styles(results, theme)
-    _draw_curves(losses, results, drawn, theme)
+    draw_curves(losses, results, drawn, theme)
     compared = [result for result in results if result.deviation is not None]
-    lines = [_line(result, drawn) for result in compared]
     tolerances = {result.tolerance for result in compared if result.tolerance > 0}
-    draw_differences([DifferencePanel(differences, lines)], tolerances, theme)
+    panel = DifferencePanel(differences, difference_lines(results, drawn))
+    draw_differences([panel], tolerances, theme)
     differences.set_xlabel("optimizer step")
     differences.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return figure
 
 
-def _draw_curves(
+def draw_curves(
     axes: Axes, results: Sequence[SystemResult], drawn: dict[str, Style], theme: Theme
 ) -> None:
+    """Draw the loss of every step of every run, the reference's behind the others."""
     count = max(len(results) - 1, 1)
     for index, result in enumerate(results):
         style = drawn[result.system]
@@ -55,6 +56,12 @@ def _draw_curves(
     axes.legend(frameon=False, labelcolor=theme.ink, fontsize=10, loc="upper right")
 
 
-def _line(result: SystemResult, drawn: dict[str, Style]) -> DifferenceLine:
-    assert result.deviation is not None
-    return DifferenceLine(result.deviation.differences, drawn[result.system], label(result))
+def difference_lines(
+    results: Sequence[SystemResult], drawn: dict[str, Style]
+) -> list[DifferenceLine]:
+    """Return the lines of the runs that were compared with the reference."""
+    return [
+        DifferenceLine(result.deviation.differences, drawn[result.system], label(result))
+        for result in results
+        if result.deviation is not None
+    ]

@@ -11,13 +11,15 @@ from markupsafe import Markup, escape
 
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import Results
+from integration.compare.results import OptimizerResult, Results
 from integration.report.environment import Environment
+from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.palette import DARK, LIGHT, styles
 from integration.report.phrases import ABSENT
 from integration.report.random_figure import source_colour
 from integration.report.random_wording import RandomRow, RandomText, random_rows
-from integration.report.wording import PageText, Row, rows
+from integration.report.rows import Row, rows
+from integration.report.wording import PageText
 
 _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
 
@@ -52,11 +54,30 @@ class RandomSection:
 
 
 @dataclass(frozen=True)
+class OptimizerSection:
+    """The section on optimizers."""
+
+    text: OptimizerText
+    results: Sequence[OptimizerResult]
+    chart: Chart
+
+    @property
+    def rows(self) -> list[OptimizerRow]:
+        """A printable row per run."""
+        return optimizer_rows(self.results)
+
+    def colour(self, system: str, *, dark: bool) -> str:
+        """Return the colour that the figure gives a system."""
+        return styles(self.results[0].runs, DARK if dark else LIGHT)[system].colour
+
+
+@dataclass(frozen=True)
 class Page:
     """What both templates are filled from.
 
     Attributes:
         random: absent where random numbers were left out.
+        optimizers: absent where they were left out.
     """
 
     text: PageText
@@ -64,6 +85,7 @@ class Page:
     losses: Chart
     cost: Chart
     random: RandomSection | None
+    optimizers: OptimizerSection | None
     environment: Environment
 
     @property

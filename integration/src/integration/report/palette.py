@@ -32,7 +32,7 @@ LIGHT = Theme(
     grid="#e3e6e9",
     background="#ffffff",
     reference="#a7b0ba",
-    series=("#0072b2", "#d55e00", "#009e73", "#b5548c", "#c98500", "#3f9fd6"),
+    series=("#0072b2", "#d55e00", "#009e73", "#b5548c", "#c98500", "#3f9fd6", "#7d6b5d"),
 )
 DARK = Theme(
     ink="#e8eaed",
@@ -40,7 +40,7 @@ DARK = Theme(
     grid="#32383f",
     background="#1a1d21",
     reference="#6f7a85",
-    series=("#56b4e9", "#f08040", "#2cc99b", "#e39ac4", "#f0c040", "#8fd0f5"),
+    series=("#56b4e9", "#f08040", "#2cc99b", "#e39ac4", "#f0c040", "#8fd0f5", "#bfa894"),
 )
 
 

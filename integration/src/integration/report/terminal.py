@@ -8,10 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from integration.compare.random_numbers import RandomResult, RandomVerdict
-from integration.compare.results import Results, SystemResult
+from integration.compare.results import OptimizerResult, Results, SystemResult
+from integration.report.optimizer_wording import optimizer_rows
 from integration.report.phrases import ABSENT, TIMES
 from integration.report.random_wording import random_rows
-from integration.report.wording import rows, whole_finding
+from integration.report.rows import rows
+from integration.report.wording import whole_finding
 
 
 def print_results(results: Results, report: Path, console: Console) -> None:
@@ -21,6 +23,9 @@ def print_results(results: Results, report: Path, console: Console) -> None:
     console.print()
     if results.random_numbers:
         console.print(_random_table(results.random_numbers))
+        console.print()
+    if results.optimizers:
+        console.print(_optimizer_table(results.optimizers))
         console.print()
     good = results.passes
     verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
@@ -58,6 +63,15 @@ def _random_table(results: Sequence[RandomResult]) -> Table:
             row.masks,
             row.maximum,
         )
+    return table
+
+
+def _optimizer_table(results: Sequence[OptimizerResult]) -> Table:
+    table = _table("optimizer", "system", "verdict", numbers=("max |Δ|", "final loss"))
+    for row in optimizer_rows(results):
+        run = row.run
+        verdict = _verdict(run.verdict, passes=run.verdict.passes)
+        table.add_row(row.optimizer, run.system, verdict, run.maximum, run.final_loss)
     return table
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from integration.compare.cost import WARM_UP_STEPS
 from integration.compare.results import Results, SystemResult, Verdict
 from integration.compare.setup import Comparison
-from integration.report.phrases import ABSENT, TIMES, listed, out_of_tolerance, scientific, size
+from integration.report.optimizer_wording import optimizer_finding
+from integration.report.phrases import listed, out_of_tolerance, scientific, size
 from integration.report.random_wording import random_finding
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -32,27 +31,6 @@ class PageText:
     cost_note: str
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system as both tables show it, every number ready to print."""
-
-    system: str
-    verdict: Verdict
-    ranks: str
-    degree: str
-    accumulation: str
-    final_loss: str
-    maximum: str
-    step: str
-    mean: str
-    tolerance: str
-    step_time: str
-    relative: str
-    tokens_per_second: str
-    memory_mean: str
-    memory_max: str
-
-
 def page_text(comparison: Comparison, results: Results) -> PageText:
     """Return the sentences for a comparison's results."""
     return PageText(
@@ -66,8 +44,13 @@ def page_text(comparison: Comparison, results: Results) -> PageText:
 
 
 def whole_finding(results: Results) -> str:
-    """Return what was found of the systems, then what of random numbers."""
-    return f"{finding(results.systems)} {random_finding(results.random_numbers)}".rstrip()
+    """Return what was found of the systems, then what of random numbers and of optimizers."""
+    sections = (
+        finding(results.systems),
+        random_finding(results.random_numbers),
+        optimizer_finding(results.optimizers),
+    )
+    return " ".join(section for section in sections if section)
 
 
 def finding(results: Sequence[SystemResult]) -> str:
@@ -95,11 +78,6 @@ def finding(results: Sequence[SystemResult]) -> str:
             f"{listed(equal)} {verb} bitwise equal to the single device at every step."
         )
     return " ".join(sentences)
-
-
-def rows(results: Sequence[SystemResult]) -> list[Row]:
-    """Return a printable row per system."""
-    return [_row(result) for result in results]
 
 
 def _trouble(result: SystemResult) -> str:
@@ -142,27 +120,4 @@ def _cost_note(comparison: Comparison) -> str:
         " set, Python and torch included; the tick is the largest rank. All ranks run on this"
         f" machine and talk over gloo; each has {per_rank}, {sharing}. Whatever else ran on the"
         " machine is in these times too."
-    )
-
-
-def _row(result: SystemResult) -> Row:
-    summary, found, cost = result.summary, result.deviation, result.cost
-    tolerance = ABSENT if result.verdict is Verdict.REFERENCE else scientific(result.tolerance)
-    relative = result.relative_step_time
-    return Row(
-        system=result.system,
-        verdict=result.verdict,
-        ranks=str(result.ranks),
-        degree=str(summary.data_parallel_degree) if summary else ABSENT,
-        accumulation=str(summary.accumulation) if summary else ABSENT,
-        final_loss=f"{result.losses[-1]:.6f}" if summary else ABSENT,
-        maximum=scientific(found.maximum) if found else ABSENT,
-        step=str(found.step) if found and not found.bitwise_equal else ABSENT,
-        mean=scientific(found.mean) if found else ABSENT,
-        tolerance=tolerance,
-        step_time=f"{cost.step_seconds * 1e3:,.0f} ms" if cost else ABSENT,
-        relative=f"{relative:.2f}{TIMES}" if relative is not None else ABSENT,
-        tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
-        memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
-        memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
     )

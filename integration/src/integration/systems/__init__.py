@@ -1,9 +1,10 @@
 """The systems that a run can name; add one by adding its class to ``_ALL``."""
 
 from integration.errors import UsageError
-from integration.systems.base import System, build_optimizer
+from integration.systems.base import System
 from integration.systems.ddp import DataParallel
 from integration.systems.dtensor_tp import DTensorTensorParallel
+from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
 from integration.systems.fsdp2 import FullyShardedTwo
 from integration.systems.plan import PlanTensorSequence, PlanZeroThree
@@ -14,13 +15,14 @@ _ALL: tuple[type[System], ...] = (
     DataParallel,
     FullyShardedOne,
     FullyShardedTwo,
+    FullyShardedBuffers,
     DTensorTensorParallel,
     PlanTensorSequence,
     PlanZeroThree,
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
-__all__ = ["SYSTEM_NAMES", "System", "build_optimizer", "get_system"]
+__all__ = ["SYSTEM_NAMES", "System", "get_system"]
 
 
 def get_system(name: str) -> System:

@@ -2,14 +2,12 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from integration.errors import UsageError
 from integration.models import LlamaShape
+from integration.systems.clip import clip_gradients
 
 
 class System(ABC):
@@ -27,6 +25,9 @@ class System(ABC):
     tolerance: float
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
     takes_meta: bool = False
+    # Whether it trains with optimizers of blocks and matrices too, which need parameters that keep
+    # their shapes, whole or as DTensors.
+    any_optimizer: bool = False
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
@@ -51,24 +52,9 @@ class System(ABC):
         del model, last
         return nullcontext()
 
-    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the optimizer's groups: plain tensors and DTensors apart.
-
-        A fused optimizer step takes lists of one kind only.
-        """
-        parameters = list(model.parameters())
-        plain = [p for p in parameters if not isinstance(p, DTensor)]
-        sharded = [p for p in parameters if isinstance(p, DTensor)]
-        return [{"params": group} for group in (plain, sharded) if group]
-
-
-def build_optimizer(
-    groups: list[dict[str, Any]], *, learning_rate: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """Return the optimizer that every system shares: fused AdamW, betas 0.9 and 0.95."""
-    return torch.optim.AdamW(
-        groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
-    )
+    def clip(self, model: nn.Module, most: float) -> Tensor:
+        """Scale gradients down to the norm ``most`` where theirs is larger; return theirs."""
+        return clip_gradients(model.parameters(), most)
 
 
 def require_divisible(shape: LlamaShape, field: str, degree: int) -> None:

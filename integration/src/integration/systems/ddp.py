@@ -13,6 +13,7 @@ class DataParallel(System):
 
     name = "ddp"
     tolerance = 1e-4
+    any_optimizer = True
 
     def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
         """Wrap the model over the default group."""

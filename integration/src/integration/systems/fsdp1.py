@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -38,3 +38,8 @@ class FullyShardedOne(System):
         """Keep gradients local, and unsharded, until the last microbatch."""
         assert isinstance(model, FullyShardedDataParallel)
         return nullcontext() if last else model.no_sync()
+
+    def clip(self, model: nn.Module, most: float) -> Tensor:
+        """Its parameters are plain tensors of a part each, which only it knows to sum."""
+        assert isinstance(model, FullyShardedDataParallel)
+        return model.clip_grad_norm_(most)

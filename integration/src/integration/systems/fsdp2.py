@@ -16,6 +16,7 @@ class FullyShardedTwo(System):
     name = "fsdp2"
     tolerance = 1e-4
     takes_meta = True
+    any_optimizer = True
 
     def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
         """Shard the model in place."""

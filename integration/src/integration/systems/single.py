@@ -14,6 +14,7 @@ class SingleDevice(System):
     compare_ranks = 1
     tolerance = 0.0
     takes_meta = True
+    any_optimizer = True
 
     def check(self, world_size: int, shape: LlamaShape) -> None:
         """Refuse more than one rank."""

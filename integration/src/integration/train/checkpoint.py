@@ -39,6 +39,7 @@ class Identity:
     sequence_length: int
     global_batch: int
     seed: int
+    optimizer: str = "adamw"  # what checkpoints without a name of it are of
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, dtensor-tp, plan-tp-sp, plan-zero3."""
+    """How to run: single, ddp, fsdp1, fsdp2, fsdp, dtensor-tp, plan-tp-sp, plan-zero3."""
     model: str = "llama-10m"
     """Which model to build from its configuration: llama-10m, llama-tiny."""
     data: Path | None = None
@@ -45,10 +45,18 @@ class TrainConfig:
     """Sequences that one rank feeds the model at once."""
     sequence_length: Positive = 64
     """Tokens (bytes) per sequence."""
+    optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
+    """torch's fused AdamW; fsdp's AdamW of 8-bit moments; or its Muon, and AdamW for the rest."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """AdamW's learning rate."""
+    """The optimizer's learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's decoupled weight decay."""
+    """Its decoupled weight decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps, in which the learning rate grows to its full size, linearly."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Last steps, in which it falls towards 0, linearly; between the two it is stable."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Scale gradients down to this norm where theirs is larger."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the data."""
     init: Literal["whole", "sharded"] = "whole"

@@ -1,5 +1,6 @@
 """The training loop: the same few lines for every system."""
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,15 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import BatchLoader, load_corpus
+from integration.errors import DivergedError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.optimizers import build_optimizer
 from integration.paths import make_folder
-from integration.systems import build_optimizer
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
 from integration.train.memory import peak_rss_bytes
 from integration.train.parallel import parallel_model, weights_hash
 from integration.train.progress import ProgressDisplay
+from integration.train.schedule import Schedule
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
 from integration.train.world import World
@@ -52,6 +55,7 @@ class Trainer:
             sequence_length=config.sequence_length,
             global_batch=config.global_batch,
             seed=config.seed,
+            optimizer=config.optimizer,
         )
         if setup.resume_from is not None:
             manifest = checkpoint.read_manifest(setup.resume_from)
@@ -62,9 +66,16 @@ class Trainer:
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
         self.optimizer = build_optimizer(
-            setup.system.parameter_groups(self.model),
+            config.optimizer,
+            self.model,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
+        )
+        self._schedule = Schedule(
+            self.optimizer,
+            steps=config.steps,
+            warmup=config.warmup_steps,
+            decay=config.decay_steps,
         )
         if setup.resume_from is not None:
             checkpoint.load(setup.resume_from, self.model, self.optimizer, world)
@@ -76,6 +87,12 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """Run one step and return this rank's mean loss, a float64 scalar, before the update."""
+        loss = self._backward()
+        self._update()
+        return loss
+
+    def _backward(self) -> Tensor:
+        """Leave the gradients of the next step and return its loss."""
         fingerprint = self._setup.config.fingerprint and self.step == 0
         microbatches = next(self._loader)
         masks = DropoutMasks()
@@ -83,9 +100,17 @@ class Trainer:
             total = self._accumulate(microbatches)
         if fingerprint:
             self._first_masks = masks.hexdigest()
+        return total
+
+    def _update(self) -> float | None:
+        """Step the optimizer; return the norm of the gradients where they are clipped."""
+        most, norm = self._setup.config.clip_grad_norm, None
+        if most is not None:
+            norm = float(self._setup.system.clip(self.model, most))
+        self._schedule.apply(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return norm
 
     def _accumulate(self, microbatches: Sequence[Tensor]) -> Tensor:
         """Leave the gradients of a step in the parameters and return its mean loss."""
@@ -137,18 +162,38 @@ class Trainer:
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         config = self._setup.config
         started = time.perf_counter()
-        loss = self.train_step()
+        generator = torch.get_rng_state()
+        loss = self._backward()
         # One small reduction carries the mean loss and whether any rank was told to stop, so
         # that all ranks leave the loop after the same step.
         shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
         dist.all_reduce(shared)
+        mean = float(shared[0]) / self._world.size
+        if not math.isfinite(mean):
+            raise self._diverged(mean, generator)
+        norm = self._update()
         record = StepRecord(
             step=self.step,
-            loss=float(shared[0]) / self._world.size,
+            loss=mean,
             seconds=time.perf_counter() - started,
             tokens=config.global_batch * config.sequence_length,
+            gradient_norm=norm,
         )
         return record, bool(shared[1])
+
+    def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
+        """Save what there was before the present step, whose loss is not finite."""
+        config, step = self._setup.config, self.step
+        self._loader.load_state_dict({"step": step - 1})
+        torch.set_rng_state(generator)
+        self.optimizer.zero_grad()
+        path = self.save()
+        last = step * config.global_batch - 1
+        return DivergedError(
+            f"the loss of step {step} is {loss}; training stopped before its update, and the"
+            f" checkpoint of step {step - 1} is {path}: resume it with a smaller --learning-rate"
+            f" or other data (the step's are samples {last - config.global_batch + 1} to {last})"
+        )
 
     def _summary(self) -> RunSummary:
         setup = self._setup
@@ -195,6 +240,8 @@ class _Outputs(AbstractContextManager["_Outputs"]):
             self._writer.add_scalar(
                 "tokens per second", record.tokens / record.seconds, record.step
             )
+            if record.gradient_norm is not None:
+                self._writer.add_scalar("gradient norm", record.gradient_norm, record.step)
 
     def __exit__(self, *_: object) -> None:
         for output in (self._metrics, self._writer):

@@ -8,8 +8,9 @@ from integration.data import BatchPlan, corpus_files
 from integration.errors import UsageError
 from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import LlamaShape, model_shape
+from integration.optimizers import ADAMW
 from integration.paths import require_folder, require_outside
-from integration.systems import System, get_system
+from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train import checkpoint
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
 
@@ -44,6 +45,23 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     if config.init == "sharded" and not system.takes_meta:
         raise UsageError(
             f"system {system.name!r} wraps weights that are there already; use --init whole"
+        )
+    if config.optimizer != ADAMW:
+        if not system.any_optimizer:
+            fit = [name for name in SYSTEM_NAMES if get_system(name).any_optimizer]
+            raise UsageError(
+                f"system {system.name!r} trains with --optimizer adamw only, not"
+                f" {config.optimizer}, which takes one of: {', '.join(fit)}"
+            )
+        if importlib.util.find_spec("fsdp") is None:
+            raise UsageError(
+                f"--optimizer {config.optimizer} needs the package fsdp, which is not installed;"
+                " install it, or use --optimizer adamw"
+            )
+    if config.warmup_steps + config.decay_steps > config.steps:
+        raise UsageError(
+            f"{config.warmup_steps} steps of warm-up and {config.decay_steps} of decay are more"
+            f" than the {config.steps} of the run; give --steps at least their sum"
         )
     if config.random == "dist-rng" and importlib.util.find_spec("dist_rng") is None:
         raise UsageError(

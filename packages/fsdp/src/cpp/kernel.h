@@ -1,15 +1,12 @@
-// The inner loops, of one block or run: what update.py says, operation for operation.
+// A block, or a run whose moments are fp32: what update.py says, operation for operation.
 #pragma once
 
 #include <cstdint>
 
 #include "book.h"
+#include "loops.h"
 
 namespace fsdp {
-
-struct Coefficients {
-  float beta1, rest1, beta2, rest2, size, root, eps, decay, coupled;
-};
 
 // Elements whose moments are fp32.
 void step_whole(float* param, const float* grad, float* first, float* second, std::int64_t count,

@@ -5,6 +5,7 @@
 
 namespace fsdp {
 
+void register_loops(pybind11::module_& module);
 void register_step(pybind11::module_& module);
 
 }  // namespace fsdp

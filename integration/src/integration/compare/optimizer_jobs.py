@@ -1,0 +1,59 @@
+"""The runs that compare optimizers of blocks and matrices: each under DDP, and sharded by fsdp."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from integration.compare.folder import RUNS
+from integration.compare.job import Job, job_of, train_config
+from integration.compare.options import CompareOptions
+from integration.errors import UsageError
+from integration.models import model_shape
+from integration.optimizers import ADAM_8BIT, MUON
+from integration.systems import get_system
+
+FOLDER = "optimizers"
+OPTIMIZERS = (ADAM_8BIT, MUON)
+# DDP keeps parameters whole, so what its ranks do is the optimizer without shards.
+SYSTEMS = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class OptimizerJobs:
+    """The runs with one optimizer; the first is the reference."""
+
+    optimizer: str
+    jobs: tuple[Job, ...]
+
+
+def optimizer_jobs(options: CompareOptions) -> tuple[OptimizerJobs, ...]:
+    """Return the runs that ``options`` ask for; none where they leave them out.
+
+    Raises:
+        UsageError: the model or a number does not do, or fsdp is not installed.
+    """
+    if not options.optimizers:
+        return ()
+    model_shape(options.optimizer_model)
+    if importlib.util.find_spec("fsdp") is None:
+        raise UsageError(
+            "the comparison of optimizers needs the package fsdp, which is not installed; install"
+            " it, or leave the comparison out with --no-optimizers"
+        )
+    return tuple(
+        OptimizerJobs(optimizer, tuple(_job(options, optimizer, system) for system in SYSTEMS))
+        for optimizer in OPTIMIZERS
+    )
+
+
+def _job(options: CompareOptions, optimizer: str, name: str) -> Job:
+    system = get_system(name)
+    choices = {
+        "system": name,
+        "ranks": system.compare_ranks,
+        "out": options.out / RUNS / FOLDER / f"{optimizer}-{name}",
+        "model": options.optimizer_model,
+        "steps": options.optimizer_steps,
+        "optimizer": optimizer,
+    }
+    config = train_config(options, choices, spelled={"steps": "optimizer_steps"})
+    return job_of(config, tolerance=system.tolerance)

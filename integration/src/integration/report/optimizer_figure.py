@@ -1,0 +1,32 @@
+"""Loss curves of each optimizer, unsharded and sharded, and how far they lie apart."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from integration.compare.results import OptimizerResult
+from integration.report.difference_axes import DifferencePanel, draw_differences
+from integration.report.figures import dress, new_figure
+from integration.report.loss_figure import difference_lines, draw_curves
+from integration.report.optimizer_wording import TITLES
+from integration.report.palette import Theme, styles
+
+
+def draw_optimizers(results: Sequence[OptimizerResult], theme: Theme) -> Figure:
+    """Return the figure: a column per optimizer, its curves above their differences."""
+    figure = new_figure(theme, 7.0)
+    cells = figure.subplots(2, len(results), sharex="col", squeeze=False, height_ratios=[5, 4])
+    panels = []
+    for losses, differences, result in zip(*cells, results, strict=True):
+        dress(losses, theme, f"{TITLES[result.optimizer]}: loss, nats per token", grid_axis="y")
+        title = f"|loss - loss under {result.reference.system}|, nats per token"
+        dress(differences, theme, title, grid_axis="y")
+        drawn = styles(result.runs, theme)
+        draw_curves(losses, result.runs, drawn, theme)
+        panels.append(DifferencePanel(differences, difference_lines(result.runs, drawn)))
+        differences.set_xlabel("optimizer step")
+        differences.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    tolerances = {run.tolerance for result in results for run in result.runs[1:]}
+    draw_differences(panels, tolerances, theme)
+    return figure

@@ -1,0 +1,58 @@
+"""The rows of the tables of systems, the same for every form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from integration.compare.results import SystemResult, Verdict
+from integration.report.phrases import ABSENT, TIMES, scientific
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system as both tables show it, every number ready to print."""
+
+    system: str
+    verdict: Verdict
+    ranks: str
+    degree: str
+    accumulation: str
+    final_loss: str
+    maximum: str
+    step: str
+    mean: str
+    tolerance: str
+    step_time: str
+    relative: str
+    tokens_per_second: str
+    memory_mean: str
+    memory_max: str
+
+
+def rows(results: Sequence[SystemResult]) -> list[Row]:
+    """Return a printable row per system."""
+    return [_row(result) for result in results]
+
+
+def _row(result: SystemResult) -> Row:
+    summary, found, cost = result.summary, result.deviation, result.cost
+    tolerance = ABSENT if result.verdict is Verdict.REFERENCE else scientific(result.tolerance)
+    relative = result.relative_step_time
+    return Row(
+        system=result.system,
+        verdict=result.verdict,
+        ranks=str(result.ranks),
+        degree=str(summary.data_parallel_degree) if summary else ABSENT,
+        accumulation=str(summary.accumulation) if summary else ABSENT,
+        final_loss=f"{result.losses[-1]:.6f}" if summary else ABSENT,
+        maximum=scientific(found.maximum) if found else ABSENT,
+        step=str(found.step) if found and not found.bitwise_equal else ABSENT,
+        mean=scientific(found.mean) if found else ABSENT,
+        tolerance=tolerance,
+        step_time=f"{cost.step_seconds * 1e3:,.0f} ms" if cost else ABSENT,
+        relative=f"{relative:.2f}{TIMES}" if relative is not None else ABSENT,
+        tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
+        memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
+        memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
+    )

@@ -1,0 +1,44 @@
+"""fsdp's fully_shard: every parameter a RaggedShard of what no optimizer's block is cut by.
+
+It is imported where it is used: the other systems are torch alone.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from integration.models import transformer_layers
+from integration.systems.base import System
+
+# Of every matrix, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
+_ROWS = 32
+
+
+class FullyShardedBuffers(System):
+    """``fsdp.fully_shard`` on every transformer layer and on the root."""
+
+    name = "fsdp"
+    tolerance = 1e-4
+    takes_meta = True
+    any_optimizer = True
+
+    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+        """Shard the model in place."""
+        from fsdp import Rows, fully_shard
+
+        def granularity(parameter: nn.Parameter) -> Rows | None:
+            return Rows(_ROWS) if parameter.ndim == 2 else None
+
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        for layer in transformer_layers(model):
+            fully_shard(layer, mesh=mesh, shard_placement_fn=granularity)
+        fully_shard(model, mesh=mesh, shard_placement_fn=granularity)
+        return model
+
+    def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
+        """Reduce-scatter in the last microbatch only."""
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last)
+        return nullcontext()

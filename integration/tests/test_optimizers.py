@@ -1,0 +1,35 @@
+"""Which optimizer a name stands for, and what of a model each of its groups has."""
+
+import pytest
+import torch
+
+from fsdp.optim import Adam8bit, Muon
+from integration.models import build_model, model_shape
+from integration.optimizers import build_optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam8bit", Adam8bit), ("muon", Muon)]
+)
+def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
+    model = build_model(model_shape("llama-tiny"), seed=0)
+    optimizer = build_optimizer(name, model, learning_rate=3e-4, weight_decay=0.2)
+    assert type(optimizer) is kind
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert {id(param) for param in held} == {id(param) for param in model.parameters()}
+    assert len(held) == len(list(model.parameters()))
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["weight_decay"]) == (3e-4, 0.2)
+        assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)
+
+
+def test_muon_has_the_matrices_of_the_layers_and_adamw_the_others():
+    model = build_model(model_shape("llama-tiny"), seed=0)
+    optimizer = build_optimizer("muon", model, learning_rate=3e-4, weight_decay=0.2)
+    names = {param: name for name, param in model.named_parameters()}
+    hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert len(hidden) == 2 * 7
+    assert all(name.startswith("model.layers.") and "proj" in name for name in hidden)
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(others)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
