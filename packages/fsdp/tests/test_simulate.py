@@ -317,7 +317,7 @@ def test_a_mesh_that_is_none(mesh):
         ({"reshard_after_forward": 3}, "reshard_after_forward=3; wants"),
         ({"shard_placement_fn": lambda param: fsdp.Rows(0)}, "Rows.*for 'weight'|for '0.weight'"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_bad_input(options, text):
     with pytest.raises(ValueError, match=text):
