@@ -1,11 +1,14 @@
-"""Clipping of gradients by their norm, whatever kinds of tensors they are."""
+"""Clipping of gradients by their norm, whatever kinds of tensors they are.
+
+As `fsdp.clip_grad_norm_`, without which most systems here run.
+"""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
@@ -18,22 +21,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
     Returns:
         the norm before, a plain scalar, the same on all ranks.
     """
-    grads = [param.grad for param in parameters if param.grad is not None]
     # torch's own norm takes tensors of one mesh, or none.
     kinds: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [_plain(get_total_norm(same)) for same in kinds.values()]
+    for param in parameters:
+        if param.grad is not None:
+            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+            kinds.setdefault(mesh, []).append(param)
+    norms = [_norm(same) for same in kinds.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    scale = torch.clamp(most / (norm + 1e-6), max=1.0)
     for same in kinds.values():
-        torch._foreach_mul_([_local(grad) for grad in same], scale)
+        clip_grads_with_norm_(same, most, norm)
     return norm
 
 
-def _plain(norm: Tensor) -> Tensor:
+def _norm(parameters: Iterable[Tensor]) -> Tensor:
+    norm = get_total_norm([param.grad for param in parameters if param.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
