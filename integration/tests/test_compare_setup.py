@@ -10,8 +10,8 @@ from integration.compare.__main__ import main
 from integration.compare.options import CompareOptions, parse_options
 from integration.compare.random_jobs import Case, Source
 from integration.compare.setup import prepare
+from integration.compare.variants import VARIANT_NAMES
 from integration.errors import EXIT_USAGE, UsageError
-from integration.systems import SYSTEM_NAMES
 from integration.train.config import parse_config
 
 
@@ -37,8 +37,8 @@ def former(out):
 
 
 def test_by_default_every_system_is_compared_reference_first():
-    assert parse_options([]).system_names() == SYSTEM_NAMES
-    assert SYSTEM_NAMES[0] == "single"
+    assert parse_options([]).system_names() == VARIANT_NAMES
+    assert VARIANT_NAMES[0] == "single"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
             assert (config.system, config.ranks) == (job.job.system, job.job.ranks)
             assert config.random == job.source
             assert config.init == ("sharded" if case is Case.INIT else "whole")
-            assert config.attention_dropout == (0.1 if case is Case.DROPOUT else 0)
+            assert config.dropout == (0.1 if case is Case.DROPOUT else 0)
             assert (config.model, config.steps, config.seed) == ("llama-tiny", 7, 3)
             assert (config.global_batch, config.micro_batch) == (16, 8)
             assert config.fingerprint

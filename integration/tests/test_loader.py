@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.data import BatchLoader, BatchPlan
+from integration.data import BatchLoader, BatchPlan, Corpus, TextWindows
 from integration.errors import UsageError
 
 LENGTH = 8
@@ -13,13 +13,12 @@ LENGTH = 8
 
 def corpus(windows):
     # Every byte of window w is w: a sample tells which window it is.
-    return torch.arange(windows, dtype=torch.uint8).repeat_interleave(LENGTH)
+    data = torch.arange(windows, dtype=torch.uint8).repeat_interleave(LENGTH)
+    return TextWindows(Corpus(data, "made up", "0"), LENGTH)
 
 
 def plan(*, global_batch=8, micro=2, degree=1):
-    return BatchPlan(
-        global_batch=global_batch, micro_batch=micro, degree=degree, sequence_length=LENGTH
-    )
+    return BatchPlan(global_batch=global_batch, micro_batch=micro, degree=degree)
 
 
 def windows_of_step(data, batch_plan, *, seed=0, steps=1, skip=0):
@@ -30,7 +29,10 @@ def windows_of_step(data, batch_plan, *, seed=0, steps=1, skip=0):
     for loader in loaders:
         loader.load_state_dict({"step": skip})
     return [
-        [[int(row[0]) for batch in next(loader) for row in batch] for loader in loaders]
+        [
+            [int(row[0]) for batch in next(loader) for row in batch["input_ids"]]
+            for loader in loaders
+        ]
         for _ in range(steps)
     ]
 
@@ -83,8 +85,14 @@ def test_the_seed_decides_the_order():
 
 def test_microbatches_have_the_shape_and_dtype_the_model_takes():
     batches = next(BatchLoader(corpus(16), plan(micro=2, degree=2), rank=1, seed=0))
-    assert [tuple(batch.shape) for batch in batches] == [(2, LENGTH), (2, LENGTH)]
-    assert {batch.dtype for batch in batches} == {torch.int64}
+    assert len(batches) == 2
+    for batch in batches:
+        assert {name: tuple(each.shape) for name, each in batch.items()} == {
+            "input_ids": (2, LENGTH),
+            "labels": (2, LENGTH),
+        }
+        assert {each.dtype for each in batch.values()} == {torch.int64}
+        assert torch.equal(batch["input_ids"], batch["labels"])
 
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_numbers():
@@ -94,9 +102,9 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_numbers():
         plan(micro=3, degree=2)
 
 
-@pytest.mark.parametrize("field", ["global_batch", "micro_batch", "degree", "sequence_length"])
+@pytest.mark.parametrize("field", ["global_batch", "micro_batch", "degree"])
 def test_sizes_below_one_are_refused(field):
-    sizes = {"global_batch": 4, "micro_batch": 1, "degree": 1, "sequence_length": 4, field: 0}
+    sizes = {"global_batch": 4, "micro_batch": 1, "degree": 1, field: 0}
     with pytest.raises(UsageError, match=f"{field} is 0"):
         BatchPlan(**sizes)
 

@@ -106,7 +106,7 @@ def trained(out, ranks, **options):
 @pytest.mark.parametrize("case", ["init", "dropout"])
 def test_random_numbers_on_two_ranks_are_those_of_one_device_with_dist_rng_only(case, tmp_path):
     dropped = case == "dropout"
-    options = {"attention_dropout": 0.1} if dropped else {"init": "sharded"}
+    options = {"dropout": 0.1} if dropped else {"init": "sharded"}
     single, losses = trained(tmp_path / "single", 1, **options)
     ours, our_losses = trained(tmp_path / "ours", 2, **options, random="dist-rng")
     stock, stock_losses = trained(tmp_path / "stock", 2, **options)

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.compare.variants import VARIANT_NAMES, get_variant
 from integration.errors import UsageError
-from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.config import TrainConfig
 from integration.train.loop import Trainer
 from integration.train.setup import prepare
 from integration.train.world import World
 from testkit import run_ranks
 
-PARALLEL = [name for name in SYSTEM_NAMES if name != "single"]
+# Those of one kind of parallelism; products are in test_degrees.py.
+PARALLEL = [name for name in VARIANT_NAMES if get_variant(name).ranks == 2]
 STEPS = 6
 
 
@@ -21,8 +22,9 @@ def train(rank, size, out, system, *, steps, resume="never", save_at=None, **opt
     """Train some steps on one rank and return the mean loss of each, as all ranks know it."""
     import torch.distributed as dist
 
+    variant = {key: value for key, value in get_variant(system).choices.items() if key != "ranks"}
     config = TrainConfig(
-        system=system,
+        **variant,
         model="llama-tiny",
         out=Path(out),
         micro_batch=2,
@@ -69,10 +71,10 @@ def test_a_system_trains_as_one_device_and_another_degree_resumes_its_checkpoint
     expected, _ = single
     losses = run(tmp_path, system, 2, steps=STEPS, save_at=3)
     assert expected[0] - expected[-1] > 0.1, "the model does not learn: the comparison is empty"
-    assert (losses - expected).abs().max() <= get_system(system).tolerance
+    assert (losses - expected).abs().max() <= get_variant(system).make().tolerance
     resumed = run(tmp_path, "single", 1, steps=STEPS, resume="auto")
     assert len(resumed) == STEPS - 3
-    assert (resumed - expected[3:]).abs().max() <= get_system(system).tolerance
+    assert (resumed - expected[3:]).abs().max() <= get_variant(system).make().tolerance
 
 
 @pytest.mark.ranks
@@ -82,7 +84,7 @@ def test_a_system_resumes_the_checkpoint_of_one_device(system, single, tmp_path)
     path = folder / "checkpoints" / "step-00000003"
     resumed = run(tmp_path, system, 2, steps=STEPS, resume=str(path))
     assert len(resumed) == STEPS - 3
-    assert (resumed - expected[3:]).abs().max() <= get_system(system).tolerance
+    assert (resumed - expected[3:]).abs().max() <= get_variant(system).make().tolerance
 
 
 @pytest.mark.ranks
@@ -108,7 +110,7 @@ def test_clipping_and_schedule_are_those_of_one_device(system, single, tmp_path)
     assert (expected - unclipped).abs().max() > 1e-3, "nothing was clipped"
     assert (expected - plain).abs().max() > 1e-3
     losses = run(tmp_path / "ranks", system, 2, steps=STEPS, save_at=3, **CLIPPED)
-    assert (losses - expected).abs().max() <= get_system(system).tolerance
+    assert (losses - expected).abs().max() <= get_variant(system).make().tolerance
     resumed = run(tmp_path / "ranks", system, 2, steps=STEPS, resume="auto", **CLIPPED)
     assert torch.equal(resumed, losses[3:])
 
@@ -118,7 +120,7 @@ def test_clipping_and_schedule_are_those_of_one_device(system, single, tmp_path)
 def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
     expected, _ = single
     losses = run(tmp_path, "fsdp2", ranks, steps=STEPS)
-    assert (losses - expected).abs().max() <= get_system("fsdp2").tolerance
+    assert (losses - expected).abs().max() <= get_variant("fsdp2").make().tolerance
 
 
 @pytest.mark.ranks

@@ -80,11 +80,17 @@ def train_config(
         raise UsageError(f"{option} is {problem['input']}; it {wanted}") from error
 
 
-def job_of(config: TrainConfig, *, tolerance: float) -> Job:
-    """Return the job that runs ``config``, whose ``ranks`` are given."""
+def job_of(config: TrainConfig, *, tolerance: float, name: str | None = None) -> Job:
+    """Return the job that runs ``config``, whose ``ranks`` are given.
+
+    Args:
+        config: of the run.
+        tolerance: as the job's.
+        name: how its system is called; None: as the configuration calls it.
+    """
     assert config.ranks is not None
     return Job(
-        system=config.system,
+        system=name or config.system,
         ranks=config.ranks,
         tolerance=tolerance,
         steps=config.steps,

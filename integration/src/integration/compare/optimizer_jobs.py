@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from integration.compare.folder import RUNS
 from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
+from integration.compare.variants import get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.optimizers import ADAM_8BIT, MUON
-from integration.systems import get_system
 
 FOLDER = "optimizers"
 OPTIMIZERS = (ADAM_8BIT, MUON)
@@ -46,14 +46,12 @@ def optimizer_jobs(options: CompareOptions) -> tuple[OptimizerJobs, ...]:
 
 
 def _job(options: CompareOptions, optimizer: str, name: str) -> Job:
-    system = get_system(name)
-    choices = {
-        "system": name,
-        "ranks": system.compare_ranks,
+    variant = get_variant(name)
+    choices = variant.choices | {
         "out": options.out / RUNS / FOLDER / f"{optimizer}-{name}",
         "model": options.optimizer_model,
         "steps": options.optimizer_steps,
         "optimizer": optimizer,
     }
     config = train_config(options, choices, spelled={"steps": "optimizer_steps"})
-    return job_of(config, tolerance=system.tolerance)
+    return job_of(config, tolerance=variant.make().tolerance)

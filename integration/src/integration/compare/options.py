@@ -6,10 +6,8 @@ from pathlib import Path
 
 import tyro
 
+from integration.compare.variants import REFERENCE, VARIANT_NAMES
 from integration.errors import UsageError
-from integration.systems import SYSTEM_NAMES
-
-REFERENCE = "single"
 
 _DESCRIPTION = """Train under every system and compare each with one device.
 
@@ -25,12 +23,12 @@ wrong."""
 class CompareOptions:
     """The options of a comparison; values are checked by ``setup.prepare``."""
 
-    systems: str = ",".join(SYSTEM_NAMES)
+    systems: str = ",".join(VARIANT_NAMES)
     """Systems to compare, separated by commas; 'single' always runs, and first."""
     out: Path = Path("integration-results")
     """Folder of the results: absent, empty, or a former comparison, which is replaced."""
     model: str = "llama-10m"
-    """Which model to train: llama-10m, llama-tiny."""
+    """Which model to train; ``python -m integration.train --help`` lists them."""
     data: Path | None = None
     """File or folder to train on; by default the Python standard library's sources."""
     steps: int = 60
@@ -65,7 +63,7 @@ class CompareOptions:
     """Optimizer steps of each of those runs."""
 
     def system_names(self) -> tuple[str, ...]:
-        """Return the systems in the order they run: the reference, then as they were given.
+        """Return the names of variants in their order: the reference, then as they were given.
 
         Raises:
             UsageError: there is none besides the reference.
@@ -73,7 +71,7 @@ class CompareOptions:
         given = [name.strip() for name in self.systems.split(",")]
         others = [name for name in dict.fromkeys(given) if name not in ("", REFERENCE)]
         if not others:
-            choices = ", ".join(name for name in SYSTEM_NAMES if name != REFERENCE)
+            choices = ", ".join(name for name in VARIANT_NAMES if name != REFERENCE)
             raise UsageError(
                 f"--systems {self.systems!r} names nothing to compare with the single device;"
                 f" add some of: {choices}"

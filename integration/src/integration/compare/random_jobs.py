@@ -8,7 +8,8 @@ from typing import Any
 
 from integration.compare.folder import RUNS
 from integration.compare.job import Job, job_of, train_config
-from integration.compare.options import REFERENCE, CompareOptions
+from integration.compare.options import CompareOptions
+from integration.compare.variants import REFERENCE
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.systems import get_system
@@ -80,7 +81,7 @@ def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: S
         "model": options.random_model,
         "steps": options.random_steps,
         "init": "sharded" if case is Case.INIT else "whole",
-        "attention_dropout": DROPOUT if case is Case.DROPOUT else 0.0,
+        "dropout": DROPOUT if case is Case.DROPOUT else 0.0,
         "random": str(source),
         "fingerprint": True,
     }

@@ -8,9 +8,9 @@ from integration.compare.job import Job, job_of, train_config
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
 from integration.compare.random_jobs import RandomJob, random_jobs
-from integration.data import BatchLoader, BatchPlan, Corpus, load_corpus
+from integration.compare.variants import Variant, get_variant
+from integration.data import BatchLoader, BatchPlan, Samples, load_samples
 from integration.models import model_shape
-from integration.systems import System, get_system
 from integration.train.config import TrainConfig
 
 
@@ -52,44 +52,43 @@ def prepare(options: CompareOptions) -> Comparison:
     Raises:
         UsageError: a system, model, number or path does not do.
     """
-    systems = [get_system(name) for name in options.system_names()]
-    configs = [_system_config(options, system) for system in systems]
+    variants = [get_variant(name) for name in options.system_names()]
+    configs = [_config(options, variant) for variant in variants]
     shape = model_shape(options.model)
-    for system in systems:
-        system.check(system.compare_ranks, shape)
+    for variant in variants:
+        variant.make().check(variant.ranks, shape)
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
     require_replaceable(options.out, options.data)
-    corpus = load_corpus(options.data)
+    data = load_samples(
+        shape.modality, options.data, sequence_length=options.sequence_length, seed=options.seed
+    )
     for name in {job.system for each in optimizers for job in each.jobs}:
-        _require_enough_data(options, get_system(name), corpus)
-    for system in systems:
-        _require_enough_data(options, system, corpus)
+        _require_enough_data(options, get_variant(name), data)
+    for variant in variants:
+        _require_enough_data(options, variant, data)
     jobs = [
-        job_of(config, tolerance=system.tolerance)
-        for system, config in zip(systems, configs, strict=True)
+        job_of(config, tolerance=variant.make().tolerance, name=variant.name)
+        for variant, config in zip(variants, configs, strict=True)
     ]
-    facts = DataFacts(corpus.source, len(corpus.data), corpus.fingerprint)
+    facts = DataFacts(data.source, data.size, data.fingerprint)
     return Comparison(options, tuple(jobs), random, facts, optimizers)
 
 
-def _system_config(options: CompareOptions, system: System) -> TrainConfig:
-    choices: dict[str, Any] = {
-        "system": system.name,
-        "ranks": system.compare_ranks,
-        "out": options.out / RUNS / system.name,
+def _config(options: CompareOptions, variant: Variant) -> TrainConfig:
+    choices: dict[str, Any] = variant.choices | {
+        "out": options.out / RUNS / variant.name,
         "model": options.model,
         "steps": options.steps,
     }
     return train_config(options, choices)
 
 
-def _require_enough_data(options: CompareOptions, system: System, corpus: Corpus) -> None:
+def _require_enough_data(options: CompareOptions, variant: Variant, data: Samples) -> None:
     plan = BatchPlan(
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
-        degree=system.data_parallel_degree(system.compare_ranks),
-        sequence_length=options.sequence_length,
+        degree=variant.make().data_parallel_degree(variant.ranks),
     )
     # Made only because its constructor knows how much a batch needs.
-    BatchLoader(corpus.data, plan, rank=0, seed=options.seed)
+    BatchLoader(data, plan, rank=0, seed=options.seed)

@@ -1,6 +1,23 @@
-"""Text in, microbatches out."""
+"""Training data in, microbatches out."""
 
 from integration.data.corpus import Corpus, corpus_files, load_corpus
+from integration.data.digits import Digits
+from integration.data.kinds import Modality, load_samples, require_source
 from integration.data.loader import BatchLoader, BatchPlan
+from integration.data.samples import Batch, Samples
+from integration.data.text import TextWindows
 
-__all__ = ["BatchLoader", "BatchPlan", "Corpus", "corpus_files", "load_corpus"]
+__all__ = [
+    "Batch",
+    "BatchLoader",
+    "BatchPlan",
+    "Corpus",
+    "Digits",
+    "Modality",
+    "Samples",
+    "TextWindows",
+    "corpus_files",
+    "load_corpus",
+    "load_samples",
+    "require_source",
+]

@@ -1,20 +1,20 @@
 """Global batches that do not depend on how many ranks share them.
 
 Note [one stream of samples]
-    The corpus is cut into windows of ``sequence_length`` bytes. Sample ``g`` of the run is
-    window ``permutation(epoch)[slot]`` with ``epoch, slot = divmod(g, windows)``, and step
-    ``s`` trains on samples ``[s * global_batch, (s + 1) * global_batch)``. Everything else
-    is a cut of that stream: microbatch ``m`` of data-parallel rank ``r`` holds the rows
-    ``[(m * degree + r) * micro, ...)`` of the step's batch, so that the shards of the ranks
-    are disjoint and together are the same batch at every degree, after a resume too.
+    Sample ``g`` of the run is the one at ``permutation(epoch)[slot]`` of the data, with
+    ``epoch, slot = divmod(g, len(data))``, and step ``s`` trains on samples
+    ``[s * global_batch, (s + 1) * global_batch)``. Everything else is a cut of that stream:
+    microbatch ``m`` of data-parallel rank ``r`` holds the rows ``[(m * degree + r) * micro, ...)``
+    of the step's batch, so that the shards of the ranks are disjoint and together are the same
+    batch at every degree, after a resume too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from integration.data.samples import Batch, Samples
 from integration.errors import UsageError
 
 
@@ -22,13 +22,12 @@ from integration.errors import UsageError
 class BatchPlan:
     """How a global batch is cut: global_batch = micro_batch x accumulation x degree.
 
-    All sizes count sequences, except ``sequence_length``, which counts tokens.
+    All sizes count samples.
     """
 
     global_batch: int
     micro_batch: int
     degree: int
-    sequence_length: int
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -36,7 +35,7 @@ class BatchPlan:
         Raises:
             UsageError: a size is below one, or the batch cannot be cut as stated.
         """
-        for name in ("global_batch", "micro_batch", "degree", "sequence_length"):
+        for name in ("global_batch", "micro_batch", "degree"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.global_batch % (self.micro_batch * self.degree):
@@ -56,47 +55,40 @@ class BatchPlan:
 EPOCHS_PER_SEED = 2**20
 
 
-class BatchLoader(Iterator[list[Tensor]]):
+class BatchLoader(Iterator[list[Batch]]):
     """Yields a rank's microbatches of one step after another, for ever.
 
-    Each item is a list of ``plan.accumulation`` tensors of shape
-    (micro_batch, sequence_length), int64. The only state is the number of steps consumed.
+    Each item is a list of ``plan.accumulation`` dicts of what a sample has, by name, each tensor
+    with a first dim of ``micro_batch``. The only state is the number of steps consumed.
 
     Args:
-        data: (bytes,) uint8, the corpus.
+        data: what samples are taken from.
         plan: how the global batch is cut.
         rank: this rank's place on the data-parallel axis, below ``plan.degree``.
-        seed: orders the windows; one permutation per epoch.
+        seed: orders the samples; one permutation per epoch.
 
     Raises:
-        UsageError: the corpus has fewer windows than one global batch needs.
+        UsageError: the data has fewer samples than one global batch needs.
     """
 
-    def __init__(self, data: Tensor, plan: BatchPlan, *, rank: int, seed: int) -> None:
+    def __init__(self, data: Samples, plan: BatchPlan, *, rank: int, seed: int) -> None:
         if not 0 <= rank < plan.degree:
             raise ValueError(f"data-parallel rank {rank} is outside the degree {plan.degree}")
-        windows = len(data) // plan.sequence_length
-        if windows < plan.global_batch:
-            needed = plan.global_batch * plan.sequence_length
-            raise UsageError(
-                f"the data has {len(data)} bytes, fewer than the {needed} of one global batch"
-                f" ({plan.global_batch} x {plan.sequence_length}); give more data or a smaller"
-                " batch"
-            )
-        self._windows = data[: windows * plan.sequence_length].view(windows, plan.sequence_length)
+        data.require(plan.global_batch)
+        self._data = data
         self._plan = plan
         self._rank = rank
         self._seed = seed
         self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)  # (windows,) of the present epoch
+        self._order = torch.empty(0, dtype=torch.int64)  # (samples,) of the present epoch
         self.step = 0
 
-    def __next__(self) -> list[Tensor]:
+    def __next__(self) -> list[Batch]:
         """Return the microbatches of the next step and move on."""
         plan = self._plan
         start = self.step * plan.global_batch
         batches = [
-            torch.stack([self._sample(start + row) for row in self._rows(microbatch)])
+            _stack([self._sample(start + row) for row in self._rows(microbatch)])
             for microbatch in range(plan.accumulation)
         ]
         self.step += 1
@@ -115,10 +107,14 @@ class BatchLoader(Iterator[list[Tensor]]):
         first = (microbatch * plan.degree + self._rank) * plan.micro_batch
         return range(first, first + plan.micro_batch)
 
-    def _sample(self, index: int) -> Tensor:
-        epoch, slot = divmod(index, len(self._windows))
+    def _sample(self, index: int) -> Batch:
+        epoch, slot = divmod(index, len(self._data))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * EPOCHS_PER_SEED + epoch)
-            self._order = torch.randperm(len(self._windows), generator=generator)
+            self._order = torch.randperm(len(self._data), generator=generator)
             self._epoch = epoch
-        return self._windows[self._order[slot]].long()
+        return self._data.sample(int(self._order[slot]), index)
+
+
+def _stack(samples: Sequence[Batch]) -> Batch:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -3,11 +3,12 @@
 from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
+from integration.systems.degrees import Degrees
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
 from integration.systems.fsdp2 import FullyShardedTwo
-from integration.systems.plan import PlanTensorSequence, PlanZeroThree
+from integration.systems.plan import Planned
 from integration.systems.single import SingleDevice
 
 _ALL: tuple[type[System], ...] = (
@@ -17,21 +18,30 @@ _ALL: tuple[type[System], ...] = (
     FullyShardedTwo,
     FullyShardedBuffers,
     DTensorTensorParallel,
-    PlanTensorSequence,
-    PlanZeroThree,
+    Planned,
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
-__all__ = ["SYSTEM_NAMES", "System", "get_system"]
+__all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
 
 
-def get_system(name: str) -> System:
+def get_system(name: str, degrees: Degrees | None = None) -> System:
     """Return the system called ``name``.
 
+    Args:
+        name: of the system.
+        degrees: of one that composes several kinds of parallelism.
+
     Raises:
-        UsageError: no system has that name.
+        UsageError: no system has that name, or it has one kind of parallelism only.
     """
     for system in _ALL:
         if system.name == name:
-            return system()
+            if degrees not in (None, Degrees()) and not system.composes:
+                composing = ", ".join(each.name for each in _ALL if each.composes)
+                raise UsageError(
+                    f"system {name!r} does not take {' '.join(degrees.options)}; leave it out, or"
+                    f" use one of: {composing}"
+                )
+            return system(degrees)
     raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(SYSTEM_NAMES)}")

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from integration.errors import UsageError
-from integration.models import LlamaShape
+from integration.models import ModelShape
 from integration.systems.clip import clip_gradients
+from integration.systems.degrees import Degrees
 
 
 class System(ABC):
@@ -15,25 +16,37 @@ class System(ABC):
 
     Attributes:
         name: how users choose it.
-        compare_ranks: the ranks on which ``integration.compare`` runs it.
         tolerance: the largest loss difference from one device that the comparison accepts,
-            absolute, in nats per token.
+            absolute, in units of the loss, over curves that amplify rounding.
+        degrees: of its axes, for systems that compose several.
     """
 
     name: str
-    compare_ranks: int = 2
     tolerance: float
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
     takes_meta: bool = False
+    # Whether it takes a model of plan_api.deferred_init, whose weights it draws itself.
+    takes_deferred: bool = False
+    # Whether its degrees say how many ranks each kind of parallelism has.
+    composes: bool = False
     # Whether it trains with optimizers of blocks and matrices too, which need parameters that keep
     # their shapes, whole or as DTensors.
     any_optimizer: bool = False
+    # Families of the models that it has been written for; None: any.
+    families: tuple[str, ...] | None = None
+
+    def __init__(self, degrees: Degrees | None = None) -> None:
+        self.degrees = degrees or Degrees()
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
         return world_size
 
-    def check(self, world_size: int, shape: LlamaShape) -> None:  # noqa: B027
+    def microbatch_parts(self) -> int:
+        """Return into how many parts the system itself cuts a microbatch."""
+        return 1
+
+    def check(self, world_size: int, shape: ModelShape) -> None:  # noqa: B027
         """Refuse a world size or a model that the system cannot run, before anything starts.
 
         Raises:
@@ -41,8 +54,8 @@ class System(ABC):
         """
 
     @abstractmethod
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
-        """Return ``model`` ready for training on the default process group.
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
+        """Return ``model``, of ``shape``, ready for training on the default process group.
 
         Every rank passes the same weights.
         """
@@ -57,7 +70,7 @@ class System(ABC):
         return clip_gradients(model.parameters(), most)
 
 
-def require_divisible(shape: LlamaShape, field: str, degree: int) -> None:
+def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
     """Refuse a ``degree`` that does not divide ``shape.field``.
 
     Raises:

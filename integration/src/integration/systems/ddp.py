@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from integration.models import ModelShape
 from integration.systems.base import System
 
 
@@ -15,7 +16,7 @@ class DataParallel(System):
     tolerance = 1e-4
     any_optimizer = True
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wrap the model over the default group."""
         del world_size
         return DistributedDataParallel(model)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from integration.models import LlamaShape, transformer_layers
+from integration.models import ModelShape
 from integration.systems.base import System, require_divisible
 
 
@@ -41,13 +41,14 @@ class DTensorTensorParallel(System):
     name = "dtensor-tp"
     tolerance = 1e-4
     takes_meta = True
+    families = ("llama",)
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return 1: every rank sees the whole batch."""
         del world_size
         return 1
 
-    def check(self, world_size: int, shape: LlamaShape) -> None:
+    def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse a degree that cuts a head, the MLP or the vocabulary unevenly."""
         for field in (
             "num_attention_heads",
@@ -57,10 +58,10 @@ class DTensorTensorParallel(System):
         ):
             require_divisible(shape, field, world_size)
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distribute the weights in place and install the hooks."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-        for layer in transformer_layers(model):
+        for layer in shape.layers_of(model):
             parallelize_module(layer, mesh, layer_plan(local_attention=_is_fused(model)))
         ends: dict[str, ParallelStyle] = {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),

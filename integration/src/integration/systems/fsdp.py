@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from integration.models import transformer_layers
+from integration.models import ModelShape
 from integration.systems.base import System
 
 # Of every matrix, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
@@ -24,7 +24,7 @@ class FullyShardedBuffers(System):
     takes_meta = True
     any_optimizer = True
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shard the model in place."""
         from fsdp import Rows, fully_shard
 
@@ -32,7 +32,7 @@ class FullyShardedBuffers(System):
             return Rows(_ROWS) if parameter.ndim == 2 else None
 
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-        for layer in transformer_layers(model):
+        for layer in shape.layers_of(model):
             fully_shard(layer, mesh=mesh, shard_placement_fn=granularity)
         fully_shard(model, mesh=mesh, shard_placement_fn=granularity)
         return model

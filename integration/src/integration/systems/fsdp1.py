@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from integration.models import transformer_layers
+from integration.models import ModelShape
 from integration.systems.base import System
 
 
@@ -19,11 +19,11 @@ class FullyShardedOne(System):
     name = "fsdp1"
     tolerance = 1e-4
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wrap every layer and the root."""
         # With a mesh its state dicts hold DTensors, as FSDP2's do, and not ShardedTensors.
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-        layer_types = {type(layer) for layer in transformer_layers(model)}
+        layer_types = {type(layer) for layer in shape.layers_of(model)}
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=partial(

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from integration.models import transformer_layers
+from integration.models import ModelShape
 from integration.systems.base import System
 
 
@@ -18,10 +18,10 @@ class FullyShardedTwo(System):
     takes_meta = True
     any_optimizer = True
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shard the model in place."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-        for layer in transformer_layers(model):
+        for layer in shape.layers_of(model):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model

@@ -3,7 +3,7 @@
 from torch import nn
 
 from integration.errors import UsageError
-from integration.models import LlamaShape
+from integration.models import ModelShape
 from integration.systems.base import System
 
 
@@ -11,12 +11,11 @@ class SingleDevice(System):
     """The unmodified model, no process group used."""
 
     name = "single"
-    compare_ranks = 1
     tolerance = 0.0
     takes_meta = True
     any_optimizer = True
 
-    def check(self, world_size: int, shape: LlamaShape) -> None:
+    def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse more than one rank."""
         del shape
         if world_size != 1:
@@ -24,7 +23,7 @@ class SingleDevice(System):
                 f"system 'single' runs on 1 rank, not {world_size}; choose 'ddp' or 'fsdp2'"
             )
 
-    def parallelize(self, model: nn.Module, world_size: int) -> nn.Module:
+    def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Return the model as it is."""
-        del world_size
+        del shape, world_size
         return model

@@ -3,7 +3,7 @@
 import argparse
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from integration.errors import UsageError
+from integration.systems import Degrees
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
@@ -30,21 +31,35 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, fsdp, dtensor-tp, plan-tp-sp, plan-zero3."""
+    """How to run: single, ddp, fsdp1, fsdp2, fsdp, dtensor-tp, or plan with the degrees below."""
     model: str = "llama-10m"
-    """Which model to build from its configuration: llama-10m, llama-tiny."""
+    """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m or dit-tiny."""
+    dp_replicate: Positive = 1
+    """plan: data parallel ranks with copies of parameters."""
+    dp_shard: Positive = 1
+    """plan: data parallel ranks that share parameters (FSDP); beside --dp-replicate, HSDP."""
+    tp: Positive = 1
+    """plan: tensor parallel ranks."""
+    sp: bool = False
+    """plan: cut hidden states between attention and MLP along the sequence, by --tp."""
+    loss_parallel: bool = False
+    """plan: leave logits cut along the vocabulary, by --tp, up to the loss."""
+    zero3: bool = False
+    """plan: share parameters along --dp-shard by phases of the plan instead of by package fsdp."""
+    static: bool = False
+    """plan: run operators on local tensors, by plan-api's static mode."""
     data: Path | None = None
-    """File or folder to train on; by default the Python standard library's sources."""
+    """File or folder of text; by default the Python standard library's sources. DiT takes none."""
     out: Path = Path("runs/latest")
     """Run folder to write."""
     steps: Positive = 100
     """Optimizer steps in all, those before a resume included."""
     global_batch: Positive = 8
-    """Sequences per optimizer step: micro batch x accumulation x data-parallel degree."""
+    """Samples per optimizer step: micro batch x accumulation x data-parallel degree."""
     micro_batch: Positive = 4
-    """Sequences that one rank feeds the model at once."""
+    """Samples that one rank feeds the model at once."""
     sequence_length: Positive = 64
-    """Tokens (bytes) per sequence."""
+    """Tokens (bytes) per sample of text."""
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
     """torch's fused AdamW; fsdp's AdamW of 8-bit moments; or its Muon, and AdamW for the rest."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
@@ -61,8 +76,8 @@ class TrainConfig:
     """Seed of the weights and of the order of the data."""
     init: Literal["whole", "sharded"] = "whole"
     """whole: every rank draws all weights and keeps its part; sharded: it draws its part only."""
-    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of a zero in the attention weights; above 0 attention is the eager one."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of a zero: in attention's weights, of DiT behind linear layers."""
     random: Literal["stock", "dist-rng"] = "stock"
     """Who draws random DTensors: torch, or dist-rng, which gives one device's numbers."""
     fingerprint: bool = False
@@ -79,6 +94,11 @@ class TrainConfig:
     """CPU threads per rank."""
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds after which a collective that does not finish is an error."""
+
+
+def degrees_of(config: TrainConfig) -> Degrees:
+    """Return what a configuration says of the ranks along each axis."""
+    return Degrees(**{field.name: getattr(config, field.name) for field in fields(Degrees)})
 
 
 def parse_config(arguments: Sequence[str]) -> TrainConfig:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from integration.data import BatchLoader, load_corpus
+from integration.data import Batch, BatchLoader, load_samples
 from integration.errors import DivergedError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.models import loss_of
 from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
@@ -43,15 +44,19 @@ class Trainer:
         config, plan = setup.config, setup.batch_plan
         self._setup = setup
         self._world = world
-        corpus = load_corpus(config.data)
-        self._data_source = corpus.source
-        # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
-        self._loader = BatchLoader(
-            corpus.data, plan, rank=world.rank % plan.degree, seed=config.seed
+        data = load_samples(
+            setup.shape.modality,
+            config.data,
+            sequence_length=config.sequence_length,
+            seed=config.seed,
         )
+        self._data_source = data.source
+        self._tokens = config.global_batch * data.tokens  # of a step
+        # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
+        self._loader = BatchLoader(data, plan, rank=world.rank % plan.degree, seed=config.seed)
         self._identity = checkpoint.Identity(
             model=asdict(setup.shape),
-            data_fingerprint=corpus.fingerprint,
+            data_fingerprint=data.fingerprint,
             sequence_length=config.sequence_length,
             global_batch=config.global_batch,
             seed=config.seed,
@@ -112,13 +117,13 @@ class Trainer:
         self.optimizer.zero_grad()
         return norm
 
-    def _accumulate(self, microbatches: Sequence[Tensor]) -> Tensor:
+    def _accumulate(self, microbatches: Sequence[Batch]) -> Tensor:
         """Leave the gradients of a step in the parameters and return its mean loss."""
         total = torch.zeros((), dtype=torch.float64)
-        for index, tokens in enumerate(microbatches):
+        for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             with self._setup.system.microbatch(self.model, last=last):
-                loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss / len(microbatches)
+                loss = loss_of(self.model(**batch)) / len(microbatches)
                 loss.backward()
             total += _whole(loss.detach())
         return total
@@ -160,7 +165,6 @@ class Trainer:
         return True
 
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
-        config = self._setup.config
         started = time.perf_counter()
         generator = torch.get_rng_state()
         loss = self._backward()
@@ -176,7 +180,7 @@ class Trainer:
             step=self.step,
             loss=mean,
             seconds=time.perf_counter() - started,
-            tokens=config.global_batch * config.sequence_length,
+            tokens=self._tokens,
             gradient_norm=norm,
         )
         return record, bool(shared[1])

@@ -30,14 +30,20 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
         import dist_rng  # torch's own random numbers must remain when nobody asked for others
 
         dist_rng.install()
-    dropout = config.attention_dropout
-    if config.init == "sharded":
-        model = build_model_on_meta(setup.shape, attention_dropout=dropout)
+    shape, system = setup.shape, setup.system
+    deferred = config.init == "sharded" and system.takes_deferred
+    on_meta = config.init == "sharded" and not deferred
+    if deferred:
+        from plan_api import deferred_init
+
+        model = deferred_init(lambda: build_model(shape, seed=config.seed, dropout=config.dropout))
+    elif on_meta:
+        model = build_model_on_meta(shape, dropout=config.dropout)
     else:
-        model = build_model(setup.shape, seed=config.seed, attention_dropout=dropout)
+        model = build_model(shape, seed=config.seed, dropout=config.dropout)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    model = setup.system.parallelize(model, world.size)
-    if config.init == "sharded":
+    model = system.parallelize(model, shape, world.size)
+    if on_meta:
         draw_weights(model, seed=config.seed)
     return ParallelModel(model, parameters)
 

@@ -4,15 +4,15 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.data import BatchPlan, corpus_files
+from integration.data import BatchPlan, require_source
 from integration.errors import UsageError
 from integration.metrics import METRICS_FILE, SUMMARY_FILE
-from integration.models import LlamaShape, model_shape
+from integration.models import ModelShape, model_shape
 from integration.optimizers import ADAMW
 from integration.paths import require_folder, require_outside
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train import checkpoint
-from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
+from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig, degrees_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Setup:
 
     config: TrainConfig
     system: System
-    shape: LlamaShape
+    shape: ModelShape
     batch_plan: BatchPlan
     resume_from: Path | None
     notices: tuple[str, ...]
@@ -39,13 +39,29 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         UsageError: the system, model, batch, data path, run folder or checkpoint does not do, or
             dist-rng is asked for and not installed.
     """
-    system = get_system(config.system)
+    system = get_system(config.system, degrees_of(config))
     shape = model_shape(config.model)
-    system.check(world_size, shape)
-    if config.init == "sharded" and not system.takes_meta:
+    if system.families is not None and shape.family not in system.families:
         raise UsageError(
-            f"system {system.name!r} wraps weights that are there already; use --init whole"
+            f"system {system.name!r} has no plan for model {config.model!r}; choose another of them"
         )
+    system.check(world_size, shape)
+    parts = system.microbatch_parts()
+    if config.micro_batch % parts:
+        raise UsageError(
+            f"--micro-batch {config.micro_batch} is cut among {parts} data parallel ranks; give a"
+            " multiple of them"
+        )
+    if config.init == "sharded" and not system.takes_deferred:
+        if not system.takes_meta:
+            raise UsageError(
+                f"system {system.name!r} wraps weights that are there already; use --init whole"
+            )
+        if not shape.redraws:
+            raise UsageError(
+                f"model {config.model!r} cannot be drawn anew on its shards by system"
+                f" {system.name!r}; use --init whole, or --system plan"
+            )
     if config.optimizer != ADAMW:
         if not system.any_optimizer:
             fit = [name for name in SYSTEM_NAMES if get_system(name).any_optimizer]
@@ -72,9 +88,8 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,
         degree=system.data_parallel_degree(world_size),
-        sequence_length=config.sequence_length,
     )
-    corpus_files(config.data)
+    require_source(shape.modality, config.data)
     require_folder(config.out)
     require_outside(config.out, config.data)
     resume_from, notices = _find_checkpoint(config)

@@ -59,4 +59,6 @@ def mixtral(
         plan.index(rf"{experts}.<in:top_k_index>", Shard(0), ep, **attributes)
         if ep != tp:
             plan.redistribute(r".*\.mlp.<out>", part, whole, ep)
+    if not axes and dp is not None:  # nothing is cut but the batch; they are local all the same
+        return plan.local(experts, Shard(0), dp)
     return plan.local(experts, [part] * len(axes), axes)

@@ -1,0 +1,42 @@
+"""Windows of a corpus of bytes, for language models."""
+
+from integration.data.corpus import Corpus
+from integration.data.samples import Batch
+from integration.errors import UsageError
+
+
+class TextWindows:
+    """A corpus cut into windows of ``sequence_length`` bytes; what remains is left out.
+
+    A sample has ``input_ids`` and ``labels``, (sequence_length,) int64, which are the same: models
+    of transformers shift labels themselves.
+    """
+
+    def __init__(self, corpus: Corpus, sequence_length: int) -> None:
+        self.source, self.fingerprint = corpus.source, corpus.fingerprint
+        self.size = len(corpus.data)
+        self.tokens = sequence_length
+        count = self.size // sequence_length
+        self._windows = corpus.data[: count * sequence_length].view(count, sequence_length)
+
+    def __len__(self) -> int:
+        """How many whole windows there are."""
+        return len(self._windows)
+
+    def sample(self, slot: int, draw: int) -> Batch:
+        """Return the window at ``slot``; nothing in it is random."""
+        del draw
+        tokens = self._windows[slot].long()
+        return {"input_ids": tokens, "labels": tokens}
+
+    def require(self, samples: int) -> None:
+        """Refuse a global batch of more windows than there are.
+
+        Raises:
+            UsageError: with the bytes of both.
+        """
+        if len(self) < samples:
+            raise UsageError(
+                f"the data has {self.size} bytes, fewer than the {samples * self.tokens} of one"
+                f" global batch ({samples} x {self.tokens}); give more data or a smaller batch"
+            )

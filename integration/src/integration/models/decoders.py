@@ -1,0 +1,109 @@
+"""Hugging Face's LLaMA and Mixtral, unmodified, for byte-level language modelling."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from integration.models.shape import ModelShape
+
+# A byte is a token: no tokenizer, nothing to download, any file is training data.
+BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class DecoderShape(ModelShape):
+    """Fields have the names of ``transformers.LlamaConfig`` and ``MixtralConfig``."""
+
+    cut_by_heads = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int = BYTE_VOCABULARY
+    tie_word_embeddings: bool = False
+
+    def options(self, *, dropout: float) -> dict[str, Any]:
+        """Return the config's arguments.
+
+        With dropout attention is the eager one, whose mask is an ordinary tensor operation.
+        """
+        return asdict(self) | {
+            "max_position_embeddings": 2048,
+            "use_cache": False,
+            "attention_dropout": dropout,
+            "attn_implementation": "eager" if dropout else "sdpa",
+        }
+
+
+@dataclass(frozen=True)
+class LlamaShape(DecoderShape):
+    """Sizes of a ``LlamaForCausalLM``."""
+
+    family: ClassVar[str] = "llama"
+
+    def build(self, *, dropout: float) -> nn.Module:
+        """Return the model; ``dropout`` is of attention's weights."""
+        # Imported here: it takes seconds, and options are checked without a model.
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**self.options(dropout=dropout)))
+        return model.train()
+
+
+@dataclass(frozen=True)
+class MixtralShape(DecoderShape):
+    """Sizes of a ``MixtralForCausalLM``."""
+
+    family: ClassVar[str] = "mixtral"
+    # A router's choice between two experts that are nearly alike can fall the other way.
+    tolerance: ClassVar[float] = 6e-5
+
+    num_local_experts: int = 4
+    num_experts_per_tok: int = 2
+
+    def build(self, *, dropout: float) -> nn.Module:
+        """Return the model; ``dropout`` is of attention's weights."""
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        options = self.options(dropout=dropout) | {"sliding_window": None}
+        model: nn.Module = MixtralForCausalLM(MixtralConfig(**options))
+        return model.train()
+
+
+DECODERS: dict[str, DecoderShape] = {
+    # 9.9 M parameters: a step of 8 x 64 tokens takes about half a second on one CPU core.
+    "llama-10m": LlamaShape(
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    # 0.1 M parameters, for tests.
+    "llama-tiny": LlamaShape(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ),
+    # 9.5 M parameters, of which a token uses 5.8 M.
+    "mixtral-10m": MixtralShape(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    # 0.2 M parameters, for tests.
+    "mixtral-tiny": MixtralShape(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ),
+}

@@ -1,0 +1,58 @@
+"""Plans of the zoo for the models here, by degrees."""
+
+import re
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from integration.models import ModelShape
+from integration.systems.degrees import Degrees
+from plan_api import Phase, Plan, zoo
+
+# Of every matrix that fsdp shards, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
+_GRANULARITY = "rows(32)"
+
+
+def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
+    """Return the plan of a model of ``shape``.
+
+    Args:
+        shape: of a family that the zoo knows.
+        mesh: with the axes of ``degrees``.
+        degrees: checked already.
+    """
+    names = mesh.mesh_dim_names or ()
+    data = [axis for axis in names if axis.startswith("dp_")]
+    tp = "tp" if "tp" in names else None
+    options: dict[str, Any] = {"tp": tp, "sp": degrees.sp}
+    if degrees.loss_parallel:
+        options["loss_parallel"] = True
+    make = getattr(zoo, shape.family)
+    plan: Plan = make(mesh, dp=data[-1] if data else None, **options)
+    for axis in data[:-1]:
+        plan |= make(mesh, tp=None, dp=axis)
+    if shape.family == "dit":
+        plan = _with_noise_loss(plan, data)
+    if degrees.zero3:
+        plan.shard(r".*\.weight", Shard(0), "dp_shard")
+        plan.shard(r".*\.weight", Replicate(), "dp_shard", Phase.RUN)
+    elif degrees.dp_shard > 1:
+        plan.fully_shard(re.escape(shape.layers) + r"\.\d+", data, _GRANULARITY)
+        plan.fully_shard("", data, _GRANULARITY)
+    return plan
+
+
+def _with_noise_loss(plan: Plan, data: list[str]) -> Plan:
+    """A plan of a DiT, made one of a model that has the loss of predicted noise around it."""
+    plan = plan.under("model")
+    target = "criterion.<in:target>"
+    if not data:
+        return plan.redistribute(target, Replicate(), Replicate(), plan.axes[0])
+    for axis in data:
+        plan.redistribute(target, Replicate(), Shard(0), axis)
+        plan.annotate("criterion.<op:mse_loss>", Shard(0), axis)
+        plan.redistribute("<out>", Partial(), Replicate(), axis)
+    if len(data) > 1:  # DTensor's convolution takes no batch that two axes cut
+        plan.local(r"model\.x_embedder", [Shard(0)] * len(data), data)
+    return plan
