@@ -128,6 +128,22 @@ def test_numbers_drawn_in_between_are_not_drawn_again(mesh):
     assert torch.equal(after, torch.rand(3))
 
 
+def test_a_model_that_seeds_the_generator_has_the_bits_that_it_seeds(mesh):
+    def make():
+        torch.manual_seed(7)
+        first = nn.Linear(4, 4)
+        torch.manual_seed(8)
+        return nn.Sequential(first, nn.Linear(4, 4))
+
+    expected = make()
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    model = parallelize(deferred_init(make), Plan(mesh))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+    assert torch.equal(after, torch.rand(3))
+
+
 def test_nothing_is_allocated_but_shards(monkeypatch):
     """64 GiB as one tensor, of which this rank has a 4,096th."""
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from integration.compare import folder
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
+from integration.compare.parallelism import collect as collect_parallelism
 from integration.compare.random_numbers import collect as collect_random_numbers
 from integration.compare.results import Results, collect, collect_optimizers
 from integration.compare.runner import run_jobs
@@ -49,10 +50,12 @@ def _run(comparison: Comparison) -> Results | None:
     remaining = iter(outcomes)
     systems = [next(remaining) for _ in comparison.jobs]
     random = [next(remaining) for _ in comparison.random_jobs]
+    optimizers = [next(remaining) for each in comparison.optimizer_jobs for _ in each.jobs]
     results = Results(
         collect(systems),
         collect_random_numbers(comparison.random_jobs, random),
-        collect_optimizers(comparison.optimizer_jobs, list(remaining)),
+        collect_optimizers(comparison.optimizer_jobs, optimizers),
+        collect_parallelism(comparison.parallel_jobs, list(remaining)),
     )
     for failure in results.failures:
         display.failed(failure)

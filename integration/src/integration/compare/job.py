@@ -25,6 +25,7 @@ class Job:
         folder: the run folder that it writes.
         log: the file for its standard output and error.
         arguments: of ``python -m integration.train``.
+        session: jobs of one name run in the same processes, on the same ranks; None: alone.
     """
 
     system: str
@@ -34,6 +35,7 @@ class Job:
     folder: Path
     log: Path
     arguments: tuple[str, ...]
+    session: str | None = None
 
     @property
     def name(self) -> str:
@@ -56,7 +58,7 @@ def train_config(
     Raises:
         UsageError: naming the option that does not do.
     """
-    common: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "data": options.data,
         "global_batch": options.global_batch,
         "micro_batch": options.micro_batch,
@@ -69,9 +71,10 @@ def train_config(
         "resume": NEVER_RESUME,
         "checkpoint_every": 0,
         "tensorboard": False,
+        **choices,
     }
     try:
-        return TrainConfig(**common, **choices)
+        return TrainConfig(**fields)
     except ValidationError as error:
         problem = error.errors()[0]
         field = str(problem["loc"][0])
@@ -80,13 +83,16 @@ def train_config(
         raise UsageError(f"{option} is {problem['input']}; it {wanted}") from error
 
 
-def job_of(config: TrainConfig, *, tolerance: float, name: str | None = None) -> Job:
+def job_of(
+    config: TrainConfig, *, tolerance: float, name: str | None = None, session: str | None = None
+) -> Job:
     """Return the job that runs ``config``, whose ``ranks`` are given.
 
     Args:
         config: of the run.
         tolerance: as the job's.
         name: how its system is called; None: as the configuration calls it.
+        session: as the job's.
     """
     assert config.ranks is not None
     return Job(
@@ -97,4 +103,5 @@ def job_of(config: TrainConfig, *, tolerance: float, name: str | None = None) ->
         folder=config.out,
         log=config.out.with_suffix(".log"),
         arguments=tuple(option_words(vars(config))),
+        session=session,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from integration.compare.variants import REFERENCE, VARIANT_NAMES
+from integration.compare.variants import REFERENCE, SYSTEMS, VARIANT_NAMES
 from integration.errors import UsageError
 
 _DESCRIPTION = """Train under every system and compare each with one device.
@@ -23,7 +23,7 @@ wrong."""
 class CompareOptions:
     """The options of a comparison; values are checked by ``setup.prepare``."""
 
-    systems: str = ",".join(VARIANT_NAMES)
+    systems: str = ",".join(variant.name for variant in SYSTEMS)
     """Systems to compare, separated by commas; 'single' always runs, and first."""
     out: Path = Path("integration-results")
     """Folder of the results: absent, empty, or a former comparison, which is replaced."""
@@ -55,6 +55,12 @@ class CompareOptions:
     """Which model to train for that."""
     random_steps: int = 20
     """Optimizer steps of each of those runs."""
+    parallelism: bool = True
+    """Compare every product of parallelism by a plan too, and stock torch's."""
+    parallel_models: str = "llama-tiny,mixtral-tiny,dit-tiny"
+    """Which models to train for that, separated by commas."""
+    parallel_steps: int = 10
+    """Optimizer steps of each of those runs."""
     optimizers: bool = True
     """Compare fsdp's optimizers under DDP and under fsdp too, at last."""
     optimizer_model: str = "llama-tiny"
@@ -77,6 +83,10 @@ class CompareOptions:
                 f" add some of: {choices}"
             )
         return (REFERENCE, *others)
+
+    def parallel_model_names(self) -> tuple[str, ...]:
+        """Return the models on which products of parallelism are compared."""
+        return tuple(name.strip() for name in self.parallel_models.split(",") if name.strip())
 
     def command_line(self) -> list[str]:
         """Return every option spelled out, so that other defaults would not change the result."""

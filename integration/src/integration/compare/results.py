@@ -11,6 +11,8 @@ from typing import Any
 from integration.compare.cost import Cost, cost
 from integration.compare.curves import Deviation, deviation
 from integration.compare.optimizer_jobs import OptimizerJobs
+from integration.compare.parallelism import ParallelResult
+from integration.compare.parallelism import passes as parallelism_passes
 from integration.compare.random_numbers import RandomResult
 from integration.compare.random_numbers import passes as random_numbers_pass
 from integration.compare.runner import Outcome
@@ -85,17 +87,22 @@ class Results:
         systems: the reference's first.
         random_numbers: case by case, each one's reference first; empty where it was left out.
         optimizers: one after the other; empty where they were left out.
+        parallelism: of every product; empty where they were left out.
     """
 
     systems: Sequence[SystemResult]
     random_numbers: Sequence[RandomResult]
     optimizers: Sequence[OptimizerResult] = ()
+    parallelism: Sequence[ParallelResult] = ()
 
     @property
     def passes(self) -> bool:
         """Whether everything that was compared passes."""
         optimizers_pass = all(passes(each.runs) for each in self.optimizers)
-        return passes(self.systems) and random_numbers_pass(self.random_numbers) and optimizers_pass
+        others_pass = random_numbers_pass(self.random_numbers) and parallelism_passes(
+            self.parallelism
+        )
+        return passes(self.systems) and optimizers_pass and others_pass
 
     @property
     def failures(self) -> list[Failure]:
@@ -103,6 +110,7 @@ class Results:
         found = [each.failure for each in self.systems]
         found += [each.failure for each in self.random_numbers]
         found += [run.failure for each in self.optimizers for run in each.runs]
+        found += [each.failure for each in self.parallelism]
         return [failure for failure in found if failure is not None]
 
 
@@ -136,6 +144,7 @@ def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
         "systems": [asdict(each) for each in results.systems],
         "random_numbers": [asdict(each) for each in results.random_numbers],
         "optimizers": [asdict(each) for each in results.optimizers],
+        "parallelism": [asdict(each) for each in results.parallelism],
     }
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""Runs a job as a process of its own and watches it."""
+"""Runs jobs as processes of their own and watches them."""
 
 import contextlib
 import os
@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
 from integration.compare.job import Job
-from integration.metrics import StepRecord, read_metrics
+from integration.metrics import SUMMARY_FILE, StepRecord, read_metrics
+from integration.train import session
 from integration.train.stop import StopRequest
 
 # Between two looks at a run's metrics.
@@ -28,62 +31,96 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        exit_code: of its process; minus the signal's number where a signal ended it.
+        exit_code: of its process, if that ended with it; minus the signal's number where a signal
+            ended it.
+        log: what its process wrote; None: the job's own.
     """
 
     job: Job
     exit_code: int
+    log: Path | None = None
 
 
 class Watcher(Protocol):
     """Is told how the jobs are getting on."""
 
     def started(self, job: Job) -> None:
-        """A job's process is about to start."""
+        """A job is about to start."""
 
     def progressed(self, job: Job, record: StepRecord) -> None:
         """A job has completed this step, and perhaps some before."""
 
     def ended(self, outcome: Outcome) -> None:
-        """A job's process has ended."""
+        """A job has ended."""
 
 
 def run_jobs(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
     """Run ``jobs`` one after another, those after a failed one too.
 
+    Jobs of one session that follow each other share processes, until one fails: what is left of
+    them gets new ones.
+
     Returns:
         An outcome for each; fewer when a stop was requested, which ends the present one.
     """
     outcomes: list[Outcome] = []
-    for job in jobs:
-        if stop.requested:
-            break
-        watcher.started(job)
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(job.log, "wb") as log, _process(job, log.fileno()) as process:
-            seen = 0
-            running = True
-            while running and not stop.requested:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_SECONDS)
-                running = process.poll() is None
+    while len(outcomes) < len(jobs) and not stop.requested:
+        outcomes += _run(_together(jobs[len(outcomes) :]), watcher, stop)
+    return outcomes
+
+
+def _together(jobs: Sequence[Job]) -> list[Job]:
+    """The first job, and those behind it that share its processes."""
+    first = jobs[0]
+    if first.session is None:
+        return [first]
+    return list(takewhile(lambda job: job.session == first.session, jobs))
+
+
+def _run(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
+    """Run jobs in one process; return the outcomes of those that came to an end."""
+    log_path, ended, seen = jobs[0].log, list[Outcome](), 0
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    watcher.started(jobs[0])
+    with log_path.open("wb") as log, _process(jobs, log.fileno()) as process:
+        running = True
+        while running and not stop.requested:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
+            running = process.poll() is None
+            while len(ended) < len(jobs):
+                job = jobs[len(ended)]
                 records = read_metrics(job.folder)
                 if len(records) > seen:
                     watcher.progressed(job, records[-1])
                     seen = len(records)
-        if not running:
-            outcomes.append(Outcome(job, process.returncode))
-            watcher.ended(outcomes[-1])
-    return outcomes
+                # The last one has ended when its process has.
+                if job is jobs[-1] or not (job.folder / SUMMARY_FILE).exists():
+                    break
+                ended.append(Outcome(job, 0, log_path))
+                seen = 0
+                watcher.ended(ended[-1])
+                watcher.started(jobs[len(ended)])
+    if not running:
+        ended.append(Outcome(jobs[len(ended)], process.returncode, log_path))
+        watcher.ended(ended[-1])
+    return ended
+
+
+def _command(jobs: Sequence[Job]) -> list[str]:
+    if jobs[0].session is None:
+        return ["integration.train", *jobs[0].arguments]
+    path = jobs[0].log.with_suffix(".session.json")
+    session.write_session(path, [job.arguments for job in jobs])
+    return [session.MODULE, str(path)]
 
 
 @contextlib.contextmanager
-def _process(job: Job, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The job's process for the length of the context; it has ended with all its ranks after."""
-    command = [sys.executable, "-m", "integration.train", *job.arguments]
+def _process(jobs: Sequence[Job], log: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The jobs' process for the length of the context; it has ended with all its ranks after."""
     # Its own session: a Ctrl-C at the terminal reaches it through us alone, once.
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", *_command(jobs)],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,

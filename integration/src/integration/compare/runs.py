@@ -55,7 +55,8 @@ def read_run(outcome: Outcome) -> Run:
         reason = reason or f"ended well but left unreadable files: {error}"
     if reason is None and [each.step for each in records] != list(range(1, job.steps + 1)):
         reason = f"ended well but recorded {len(records)} of {job.steps} steps"
-    failure = None if reason is None else Failure(job.name, reason, job.log, _tail(job.log))
+    log = outcome.log or job.log
+    failure = None if reason is None else Failure(job.name, reason, log, _tail(log))
     return Run(outcome, records, None if failure else summary, failure)
 
 

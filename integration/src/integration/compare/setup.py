@@ -7,9 +7,17 @@ from integration.compare.folder import RUNS, require_replaceable
 from integration.compare.job import Job, job_of, train_config
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
+from integration.compare.parallel_jobs import ParallelJob, parallel_jobs
 from integration.compare.random_jobs import RandomJob, random_jobs
 from integration.compare.variants import Variant, get_variant
-from integration.data import BatchLoader, BatchPlan, Samples, load_samples
+from integration.data import (
+    BatchLoader,
+    BatchPlan,
+    Modality,
+    Samples,
+    load_samples,
+    require_source,
+)
 from integration.models import model_shape
 from integration.train.config import TrainConfig
 
@@ -30,7 +38,8 @@ class Comparison:
     Attributes:
         jobs: one per system; the first is the reference.
         random_jobs: what runs after them; none where random numbers are left out.
-        optimizer_jobs: what runs at last; none where optimizers are left out.
+        optimizer_jobs: what runs after those; none where optimizers are left out.
+        parallel_jobs: what runs at last; none where products of parallelism are left out.
     """
 
     options: CompareOptions
@@ -38,12 +47,14 @@ class Comparison:
     random_jobs: tuple[RandomJob, ...]
     data: DataFacts
     optimizer_jobs: tuple[OptimizerJobs, ...] = ()
+    parallel_jobs: tuple[ParallelJob, ...] = ()
 
     @property
     def all_jobs(self) -> tuple[Job, ...]:
         """Everything that runs, in order."""
         random = (each.job for each in self.random_jobs)
-        return (*self.jobs, *random, *(job for each in self.optimizer_jobs for job in each.jobs))
+        optimizers = (job for each in self.optimizer_jobs for job in each.jobs)
+        return (*self.jobs, *random, *optimizers, *(each.job for each in self.parallel_jobs))
 
 
 def prepare(options: CompareOptions) -> Comparison:
@@ -59,20 +70,30 @@ def prepare(options: CompareOptions) -> Comparison:
         variant.make().check(variant.ranks, shape)
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
+    parallel = parallel_jobs(options)
     require_replaceable(options.out, options.data)
-    data = load_samples(
-        shape.modality, options.data, sequence_length=options.sequence_length, seed=options.seed
-    )
-    for name in {job.system for each in optimizers for job in each.jobs}:
-        _require_enough_data(options, get_variant(name), data)
-    for variant in variants:
-        _require_enough_data(options, variant, data)
+    require_source(shape.modality, options.data)
+    data = _samples(options, shape.modality)
+    trained = {(variant.name, shape.modality) for variant in variants}
+    trained |= {(each.variant.name, model_shape(each.model).modality) for each in parallel}
+    kind = model_shape(options.optimizer_model).modality
+    trained |= {(job.system, kind) for each in optimizers for job in each.jobs}
+    others = {kind for _, kind in trained} - {shape.modality}
+    sets = {shape.modality: data} | {kind: _samples(options, kind) for kind in others}
+    for name, kind in sorted(trained):
+        _require_enough_data(options, get_variant(name), sets[kind])
     jobs = [
         job_of(config, tolerance=variant.make().tolerance, name=variant.name)
         for variant, config in zip(variants, configs, strict=True)
     ]
     facts = DataFacts(data.source, data.size, data.fingerprint)
-    return Comparison(options, tuple(jobs), random, facts, optimizers)
+    return Comparison(options, tuple(jobs), random, facts, optimizers, parallel)
+
+
+def _samples(options: CompareOptions, modality: Modality) -> Samples:
+    path = options.data if modality is Modality.TEXT else None
+    length = options.sequence_length
+    return load_samples(modality, path, sequence_length=length, seed=options.seed)
 
 
 def _config(options: CompareOptions, variant: Variant) -> TrainConfig:

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.ranks is None or config.ranks == 1:
             return _run_rank(config)
         prepare(config, config.ranks)
-        return launch(arguments, config.ranks, log_folder=config.out / "logs")
+        inner = [*arguments, "--ranks", "None"]
+        return launch(inner, config.ranks, log_folder=config.out / "logs")
     except UsageError as error:
         _refuse(str(error))
         return EXIT_USAGE

@@ -30,9 +30,14 @@ def leave_word(rank: int, kind: str, text: str = "") -> bool:
 
 
 def launch(
-    arguments: Sequence[str], ranks: int, *, log_folder: Path, python: str = sys.executable
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    log_folder: Path,
+    module: str = "integration.train",
+    python: str = sys.executable,
 ) -> int:
-    """Run ``python -m integration.train`` with ``arguments`` on ``ranks`` local ranks.
+    """Run ``python -m module`` with ``arguments`` on ``ranks`` local ranks.
 
     The first rank writes to this terminal; all others write below ``log_folder``.
 
@@ -61,7 +66,7 @@ def launch(
             ),
         )
         try:
-            elastic_launch(config, python)("-m", "integration.train", *arguments, "--ranks", "None")
+            elastic_launch(config, python)("-m", module, *arguments)
         except ChildFailedError as error:
             return _explain(error, Path(status), ranks, log_folder)
         except SignalException as error:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plan_api.shapes import cut, local_shape
 
@@ -70,10 +70,19 @@ class Tape:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._state = torch.get_rng_state()
+        # By the number of the call before which the model has seeded the generator: its state.
+        self._seeded: dict[int, torch.Tensor] = {0: torch.get_rng_state()}
 
     def record(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        """Remembers a call; results that are arguments are nothing new."""
+        """Remembers a call; results that are arguments are nothing new.
+
+        Nothing draws while tensors are fake, so where the generator's state is another, the model
+        has set it.
+        """
+        with _disable_current_modes():
+            state = torch.get_rng_state()
+            if not torch.equal(state, self._latest):
+                self._seeded[len(self._calls)] = state
         given = {id(one) for one in pytree.tree_leaves((args, kwargs))}
         new = {
             at: one
@@ -82,6 +91,10 @@ class Tape:
         }
         call = _Call(func, tuple(args), dict(kwargs), tuple(new.values()), tuple(new))
         self._calls.append(call)
+
+    @property
+    def _latest(self) -> torch.Tensor:
+        return next(reversed(self._seeded.values()))
 
     def replay(
         self,
@@ -103,12 +116,11 @@ class Tape:
             a DTensor for each. Where a tensor cannot be made by shards, it is made whole and cut.
         """
         now = torch.get_rng_state()
-        torch.set_rng_state(self._state)
         try:
             with torch.no_grad():
-                made = _Replay(self._calls, wanted, mesh, random_shards).run()
+                made = _Replay(self._calls, self._seeded, wanted, mesh, random_shards).run()
         finally:
-            if not torch.equal(now, self._state):
+            if not torch.equal(now, self._latest):
                 torch.set_rng_state(now)
         return made
 
@@ -117,11 +129,12 @@ class _Replay:
     def __init__(
         self,
         calls: Sequence[_Call],
+        seeded: Mapping[int, torch.Tensor],
         wanted: Sequence[tuple[torch.Tensor, _Placements]],
         mesh: DeviceMesh,
         random_shards: bool,
     ) -> None:
-        self._calls, self._mesh = calls, mesh
+        self._calls, self._seeded, self._mesh = calls, seeded, mesh
         self._wanted = {id(one): to for one, to in wanted}
         self._done: dict[int, torch.Tensor] = {}
         self._random_shards = random_shards
@@ -133,6 +146,8 @@ class _Replay:
         last = {_storage(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
         over: dict[int, list[torch.Tensor]] = {}
         for at, call in enumerate(self._calls):
+            if at in self._seeded:
+                torch.set_rng_state(self._seeded[at])
             results = self._call(call)
             self._real.update(zip(map(id, call.results), results, strict=True))
             for one in call.tensors():

@@ -1,0 +1,143 @@
+"""The runs that compare kinds of parallelism: every product of a plan, on small models.
+
+Each trains with its weights drawn on the ranks' shards, with dropout, and with both (the two cases
+of veScale, section 8, and both together), and is compared with one device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from integration.compare.folder import RUNS
+from integration.compare.job import Job, job_of, train_config
+from integration.compare.options import CompareOptions
+from integration.compare.random_jobs import DROPOUT, Source
+from integration.compare.variants import PRODUCTS, REFERENCE, STOCK, Variant, get_variant
+from integration.data import Modality
+from integration.models import model_shape
+
+FOLDER = "parallel"
+
+
+class Case(StrEnum):
+    """What is random in a run."""
+
+    INIT = "init"
+    DROPOUT = "dropout"
+    BOTH = "both"
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether ranks draw weights on their shards."""
+        return self is not Case.DROPOUT
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether there is dropout."""
+        return self is not Case.INIT
+
+
+@dataclass(frozen=True)
+class ParallelJob:
+    """A run of this comparison.
+
+    Attributes:
+        model: that it trains.
+        case: what is random.
+        source: who draws it on shards; stock torch's is looked at and not judged.
+        variant: the way to train.
+        job: the run; its folder tells it from the others.
+        reference: the folder of the run that it is compared with; None of a reference.
+    """
+
+    model: str
+    case: Case
+    source: Source
+    variant: Variant
+    job: Job
+    reference: str | None
+
+
+def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
+    """Return the runs that ``options`` ask for, references first; none where they are left out.
+
+    Those on one number of ranks, and of one source, come together and share processes.
+
+    Raises:
+        UsageError: a model or a number does not do.
+    """
+    if not options.parallelism:
+        return ()
+    models = options.parallel_model_names()
+    for model in models:
+        model_shape(model)
+    found = [*_references(options, models), *_stock(options, models), *_products(options, models)]
+    # A stable order: of one session the jobs stay as they are.
+    return tuple(sorted(found, key=lambda each: (each.job.ranks, each.source is not Source.STOCK)))
+
+
+def _references(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
+    for model in models:
+        for case in Case:
+            yield _job(options, model, case, Source.STOCK, get_variant(REFERENCE), "whole", None)
+            if case.draws_weights and model_shape(model).redraws:
+                # What stock systems draw, they draw by a model's own initialiser, in its order.
+                variant = get_variant(REFERENCE)
+                yield _job(options, model, case, Source.STOCK, variant, "sharded", None)
+
+
+def _stock(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
+    for model in models:
+        shape = model_shape(model)
+        for variant in STOCK:
+            if not variant.takes(shape):
+                continue
+            for case in Case:
+                if case.draws_weights and not shape.redraws:
+                    continue
+                init = "sharded" if case.draws_weights else "whole"
+                reference = f"{model}-{case}-{REFERENCE}" + "-redrawn" * case.draws_weights
+                yield _job(options, model, case, Source.STOCK, variant, init, reference)
+
+
+def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
+    for model in models:
+        for variant in PRODUCTS:
+            if not variant.takes(model_shape(model)):
+                continue
+            for case in Case:
+                init = "sharded" if case.draws_weights else "whole"
+                reference = f"{model}-{case}-{REFERENCE}"
+                yield _job(options, model, case, Source.DIST_RNG, variant, init, reference)
+
+
+def _job(
+    options: CompareOptions,
+    model: str,
+    case: Case,
+    source: Source,
+    variant: Variant,
+    init: str,
+    reference: str | None,
+) -> ParallelJob:
+    redrawn = variant.name == REFERENCE and init == "sharded"
+    name = f"{model}-{case}-{variant.name}" + "-redrawn" * redrawn
+    choices: dict[str, Any] = variant.choices | {
+        "out": options.out / RUNS / FOLDER / name,
+        "model": model,
+        "steps": options.parallel_steps,
+        "init": init,
+        "dropout": DROPOUT if case.drops_out else 0.0,
+        "random": str(source),
+    }
+    if model_shape(model).modality is not Modality.TEXT:
+        choices["data"] = None
+    config = train_config(options, choices, spelled={"steps": "parallel_steps"})
+    job = job_of(
+        config,
+        tolerance=model_shape(model).tolerance,
+        name=variant.name,
+        session=f"{variant.ranks}-{source}",
+    )
+    return ParallelJob(model, case, source, variant, job, reference)

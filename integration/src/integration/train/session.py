@@ -1,0 +1,87 @@
+"""``python -m integration.train.session``: several runs, one after another, in the same processes.
+
+Importing torch and transformers takes longer than a short run of a small model, so comparisons of
+many of them share processes. A run's peak memory and first steps say nothing here: what ran before
+has warmed caches. Groups and caches of earlier runs stay; their random numbers do not.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from integration.errors import EXIT_USAGE, UsageError
+from integration.train.config import TrainConfig, parse_config
+from integration.train.launch import launch, leave_word
+from integration.train.setup import prepare
+from integration.train.stop import EXIT_TERMINATED, StopRequest
+from integration.train.world import declared_world, leave, process_group
+
+MODULE = "integration.train.session"
+
+
+def write_session(path: Path, runs: Sequence[Sequence[str]]) -> None:
+    """Write the command lines of ``runs``, each as ``python -m integration.train`` takes them."""
+    path.write_text(json.dumps([list(arguments) for arguments in runs], indent=1))
+
+
+def read_session(path: Path) -> list[TrainConfig]:
+    """Return the configurations of a session, all for one number of ranks.
+
+    Raises:
+        UsageError: the file cannot be read, holds no runs, or runs on different numbers of ranks.
+    """
+    try:
+        runs = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the session {path}: {error}") from error
+    configs = [parse_config(arguments) for arguments in runs]
+    ranks = sorted({config.ranks or 1 for config in configs})
+    if len(ranks) != 1:
+        raise UsageError(f"session {path} has runs on {ranks} ranks; give one number for all")
+    return configs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the session in the file that ``arguments`` names; return the exit code as a run does."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        (path,) = arguments
+        configs = read_session(Path(path))
+        ranks = configs[0].ranks or 1
+        if ranks > 1 and "RANK" not in os.environ:
+            return launch([path], ranks, log_folder=Path(path).with_suffix(".logs"), module=MODULE)
+        return _run_rank(configs)
+    except UsageError as error:
+        if not leave_word(declared_world().rank, "refused", str(error)):
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _run_rank(configs: Sequence[TrainConfig]) -> int:
+    from integration.train.loop import Trainer
+
+    stop = StopRequest()
+    with process_group(configs[0].timeout) as world:
+        leave_word(world.rank, "started")
+        for config in configs:
+            _stock()
+            torch.set_num_threads(config.threads)
+            if not Trainer(prepare(config, world.size), world).run(stop):
+                return EXIT_TERMINATED
+    return 0
+
+
+def _stock() -> None:
+    """Switch off what an earlier run has switched on for the whole process."""
+    if dist_rng := sys.modules.get("dist_rng"):
+        dist_rng.uninstall()
+    if dtensor_rules := sys.modules.get("dtensor_rules"):
+        dtensor_rules.disable()
+
+
+if __name__ == "__main__":
+    leave(main())
