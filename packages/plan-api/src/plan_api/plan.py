@@ -250,21 +250,28 @@ class Plan:
         mesh: Axes,
         granularity: str | None = None,
         reshard_after_forward: bool | None = None,
+        *,
+        flat: bool = False,
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
+        Parameters that the plan cuts along the same axes, such as experts, are left out; those of
+        other modules in it, that are fully sharded along other axes, too.
+
         Args:
             path: of modules.
-            mesh: the axes to shard on.
+            mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
             granularity: of the shards, as fsdp knows it.
             reshard_after_forward: whether parameters are gathered again in backward; None: all but
                 the root's.
+            flat: whether several axes are one, to shard on.
 
         Raises:
             ValueError: as `shard`; or the path names a tensor. That fsdp is not installed is said
                 by `lower` and `parallelize`.
         """
         options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
+        options |= {"flat": True} if flat else {}
         return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Plan:
