@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
+from ragged_shard import InterleavedShard
 
 __all__ = ["Placed", "inner_block", "placed_of"]
 
@@ -85,7 +86,7 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
         placement = placements[axis]
         if axis_name in cut:
             placements[axis] = Replicate()
-        elif isinstance(placement, Shard):
+        elif isinstance(placement, Shard | InterleavedShard):
             shape[placement.dim] //= param.device_mesh.size(axis)  # dbuffer refuses uneven ones
     beside = {n: p for n, p in zip(theirs, placements, strict=True) if n not in cut}
     inner = None
@@ -133,6 +134,6 @@ def _with_flat(mesh: DeviceMesh, other: DeviceMesh, flat: Sequence[str]) -> Devi
 def inner_block(placed: Placed, block: int) -> int:
     """The block that also keeps dims whole which other axes cut, counted in the local tensor."""
     for placement in placed.spec.placements:
-        if isinstance(placement, Shard) and placement.dim > 0:
+        if isinstance(placement, Shard | InterleavedShard) and placement.dim > 0:
             block = math.lcm(block, math.prod(placed.shape[placement.dim :]))
     return max(1, min(block, math.prod(placed.shape)))

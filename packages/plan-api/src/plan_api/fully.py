@@ -100,9 +100,7 @@ def fully_sharded_names(
     return frozenset(found)
 
 
-def _is_cut(
-    name: str, entry: Entry, schedules: Mapping[str, Schedule], mesh: DeviceMesh
-) -> bool:
+def _is_cut(name: str, entry: Entry, schedules: Mapping[str, Schedule], mesh: DeviceMesh) -> bool:
     """Whether a parameter is cut along an entry's axes while its module runs."""
     schedule, axes = schedules.get(name), axis_names(mesh)
     return schedule is not None and any(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -204,8 +203,7 @@ class Plan:
             flag: the module's attribute that is True while it runs so.
 
         Raises:
-            ValueError: as `shard`; or the path names no argument, or a placement is no Shard. What
-                does not fit the model is said by `lower` and `parallelize`.
+            ValueError: as `shard`; or the path names no argument, or a placement is no Shard.
         """
         check_counts(f"index({path!r})", path, placements)
         options = {"count": count, "flag": flag}
@@ -223,10 +221,9 @@ class Plan:
     ) -> Plan:
         """Sends tokens to the ranks that have what they choose, such as experts, and back.
 
-        As `index`, but where tokens are cut along these axes: the module runs on those, from all
-        ranks, that have chosen its own parts, a row for each choice, and what it makes of them is
-        weighted and added up at the ranks of the tokens. It has to return a row for each that it is
-        given, times its weight; it is given weights of 1. None is dropped, or padded.
+        As `index`, where tokens are cut along these axes: the module runs on those of all ranks
+        that have chosen its own parts, a row a choice, with weights of 1. What it makes of them, a
+        row each, is weighted and added up at the tokens' ranks. None is dropped, or padded.
 
         Args:
             path: of the argument with the choices, a tensor of integers (tokens, choices); its
@@ -255,8 +252,7 @@ class Plan:
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
-        Parameters that the plan cuts along the same axes, such as experts, are left out; those of
-        other modules in it, that are fully sharded along other axes, too.
+        Parameters that the plan cuts along the same axes, such as experts, are left out.
 
         Args:
             path: of modules.
@@ -267,8 +263,7 @@ class Plan:
             flat: whether several axes are one, to shard on.
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor. That fsdp is not installed is said
-                by `lower` and `parallelize`.
+            ValueError: as `shard`; or the path names a tensor.
         """
         options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
         options |= {"flat": True} if flat else {}
@@ -300,15 +295,10 @@ class Plan:
         Raises:
             ValueError: the plan does not fit the model.
         """
-        from plan_api.explain import explain
+        from plan_api.explain import explain, show
 
         found = explain(self, model)
-        if find_spec("rich"):
-            from rich.console import Console
-
-            Console().print(found.table())
-        else:
-            print(found)
+        show(found)
         return found
 
     def to_json(self) -> str:
