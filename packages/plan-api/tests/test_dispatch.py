@@ -333,7 +333,7 @@ def test_what_cannot_be_dispatched_is_refused(change, message):
 
 
 def test_axes_of_which_some_cut_tokens_are_refused(mesh):
-    said = r"zoo\.mixtral: .*'dp' cut tokens and 'tp' do not; .*sp=True for tp"
+    said = r"zoo\.mixtral: of ep=.* 'dp' cut tokens and 'tp' do not; .*sp=True for tp"
     with pytest.raises(ValueError, match=said):
         zoo.mixtral(mesh, dp="dp", ep=("dp", "tp"))
     with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ep'"):

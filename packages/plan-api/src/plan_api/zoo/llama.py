@@ -44,7 +44,6 @@ def decoder(
     sp: bool,
     loss_parallel: bool,
     of_mlp: Placement | None,
-    summed: str = r".*\.grad",
 ) -> Plan:
     """What `llama` and its relatives have in common.
 
@@ -56,11 +55,9 @@ def decoder(
         loss_parallel: as in `llama`.
         of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``; None: they
             take hidden states as they are between them and attention.
-        summed: the gradients that are sums over the batch.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
-    dropped = rf"{layer}\.self_attn.<op:dropout>"
-    cut_batch(plan, dp, ("input_ids", "labels"), dropped, summed=summed)
+    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
     for made in (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"):
         plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
@@ -75,7 +72,7 @@ def decoder(
             given = rf"{layer}\.{name}.<in>"
             plan.redistribute(given, rest, whole, tp, grad_src=gradient, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
-        plan.annotate(dropped, Shard(1), tp)
+        plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)
             plan.annotate(r".*norm\.weight\.grad", part, tp)

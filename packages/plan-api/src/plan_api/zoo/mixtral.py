@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api.plan import Plan
 from plan_api.zoo.llama import decoder
-from plan_api.zoo.needs import Axes, check_options, fused, names_of
+from plan_api.zoo.needs import Axes, ExpertAxes, check_options, expert_axes, fused
 
 __all__ = ["mixtral"]
 
@@ -49,53 +49,35 @@ def mixtral(
             gate and up projections.
     """
     check_options("mixtral", tp, sp=sp, loss_parallel=loss_parallel)
-    whole, part, along = Replicate(), Partial(), names_of(ep)
-    sent = _sent(along, {*names_of(dp), *([tp] if sp else [])})
-    on_parts = tp in sent  # the whole MLP, router included, on this rank's tokens
-    apart = rf"(?!{_EXPERTS}\.).*\.grad" if sent else r".*\.grad"
-    plan = decoder(mesh, tp, dp, sp, loss_parallel, None if on_parts else whole, apart)
-    axes = [axis for axis in dict.fromkeys((*along, tp)) if axis is not None and axis not in sent]
+    whole, part, axes = Replicate(), Partial(), expert_axes("mixtral", tp, dp, sp, ep)
+    # Where the sequence's parts are sent the whole MLP, router included, runs on this rank's.
+    plan = decoder(mesh, tp, dp, sp, loss_parallel, None if tp in axes.sent else whole)
     # The router goes on alike on all ranks, so gradients are summed where experts begin.
-    for axis in axes:
-        for given in (0, "top_k_weights"):
-            begin = f"{_EXPERTS}.<in:{given}>"
-            plan.redistribute(begin, whole, whole, axis, grad_src=part, grad_dst=whole)
-    if tp is not None and tp not in along:
+    for axis, given in itertools.product(axes.summed, (0, "top_k_weights")):
+        begin = f"{_EXPERTS}.<in:{given}>"
+        plan.redistribute(begin, whole, whole, axis, grad_src=part, grad_dst=whole)
+    if tp is not None and tp not in axes.along:
         plan.shard(rf"{_EXPERTS}\.gate_up_proj", fused(1, 2, "mixtral"), tp)
         plan.shard(rf"{_EXPERTS}\.down_proj", Shard(2), tp)
-    if along:
-        _divide(plan, along, tp, sent)
-    if sent:
-        left = [axis for axis in names_of(dp) if axis not in sent]
-        plan.annotate(rf"{_EXPERTS}\..*\.grad", [part] * len(left), left)
-    if on_parts:
+    plan.annotate(rf"{_EXPERTS}\..*\.grad", [part] * len(axes.left), axes.left)
+    if axes.along:
+        return _divided(plan, axes, tp)
+    return plan.local(_EXPERTS, [part] * len(axes.summed), axes.summed)
+
+
+def _divided(plan: Plan, axes: ExpertAxes, tp: str | None) -> Plan:
+    """Experts are divided along axes, and told so; what they make of tokens is put together."""
+    part, cut = Partial(), [Shard(0)] * len(axes.along)
+    choices = f"{_EXPERTS}.<in:top_k_index>"
+    plan.shard(rf"{_EXPERTS}\.(gate_up|down)_proj", cut, axes.along)
+    if not axes.sent:
+        plan.index(choices, cut, axes.along, count="num_experts", flag="_is_expert_parallel")
+        for axis in (axis for axis in axes.along if axis != tp):
+            plan.redistribute(f"{_MLP}.<out>", part, Replicate(), axis)
+        return plan.local(_EXPERTS, [part] * len(axes.summed), axes.summed)
+    plan.dispatch(choices, cut, axes.along, weights="top_k_weights", count="num_experts")
+    if tp in axes.sent:
         plan.annotate(rf"{_MLP}\.gate\.weight\.grad", part, tp)
         return plan.local(_MLP, Shard(1), tp)
-    return plan.local(_EXPERTS, [Shard(0)] * len(sent) + [part] * len(axes), [*sent, *axes])
-
-
-def _sent(along: tuple[str, ...], cut: set[str | None]) -> tuple[str, ...]:
-    """The axes along which tokens are sent to experts: those that cut tokens."""
-    sent = tuple(axis for axis in along if axis in cut)
-    if sent and sent != along:
-        others = ", ".join(repr(axis) for axis in along if axis not in sent)
-        raise ValueError(
-            f"zoo.mixtral: ep={along} are axes of which {', '.join(map(repr, sent))} cut tokens "
-            f"and {others} do not; cut them there too, by dp or by sp=True for tp, or divide "
-            f"experts along others"
-        )
-    return sent
-
-
-def _divide(plan: Plan, along: Sequence[str], tp: str | None, sent: Sequence[str]) -> None:
-    """Experts are divided along axes, and told so; what they make is put together."""
-    divided = [Shard(0)] * len(along)
-    plan.shard(rf"{_EXPERTS}\.(gate_up|down)_proj", divided, along)
-    choices = f"{_EXPERTS}.<in:top_k_index>"
-    if sent:
-        plan.dispatch(choices, divided, along, weights="top_k_weights", count="num_experts")
-        return
-    plan.index(choices, divided, along, count="num_experts", flag="_is_expert_parallel")
-    for axis in along:
-        if axis != tp:
-            plan.redistribute(f"{_MLP}.<out>", Partial(), Replicate(), axis)
+    placed = cut + [part] * len(axes.summed)
+    return plan.local(_EXPERTS, placed, [*axes.sent, *axes.summed])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -10,14 +11,59 @@ from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
 
-__all__ = ["Axes", "check_options", "cut_batch", "cut_classes", "fused", "names_of"]
+__all__ = [
+    "Axes", "ExpertAxes", "check_options", "cut_batch", "cut_classes", "expert_axes", "fused",
+    "names_of",
+]  # fmt: skip
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 
 
-def names_of(axes: Axes) -> tuple[str, ...]:
+def names_of(axes: Axes) -> list[str]:
     """Axes that an option names: none, one, or several."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return [] if axes is None else [axes] if isinstance(axes, str) else [*axes]
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """Of a mixture of experts.
+
+    Attributes:
+        along: axes along which experts are divided.
+        sent: these, if they cut tokens, which are sent then; or none.
+        summed: axes along which each rank has a part of what experts make of a token.
+        left: those of data along which experts are the same on all ranks.
+    """
+
+    along: Sequence[str]
+    sent: Sequence[str]
+    summed: Sequence[str]
+    left: Sequence[str]
+
+
+def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> ExpertAxes:
+    """What becomes of experts along which axis.
+
+    Args:
+        name: of the plan, for messages.
+        tp: as the plans' option.
+        dp: as the plans' option.
+        sp: as the plans' option.
+        ep: as the plans' option.
+
+    Raises:
+        ValueError: tokens are cut along some axes of ``ep`` and not along others.
+    """
+    along, data = names_of(ep), names_of(dp)
+    sent = [axis for axis in along if axis in data or (sp and axis == tp)]
+    if sent and sent != along:
+        others = ", ".join(repr(axis) for axis in along if axis not in sent)
+        raise ValueError(
+            f"zoo.{name}: of ep={along} {', '.join(map(repr, sent))} cut tokens and {others} do "
+            f"not; cut them there too, by dp, or by sp=True for tp, or divide experts along others"
+        )
+    summed = [axis for axis in dict.fromkeys((*along, tp)) if axis is not None and axis not in sent]
+    return ExpertAxes(along, sent, summed, [axis for axis in data if axis not in along])
 
 
 def check_options(
@@ -70,25 +116,23 @@ def fused(dim: int, parts: int, name: str) -> Placement:
     return InterleavedShard(dim, parts)
 
 
-def cut_batch(
-    plan: Plan, dp: Axes, inputs: Iterable[str], *random: str, summed: str = r".*\.grad"
-) -> None:
+def cut_batch(plan: Plan, dp: Axes, inputs: Iterable[str], *random: str) -> None:
     """What a model of transformers is given is cut along the batch, and what comes of it is said.
+
+    But for gradients of experts, which may be divided along the same axes.
 
     Args:
         plan: is added to.
         dp: the axes of data parallelism; None: every rank has the whole batch.
         inputs: of the model.
         random: operators that draw random numbers, per element of the batch.
-        summed: the gradients that are sums over the batch.
     """
-    along = names_of(dp)
-    cut, part = [Shard(0)] * len(along), [Partial()] * len(along)
+    cut, part = [Shard(0)] * len(along := names_of(dp)), [Partial()] * len(along)
     for name in inputs:
         plan.shard(f"<in:{name}>", *((cut, along) if along else ([Replicate()] * len(plan.axes),)))
     if not along:
         return
-    plan.annotate(summed, part, along)
+    plan.annotate(r"(?!.*\.experts\.).*\.grad", part, along)
     for operator in ("<op:cross_entropy>", *random):
         plan.annotate(operator, cut, along)
     plan.redistribute("<out:loss>", part, [Replicate()] * len(along), along)
