@@ -1,15 +1,17 @@
 """Tokens sent to their experts' ranks: as on one device, whoever has what, and what is sent."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
-from plan_api import Plan, explain, installed, lower, parallelize, track, zoo
-from testkit import CommLog, RankError, models, run_ranks
+from plan_api import Plan, explain, extras, installed, lower, parallelize, track, zoo
+from testkit import CommLog, RankError, fake_mesh, models, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FEATURES = 6
@@ -187,8 +189,8 @@ def test_what_mixtral_sends_is_what_the_routers_chose(mode):
     def check(checkpoints):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model = models.mixtral(num_local_experts=3)
-        if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in model.model.layers if checkpoints else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         parallelize(model, zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"), mode=mode, guard_steps=0)
         chosen = []
         for layer in model.model.layers:
@@ -341,3 +343,34 @@ def test_axes_of_which_some_cut_tokens_are_refused(mesh):
     plan = zoo.mixtral(mesh, dp="dp", sp=True, ep=("dp", "tp"))
     with pytest.raises(ValueError, match="3 do not give each rank one: there are 4 ranks"):
         lower(plan, models.mixtral(num_local_experts=3))
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("by", ["config", "argument"])
+def test_the_routers_loss_is_refused_where_ranks_have_tokens_of_their_own(monkeypatch, mode, by):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    plans = {
+        "dp": lambda mesh: zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"),
+        "tp": lambda mesh: zoo.mixtral(mesh, sp=True, ep="tp"),
+    }
+    options = {"output_router_logits": True} if by == "argument" else {}
+    ids = torch.arange(32).view(4, 8)
+    for axis, plan in plans.items():
+        with fake_mesh((2,), (axis,)) as mesh:
+            model = models.mixtral(output_router_logits=by == "config")
+            parallelize(model, plan(mesh), mode=mode, src_data_rank=None, guard_steps=0)
+            with pytest.raises(ValueError, match=r"asked for .*set config\.output_router_logits"):
+                model(input_ids=ids, labels=ids, **options)
+            model.config.output_router_logits = False
+            model(input_ids=ids, labels=ids)
+
+
+def test_the_routers_loss_is_right_where_all_ranks_have_all_tokens(monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with fake_mesh((1,), ("tp",)) as mesh:
+        model = models.mixtral(output_router_logits=True)
+        ids = torch.arange(16).view(2, 8)
+        wanted = model(input_ids=ids, labels=ids).aux_loss
+        plan = zoo.mixtral(mesh, ep="tp")
+        parallelize(model, plan, mode="static", src_data_rank=None, guard_steps=0)
+        assert model(input_ids=ids, labels=ids).aux_loss == wanted

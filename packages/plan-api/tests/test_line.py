@@ -47,7 +47,7 @@ def test_a_plan_of_the_zoo_has_the_users_call_and_its_own_line(mesh):
     assert "lm_head.<in>" in source(of["lm_head.<in>"])
     assert "join(moved)}).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
     assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/mixtral.py:")
-    assert "plan.local(experts" in source(of[r".*\.mlp\.experts"])
+    assert "plan.local(_EXPERTS" in source(of[r".*\.mlp\.experts"])
 
 
 def test_a_models_own_plan_has_the_users_call_and_the_line_that_reads_it(mesh):

@@ -22,6 +22,7 @@ from plan_api.hooks import Fired
 from plan_api.losses import register_losses
 from plan_api.lowered import Lowered, lower
 from plan_api.plan import Plan
+from plan_api.router_loss import refuse_router_loss
 from plan_api.state import place_state
 from plan_api.static.check import check_static
 from plan_api.static.compare import Difference
@@ -160,6 +161,7 @@ def parallelize(
         guard = None
         waits = any(schedule.waits for schedule in lowered.schedules.values())
         gradients = Gradients(model, waits, fired, bucket_mb, others)
+    handles = (*handles, *refuse_router_loss(model, lowered, mode))
     _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, guard, handles)
     return model
 
