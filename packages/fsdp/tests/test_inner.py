@@ -163,8 +163,8 @@ def test_what_another_axis_interleaves_is_cut_within_its_part():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model, wanted = Fused(), Fused().weight.detach()
-        whole = distribute_tensor(wanted, mesh["tp"], [Replicate()])
-        model.weight = nn.Parameter(whole.redistribute(placements=[InterleavedShard(0, 2)]))
+        placed = distribute_tensor(wanted, mesh["tp"], [InterleavedShard(0, 2)])
+        model.weight = nn.Parameter(placed)
         fully_shard(model, mesh=mesh["dp"])
         model.unshard()
         own = torch.cat([half.chunk(2)[mesh.get_local_rank("tp")] for half in wanted.chunk(2)])
