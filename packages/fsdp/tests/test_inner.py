@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp import Rows, fully_shard
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
-from testkit import CommLog, run_ranks
+from testkit import CommLog, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -175,12 +175,20 @@ def test_what_another_axis_interleaves_is_cut_within_its_part():
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("order", [("a", "b", "tp"), ("tp", "a", "b")], ids="-".join)
-def test_an_axis_that_flattens_several_of_a_parameters(order):
+def test_an_axis_that_flattens_several_is_of_the_first():
+    with fake_mesh((2, 1, 2), ("tp", "a", "b")) as mesh:
+        model = distribute_module(_model(), mesh)
+        with pytest.raises(ValueError, match=r"made of .*; wants these first in the mesh"):
+            fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
+
+
+def test_an_axis_that_flattens_several_of_a_parameters():
     """As a plan over the whole mesh has them; the other axis cuts the parameter, or there is none.
 
     Gradients are terms of a sum along the axes that are one, and are not averaged.
     """
+
+    order = ("a", "b", "tp")
 
     def check():
         shape = [1 if name == "a" else 2 for name in order]

@@ -91,6 +91,11 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
     beside = {n: p for n, p in zip(theirs, placements, strict=True) if n not in cut}
     inner = None
     if beside:
+        if flat and theirs[: len(flat)] != flat:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor on axes {theirs} and the mesh's "
+                f"{ours} is made of {flat}; wants these first in the mesh, before all others"
+            )
         if flat:
             together = _with_flat(mesh, param.device_mesh, flat)
         else:
