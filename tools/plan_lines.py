@@ -24,7 +24,7 @@ ZOO = Path(__file__).parents[1] / "packages/plan-api/src/plan_api/zoo"
 #: The paper's own counts, for its plans of models of the same names.
 PAPER = {"llama": 29, "mixtral": 38, "dit": 38}
 #: Functions that build nothing.
-NOT_PLANS = frozenset({"check_options", "fused"})
+NOT_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
 
 
 def plan_lines(source: str, run: set[int]) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""A plan that asks for fully_shard, with the fsdp package: an unmodified LLaMA as on one device."""
+"""A plan that asks for fully_shard, with the fsdp package: LLaMA and Mixtral as on one device."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import FSDPModule
 from plan_api import deferred_init, parallelize, zoo
@@ -35,6 +36,82 @@ def test_it_trains_as_one_device(shape):
     wanted = models.train(models.llama(), models.token_loss, steps=5)
     for losses in run_ranks(check, shape[0] * shape[1], timeout=180):
         assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+LAYER = r"model\.layers\.\d+"
+EXPERTS = rf"{LAYER}\.mlp\.experts"
+
+
+def _all_are_experts_ranks(mesh):
+    """Experts over all ranks of data parallelism; fsdp leaves them alone."""
+    plan = zoo.mixtral(mesh, tp=None, dp="dp", ep="dp")
+    return plan.fully_shard(LAYER, "dp").fully_shard("", "dp")
+
+
+def _some_are_experts_ranks(mesh):
+    """Experts over some, and sharded over the others; all else over all ranks."""
+    data = ("rest", "ep")
+    plan = zoo.mixtral(mesh, tp=None, dp=data, ep="ep")
+    plan.fully_shard(EXPERTS, "rest")
+    return plan.fully_shard(LAYER, data, flat=True).fully_shard("", data, flat=True)
+
+
+def _replicated(mesh):
+    """Experts over some, and the same on the others, where nothing shards them."""
+    data = ("rest", "ep")
+    plan = zoo.mixtral(mesh, tp=None, dp=data, ep="ep")
+    return plan.fully_shard(LAYER, data, flat=True).fully_shard("", data, flat=True)
+
+
+def _beside_tp(mesh):
+    """Experts over data's ranks, and cut within along tp; all else sharded and cut."""
+    plan = zoo.mixtral(mesh, dp="dp", sp=True, ep="dp")
+    return plan.fully_shard(LAYER, "dp").fully_shard("", "dp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "make", "of_experts"),
+    [
+        (("dp",), (2,), _all_are_experts_ranks, [Shard]),
+        (("rest", "ep"), (2, 2), _some_are_experts_ranks, [StridedRaggedShard, Shard]),
+        (("rest", "ep"), (2, 2), _replicated, [Replicate, Shard]),
+        (("dp", "tp"), (2, 2), _beside_tp, [Shard, Shard]),
+    ],
+    ids=["EP of all", "EP of some", "EP of some, replicated", "EP beside TP"],
+)
+def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_experts):
+    """Losses of 20 steps, and norms of gradients, of which AdamW hides a factor."""
+
+    def trained(model):
+        losses = models.train(model, models.token_loss)
+        models.token_loss(model).backward()
+        grads = [param.grad for param in model.parameters()]
+        whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+        return losses, [grad.norm().item() for grad in whole]
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        model = parallelize(models.mixtral(attention_dropout=0.1), make(mesh), strict=True)
+        layer = model.model.layers[0]
+        placed = [type(one) for one in layer.mlp.experts.down_proj.placements]
+        attention = layer.self_attn.q_proj.weight
+        kept = sum(param.to_local().numel() for param in model.parameters())
+        return trained(model), placed, attention.device_mesh.size(), kept
+
+    alone = models.mixtral(attention_dropout=0.1)
+    full = sum(param.numel() for param in alone.parameters())
+    losses, norms = trained(alone)
+    ranks = len(shape) * 2
+    found = run_ranks(check, ranks, timeout=300)
+    for (ours, own_norms), placed, size, _ in found:
+        assert ours == pytest.approx(losses, abs=6e-5, rel=0)
+        assert own_norms == pytest.approx(norms, rel=1e-3)
+        assert placed == of_experts
+        assert size == ranks
+    kept = sum(one[-1] for one in found)
+    assert (
+        kept == full if make in (_all_are_experts_ranks, _some_are_experts_ranks) else kept > full
+    )
 
 
 def test_a_deferred_model_is_never_whole_on_a_rank():

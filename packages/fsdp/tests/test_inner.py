@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp import Rows, fully_shard
-from ragged_shard import RaggedShard, StridedRaggedShard
-from testkit import CommLog, run_ranks
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
+from testkit import CommLog, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -145,3 +145,73 @@ def test_rows_that_another_axis_cuts_stay_whole():
         assert torch.equal(model.weight.full_tensor(), wanted.weight)
 
     run_ranks(check, 4)
+
+
+class Fused(nn.Module):
+    """Its matrix makes two things at once, of which each rank of tp has its half."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def test_what_another_axis_interleaves_is_cut_within_its_part():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, wanted = Fused(), Fused().weight.detach()
+        placed = distribute_tensor(wanted, mesh["tp"], [InterleavedShard(0, 2)])
+        model.weight = nn.Parameter(placed)
+        fully_shard(model, mesh=mesh["dp"])
+        model.unshard()
+        own = torch.cat([half.chunk(2)[mesh.get_local_rank("tp")] for half in wanted.chunk(2)])
+        assert torch.equal(model.weight.to_local(), own)
+        model.reshard()
+        assert model.weight.to_local().numel() < own.numel()
+
+    run_ranks(check, 4)
+
+
+def test_an_axis_that_flattens_several_is_of_the_first():
+    with fake_mesh((2, 1, 2), ("tp", "a", "b")) as mesh:
+        model = distribute_module(_model(), mesh)
+        with pytest.raises(ValueError, match=r"made of .*; wants these first in the mesh"):
+            fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
+
+
+def test_an_axis_that_flattens_several_of_a_parameters():
+    """As a plan over the whole mesh has them; the other axis cuts the parameter, or there is none.
+
+    Gradients are terms of a sum along the axes that are one, and are not averaged.
+    """
+
+    order = ("a", "b", "tp")
+
+    def check():
+        shape = [1 if name == "a" else 2 for name in order]
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=order)
+        model, alone = distribute_module(_model(), mesh), _model()
+        for block in model:
+            placed = [Shard(0) if name == "tp" else Replicate() for name in order]
+            weight = distribute_tensor(block.up.weight.detach().to_local(), mesh, placed)
+            block.up.weight = nn.Parameter(weight)
+        flat = mesh["a", "b"]._flatten("data")
+        for block in model:
+            fully_shard(block, mesh=flat)
+        fully_shard(model, mesh=flat)
+        up, down = model[0].up.weight, model[0].down.weight
+        assert set(up.device_mesh.mesh_dim_names) == {"data", "tp"}
+        assert up.to_local().numel() <= 24
+        assert torch.equal(up.full_tensor(), alone[0].up.weight)
+        assert torch.equal(down.full_tensor(), alone[0].down.weight)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        given = [Shard(0) if name == "b" else Replicate() for name in order]
+        model(distribute_tensor(x, mesh, given)).square().mean().backward()
+        alone(x).square().mean().backward()
+        for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
+
+    run_ranks(check, 4, timeout=120)

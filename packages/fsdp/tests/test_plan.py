@@ -29,6 +29,18 @@ def test_all_parameters_have_the_granularity(granularity, unit):
     assert first % unit == 0
 
 
+def test_parameters_that_are_left_out():
+    def check():
+        model = nn.Linear(5, 3)
+        bias = model.bias
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=[bias])
+        assert model.bias is bias
+        assert model.weight is not bias
+        assert model.weight.to_local().numel() < 15
+
+    run_ranks(check, 2)
+
+
 def test_another_text():
     def check():
         with pytest.raises(ValueError, match=r"granularity='columns'; wants 'rows\(n\)'"):

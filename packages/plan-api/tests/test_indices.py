@@ -161,11 +161,6 @@ def test_it_names_an_argument(mesh, path):
         Plan(mesh).index(path, S0, "tp")
 
 
-def test_experts_are_not_divided_where_the_batch_is(mesh):
-    with pytest.raises(ValueError, match=r"zoo\.mixtral: ep='dp' is the axis that cuts the batch"):
-        zoo.mixtral(mesh, dp="dp", ep="dp")
-
-
 def test_more_ranks_than_experts_are_refused(mesh):
     with pytest.raises(ValueError, match="1 do not give each rank one"):
         lower(

@@ -45,9 +45,9 @@ def test_a_plan_of_the_zoo_has_the_users_call_and_its_own_line(mesh):
     layer = r"model\.layers\.\d+"
     assert of["lm_head.<in>"].split(" > ")[1].startswith("zoo/llama.py:")
     assert "lm_head.<in>" in source(of["lm_head.<in>"])
-    assert "self_attn|mlp).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
+    assert "join(moved)}).<out>" in source(of[rf"{layer}\.(self_attn|mlp).<out>"])
     assert of[r".*\.mlp\.experts"].split(" > ")[1].startswith("zoo/mixtral.py:")
-    assert "plan.local(experts" in source(of[r".*\.mlp\.experts"])
+    assert "plan.local(_EXPERTS" in source(of[r".*\.mlp\.experts"])
 
 
 def test_a_models_own_plan_has_the_users_call_and_the_line_that_reads_it(mesh):
@@ -82,4 +82,4 @@ def test_track_shows_both(monkeypatch):
     lines = {one.line for one in record.collectives if one.site == "model.layers.0.mlp"}
     (found,) = lines
     assert found.startswith(f"{line} > zoo/llama.py:")
-    assert "self_attn|mlp).<out>" in source(found)
+    assert "join(moved)}).<out>" in source(found)

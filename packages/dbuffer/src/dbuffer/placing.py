@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 
 __all__ = ["Inner", "Placements", "axis_index", "checked", "is_sharded", "of_tensor"]
 
@@ -145,7 +145,7 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
         )
     local = list(inner.shape)
     for axis, placement in zip(others, inner.placements, strict=True):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard | InterleavedShard):
             continue
         size = inner.mesh.size(axis)
         if local[placement.dim] % size:

@@ -2,12 +2,15 @@
 
 Note: on other axes than those that fully_shard cuts along, a parameter is local there: gradients
 are each rank's own, to be averaged. On all axes it is placed there too, as a plan over the whole
-mesh has it, and so are its gradients: what they still lack is what their placements say.
+mesh has it, and so are its gradients: what they still lack is what their placements say. An axis of
+ours that flattens several of a parameter's is these.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
+from ragged_shard import InterleavedShard
 
 __all__ = ["Placed", "inner_block", "placed_of"]
 
@@ -69,33 +73,72 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
     ours, theirs = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(ours) & set(theirs)
     same_root = root == param.device_mesh._get_root_mesh()
+    flat = () if common or not same_root else _flattened(mesh, param.device_mesh)
     if not ours or not theirs or common not in (set(), set(ours)) or not same_root:
         raise ValueError(
             f"fully_shard: parameter {name!r} is a DTensor on axes {theirs} and the mesh has "
             f"{ours}; wants other axes of one named mesh, mesh['dp'] and mesh['tp'], or all of "
             f"them: slice both from it"
         )
+    cut = flat or ours  # axes along which it will be
     placements, shape = list(param.placements), list(param.shape)
     for axis, axis_name in enumerate(theirs):
         placement = placements[axis]
-        if axis_name in ours:
+        if axis_name in cut:
             placements[axis] = Replicate()
-        elif isinstance(placement, Shard):
+        elif isinstance(placement, Shard | InterleavedShard):
             shape[placement.dim] //= param.device_mesh.size(axis)  # dbuffer refuses uneven ones
-    names = tuple(n for n in root.mesh_dim_names or () if n in ours or n in theirs)
-    others = dict(zip(theirs, placements, strict=True))
+    beside = {n: p for n, p in zip(theirs, placements, strict=True) if n not in cut}
     inner = None
-    if set(theirs) - set(ours):
-        beside = tuple(others[n] for n in names if n not in ours)
-        inner = Inner(root[names], beside, tuple(param.shape))
+    if beside:
+        if flat and theirs[: len(flat)] != flat:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor on axes {theirs} and the mesh's "
+                f"{ours} is made of {flat}; wants these first in the mesh, before all others"
+            )
+        if flat:
+            together = _with_flat(mesh, param.device_mesh, flat)
+        else:
+            together = root[tuple(n for n in root.mesh_dim_names or () if n in ours or n in theirs)]
+        names = together.mesh_dim_names or ()
+        others = tuple(beside[n] for n in names if n in beside)
+        inner = Inner(together, others, tuple(param.shape))
     spec = DTensorSpec(param.device_mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
-    own = tuple(axis for axis, axis_name in enumerate(theirs) if axis_name in ours)
+    own = tuple(axis for axis, axis_name in enumerate(theirs) if axis_name in cut)
     return Placed(inner, tuple(shape), spec, own)
+
+
+def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
+    """The axes of another mesh that the one axis of ours is made of; () if it is not.
+
+    Torch keeps no record of it, so ranks are compared; axes of size 1 make no difference.
+    """
+    names = other.mesh_dim_names or ()
+    here = other.get_coordinate()
+    if mesh.ndim != 1 or here is None:
+        return ()
+    for number in range(2, other.ndim + 1):
+        for axes in itertools.combinations(range(other.ndim), number):
+            index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
+            if torch.equal(other.mesh[index].flatten(), mesh.mesh):
+                return tuple(names[axis] for axis in axes)
+    return ()
+
+
+def _with_flat(mesh: DeviceMesh, other: DeviceMesh, flat: Sequence[str]) -> DeviceMesh:
+    """Another mesh, with ours in place of the axes that it flattens."""
+    parts = []
+    for name in other.mesh_dim_names or ():
+        if name == flat[0]:
+            parts.append(mesh)
+        elif name not in flat:
+            parts.append(other[name])
+    return DeviceMesh._concatenate(parts)
 
 
 def inner_block(placed: Placed, block: int) -> int:
     """The block that also keeps dims whole which other axes cut, counted in the local tensor."""
     for placement in placed.spec.placements:
-        if isinstance(placement, Shard) and placement.dim > 0:
+        if isinstance(placement, Shard | InterleavedShard) and placement.dim > 0:
             block = math.lcm(block, math.prod(placed.shape[placement.dim :]))
     return max(1, min(block, math.prod(placed.shape)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ def fully_shard(
     mesh: DeviceMesh,
     granularity: str | None = None,
     reshard_after_forward: bool | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
 ) -> None:
     """`fsdp.fully_shard` with one granularity for all parameters.
 
@@ -28,6 +30,7 @@ def fully_shard(
         granularity: of all parameters, as "rows(32)", "block(1024)" or "whole"; None is the
             default.
         reshard_after_forward: as of `fsdp.fully_shard`.
+        ignored_params: as of `fsdp.fully_shard`.
 
     Raises:
         ValueError: another text.
@@ -38,6 +41,7 @@ def fully_shard(
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=None if chosen is None else lambda param: chosen,
+        ignored_params=set(ignored_params),
     )
 
 

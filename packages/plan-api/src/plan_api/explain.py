@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from importlib.util import find_spec
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from plan_api.plan import Plan
 from plan_api.resolve import state_of
 from plan_api.shapes import local_shape
 
-__all__ = ["Diff", "Explanation", "Row", "diff", "explain"]
+__all__ = ["Diff", "Explanation", "Row", "diff", "explain", "show"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,16 @@ def explain(plan: Plan, model: nn.Module) -> Explanation:
                 )
             )  # fmt: skip
     return Explanation(tuple(rows), lowered.overrides)
+
+
+def show(found: Explanation) -> None:
+    """Prints it: drawn with rich, plain text without."""
+    if find_spec("rich"):
+        from rich.console import Console
+
+        Console().print(found.table())
+    else:
+        print(found)
 
 
 def diff(plan_a: Plan, plan_b: Plan) -> Diff:

@@ -12,10 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.axes import axis_names
 from plan_api.entry import Entry
 from plan_api.resolve import is_inside
+from plan_api.schedule import Schedule
 
-__all__ = ["GROUP", "apply_fully_shard", "find_fully_shard", "placed_until_sharded"]
+__all__ = [
+    "GROUP", "apply_fully_shard", "find_fully_shard", "fully_sharded_names", "placed_until_sharded",
+]  # fmt: skip
 
 GROUP = "plan_api.fully_shard"
 
@@ -23,7 +27,8 @@ GROUP = "plan_api.fully_shard"
 def find_fully_shard(entry: Entry) -> Callable[..., Any]:
     """The function that a package has registered as ``plan_api.fully_shard``.
 
-    It is called as ``fully_shard(module, mesh=, granularity=, reshard_after_forward=)``.
+    It is called as ``fully_shard(module, mesh=, granularity=, reshard_after_forward=)``, with
+    ``ignored_params=`` where the plan itself cuts parameters along the mesh's axes.
 
     Args:
         entry: that asks for it, for messages.
@@ -40,19 +45,67 @@ def find_fully_shard(entry: Entry) -> Callable[..., Any]:
     )
 
 
-def apply_fully_shard(model: nn.Module, entries: Mapping[str, Entry], mesh: DeviceMesh) -> None:
+def apply_fully_shard(
+    model: nn.Module,
+    entries: Mapping[str, Entry],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> None:
     """Applies it to modules, the innermost first, as it wants to be.
+
+    Parameters that the plan cuts along the same axes, such as experts, are left as they are.
 
     Args:
         model: whose parameters are placed already.
         entries: by module path, the last that names it.
+        schedules: of parameters, by their first names.
         mesh: the plan's.
     """
     for path in sorted(entries, key=lambda path: -path.count(".") if path else 1):
         entry = entries[path]
-        find_fully_shard(entry)(
-            model.get_submodule(path), mesh=mesh[entry.axes], **dict(entry.options)
-        )
+        options = dict(entry.options)
+        own = mesh[entry.axes]
+        if options.pop("flat", False) and own.ndim > 1:
+            own = own._flatten()
+        left = [
+            param
+            for name, param in model.named_parameters()
+            if is_inside(name, path) and _is_cut(name, entry, schedules, mesh)
+        ]
+        if left:
+            options["ignored_params"] = left
+        find_fully_shard(entry)(model.get_submodule(path), mesh=own, **options)
+
+
+def fully_sharded_names(
+    model: nn.Module,
+    entries: Mapping[str, Entry],
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> frozenset[str]:
+    """The first names of the parameters whose gradients fully_shard reduces.
+
+    Args:
+        model: any.
+        entries: as of `apply_fully_shard`.
+        schedules: as of `apply_fully_shard`.
+        mesh: the plan's.
+    """
+    first = {id(param): name for name, param in model.named_parameters()}
+    found = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        inside = [path for path in entries if is_inside(name, path)]
+        if inside and not _is_cut(first[id(param)], entries[max(inside, key=len)], schedules, mesh):
+            found.add(first[id(param)])
+    return frozenset(found)
+
+
+def _is_cut(name: str, entry: Entry, schedules: Mapping[str, Schedule], mesh: DeviceMesh) -> bool:
+    """Whether a parameter is cut along an entry's axes while its module runs."""
+    schedule, axes = schedules.get(name), axis_names(mesh)
+    return schedule is not None and any(
+        not schedule.run[axes.index(axis)].is_replicate() for axis in entry.axes
+    )
 
 
 def placed_until_sharded(

@@ -69,9 +69,8 @@ class Site:
     @property
     def moved(self) -> tuple[Step, ...]:
         """What its hook does; regions and factories are others' (see `plan_api.region`)."""
-        return tuple(
-            one for one in self.steps if one.act not in (Act.FACTORY, Act.INDEX, Act.LOCAL)
-        )
+        others = (Act.FACTORY, Act.INDEX, Act.DISPATCH, Act.LOCAL)
+        return tuple(one for one in self.steps if one.act not in others)
 
 
 def last_words(ops: Iterable[Op]) -> tuple[list[Op], list[Override]]:

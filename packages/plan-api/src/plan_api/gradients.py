@@ -38,7 +38,7 @@ class Gradients:
             sent as they come.
         fired: of the model's sites; those that the first step has not passed are named once.
         bucket_mb: of gradients that are sent together.
-        without: modules whose gradients somebody else reduces.
+        without: the first names of parameters whose gradients somebody else reduces.
     """
 
     def __init__(
@@ -91,11 +91,10 @@ class Gradients:
         self._begin(model)
 
     def _begin(self, model: nn.Module) -> None:
-        left = {id(p) for path in self._without for p in model.get_submodule(path).parameters()}
         named = [
             (name, param)
             for name, param in model.named_parameters()
-            if param.requires_grad and id(param) not in left
+            if param.requires_grad and name not in self._without
         ]
         if not named:
             return

@@ -17,7 +17,9 @@ from plan_api.containers import map_tensors, replace_part
 from plan_api.fuse import Site
 from plan_api.ir import Moment
 
-__all__ = ["Fired", "Moves", "argument_at", "install", "places_of"]
+__all__ = [
+    "Fired", "Moves", "argument_at", "given_at", "install", "places_of", "replaced_at",
+]  # fmt: skip
 
 
 class Fired:
@@ -86,6 +88,22 @@ def argument_at(index: int | str, places: Sequence[str]) -> tuple[int, str]:
     if isinstance(index, str):
         return sys.maxsize, index
     return index, places[index] if index < len(places) else ""
+
+
+def given_at(argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module was given there, by place or by name; None if nothing."""
+    place, name = argument
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def replaced_at(
+    argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another one there, if one was given."""
+    place, name = argument
+    if place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value} if name in kwargs else kwargs
 
 
 def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable[..., Any]:

@@ -2,14 +2,15 @@
 
 A module that loops over its experts finds them by their numbers. Where they are divided among the
 ranks of an axis, and the module runs on local tensors, these numbers have to become this rank's
-own: 0 up to as many as it has, and that number itself for all that other ranks have. It is what
-modules leave out that know expert parallelism, as transformers' do.
+own: 0 up to as many as it has. For what other ranks have it is that number itself, which modules
+leave out that know expert parallelism, as transformers' do; or what has chosen it is sent to the
+rank that has it (`plan_api.dispatch`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
 
 from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
+from plan_api.dispatch import Dispatch, Dispatching
 from plan_api.entry import Entry
-from plan_api.hooks import argument_at, places_of
+from plan_api.fuse import Step, fuse
+from plan_api.hooks import argument_at, given_at, places_of, replaced_at
 from plan_api.ir import Act, Op
-from plan_api.resolve import state_of
+from plan_api.resolve import argument_of, is_inside, state_of
 from plan_api.schedule import Schedule
 
-__all__ = ["Counting", "Indices", "indices_of"]
+__all__ = ["Indices", "indices_of", "install_indices"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Indices:
         own: the numbers that this rank has.
         axes: of the mesh, by number, along which they are divided.
         attributes: that the module has while it runs.
+        dispatch: how what has chosen a number is sent to the rank that has it; None: all ranks
+            along the axes have everything, and leave out what others have.
     """
 
     place: int
@@ -46,48 +52,70 @@ class Indices:
     own: range
     axes: tuple[int, ...]
     attributes: Mapping[str, Any]
+    dispatch: Dispatch | None = None
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """The place and the name of the argument."""
+        return self.place, self.name
 
     def renumber(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with this one counted as this rank counts."""
-        if self.place < len(args):
-            new = map_tensors(args[self.place], self._renumbered)
-            return (*args[: self.place], new, *args[self.place + 1 :]), kwargs
-        if self.name in kwargs:
-            return args, {**kwargs, self.name: map_tensors(kwargs[self.name], self._renumbered)}
-        return args, kwargs
+        given = given_at(self.at, args, kwargs)
+        return replaced_at(self.at, args, kwargs, map_tensors(given, self._renumbered))
 
     def _renumbered(self, tensor: torch.Tensor) -> torch.Tensor:
         here = (tensor >= self.own.start) & (tensor < self.own.stop)
         return torch.where(here, tensor - self.own.start, len(self.own))
 
 
-class Counting:
-    """What a module is told while it runs on what this rank has.
+def install_indices(
+    module: nn.Module, indices: Sequence[Indices], mesh: DeviceMesh, path: str
+) -> list[RemovableHandle]:
+    """Hooks of a module that sees plain tensors, and is told of what this rank has.
+
+    They come after those that give it plain tensors, and before those that move what it returns.
 
     Args:
-        indices: of one module.
+        module: any.
+        indices: of it.
+        mesh: the plan's; all its ranks call.
+        path: of the module, for messages.
     """
+    handles = []
+    for one in indices:
+        if one.dispatch is None:
+            handles.append(_before(module, lambda _, *given, one=one: one.renumber(*given)))
+            continue
+        sending = Dispatching(one.dispatch, one.at, one.own, one.axes, mesh, path)
+        handles += [_before(module, sending.enter), _after(module, sending.leave)]
+    attributes = _Attributes({name: own for one in indices for name, own in one.attributes.items()})
+    return [*handles, _before(module, attributes.lend), _after(module, attributes.take_back)]
 
-    def __init__(self, indices: Sequence[Indices]) -> None:
-        self._indices = indices
-        self._attributes = {name: own for one in indices for name, own in one.attributes.items()}
+
+def _before(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _after(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    return module.register_forward_hook(hook, prepend=True, always_call=True)
+
+
+class _Attributes:
+    """What a module has while it runs on what this rank has."""
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        self._own = own
         self._had: dict[str, Any] = {}
 
-    def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before it runs: its arguments, and its attributes, count what this rank has."""
-        for index in self._indices:
-            args, kwargs = index.renumber(args, kwargs)
-        for name, own in self._attributes.items():
+    def lend(self, module: nn.Module, *_: Any) -> None:
+        for name, own in self._own.items():
             self._had[name] = getattr(module, name)
             setattr(module, name, own)
-        return args, kwargs
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        """When it has run: its attributes count all again."""
+    def take_back(self, module: nn.Module, *_: Any) -> None:
         while self._had:
             setattr(module, *self._had.popitem())
 
@@ -114,33 +142,69 @@ def indices_of(
     """
     ops = list(ops)
     regions = {op.path for op in ops if op.act is Act.LOCAL}
-    groups: dict[tuple[str, int | str], list[Op]] = {}
-    for op in ops:
-        if op.act is Act.INDEX:
-            groups.setdefault((op.path, op.index), []).append(op)
     found: dict[str, list[Indices]] = {}
-    for (path, index), group in groups.items():
-        module, entry = model.get_submodule(path), entries[group[-1].entry]
-        if path not in regions:
-            axes_said = ", ".join(repr(op.axis) for op in group)
+    for path, step in _steps(ops):
+        module, entry = model.get_submodule(path), entries[step.entries[-1]]
+        if not any(is_inside(path, region) for region in regions):
+            axes_said = ", ".join(map(repr, step.moves))
             raise ValueError(
                 f"{entry.said}: {path} runs on DTensors, whose indices count the whole; add "
                 f"local({path!r}, Partial(), {axes_said})"
             )
-        axes = tuple(sorted(axis_names(mesh).index(op.axis) for op in group))
-        number = _number(group, axes, entry, model, schedules)
-        last = _part(number, mesh, axes, [size - 1 for size in mesh.shape])
-        if not last:
+        axes = tuple(sorted(axis_names(mesh).index(axis) for axis in step.moves))
+        number = _number(path, step, axes, entry, model, schedules)
+        parts = _parts(number, mesh, axes)
+        if not parts[-1]:
             raise ValueError(
-                f"{entry.said}: {number} do not give each rank one: there are "
-                f"{math.prod(mesh.size(axis) for axis in axes)} ranks, and they are cut as by "
-                f"torch.chunk; divide them among fewer"
+                f"{entry.said}: {number} do not give each rank one: there are {len(parts)} ranks, "
+                f"and they are cut as by torch.chunk; divide them among fewer"
             )
         own = _part(number, mesh, axes, mesh.get_coordinate() or [0] * mesh.ndim)
         attributes = _attributes(entry, module, number, len(own))
-        place, name = argument_at(index, places_of(module))
-        found.setdefault(path, []).append(Indices(place, name, own, axes, attributes))
+        place, name = argument_at(step.index, places_of(module))
+        dispatch = None
+        if step.act is Act.DISPATCH:
+            dispatch = _dispatch(path, module, parts, step, entry)
+        those = found.setdefault(path, [])
+        if those and (dispatch or those[0].dispatch):
+            raise ValueError(
+                f"{entry.said}: {path} has another argument that counts what is divided; tokens "
+                f"are dispatched by one"
+            )
+        those.append(Indices(place, name, own, axes, attributes, dispatch))
     return found
+
+
+def _steps(ops: Iterable[Op]) -> Iterator[tuple[str, Step]]:
+    """What is said of each argument, along all axes together; by the path of its module."""
+    for site in fuse(op for op in ops if op.act in (Act.INDEX, Act.DISPATCH)):
+        for step in site.steps:
+            yield site.path, step
+
+
+def _dispatch(
+    path: str, module: nn.Module, parts: tuple[range, ...], step: Step, entry: Entry
+) -> Dispatch:
+    options, places = dict(entry.options), places_of(module)
+
+    def argument(name: int | str) -> tuple[int, str]:
+        return argument_at(argument_of(entry, path, module, name), places)
+
+    weights = options["weights"]
+    return Dispatch(
+        argument(options["tokens"]), None if weights is None else argument(weights), parts, step
+    )
+
+
+def _parts(number: int, mesh: DeviceMesh, axes: Sequence[int]) -> tuple[range, ...]:
+    """Those of all ranks along axes, the first of them outermost."""
+    at = [0] * mesh.ndim
+    found = []
+    for place in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
+        for axis, coordinate in zip(axes, place, strict=True):
+            at[axis] = coordinate
+        found.append(_part(number, mesh, axes, at))
+    return tuple(found)
 
 
 def _part(number: int, mesh: DeviceMesh, axes: Iterable[int], coordinates: Sequence[int]) -> range:
@@ -153,14 +217,15 @@ def _part(number: int, mesh: DeviceMesh, axes: Iterable[int], coordinates: Seque
 
 
 def _number(
-    group: Sequence[Op],
+    path: str,
+    step: Step,
     axes: tuple[int, ...],
     entry: Entry,
     model: nn.Module,
     schedules: Mapping[str, Schedule],
 ) -> int:
     """How many there are, of the parameters that are divided."""
-    path, dim = group[0].path, getattr(group[0].dst, "dim", 0)
+    dim = getattr(next(iter(step.moves.values())).dst, "dim", 0)
     first = {id(tensor): name for name, tensor in reversed([*state_of(model)])}
     sizes: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -191,7 +256,7 @@ def _number(
 
 def _attributes(entry: Entry, module: nn.Module, number: int, own: int) -> dict[str, Any]:
     options = dict(entry.options)
-    count, flag = options["count"], options["flag"]
+    count, flag = options["count"], options.get("flag")
     for name in (count, flag):
         if name is not None and not hasattr(module, name):
             raise ValueError(f"{entry.said}: {type(module).__name__} has no attribute {name!r}")

@@ -47,6 +47,7 @@ class Act(Enum):
     ANNOTATE = "annotate"  # a local tensor is said to be one, without communication
     FACTORY = "factory"  # what a module makes while it runs becomes a DTensor
     INDEX = "index"  # an argument counts what this rank has of the parameters that are cut
+    DISPATCH = "dispatch"  # that, and what has chosen a part is sent to the rank that has it
     LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
     REDIST = "redist"  # what may be a plain tensor is moved
 
@@ -59,7 +60,7 @@ class Op:
         path: of the module.
         moment: when.
         tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``; of
-            FACTORY ``<new>``, of INDEX ``<index>``.
+            FACTORY ``<new>``, of INDEX and DISPATCH ``<index>``.
         index: of the argument or result, by number or name; of an operator its function.
         act: what is done.
         axis: of the mesh, by name.

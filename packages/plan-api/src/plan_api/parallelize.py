@@ -16,12 +16,13 @@ from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
 from plan_api.eager import install_eager
 from plan_api.extras import use_extras
-from plan_api.fully import apply_fully_shard
+from plan_api.fully import apply_fully_shard, fully_sharded_names
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired
 from plan_api.losses import register_losses
 from plan_api.lowered import Lowered, lower
 from plan_api.plan import Plan
+from plan_api.router_loss import refuse_router_loss
 from plan_api.state import place_state
 from plan_api.static.check import check_static
 from plan_api.static.compare import Difference
@@ -155,10 +156,12 @@ def parallelize(
                 model, lowered.sites, lowered.schedules, lowered.indices, plan.mesh, fired
             )
         )
-        apply_fully_shard(model, fully, plan.mesh)
+        others = fully_sharded_names(model, fully, lowered.schedules, plan.mesh)
+        apply_fully_shard(model, fully, lowered.schedules, plan.mesh)
         guard = None
         waits = any(schedule.waits for schedule in lowered.schedules.values())
-        gradients = Gradients(model, waits, fired, bucket_mb, tuple(fully))
+        gradients = Gradients(model, waits, fired, bucket_mb, others)
+    handles = (*handles, *refuse_router_loss(model, lowered, mode))
     _installed[model] = Installed(plan, mode, lowered, fired, gradients, extras, guard, handles)
     return model
 

@@ -7,19 +7,18 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axes_of, axis_names
 from plan_api.entry import Entry
+from plan_api.given import Axes, Placements, check_counts, per_axis
 from plan_api.line import line_of_call
 from plan_api.path import Kind, parse
 from plan_api.phase import Phase
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from plan_api.explain import Explanation
 
 __all__ = ["Plan"]
-
-Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
-Placements: TypeAlias = "Placement | Sequence[Placement]"
 
 
 class Plan:
@@ -207,17 +203,43 @@ class Plan:
             flag: the module's attribute that is True while it runs so.
 
         Raises:
-            ValueError: as `shard`; or the path names no argument, or a placement is no Shard. What
-                does not fit the model is said by `lower` and `parallelize`.
+            ValueError: as `shard`; or the path names no argument, or a placement is no Shard.
         """
-        what = f"index({path!r})"
-        if parse(path).kind is not Kind.INPUT:
-            raise ValueError(f"{what}: names an argument, as in 'experts.<in:top_k_index>'")
-        given = (placements,) if isinstance(placements, Placement) else tuple(placements)
-        if any(type(one) is not Shard or one != given[0] for one in given):
-            raise ValueError(f"{what}: {placements} is not one Shard of the module's parameters")
+        check_counts(f"index({path!r})", path, placements)
         options = {"count": count, "flag": flag}
         return self._add(Verb.INDEX, path, mesh, placements, options=options)
+
+    def dispatch(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        tokens: int | str = 0,
+        weights: int | str | None = None,
+        count: str | None = None,
+    ) -> Plan:
+        """Sends tokens to the ranks that have what they choose, such as experts, and back.
+
+        As `index`, where tokens are cut along these axes: the module runs on those of all ranks
+        that have chosen its own parts, a row a choice, with weights of 1. What it makes of them, a
+        row each, is weighted and added up at the tokens' ranks. None is dropped, or padded.
+
+        Args:
+            path: of the argument with the choices, a tensor of integers (tokens, choices); its
+                module, or one that it is in, runs on local tensors (`local`).
+            placements: per axis, of the parameters that it counts, all with one dim.
+            mesh: the axes; of several the first of the mesh is the outermost, as of shards.
+            tokens: the argument (tokens, features), by number or name.
+            weights: that with a weight for each choice, (tokens, choices); None: there is none.
+            count: the module's attribute that has how many there are; while it runs, its own.
+
+        Raises:
+            ValueError: as `index`.
+        """
+        check_counts(f"dispatch({path!r})", path, placements)
+        options = {"tokens": tokens, "weights": weights, "count": count}
+        return self._add(Verb.DISPATCH, path, mesh, placements, options=options)
 
     def fully_shard(
         self,
@@ -225,21 +247,26 @@ class Plan:
         mesh: Axes,
         granularity: str | None = None,
         reshard_after_forward: bool | None = None,
+        *,
+        flat: bool = False,
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
+        Parameters that the plan cuts along the same axes, such as experts, are left out.
+
         Args:
             path: of modules.
-            mesh: the axes to shard on.
+            mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
             granularity: of the shards, as fsdp knows it.
             reshard_after_forward: whether parameters are gathered again in backward; None: all but
                 the root's.
+            flat: whether several axes are one, to shard on.
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor. That fsdp is not installed is said
-                by `lower` and `parallelize`.
+            ValueError: as `shard`; or the path names a tensor.
         """
         options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
+        options |= {"flat": True} if flat else {}
         return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Plan:
@@ -268,15 +295,10 @@ class Plan:
         Raises:
             ValueError: the plan does not fit the model.
         """
-        from plan_api.explain import explain
+        from plan_api.explain import explain, show
 
         found = explain(self, model)
-        if find_spec("rich"):
-            from rich.console import Console
-
-            Console().print(found.table())
-        else:
-            print(found)
+        show(found)
         return found
 
     def to_json(self) -> str:
@@ -356,10 +378,10 @@ class Plan:
         what = f"{verb.value}({path!r})"
         parsed = parse(path, verb.of_modules)
         axes = axes_of(mesh, self.mesh, what)
-        placed = () if dst is None else _per_axis(dst, axes, what)
+        placed = () if dst is None else per_axis(dst, axes, what)
 
         def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
-            return None if placements is None else _per_axis(placements, axes, what)
+            return None if placements is None else per_axis(placements, axes, what)
 
         self._entries.append(
             Entry(
@@ -376,20 +398,3 @@ class Plan:
             )
         )
         return self
-
-
-def _per_axis(placements: Placements, axes: tuple[str, ...], what: str) -> tuple[Placement, ...]:
-    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    for one in given:
-        if not isinstance(one, Placement):
-            raise ValueError(
-                f"{what}: {one!r} is no placement: give Shard(0), Replicate() and so on"
-            )
-        if isinstance(one, Shard) and one.dim < 0:
-            raise ValueError(f"{what}: {one}: count dims from the front, as DTensor does")
-    if len(given) != len(axes):
-        raise ValueError(
-            f"{what}: {len(given)} placements for {len(axes)} axes {axes}: give one for each, or "
-            f"name the axes by mesh="
-        )
-    return given

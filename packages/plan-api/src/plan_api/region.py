@@ -22,8 +22,9 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.factory import install_factory
 from plan_api.fuse import Site
-from plan_api.indices import Counting, Indices
+from plan_api.indices import Indices, install_indices
 from plan_api.ir import Act, Moment, Op
+from plan_api.resolve import is_inside
 
 __all__ = ["check_regions", "install_regions"]
 
@@ -40,7 +41,8 @@ def check_regions(ops: Iterable[Op]) -> None:
         parts = op.path.split(".")
         above = {".".join(parts[:count]) for count in range(len(parts))} - {op.path}
         inside = above & regions or ({op.path} & regions if op.moment.of_state else set())
-        if inside and op.moment is not Moment.INIT and op.act is not Act.ANNOTATE:
+        stays = op.act in (Act.ANNOTATE, Act.INDEX, Act.DISPATCH)
+        if inside and op.moment is not Moment.INIT and not stays:
             raise ValueError(
                 f"{op} is inside of {min(inside)!r}, which runs on local tensors (local()): there "
                 f"parameters have phase INIT, and nothing is moved"
@@ -69,10 +71,17 @@ def install_regions(
             placements = {axis: move.dst for axis, move in step.moves.items()}
             module = model.get_submodule(site.path)
             if step.act is Act.LOCAL:
-                own = indices.get(site.path, ())
-                handles += _install_local(module, placements, mesh, site.path, own)
+                counted = [
+                    one
+                    for path, those in indices.items()
+                    for one in those
+                    if is_inside(path, site.path)
+                ]
+                handles += _install_local(module, placements, mesh, site.path, counted)
             elif step.act is Act.FACTORY:
                 handles += install_factory(module, placements, mesh)
+    for path, those in indices.items():
+        handles += install_indices(model.get_submodule(path), those, mesh, path)
     return handles
 
 
@@ -90,7 +99,7 @@ def _install_local(
         outputs: how what it returns is placed, by axis; along others as the first DTensor given.
         mesh: the plan's.
         path: of the module, for messages.
-        indices: arguments that count what each rank has of the parameters.
+        indices: arguments in it that count what each rank has of the parameters.
     """
     axes = axis_names(mesh)
     placed = {axes.index(axis): placement for axis, placement in outputs.items()}
@@ -112,8 +121,8 @@ class _Region:
         indices: Sequence[Indices],
     ) -> None:
         self._outputs, self._mesh, self._path = outputs, mesh, path
-        self._counting = Counting(indices)
-        self._divided = {axis for one in indices for axis in one.axes}
+        self._whole = {axis for one in indices if not one.dispatch for axis in one.axes}
+        self._cut_along = {axis for one in indices if one.dispatch for axis in one.axes}
         self._owners = [
             (owner, name) for owner in module.modules() for name in (*owner._parameters,)
         ]
@@ -138,12 +147,11 @@ class _Region:
             return _local(tensor, cut_params) if isinstance(tensor, DTensor) else tensor
 
         local: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors((args, kwargs), to_local)
-        return self._counting.enter(module, *local)
+        return local
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> Any:
         for owner, name in self._owners:
             owner.__dict__.pop(name, None)
-        self._counting.leave(module)
         given, self._given = self._given, []
         if output is None:  # it has raised, or has nothing to place
             return None
@@ -156,9 +164,16 @@ class _Region:
                     f"{self._path} runs on local tensors and was given {tensor._spec}: a part of a "
                     f"sum means nothing there; add shard('{self._path}.<in>', Replicate())"
                 )
-            for axis in self._divided:
-                if tensor.placements[axis] != Replicate():
-                    name = axis_names(self._mesh)[axis]
+            for axis, name in enumerate(axis_names(self._mesh)):
+                whole = tensor.placements[axis] == Replicate()
+                if axis in self._cut_along and whole:
+                    raise ValueError(
+                        f"{self._path} dispatches tokens along {name!r}, and was given "
+                        f"{tensor._spec}, which all ranks there have: each would send the same; "
+                        f"say shard('{self._path}.<in:...>', Shard(0), {name!r}), or index() in "
+                        f"place of dispatch(), by which each computes its own part of all"
+                    )
+                if axis in self._whole and not whole:
                     raise ValueError(
                         f"{self._path} has its parameters divided along {name!r}, so each rank "
                         f"needs all that is to be computed, and was given {tensor._spec}; add "

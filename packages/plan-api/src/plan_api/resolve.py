@@ -17,7 +17,7 @@ from plan_api.path import Kind, TensorPath
 from plan_api.plan import Plan
 from plan_api.verb import Verb
 
-__all__ = ["fully_sharded", "is_inside", "resolve", "state_of", "stays_eager"]
+__all__ = ["argument_of", "fully_sharded", "is_inside", "resolve", "state_of", "stays_eager"]
 
 _ACTS = {
     Verb.SHARD: Act.REDIST,
@@ -26,6 +26,7 @@ _ACTS = {
     Verb.FACTORY: Act.FACTORY,
     Verb.LOCAL: Act.LOCAL,
     Verb.INDEX: Act.INDEX,
+    Verb.DISPATCH: Act.DISPATCH,
 }
 
 
@@ -147,18 +148,28 @@ def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
     if path.kind is Kind.OPERATOR:
         return _Place(name, Moment.OPERATOR, path.kind.value, path.index)
     if path.kind is Kind.INPUT:
-        index = _argument(entry, name, modules[name])
-        tensor = "<index>" if entry.verb is Verb.INDEX else path.kind.value
+        index = argument_of(entry, name, modules[name], path.index)
+        counts = entry.verb in (Verb.INDEX, Verb.DISPATCH)
+        tensor = "<index>" if counts else path.kind.value
         return _Place(name, Moment.FORWARD_PRE, tensor, index)
     return _Place(name, Moment.FORWARD, path.kind.value, path.index)
 
 
-def _argument(entry: Entry, name: str, module: nn.Module) -> int | str:
-    """The place of an argument that may be given by name too; else its name."""
+def argument_of(entry: Entry, name: str, module: nn.Module, index: int | str) -> int | str:
+    """The place of an argument that may be given by name too; else its name.
+
+    Args:
+        entry: that names it.
+        name: of the module.
+        module: whose forward has it.
+        index: its number, or its name.
+
+    Raises:
+        ValueError: there is none.
+    """
     parameters = list(inspect.signature(module.forward).parameters.values())
     kinds = {one.kind for one in parameters}
     places = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    index = entry.path.index
     if isinstance(index, int):
         if index >= len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ValueError(

@@ -16,6 +16,7 @@ class Verb(enum.Enum):
     FACTORY = "factory"
     LOCAL = "local"
     INDEX = "index"
+    DISPATCH = "dispatch"
     FULLY_SHARD = "fully_shard"
     EAGER = "eager"
 

@@ -17,7 +17,7 @@ from plan_api.containers import map_tensors
 from plan_api.fuse import Site
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
-from plan_api.indices import Counting
+from plan_api.indices import install_indices
 from plan_api.ir import Act, Moment
 from plan_api.lowered import Lowered
 from plan_api.static.gradients import LeafGradients
@@ -90,13 +90,8 @@ def install_static(
         elif site.moment is Moment.RUN:
             handles += _use_moved(site, module, mesh)
     for path, counted in lowered.indices.items():
-        if lowered.stays(path):
-            continue
-        module, counting = model.get_submodule(path), Counting(counted)
-        handles += [
-            module.register_forward_pre_hook(counting.enter, with_kwargs=True),
-            module.register_forward_hook(counting.leave, always_call=True),
-        ]
+        if not lowered.stays(path):
+            handles += install_indices(model.get_submodule(path), counted, mesh, path)
     step_on_leaves(leaves)
     guard = Guard(model, lowered, mesh, leaves, gradients, passed, guard_steps)
     begin = _begin(leaves, gradients, passed)  # before the guard looks at them

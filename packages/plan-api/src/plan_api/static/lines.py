@@ -186,7 +186,8 @@ def written(plan: Plan, said: Iterable[Said], model: nn.Module) -> Plan:
 def _stays(entry: Entry) -> bool:
     kind = entry.path.kind
     of_script = kind is Kind.INPUT and not entry.path.pattern
-    return kind in (Kind.STATE, Kind.MODULE) or of_script or entry.verb is Verb.INDEX
+    counts = entry.verb in (Verb.INDEX, Verb.DISPATCH)
+    return kind in (Kind.STATE, Kind.MODULE) or of_script or counts
 
 
 def numbered(path: str) -> str:

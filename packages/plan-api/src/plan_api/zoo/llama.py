@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options, cut_batch, cut_classes
+from plan_api.zoo.needs import Axes, check_options, cut_batch, cut_classes
 
 __all__ = ["decoder", "llama"]
 
@@ -15,7 +15,7 @@ __all__ = ["decoder", "llama"]
 def llama(
     mesh: DeviceMesh,
     tp: str | None = "tp",
-    dp: str | None = None,
+    dp: Axes = None,
     sp: bool = False,
     *,
     loss_parallel: bool = False,
@@ -26,7 +26,7 @@ def llama(
         mesh: with the axes that are named.
         tp: the axis of tensor parallelism; heads and key-value heads have to be multiples of its
             size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
-        dp: the axis along which batches are cut; None: none.
+        dp: the axis along which batches are cut, or several; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
         loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
 
@@ -40,10 +40,10 @@ def llama(
 def decoder(
     mesh: DeviceMesh,
     tp: str | None,
-    dp: str | None,
+    dp: Axes,
     sp: bool,
     loss_parallel: bool,
-    of_mlp: Placement,
+    of_mlp: Placement | None,
 ) -> Plan:
     """What `llama` and its relatives have in common.
 
@@ -53,7 +53,8 @@ def decoder(
         dp: as in `llama`.
         sp: as in `llama`.
         loss_parallel: as in `llama`.
-        of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``.
+        of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``; None: they
+            take hidden states as they are between them and attention.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
     cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
@@ -66,10 +67,11 @@ def decoder(
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
         # Where nothing moves forward gradients come back as sums all the same: left alone, torch
         # cuts them along the batch, after which attention's products move everything.
-        for name, gradient in (("self_attn", part), ("mlp", of_mlp)):
+        moved = {"self_attn": part} | ({} if of_mlp is None else {"mlp": of_mlp})
+        for name, gradient in moved.items():
             given = rf"{layer}\.{name}.<in>"
             plan.redistribute(given, rest, whole, tp, grad_src=gradient, grad_dst=rest)
-        plan.redistribute(rf"{layer}\.(self_attn|mlp).<out>", part, rest, tp)
+        plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
         if sp:
             plan.redistribute(r"model\.layers\.0.<in>", whole, rest, tp)

@@ -1,0 +1,380 @@
+"""Tokens sent to their experts' ranks: as on one device, whoever has what, and what is sent."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from plan_api import Plan, explain, extras, installed, lower, parallelize, track, zoo
+from testkit import TORCH_RELEASE, CommLog, RankError, fake_mesh, models, run_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+FEATURES = 6
+
+
+class Experts(nn.Module):
+    """A matrix for each expert, of those that are hit alone, as transformers' experts."""
+
+    def __init__(self, number=4):
+        super().__init__()
+        torch.manual_seed(3)
+        self.number, self.seen = number, []
+        self.table = nn.Parameter(torch.randn(number, FEATURES, FEATURES))
+
+    def forward(self, x, chosen, weights):
+        self.seen.append((chosen.tolist(), self.number, len(self.table)))
+        out = torch.zeros_like(x)
+        for expert in chosen.unique():
+            token, place = torch.where(chosen == expert)
+            made = torch.tanh(x[token] @ self.table[expert]) * weights[token, place, None]
+            out = out.index_add(0, token, made)
+        return out
+
+
+def plan_of(mesh, axes=("dp",), **options):
+    cut = [S0] * len(axes)
+    plan = Plan(mesh).shard("table", cut, axes).local("", cut, axes)
+    for given in ("x", "chosen", "weights"):
+        plan.shard(f"<in:{given}>", cut, axes)
+    options = {"weights": "weights", "count": "number"} | options
+    return plan.dispatch("<in:chosen>", cut, axes, **options)
+
+
+# Of four experts on two ranks; a row for each token.
+CHOICES = {
+    "both ranks": [[0, 3], [1, 2], [3, 2], [0, 1]],
+    "nothing for the second rank": [[0, 1], [1, 0], [0, 1], [1, 0]],
+    "nothing for the first rank": [[2, 3], [3, 2], [2, 3], [2, 3]],
+    "one expert has all": [[3], [3], [3], [3]],
+    "three choices": [[0, 1, 2], [3, 1, 0], [2, 0, 3], [1, 2, 3]],
+    "an odd number of tokens": [[0, 3], [1, 2], [3, 2]],
+    "a rank without tokens": [[1, 3]],
+}
+
+
+def _inputs(choices):
+    torch.manual_seed(5)
+    chosen = torch.tensor(choices)
+    return torch.randn(len(chosen), FEATURES), chosen, torch.rand(chosen.shape)
+
+
+def _results(model, given, mesh=None, axes=1):
+    """What comes out, and the gradients of tokens, weights and parameters, whole."""
+    x, chosen, weights = given
+    if mesh is not None:
+        cut = [S0] * axes
+        x, chosen, weights = (distribute_tensor(one, mesh, cut) for one in given)
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = model(x, chosen, weights)
+    out.square().sum().backward()
+    found = [out.detach(), x.grad, weights.grad, *(one.grad for one in model.parameters())]
+    return [one.full_tensor() if mesh is not None else one for one in found]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [4, 3], ids=["2 and 2 experts", "2 and 1"])
+def test_forward_and_backward_are_one_devices(number):
+    cases = {
+        name: _inputs([[min(one, number - 1) for one in row] for row in choices])
+        for name, choices in CHOICES.items()
+    }
+
+    def check(cases):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Experts(number), plan_of(mesh))
+        found = {}
+        for name, given in cases.items():
+            model.zero_grad()
+            model.seen.clear()
+            found[name] = _results(model, given, mesh), model.seen[0], model.number
+        return found
+
+    for rank, found in enumerate(run_ranks(check, 2, cases)):
+        own = range(2 * rank, min(2 * rank + 2, number))
+        for name, given in cases.items():
+            wanted = _results(Experts(number), given)
+            ours, (seen, count, rows), after = found[name]
+            for one, other in zip(ours, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+            theirs = [one - own.start for one in given[1].flatten().tolist() if one in own]
+            assert Counter(seen_one for row in seen for seen_one in row) == Counter(theirs), name
+            assert (count, rows, after) == (len(own), len(own), number), name
+
+
+@pytest.mark.ranks
+def test_experts_are_divided_along_two_axes_as_shards_are():
+    """The group of both has the first axis outermost: rank 1 of 2 x 2 has the second quarter."""
+
+    def check(given):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(Experts(4), plan_of(mesh, ("dp", "tp")))
+        return _results(model, given, mesh, 2), lower(installed(model).plan, model).indices
+
+    given = _inputs([[0, 3], [1, 2], [3, 2], [0, 1], [2, 1], [3, 3], [1, 0]])
+    wanted = _results(Experts(4), given)
+    for rank, (found, indices) in enumerate(run_ranks(check, 4, given)):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert [*indices[""][0].own] == [rank]
+
+
+@pytest.mark.ranks
+def test_pairs_that_leave_the_rank_are_sent_and_no_others():
+    """Three all-to-alls forward, one of them of counts, and two backward; on ranks with nothing."""
+    given = _inputs(CHOICES["nothing for the first rank"])  # eight pairs, all for rank 1
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Experts(), plan_of(mesh))
+        x, chosen, weights = (distribute_tensor(one, mesh, [S0]) for one in given)
+        x.requires_grad_()
+        model(x, chosen, weights).to_local().sum().backward()  # the reducer of gradients begins
+        with CommLog() as there:
+            out = model(x, chosen, weights)
+        loss = out.to_local().square().sum()
+        with CommLog() as back:
+            loss.backward()
+        there.assert_counts({"all_to_all": 3})
+        back.assert_counts({"all_to_all": 2})
+        return [(one.input_bytes, one.wire_bytes) for one in (*there.calls, *back.calls)]
+
+    row, counts = 4 * FEATURES, (4 * 8, 2 * 8)
+    first, second = run_ranks(check, 2)
+    # Rank 0 has two tokens, and sends them twice; it has no expert that anybody wants.
+    two_twice = (4 * row, 4 * row)
+    assert first == [counts, two_twice, (0, 0), two_twice, (0, 0)]
+    # What rank 1 has chosen is its own; what it gives back is what came.
+    stays, back = (4 * row, 0), (8 * row, 4 * row)
+    assert second == [counts, stays, back, stays, back]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("frozen", ["nothing", "the tokens", "the experts", "all but the weights"])
+def test_backward_comes_by_on_all_ranks_whatever_is_trained(frozen):
+    given = _inputs(CHOICES["nothing for the second rank"])
+
+    def results(model, mesh=None):
+        x, chosen, weights = given
+        if mesh is not None:
+            x, chosen, weights = (distribute_tensor(one, mesh, [S0]) for one in given)
+        model.table.requires_grad_(frozen in ("nothing", "the tokens"))
+        x = x.detach().requires_grad_(frozen in ("nothing", "the experts"))
+        weights = weights.detach().requires_grad_()
+        model(x, chosen, weights).square().sum().backward()
+        grads = [one.grad for one in (x, weights, model.table)]
+        return [one if one is None or mesh is None else one.full_tensor() for one in grads]
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        return results(parallelize(Experts(), plan_of(mesh)), mesh)
+
+    wanted = results(Experts())
+    for found in run_ranks(check, 2):
+        assert [one is None for one in found] == [one is None for one in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            if other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12),
+    reason="torch 2.11's topk of a DTensor has no backward",
+)
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_what_mixtral_sends_is_what_the_routers_chose(mode):
+    """With activation checkpointing too, which sends twice what forward sends."""
+
+    def check(checkpoints):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = models.mixtral(num_local_experts=3)
+        for layer in model.model.layers if checkpoints else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        parallelize(model, zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"), mode=mode, guard_steps=0)
+        chosen = []
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+        torch.manual_seed(1)
+        with track(model) as record:
+            loss = models.token_loss(model)
+            loss.backward()
+        locals_ = [one.to_local() if mode == "eager" else one for one in chosen[:2]]
+        sent = [[one for one in record.collectives if one.name == "all_to_all"]]
+        own = range(2) if mesh.get_rank() == 0 else range(2, 3)
+        elsewhere = [sum(one not in own for one in index.flatten().tolist()) for index in locals_]
+        told = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
+        sites = Counter((one.site, one.phase.value) for one in sent[0])
+        grads = [param.grad.full_tensor() for param in model.parameters()]
+        return sites, told, elsewhere, grads
+
+    def bytes_sent():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = models.mixtral(num_local_experts=3)
+        parallelize(model, zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"), mode=mode, guard_steps=0)
+        torch.manual_seed(1)
+        with CommLog() as log:
+            models.token_loss(model)
+        return [one.wire_bytes for one in log.calls if one.op == "all_to_all"]
+
+    alone = models.mixtral(num_local_experts=3)
+    torch.manual_seed(1)
+    models.token_loss(alone).backward()
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    sent = run_ranks(bytes_sent, 2, timeout=120)
+    for checkpoints, again in ((False, 0), (True, 3)):
+        found = run_ranks(check, 2, checkpoints, timeout=120)
+        for rank, (sites, told, elsewhere, grads) in enumerate(found):
+            assert sites == Counter(
+                {(site, "forward"): 3 for site in experts}
+                | {(site, "backward"): 2 + again for site in experts}
+            )
+            assert told == {("dp", "plan", True)}
+            row = 4 * 32
+            assert sent[rank][1::3] == [row * pairs for pairs in elsewhere]
+            assert sent[rank][2::3] == [row * pairs for pairs in found[1 - rank][2]]
+            assert 0 < sum(elsewhere) < 2 * 2 * 16  # of 16 tokens with two choices, in two layers
+            for one, param in zip(grads, alone.parameters(), strict=True):
+                torch.testing.assert_close(one, param.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_explained_and_survives_json(mesh):
+    plan = plan_of(mesh)
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    assert str(plan).splitlines()[-1] == (
+        "dispatch('<in:chosen>', dp=S(0), tokens=0, weights='weights', count='number')"
+    )
+    rows = {(row.hook, row.tensor): row.after for row in explain(plan, Experts()).rows}
+    assert rows["forward_pre", "<index>:1"] == "dp=S(0)"
+    ops = [*map(str, lower(plan, Experts()).ops)]
+    assert "forward_pre:<index>:1:dispatch(->S(0), dp)" in ops
+
+
+@pytest.mark.parametrize(
+    ("change", "make", "message"),
+    [
+        (lambda plan: plan, lambda: Experts(1), "1 do not give each rank one: there are 2 ranks"),
+        (lambda plan: plan.shard("table", R, "dp"), Experts, "one number of them; found: none"),
+        (
+            lambda plan: plan.dispatch("<in:chosen>", S0, "dp", weights="weight"),
+            Experts,
+            "has no argument 'weight'; did you mean 'weights'",
+        ),
+        (
+            lambda plan: plan.dispatch("<in:chosen>", S0, "dp", tokens=5),
+            Experts,
+            "has 3 arguments: x, chosen, weights",
+        ),
+        (
+            lambda plan: plan.dispatch("<in:chosen>", S0, "dp", count="experts"),
+            Experts,
+            "Experts has no attribute 'experts'",
+        ),
+        (
+            lambda plan: plan.dispatch("<in:weights>", S0, "dp"),
+            Experts,
+            "another argument that counts what is divided; tokens are dispatched by one",
+        ),
+    ],
+    ids=["too few", "not divided", "weights", "tokens", "count", "two"],
+)
+def test_what_does_not_fit_the_module_is_refused(mesh, change, make, message):
+    with pytest.raises(ValueError, match=rf"(?s)test_dispatch\.py:\d+: dispatch\(.*{message}"):
+        lower(change(plan_of(mesh)), make())
+
+
+def test_a_module_on_dtensors_is_refused(mesh):
+    plan = Plan(mesh).shard("table", S0, "dp").dispatch("<in:chosen>", S0, "dp")
+    with pytest.raises(ValueError, match=r"add local\('', Partial\(\), 'dp'\)"):
+        lower(plan, Experts())
+
+
+def test_what_is_no_argument_or_no_shard_or_no_axis_is_refused(mesh):
+    with pytest.raises(ValueError, match=r"dispatch\('table'\): names an argument"):
+        Plan(mesh).dispatch("table", S0, "dp")
+    with pytest.raises(ValueError, match="is not one Shard of the module's parameters"):
+        Plan(mesh).dispatch("<in:chosen>", [S0, S1])
+    with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ep'"):
+        Plan(mesh).dispatch("<in:chosen>", S0, "ep")
+
+
+def test_tokens_that_are_whole_along_the_axis_are_refused(mesh):
+    plan = plan_of(mesh).shard("<in:x>", R, "dp")
+    model = parallelize(Experts(), plan, src_data_rank=None)
+    said = r"dispatches tokens along 'dp'.*each would send the same.*Shard\(0\), 'dp'.*or index\(\)"
+    with pytest.raises(ValueError, match=said):
+        model(*_inputs(CHOICES["both ranks"]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, chosen, weights: (x, chosen + 2, weights), "choices from 2 to 5 as chosen"),
+        (lambda x, chosen, weights: (x, chosen - 1, weights), "there are 4, from 0"),
+        (lambda x, chosen, weights: (x[None], chosen, weights), r"wants a row for each, \(tokens"),
+        (lambda x, chosen, weights: (x, chosen, None), "is given None as weights"),
+    ],
+    ids=["too large", "negative", "three dims", "nothing"],
+)
+def test_what_cannot_be_dispatched_is_refused(change, message):
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Experts(), plan_of(mesh), mode="eager")
+        given = change(*_inputs([[0, 3]] * 4 if "2 to 5" in message else [[0, 1]] * 4))
+        made = [one if one is None else distribute_tensor(one, mesh, [S0]) for one in given]
+        if given[0].ndim == 3:
+            made[0] = distribute_tensor(given[0].expand(2, -1, -1), mesh, [S0])
+        try:
+            model(*made)
+        finally:
+            assert model.number == 4
+
+    with pytest.raises(RankError, match=message):
+        run_ranks(check, 2)
+
+
+def test_axes_of_which_some_cut_tokens_are_refused(mesh):
+    said = r"zoo\.mixtral: of ep=.* 'dp' cut tokens and 'tp' do not; .*sp=True for tp"
+    with pytest.raises(ValueError, match=said):
+        zoo.mixtral(mesh, dp="dp", ep=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ep'"):
+        zoo.mixtral(mesh, dp="dp", ep="ep")
+    plan = zoo.mixtral(mesh, dp="dp", sp=True, ep=("dp", "tp"))
+    with pytest.raises(ValueError, match="3 do not give each rank one: there are 4 ranks"):
+        lower(plan, models.mixtral(num_local_experts=3))
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("by", ["config", "argument"])
+def test_the_routers_loss_is_refused_where_ranks_have_tokens_of_their_own(monkeypatch, mode, by):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    plans = {
+        "dp": lambda mesh: zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"),
+        "tp": lambda mesh: zoo.mixtral(mesh, sp=True, ep="tp"),
+    }
+    options = {"output_router_logits": True} if by == "argument" else {}
+    ids = torch.arange(32).view(4, 8)
+    for axis, plan in plans.items():
+        with fake_mesh((2,), (axis,)) as mesh:
+            model = models.mixtral(output_router_logits=by == "config")
+            parallelize(model, plan(mesh), mode=mode, src_data_rank=None, guard_steps=0)
+            with pytest.raises(ValueError, match=r"asked for .*set config\.output_router_logits"):
+                model(input_ids=ids, labels=ids, **options)
+            model.config.output_router_logits = False
+            model(input_ids=ids, labels=ids)
+
+
+def test_the_routers_loss_is_right_where_all_ranks_have_all_tokens(monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with fake_mesh((1,), ("tp",)) as mesh:
+        model = models.mixtral(output_router_logits=True)
+        ids = torch.arange(16).view(2, 8)
+        wanted = model(input_ids=ids, labels=ids).aux_loss
+        plan = zoo.mixtral(mesh, ep="tp")
+        parallelize(model, plan, mode="static", src_data_rank=None, guard_steps=0)
+        assert model(input_ids=ids, labels=ids).aux_loss == wanted

@@ -1,0 +1,128 @@
+"""Mixtral whose tokens are sent to their experts: one device's losses, and static as Eager's bits.
+
+EP reuses the ranks of data and tensor parallelism, both ways, along both axes at once, and beside
+replicas.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from plan_api import installed, parallelize, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of `zoo.mixtral` on a mesh.
+
+    Attributes:
+        shape: of the mesh.
+        axes: of the mesh.
+        options: of the plan.
+        experts: how many there are.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    options: dict
+    experts: int = 4
+
+
+CASES = {
+    "EP along dp": Case((2,), ("dp",), {"tp": None, "dp": "dp", "ep": "dp"}),
+    "3 experts along tp, SP": Case((2,), ("tp",), {"sp": True, "ep": "tp"}, experts=3),
+    "EP along dp, cut within along tp, SP": Case(
+        (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "dp"}
+    ),
+    "EP along tp, replicated along dp, SP": Case(
+        (2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": "tp"}
+    ),
+    "EP along both, SP": Case((2, 2), ("dp", "tp"), {"dp": "dp", "sp": True, "ep": ("dp", "tp")}),
+    "EP along one of two axes of data": Case(
+        (2, 2), ("rest", "ep"), {"tp": None, "dp": ("rest", "ep"), "ep": "ep"}
+    ),
+}
+
+
+def _make(case):
+    # Heads so that static mode has Eager's bits, see test_static_training.
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
+    return models.mixtral(num_local_experts=case.experts, **heads)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a model.
+
+    Attributes:
+        losses: of 20 steps.
+        norms: of the gradients of one more batch; AdamW hides a factor.
+        params: this rank's parts.
+        never: sites of the plan that were not passed.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    params: list[torch.Tensor]
+    never: list[str]
+
+
+def _parallel(case, mesh, mode):
+    plan = zoo.mixtral(mesh, **case.options)
+    model = parallelize(_make(case), plan, mode=mode, strict=True, guard_steps=0)
+    losses = models.train(model)
+    models.token_loss(model).backward()
+    params = list(model.parameters())
+    norms = [param.grad.full_tensor().norm().item() for param in params]
+    never = [str(one) for one in installed(model).fired.never]
+    return Trained(losses, norms, [param.detach().to_local() for param in params], never)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_they_train_as_on_one_device(ranks):
+    """All in one call: what DTensor decides about operators is forgotten between calls."""
+    names = [name for name, case in CASES.items() if len(case.shape) == ranks // 2]
+
+    def check():
+        meshes = {
+            case.axes: init_device_mesh("cpu", case.shape, mesh_dim_names=case.axes)
+            for case in (CASES[name] for name in names)
+        }
+        found = {}
+        for name in names:
+            mesh = meshes[CASES[name].axes]
+            eager, static = (_parallel(CASES[name], mesh, mode) for mode in ("eager", "static"))
+            unlike = [
+                at
+                for at, (one, other) in enumerate(zip(eager.params, static.params, strict=True))
+                if not torch.equal(one, other)
+            ]
+            found[name] = (
+                eager.losses, static.losses, eager.norms, static.norms, unlike,
+                eager.never + static.never,
+            )  # fmt: skip
+        return found
+
+    expected = {}
+    for name in names:
+        alone = _make(CASES[name])
+        losses = models.train(alone)
+        models.token_loss(alone).backward()
+        expected[name] = losses, [param.grad.norm().item() for param in alone.parameters()]
+    for found in run_ranks(check, ranks, timeout=480):
+        for name, (eager, static, norms, static_norms, unlike, never) in found.items():
+            losses, wanted = expected[name]
+            assert eager == pytest.approx(losses, abs=6e-5, rel=0), name
+            assert norms == pytest.approx(wanted, abs=1e-6, rel=0.01), name
+            assert static == eager, name
+            assert static_norms == norms, name
+            assert unlike == [], name
+            assert never == [], name
