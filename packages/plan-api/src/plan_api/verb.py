@@ -18,8 +18,11 @@ class Verb(enum.Enum):
     INDEX = "index"
     FULLY_SHARD = "fully_shard"
     EAGER = "eager"
+    CONTEXT = "context"
+    SEQUENCE = "sequence"
 
     @property
     def of_modules(self) -> bool:
         """Whether its path names modules, and not tensors."""
-        return self in (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD, Verb.EAGER)
+        modules = (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD, Verb.EAGER, Verb.CONTEXT)
+        return self in modules

@@ -67,6 +67,12 @@ def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     for step in site.steps:
+        if step.act in (Act.CONTEXT, Act.ORDER):
+            yield (
+                f"{site.name}:{step.tensor}:{step.index}: context parallelism knows the whole "
+                f"sequence from DTensors, which static mode has not; use mode='eager'"
+            )
+            continue
         try:
             if site.moment.of_activations and step in site.moved:
                 mover_of(site, step, mesh)
