@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -153,6 +153,6 @@ class _Attention:
         local = query.to_local().shape[_HEADS], key.to_local().shape[_HEADS]
         if local[0] % local[1]:
             raise ValueError(
-                f"{self._path}: {local[0]} heads on this rank, which its {local[1]} key-value heads "
-                f"do not divide"
+                f"{self._path}: {local[0]} heads on this rank are no multiple of its {local[1]} "
+                f"key-value heads"
             )

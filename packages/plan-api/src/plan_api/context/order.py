@@ -91,7 +91,7 @@ class Piece:
     @property
     def products(self) -> int:
         """How many products of a query and a key are not masked."""
-        queries = self.queries.stop - self.queries.start
+        queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 

@@ -85,7 +85,11 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         setting: Setting = ctx.setting
-        kernel, whole, ranks = kernel_of(query, setting.scale), Partial(out, lse), setting.order.ranks
+        kernel, whole, ranks = (
+            kernel_of(query, setting.scale),
+            Partial(out, lse),
+            setting.order.ranks,
+        )
         grad_query = torch.zeros_like(query, dtype=accumulator(query.dtype))
         block = torch.stack([key, value])
         spare = torch.empty_like(block)
@@ -120,4 +124,3 @@ def _piece(query: torch.Tensor, key: torch.Tensor, setting: Setting, step: int) 
     order, rank = setting.order, setting.rank
     source = (rank - step) % order.ranks
     return piece_between(order, rank, source, query.shape[2], key.shape[2], setting.causal)
-

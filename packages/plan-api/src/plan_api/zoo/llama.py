@@ -6,8 +6,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.context.attend import Method
+from plan_api.context.order import OrderName
 from plan_api.plan import Plan
-from plan_api.zoo.needs import check_options, cut_batch, cut_classes
+from plan_api.zoo.needs import Sequences, check_options, cut_batch, cut_classes, cut_sequence
 
 __all__ = ["decoder", "llama"]
 
@@ -18,6 +20,9 @@ def llama(
     dp: str | None = None,
     sp: bool = False,
     *,
+    cp: str | None = None,
+    cp_method: Method = "ring",
+    cp_order: OrderName | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
     """Tensor parallel Linears, with sequence and data parallelism if asked (Megatron-LM's way).
@@ -28,13 +33,20 @@ def llama(
             size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
         dp: the axis along which batches are cut; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
+        cp: the axis along which sequences are cut, everywhere (`Plan.sequence`), before ``tp`` in
+            the mesh if ``sp`` cuts them further; None: none. The model needs
+            ``attn_implementation="sdpa"``; logits are in the order of the ranks.
+        cp_method: of attention over them, as in `Plan.context`.
+        cp_order: as in `Plan.context`.
         loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
 
     Raises:
-        ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
+        ValueError: the mesh lacks an axis, ``sp`` or ``loss_parallel`` without ``tp``, or ``cp`` is
+            another one, or comes behind a ``tp`` that cuts sequences.
     """
-    check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
-    return decoder(mesh, tp, dp, sp, loss_parallel, Partial())
+    check_options("llama", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
+    cut = Sequences.of(cp, cp_method, cp_order)
+    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), cut)
 
 
 def decoder(
@@ -44,6 +56,7 @@ def decoder(
     sp: bool,
     loss_parallel: bool,
     of_mlp: Placement,
+    sequences: Sequences | None = None,
 ) -> Plan:
     """What `llama` and its relatives have in common.
 
@@ -54,11 +67,17 @@ def decoder(
         sp: as in `llama`.
         loss_parallel: as in `llama`.
         of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``.
+        sequences: how they are cut; None: not at all.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
-    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
-    for made in (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"):
-        plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
+    positions, dropped = r"model\.rotary_emb.<in:position_ids>", rf"{layer}\.self_attn.<op:dropout>"
+    if sequences is None:
+        cut_batch(plan, dp, ("input_ids", "labels"), dropped)
+        plan.redistribute(positions, [whole] * len(plan.axes), [whole] * len(plan.axes))
+    else:
+        cut_sequence(plan, sequences, dp, positions, rf"{layer}\.self_attn")
+    mask = rf"{layer}.<in:attention_mask>"
+    plan.redistribute(mask, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)

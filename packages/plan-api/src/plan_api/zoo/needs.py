@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.axes import axis_names
+from plan_api.context.attend import Method
+from plan_api.context.order import OrderName
 from plan_api.plan import Plan
 
-__all__ = ["check_options", "cut_batch", "cut_classes", "fused"]
+__all__ = ["Sequences", "check_options", "cut_batch", "cut_classes", "cut_sequence", "fused"]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Context parallelism of a plan.
+
+    Attributes:
+        axis: along which sequences are cut.
+        method: of attention over them.
+        order: in which they are cut.
+    """
+
+    axis: str
+    method: Method
+    order: OrderName
+
+    @classmethod
+    def of(cls, axis: str | None, method: Method, order: OrderName | None) -> Sequences | None:
+        """As plans are given it; None: none."""
+        if axis is None:
+            return None
+        return cls(axis, method, order or ("contiguous" if method == "ulysses" else "zigzag"))
 
 
 def check_options(
@@ -20,6 +47,8 @@ def check_options(
     loss_parallel: bool = False,
     dp: str | None = None,
     ep: str | None = None,
+    cp: str | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Refuses options that need an axis which is not there, or is taken.
 
@@ -30,6 +59,8 @@ def check_options(
         loss_parallel: as the plans' option.
         dp: as the plans' option.
         ep: as the plans' option.
+        cp: as the plans' option.
+        mesh: of the plan, for the order of ``cp`` and ``tp``.
 
     Raises:
         ValueError: names the option.
@@ -48,6 +79,19 @@ def check_options(
             f"zoo.{name}: ep={ep!r} is the axis that cuts the batch, and tokens are not sent to "
             f"the experts' ranks yet; divide experts along tp, or along an axis of their own"
         )
+
+    if cp is not None and cp in (tp, dp, ep):
+        other = "tp" if cp == tp else "dp" if cp == dp else "ep"
+        raise ValueError(
+            f"zoo.{name}: cp={cp!r} is {other} as well; sequences are cut along one of their own"
+        )
+    if cp is not None and sp and mesh is not None:
+        axes = axis_names(mesh)
+        if cp in axes and tp in axes and axes.index(cp) > axes.index(tp):
+            raise ValueError(
+                f"zoo.{name}: sp=True cuts along {tp!r} what {cp!r} has cut: the mesh has axes "
+                f"{axes}; make it with {cp!r} before {tp!r}"
+            )
 
 
 def fused(dim: int, parts: int, name: str) -> Placement:
@@ -101,3 +145,26 @@ def cut_classes(plan: Plan, tp: str) -> None:
     plan.annotate("<op:view>", Shard(1), tp)
     plan.annotate("<op:cross_entropy>", Shard(1), tp)
     plan.annotate("<out:logits>", Shard(2), tp)
+
+
+def cut_sequence(
+    plan: Plan, sequences: Sequences, dp: str | None, positions: str, attention: str
+) -> None:
+    """What a language model of transformers is given is cut along the sequence.
+
+    Args:
+        plan: is added to.
+        sequences: how.
+        dp: the axis of data parallelism; None: every rank of another axis has the whole batch.
+        positions: the argument that takes the numbers of tokens.
+        attention: modules that call scaled_dot_product_attention.
+    """
+    cp, order = sequences.axis, sequences.order
+    if dp is not None:
+        cut_batch(plan, dp, ("input_ids", "labels", "shift_labels"))
+    plan.sequence("<in:input_ids>", cp, order=order)
+    plan.sequence("<in:labels>", cp, order=order, shift="shift_labels")
+    plan.sequence(positions, cp, order=order)
+    heads = "config.num_key_value_heads"
+    plan.context(attention, cp, method=sequences.method, order=order, heads=heads)
+    plan.redistribute("<out:loss>", Partial(), Replicate(), cp)
