@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.axes import axis_names
 from plan_api.entry import Entry
+from plan_api.fuse import Site
 from plan_api.ir import Act, Op
 from plan_api.resolve import is_inside
 
-__all__ = ["check_context"]
+__all__ = ["check_context", "sequences_of"]
 
 
 def check_context(
@@ -48,6 +49,16 @@ def check_context(
             heads = _told(own, options["heads"], entries[op.entry])
             if options["method"] == "ulysses":
                 _check_heads(op, heads, ops, entries, mesh)
+
+
+def sequences_of(site: Site) -> Iterator[str]:
+    """Why a site is not for static mode, if it is of context parallelism."""
+    for step in site.steps:
+        if step.act in (Act.CONTEXT, Act.ORDER):
+            yield (
+                f"{site.name}:{step.tensor}:{step.index}: context parallelism knows the whole "
+                f"sequence from DTensors, which static mode has not; use mode='eager'"
+            )
 
 
 def _order(op: Op) -> str:
