@@ -89,11 +89,11 @@ class _Attention:
         self._check_options(attn_mask, dropout_p)
         query, key, value = self._checked(query), self._checked(key), self._checked(value)
         self._check_alike(query, key, value, is_causal)
+        self._check_groups(query, key, enable_gqa)
         placed, shape = query.placements, query.shape
         setting = Setting(self._mesh, self._axis, self._order, is_causal, scale, self._path)
-        local = (one.to_local() for one in (query, key, value))
         with moving(self._step, placed, placed):
-            out = self._attend(*local, setting)
+            out = self._attend(query.to_local(), key.to_local(), value.to_local(), setting)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             out.contiguous(), self._mesh, placed, run_check=False, shape=shape, stride=stride
@@ -150,9 +150,11 @@ class _Attention:
                 f"{self._path}: causal attention of {lengths[0]} queries over {lengths[1]} keys; "
                 f"context parallelism is for training, where there are as many"
             )
-        local = query.to_local().shape[_HEADS], key.to_local().shape[_HEADS]
-        if local[0] % local[1]:
+
+    def _check_groups(self, query: DTensor, key: DTensor, enable_gqa: bool) -> None:
+        heads, key_heads = (one.to_local().shape[_HEADS] for one in (query, key))
+        if heads != key_heads and (heads % key_heads or not enable_gqa):
             raise ValueError(
-                f"{self._path}: {local[0]} heads on this rank are no multiple of its {local[1]} "
-                f"key-value heads"
+                f"{self._path}: {heads} heads and {key_heads} key-value heads on this rank; "
+                f"key-value heads divide the others, and are fewer under enable_gqa=True only"
             )

@@ -6,6 +6,7 @@ kept for backward: as many keys and values as one device would keep.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from plan_api.context.kernel import Partial, kernel_of
 from plan_api.context.merge import Merged, accumulator
-from plan_api.context.order import pieces_over_all
+from plan_api.context.order import Piece, pieces_over_all
 from plan_api.context.setting import Setting
 from plan_api.static.moves import local_move
 
@@ -49,7 +50,7 @@ class _Gathered(torch.autograd.Function):
         whole = _in_sequence(gather(torch.stack([key, value])), setting)
         kernel, merged = kernel_of(query, setting.scale), Merged(query)
         for piece in _pieces(query, whole, setting):
-            part = kernel.forward(query, *whole, piece)
+            part = kernel.forward(query, whole[0], whole[1], piece)
             merged.add(piece, part.out, part.lse)
         out, lse = merged.result()
         ctx.save_for_backward(query, whole, out, lse)
@@ -62,9 +63,9 @@ class _Gathered(torch.autograd.Function):
         setting: Setting = ctx.setting
         kernel, dtype = kernel_of(query, setting.scale), accumulator(query.dtype)
         grad_query = torch.zeros_like(query, dtype=dtype)
-        grad_whole = torch.zeros_like(whole, dtype=dtype)
+        grad_whole, over_all = torch.zeros_like(whole, dtype=dtype), Partial(out, lse)
         for piece in _pieces(query, whole, setting):
-            found = kernel.backward(grads[0], query, *whole, Partial(out, lse), piece)
+            found = kernel.backward(grads[0], query, whole[0], whole[1], over_all, piece)
             grad_query[:, :, piece.queries] += found.query
             grad_whole[0][:, :, piece.keys] += found.key
             grad_whole[1][:, :, piece.keys] += found.value
@@ -73,9 +74,9 @@ class _Gathered(torch.autograd.Function):
         return grad_query.to(query.dtype), own[0], own[1], None
 
 
-def _pieces(query: torch.Tensor, whole: torch.Tensor, setting: Setting) -> Any:
-    lengths = query.shape[2], whole.shape[_SEQUENCE]
-    return pieces_over_all(setting.order, setting.rank, *lengths, setting.causal)
+def _pieces(query: torch.Tensor, whole: torch.Tensor, setting: Setting) -> Iterator[Piece]:
+    queries, keys = query.shape[2], whole.shape[_SEQUENCE]
+    return pieces_over_all(setting.order, setting.rank, queries, keys, setting.causal)
 
 
 def _in_sequence(by_rank: torch.Tensor, setting: Setting) -> torch.Tensor:

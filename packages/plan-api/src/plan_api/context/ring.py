@@ -72,7 +72,7 @@ class _Ring(torch.autograd.Function):
             piece = _piece(query, key, setting, step)
             if piece is not None:
                 with record_function("ring: compute"):
-                    part = kernel.forward(query, *block, piece)
+                    part = kernel.forward(query, block[0], block[1], piece)
                     merged.add(piece, part.out, part.lse)
             if coming is not None:
                 block, spare = coming.wait()
@@ -102,7 +102,7 @@ class _Ring(torch.autograd.Function):
             piece = _piece(query, key, setting, step)
             if piece is not None:
                 with record_function("ring: compute"):
-                    found = kernel.backward(grads[0], query, *block, whole, piece)
+                    found = kernel.backward(grads[0], query, block[0], block[1], whole, piece)
                     grad_query[:, :, piece.queries] += found.query
             if grad_coming is not None:
                 grad_block, grad_spare = grad_coming.wait()
