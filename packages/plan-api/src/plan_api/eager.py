@@ -8,9 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.context.attend import install_context
+from plan_api.context.sequence import Reorder, install_shifts
 from plan_api.fuse import Site, Step
-from plan_api.hooks import Fired, install
+from plan_api.hooks import Fired, Moves, install
 from plan_api.indices import Indices
+from plan_api.ir import Act
 from plan_api.move import Mover
 from plan_api.region import install_regions
 from plan_api.schedule import Schedule
@@ -41,7 +44,17 @@ def install_eager(
     """
     hooks = [site for site in sites if site.moment.of_activations]
     for site in hooks:
-        movers = [(step.index, mover(step, mesh, site.name)) for step in site.moved]
+        movers: list[tuple[int | str, Moves]] = [
+            (
+                step.index,
+                Reorder(step, mesh, site)
+                if step.act is Act.ORDER
+                else mover(step, mesh, site.name),
+            )
+            for step in site.moved
+        ]
         yield install(site, model.get_submodule(site.path), movers, fired)
     yield from use_copies(model, schedules)
     yield from install_regions(model, hooks, mesh, indices)
+    yield from install_context(model, hooks, mesh)
+    yield from install_shifts(model, hooks)

@@ -144,6 +144,8 @@ def _placed(step: Step, plan: Plan, end: str) -> str:
         for axis in plan.axes
         if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
     ]
+    if end == "dst":
+        shown += [f"{name}={v}" for one in step.moves.values() for name, v in one.options]
     return ", ".join(shown)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -32,6 +33,7 @@ class Move:
     src: Placement | None = None
     grad_dst: Placement | None = None
     grad_src: Placement | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Site:
     @property
     def moved(self) -> tuple[Step, ...]:
         """What its hook does; regions and factories are others' (see `plan_api.region`)."""
-        others = (Act.FACTORY, Act.INDEX, Act.DISPATCH, Act.LOCAL)
+        others = (Act.FACTORY, Act.INDEX, Act.DISPATCH, Act.LOCAL, Act.CONTEXT)
         return tuple(one for one in self.steps if one.act not in others)
 
 
@@ -116,4 +118,4 @@ def _steps(steps: Mapping[tuple[str, int | str, Act], list[Op]]) -> Iterable[Ste
 
 
 def _move(op: Op) -> Move:
-    return Move(op.dst, op.src, op.grad_dst, op.grad_src)
+    return Move(op.dst, op.src, op.grad_dst, op.grad_src, op.options)

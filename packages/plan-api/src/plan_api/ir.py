@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -49,6 +50,8 @@ class Act(Enum):
     INDEX = "index"  # an argument counts what this rank has of the parameters that are cut
     DISPATCH = "dispatch"  # that, and what has chosen a part is sent to the rank that has it
     LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
+    ORDER = "order"  # a sequence is put into the order in which ranks have it
+    CONTEXT = "context"  # attention of a module is over a sequence that is cut
     REDIST = "redist"  # what may be a plain tensor is moved
 
 
@@ -60,7 +63,7 @@ class Op:
         path: of the module.
         moment: when.
         tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``; of
-            FACTORY ``<new>``, of INDEX and DISPATCH ``<index>``.
+            FACTORY ``<new>``, of INDEX and DISPATCH ``<index>``, of CONTEXT ``<attention>``.
         index: of the argument or result, by number or name; of an operator its function.
         act: what is done.
         axis: of the mesh, by name.
@@ -69,6 +72,7 @@ class Op:
         grad_dst: of the gradient on its way back.
         grad_src: what that is before.
         entry: the number of the plan's entry that asks for it.
+        options: of ORDER and CONTEXT, what else the entry says, by name.
     """
 
     path: str
@@ -82,6 +86,7 @@ class Op:
     grad_dst: Placement | None
     grad_src: Placement | None
     entry: int
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def target(self) -> tuple[str, Moment, str, int | str, Act, str]:
@@ -96,6 +101,7 @@ class Op:
             back = "" if self.grad_src is None else short(self.grad_src)
             to = "" if self.grad_dst is None else short(self.grad_dst)
             move += f", grad {back}->{to}"
+        move += "".join(f", {name}={value!r}" for name, value in self.options)
         return f"{site}:{self.tensor}:{self.index}:{self.act.value}({move})"
 
 

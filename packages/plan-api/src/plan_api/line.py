@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["line_of_call"]
 
 _HERE = f"{Path(__file__).parent}{os.sep}"
-_METHODS = f"{_HERE}plan.py"
+_METHODS = tuple(f"{_HERE}{name}" for name in ("plan.py", "entries.py", "context/entries.py"))
 
 
 def line_of_call() -> str:
@@ -20,7 +20,7 @@ def line_of_call() -> str:
     """
     frame, inner = sys._getframe(1), None
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        if inner is None and frame.f_code.co_filename != _METHODS:
+        if inner is None and frame.f_code.co_filename not in _METHODS:
             inner = frame
         frame = frame.f_back
     outer = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from plan_api.context.check import check_context
 from plan_api.entry import Entry
 from plan_api.fully import find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
@@ -73,6 +74,7 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     for entry in fully.values():
         find_fully_shard(entry)
     check_regions(ops)
+    check_context(ops, plan.entries, model, plan.mesh)
     check_units(ops, plan.entries, model, tensors, placed, plan.mesh)
     indices = indices_of(ops, plan.entries, model, placed, plan.mesh)
     return Lowered(

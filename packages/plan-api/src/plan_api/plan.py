@@ -7,19 +7,14 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.axes import axes_of, axis_names
-from plan_api.entry import Entry
-from plan_api.given import Axes, Placements, check_counts, per_axis
-from plan_api.line import line_of_call
+from plan_api.context.entries import ContextEntries
+from plan_api.given import Axes, Placements, check_counts
 from plan_api.path import Kind, parse
 from plan_api.phase import Phase
 from plan_api.serial import entries_from_json, entries_to_json
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 
-class Plan:
+class Plan(ContextEntries):
     """Parallelism of a model, said outside of it (veScale, section 4 and appendix 12).
 
     Args:
@@ -44,15 +39,8 @@ class Plan:
     """
 
     def __init__(self, mesh: DeviceMesh, *, cover: bool = False) -> None:
-        self.mesh = mesh
+        super().__init__(mesh)
         self.cover = cover
-        self.axes = axis_names(mesh)
-        self._entries: list[Entry] = []
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """All calls, in their order."""
-        return tuple(self._entries)
 
     def shard(
         self,
@@ -358,43 +346,3 @@ class Plan:
         joined = Plan(self.mesh, cover=self.cover or other.cover)
         joined._entries = [*self._entries, *other._entries]
         return joined
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self._entries))
-
-    def _add(
-        self,
-        verb: Verb,
-        path: str,
-        mesh: Axes,
-        dst: Placements | None,
-        *,
-        src: Placements | None = None,
-        grad_src: Placements | None = None,
-        grad_dst: Placements | None = None,
-        phase: Phase = Phase.INIT,
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Plan:
-        what = f"{verb.value}({path!r})"
-        parsed = parse(path, verb.of_modules)
-        axes = axes_of(mesh, self.mesh, what)
-        placed = () if dst is None else per_axis(dst, axes, what)
-
-        def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
-            return None if placements is None else per_axis(placements, axes, what)
-
-        self._entries.append(
-            Entry(
-                verb,
-                parsed,
-                axes,
-                placed,
-                or_none(src),
-                or_none(grad_dst),
-                or_none(grad_src),
-                phase,
-                line_of_call(),
-                tuple(options.items()),
-            )
-        )
-        return self

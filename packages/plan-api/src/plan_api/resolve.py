@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,7 +27,10 @@ _ACTS = {
     Verb.LOCAL: Act.LOCAL,
     Verb.INDEX: Act.INDEX,
     Verb.DISPATCH: Act.DISPATCH,
+    Verb.CONTEXT: Act.CONTEXT,
+    Verb.SEQUENCE: Act.ORDER,
 }
+_WITH_OPTIONS = (Verb.CONTEXT, Verb.SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,16 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
                 matched = list(dict.fromkeys(first[id(state[name])] for name in matched))
                 for name in matched:
                     _check_dims(entry, name, state[name])
-            places = [_place(entry, name, modules) for name in matched]
+            places = [
+                (said, _place(said, name, modules))
+                for said in (entry, *_of_shifted(entry))
+                for name in matched
+            ]
         except ValueError as error:
             problems.append(str(error))
             continue
         if entry.verb in _ACTS:
-            ops += [op for place in places for op in _ops(entry, number, place)]
+            ops += [op for said, place in places for op in _ops(said, number, place)]
     if problems:
         raise ValueError("the plan does not fit the model:\n" + "\n".join(problems))
     return ops
@@ -121,20 +128,26 @@ def resolve(plan: Plan, model: nn.Module) -> list[Op]:
 def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
     phase = entry.verb is Verb.SHARD and place.moment.of_state
     act = Act.SHARD if phase else _ACTS[entry.verb]
+    options = entry.options if entry.verb in _WITH_OPTIONS else ()
     for at, axis in enumerate(entry.axes):
-        yield Op(
+        op = Op(
             place.path, place.moment, place.tensor, place.index, act, axis, entry.dst[at],
             None if entry.src is None else entry.src[at],
             None if entry.grad_dst is None else entry.grad_dst[at],
             None if entry.grad_src is None else entry.grad_src[at],
-            number,
+            number, options,
         )  # fmt: skip
+        yield op
+        if act is Act.ORDER and place.moment is Moment.FORWARD_PRE:  # what enters is cut, too
+            yield replace(op, act=Act.REDIST, options=())
 
 
 def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
     path = entry.path
     if entry.verb is Verb.FACTORY:
         return _Place(name, Moment.FORWARD_PRE, "<new>", 0)
+    if entry.verb is Verb.CONTEXT:
+        return _Place(name, Moment.FORWARD_PRE, "<attention>", 0)
     if entry.verb is Verb.LOCAL:
         return _Place(name, Moment.FORWARD, Kind.OUTPUT.value, 0)
     if path.kind in (Kind.STATE, Kind.GRADIENT):
@@ -153,6 +166,15 @@ def _place(entry: Entry, name: str, modules: dict[str, nn.Module]) -> _Place:
         tensor = "<index>" if counts else path.kind.value
         return _Place(name, Moment.FORWARD_PRE, tensor, index)
     return _Place(name, Moment.FORWARD, path.kind.value, path.index)
+
+
+def _of_shifted(entry: Entry) -> Iterator[Entry]:
+    """What an entry that shifts labels (`Plan.sequence`) says of the argument that takes them."""
+    options = dict(entry.options)
+    shift = options.pop("shift", None)
+    if shift is not None:
+        path = replace(entry.path, index=shift)
+        yield replace(entry, path=path, options=tuple(options.items()))
 
 
 def argument_of(entry: Entry, name: str, module: nn.Module, index: int | str) -> int | str:

@@ -19,8 +19,11 @@ class Verb(enum.Enum):
     DISPATCH = "dispatch"
     FULLY_SHARD = "fully_shard"
     EAGER = "eager"
+    CONTEXT = "context"
+    SEQUENCE = "sequence"
 
     @property
     def of_modules(self) -> bool:
         """Whether its path names modules, and not tensors."""
-        return self in (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD, Verb.EAGER)
+        modules = (Verb.FACTORY, Verb.LOCAL, Verb.FULLY_SHARD, Verb.EAGER, Verb.CONTEXT)
+        return self in modules

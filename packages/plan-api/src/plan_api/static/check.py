@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from plan_api.context.check import sequences_of
 from plan_api.fuse import Site
 from plan_api.ir import Act, Moment
 from plan_api.lowered import Lowered
@@ -61,12 +62,15 @@ def check_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
 
 
 def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
+    yield from sequences_of(site)
     if site.moment is Moment.OPERATOR:
         try:
             check_operators(site)
         except ValueError as error:
             yield str(error)
     for step in site.steps:
+        if step.act is Act.ORDER:
+            continue
         try:
             if site.moment.of_activations and step in site.moved:
                 mover_of(site, step, mesh)

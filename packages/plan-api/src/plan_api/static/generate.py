@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from plan_api.lowered import Lowered
+from plan_api.context.check import sequences_of
+from plan_api.lowered import Lowered, lower
 from plan_api.parallelize import installed, parallelize
 from plan_api.plan import Plan
 from plan_api.static.compare import StaticError
@@ -62,6 +63,9 @@ def generate_static(
             placements, as the warning would.
     """
     args, kwargs = _arguments(model, example_inputs)
+    sequences = [one for site in lower(plan, model).sites for one in sequences_of(site)]
+    if sequences:
+        raise ValueError("generate_static: the plan is none for it:\n" + "\n".join(sequences))
     if fake:
         faker = Faker(plan.mesh.device_type)
         model = twin_of(model, faker.of)

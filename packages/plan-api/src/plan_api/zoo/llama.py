@@ -6,8 +6,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.context.attend import Method
+from plan_api.context.order import OrderName
 from plan_api.plan import Plan
-from plan_api.zoo.needs import Axes, check_options, cut_batch, cut_classes
+from plan_api.zoo.needs import (
+    Axes,
+    Context,
+    check_options,
+    cut_batch,
+    cut_classes,
+    cut_sequence,
+)
 
 __all__ = ["decoder", "llama"]
 
@@ -18,6 +27,9 @@ def llama(
     dp: Axes = None,
     sp: bool = False,
     *,
+    cp: str | None = None,
+    cp_method: Method = "ring",
+    cp_order: OrderName | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
     """Tensor parallel Linears, with sequence and data parallelism if asked (Megatron-LM's way).
@@ -28,13 +40,19 @@ def llama(
             size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
         dp: the axis along which batches are cut, or several; None: none.
         sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
+        cp: the axis along which sequences are cut, everywhere (`Plan.sequence`), before ``tp`` in
+            the mesh if ``sp`` cuts them further; None: none. The model needs
+            ``attn_implementation="sdpa"``; logits are in the order of the ranks.
+        cp_method: of attention over them, as in `Plan.context`.
+        cp_order: as in `Plan.context`.
         loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
 
     Raises:
-        ValueError: the mesh lacks an axis, or ``sp`` or ``loss_parallel`` without ``tp``.
+        ValueError: the mesh lacks an axis, ``sp`` or ``loss_parallel`` without ``tp``, or ``cp`` is
+            another one, or comes behind a ``tp`` that cuts sequences.
     """
-    check_options("llama", tp, sp=sp, loss_parallel=loss_parallel)
-    return decoder(mesh, tp, dp, sp, loss_parallel, Partial())
+    check_options("llama", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
+    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), Context.of(cp, cp_method, cp_order))
 
 
 def decoder(
@@ -44,6 +62,7 @@ def decoder(
     sp: bool,
     loss_parallel: bool,
     of_mlp: Placement | None,
+    context: Context | None = None,
 ) -> Plan:
     """What `llama` and its relatives have in common.
 
@@ -55,11 +74,15 @@ def decoder(
         loss_parallel: as in `llama`.
         of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``; None: they
             take hidden states as they are between them and attention.
+        context: how sequences are cut; None: not at all.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
-    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>")
-    for made in (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"):
-        plan.redistribute(made, [whole] * len(plan.axes), [whole] * len(plan.axes))
+    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
+    made = [r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"]
+    if context is not None:
+        cut_sequence(plan, context, dp, made.pop(0), rf"{layer}\.self_attn")
+    for one in made:
+        plan.redistribute(one, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
         rest = Shard(1) if sp else whole
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
@@ -68,9 +91,8 @@ def decoder(
         # Where nothing moves forward gradients come back as sums all the same: left alone, torch
         # cuts them along the batch, after which attention's products move everything.
         moved = {"self_attn": part} | ({} if of_mlp is None else {"mlp": of_mlp})
-        for name, gradient in moved.items():
-            given = rf"{layer}\.{name}.<in>"
-            plan.redistribute(given, rest, whole, tp, grad_src=gradient, grad_dst=rest)
+        for at, grad in moved.items():
+            plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
         plan.annotate(rf"{layer}\.self_attn.<op:dropout>", Shard(1), tp)
         if sp:

@@ -6,14 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.axes import axis_names
+from plan_api.context.attend import Method
+from plan_api.context.order import OrderName
 from plan_api.plan import Plan
 
 __all__ = [
-    "Axes", "ExpertAxes", "check_options", "cut_batch", "cut_classes", "expert_axes", "fused",
-    "names_of",
+    "Axes", "Context", "ExpertAxes", "check_options", "cut_batch", "cut_classes", "cut_sequence",
+    "expert_axes", "fused", "names_of",
 ]  # fmt: skip
 
 Axes: TypeAlias = "str | Sequence[str] | None"
@@ -66,12 +70,38 @@ def expert_axes(name: str, tp: str | None, dp: Axes, sp: bool, ep: Axes) -> Expe
     return ExpertAxes(along, sent, summed, [axis for axis in data if axis not in along])
 
 
+@dataclass(frozen=True)
+class Context:
+    """Context parallelism of a plan.
+
+    Attributes:
+        axis: along which sequences are cut.
+        method: of attention over them.
+        order: in which they are cut.
+    """
+
+    axis: str
+    method: Method
+    order: OrderName
+
+    @classmethod
+    def of(cls, axis: str | None, method: Method, order: OrderName | None) -> Context | None:
+        """As plans are given it; None: none."""
+        if axis is None:
+            return None
+        return cls(axis, method, order or ("contiguous" if method == "ulysses" else "zigzag"))
+
+
 def check_options(
     name: str,
     tp: str | None,
     *,
     sp: bool = False,
     loss_parallel: bool = False,
+    dp: Axes = None,
+    ep: Axes = None,
+    cp: str | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Refuses options that need an axis which is not there, or is taken.
 
@@ -80,6 +110,10 @@ def check_options(
         tp: the axis.
         sp: as the plans' option.
         loss_parallel: as the plans' option.
+        dp: as the plans' option.
+        ep: as the plans' option.
+        cp: as the plans' option.
+        mesh: of the plan, for the order of ``cp`` and ``tp``.
 
     Raises:
         ValueError: names the option.
@@ -93,6 +127,18 @@ def check_options(
             f"zoo.{name}: loss_parallel=True cuts the vocabulary along tp, which is None; name an "
             f"axis"
         )
+    if cp is not None and cp in (tp, *names_of(dp), *names_of(ep)):
+        other = "tp" if cp == tp else "dp" if cp in names_of(dp) else "ep"
+        raise ValueError(
+            f"zoo.{name}: cp={cp!r} is {other} as well; sequences are cut along one of their own"
+        )
+    if cp is not None and sp and mesh is not None:
+        axes = axis_names(mesh)
+        if cp in axes and tp in axes and axes.index(cp) > axes.index(tp):
+            raise ValueError(
+                f"zoo.{name}: sp=True cuts along {tp!r} what {cp!r} has cut: the mesh has axes "
+                f"{axes}; make it with {cp!r} before {tp!r}"
+            )
 
 
 def fused(dim: int, parts: int, name: str) -> Placement:
@@ -116,7 +162,9 @@ def fused(dim: int, parts: int, name: str) -> Placement:
     return InterleavedShard(dim, parts)
 
 
-def cut_batch(plan: Plan, dp: Axes, inputs: Iterable[str], *random: str) -> None:
+def cut_batch(
+    plan: Plan, dp: Axes, inputs: Iterable[str], *random: str, cp: Context | None = None
+) -> None:
     """What a model of transformers is given is cut along the batch, and what comes of it is said.
 
     But for gradients of experts, which may be divided along the same axes.
@@ -126,9 +174,10 @@ def cut_batch(plan: Plan, dp: Axes, inputs: Iterable[str], *random: str) -> None
         dp: the axes of data parallelism; None: every rank has the whole batch.
         inputs: of the model.
         random: operators that draw random numbers, per element of the batch.
+        cp: context parallelism, which places the inputs where ``dp`` does not.
     """
     cut, part = [Shard(0)] * len(along := names_of(dp)), [Partial()] * len(along)
-    for name in inputs:
+    for name in inputs if along or cp is None else ():
         plan.shard(f"<in:{name}>", *((cut, along) if along else ([Replicate()] * len(plan.axes),)))
     if not along:
         return
@@ -149,3 +198,24 @@ def cut_classes(plan: Plan, tp: str) -> None:
     plan.annotate("<op:view>", Shard(1), tp)
     plan.annotate("<op:cross_entropy>", Shard(1), tp)
     plan.annotate("<out:logits>", Shard(2), tp)
+
+
+def cut_sequence(plan: Plan, context: Context, dp: Axes, positions: str, attention: str) -> None:
+    """What a language model of transformers is given is cut along the sequence.
+
+    Args:
+        plan: is added to.
+        context: how.
+        dp: the axes of data parallelism; None: every rank of another axis has the whole batch.
+        positions: the argument that takes the numbers of tokens.
+        attention: modules that call scaled_dot_product_attention.
+    """
+    cp, order = context.axis, context.order
+    if dp is not None:
+        plan.shard("<in:shift_labels>", [Shard(0)] * len(names_of(dp)), names_of(dp))
+    plan.sequence("<in:input_ids>", cp, order=order)
+    plan.sequence("<in:labels>", cp, order=order, shift="shift_labels")
+    plan.sequence(positions, cp, order=order)
+    heads = "config.num_key_value_heads"
+    plan.context(attention, cp, method=context.method, order=order, heads=heads)
+    plan.redistribute("<out:loss>", Partial(), Replicate(), cp)

@@ -1,0 +1,176 @@
+"""Entries of context parallelism: as they are said, and what they refuse."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from plan_api import Plan, generate_static, lower, parallelize, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models
+
+needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
+
+TOKENS = torch.zeros(2, 8, dtype=torch.long)
+PADDED = torch.arange(16).view(2, 8).ge(9)
+
+
+@pytest.fixture
+def cp():
+    with fake_mesh((2, 2), ("cp", "tp")) as mesh:
+        yield mesh
+
+
+def llama(**changes):
+    return models.llama(attn_implementation="sdpa", **changes)
+
+
+def test_entries_are_printed_kept_and_lowered(cp):
+    plan = zoo.llama(cp, cp="cp", cp_method="all-gather")
+    said = [str(one) for one in plan.entries if one.verb.value in ("sequence", "context")]
+    cut, two = str(Shard(1)), str(Shard(2))
+    assert said == [
+        f"sequence('<in:input_ids>', cp={cut}, order='zigzag')",
+        f"sequence('<in:labels>', cp={cut}, order='zigzag', shift='shift_labels')",
+        rf"sequence('model\\.rotary_emb.<in:position_ids>', cp={cut}, order='zigzag')",
+        rf"context('model\\.layers\\.\\d+\\.self_attn', cp={two}, method='all-gather', "
+        "order='zigzag', heads='config.num_key_value_heads')",
+    ]
+    assert Plan.from_json(plan.to_json(), cp).entries == plan.entries
+    assert all(one.line.startswith("test_context_plan.py") for one in plan.entries)
+    ops = [str(op) for op in lower(plan, llama()).ops]
+    assert "forward_pre:<in>:0:order(->S(1), cp, order='zigzag')" in ops
+    assert "forward_pre:<in>:shift_labels:redist(->S(1), cp)" in ops
+    attention = [op for op in ops if "<attention>" in op]
+    assert attention[1].startswith("model.layers.1.self_attn.forward_pre:<attention>:0:context(")
+    assert "method='all-gather', order='zigzag'" in attention[1]
+    shown = [line for line in str(plan.explain(llama())).splitlines() if "<attention>" in line]
+    assert all("cp=S(2), method=all-gather, order=zigzag" in line for line in shown)
+
+
+def test_a_later_entry_overrides_an_earlier_one(cp):
+    plan = zoo.llama(cp, cp="cp").context(r"model\.layers\.1\.self_attn", "cp", method="all-gather")
+    lowered = lower(plan, llama())
+    (override,) = lowered.overrides
+    assert "method='ring'" in str(override.earlier)
+    assert "method='all-gather'" in str(override.later)
+
+
+@pytest.mark.parametrize(
+    ("say", "message"),
+    [
+        (lambda plan: plan.context("a", "cp", method="rong"), "method='rong' must be one of"),
+        (lambda plan: plan.context("a", "cp", order="zig"), "order='zig' must be one of 'zigzag'"),
+        (
+            lambda plan: plan.context("a", "cp", method="ulysses", order="zigzag"),
+            "has all of the sequence on every rank.*order='contiguous'",
+        ),
+        (lambda plan: plan.context("a", ("cp", "tp")), r"1 placements for 2 axes \('cp', 'tp'\)"),
+        (lambda plan: plan.context("a.<in>", "cp"), "has to name modules"),
+        (lambda plan: plan.sequence("a.weight", "cp"), r"sequence\('a.weight'\): names an input"),
+        (lambda plan: plan.sequence("<in>", "cp", dim=-1), "count dims from the front"),
+        (lambda plan: plan.sequence("<out>", "cp", shift="x"), "shift= is of an input"),
+        (lambda plan: plan.sequence("<in>", "cp", order="zig"), "order='zig' must be one of"),
+    ],
+    ids=["method", "order", "ulysses in zigzag", "two axes", "a tensor", "a parameter", "a dim",
+         "shift of an output", "order of a sequence"],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(cp, say, message):
+    with pytest.raises(ValueError, match=message):
+        say(Plan(cp))
+
+
+def test_one_axis_has_one_order(cp):
+    plan = zoo.llama(cp, cp="cp").sequence("<out:logits>", "cp", order="contiguous")
+    with pytest.raises(
+        ValueError, match=r"two orders along 'cp'.*zigzag.*'<out:logits>'.*one order"
+    ):
+        lower(plan, llama())
+
+
+@pytest.mark.parametrize(("tp", "heads"), [("tp", 2), (None, 3)], ids=["beside tp", "alone"])
+def test_ulysses_names_module_heads_and_axis(cp, tp, heads):
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    plan = zoo.llama(cp, tp=tp, cp="cp", cp_method="ulysses")
+    along = r"'cp' of size 2" + (r" and 'tp' of size 2" if tp else "")
+    said = rf"layers\.0\.self_attn has {heads} key-value heads, which axis {along} does not divide"
+    with pytest.raises(ValueError, match=said):
+        lower(plan, llama(**({} if tp else three)))
+    lower(zoo.llama(cp, tp=tp, cp="cp"), llama())
+
+
+def test_an_attribute_that_tells_no_heads_is_refused(cp):
+    plan = Plan(cp).context(r"model\.layers\.0\.self_attn", "cp", heads="config.heads")
+    with pytest.raises(ValueError, match=r"LlamaAttention has no integer 'config.heads'"):
+        lower(plan, llama())
+
+
+def test_axes_of_the_zoo(cp):
+    with pytest.raises(ValueError, match=r"zoo.llama: cp='tp' is tp as well"):
+        zoo.llama(cp, cp="tp")
+
+
+def test_tokens_are_cut_along_cp_before_tp():
+    with fake_mesh((2, 2), ("tp", "cp")) as mesh:
+        with pytest.raises(ValueError, match=r"make it with 'cp' before 'tp'"):
+            zoo.llama(mesh, cp="cp", sp=True)
+        zoo.llama(mesh, cp="cp")
+
+
+def test_static_mode_says_that_it_knows_none(cp):
+    plan = zoo.llama(cp, cp="cp")
+    said = r"self_attn.forward_pre:<attention>:0: context parallelism .*use mode='eager'"
+    with pytest.raises(ValueError, match=said):
+        parallelize(llama(), plan, mode="static")
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    with pytest.raises(ValueError, match=said):
+        generate_static(plan, llama(), batch, fake=True)
+
+
+CALLS = {
+    "a length": (
+        {"input_ids": TOKENS[:, :6]},
+        {},
+        r"forward_pre:<in>:0: a sequence of 6 cannot be cut into 4 equal chunks.*multiple of 4",
+    ),
+    "padding": (
+        {"input_ids": TOKENS, "attention_mask": PADDED},
+        {},
+        r"layers\.0\.self_attn: attention is given a mask of \(2, 1, 8, 8\).*labels of -100",
+    ),
+    "dropout": (
+        {"input_ids": TOKENS},
+        {"attention_dropout": 0.1},
+        r"self_attn: attention has dropout_p=0.1.*attention_dropout=0.0 in transformers",
+    ),
+}
+
+
+@needs_flattening
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
+    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    batch, changes, message = CALLS[name]
+    model = parallelize(llama(**changes), zoo.llama(cp, cp="cp"))
+    with pytest.raises(ValueError, match=message):
+        model(**batch)
+
+
+@needs_flattening
+def test_a_sequence_that_is_not_cut_is_refused(cp, monkeypatch):
+    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    plan = zoo.llama(cp).context(r"model\.layers\.\d+\.self_attn", "cp")
+    model = parallelize(llama(), plan)
+    with pytest.raises(ValueError, match=r"have to be cut along 'cp' by the sequence, Shard\(2\)"):
+        model(input_ids=TOKENS)
+
+
+@needs_flattening
+def test_heads_that_no_attribute_tells_are_refused_before_anything_is_sent(monkeypatch):
+    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    with fake_mesh((4,), ("cp",)) as mesh:
+        plan = Plan(mesh).sequence("<in:input_ids>", "cp", order="contiguous")
+        plan.sequence(r"model\.rotary_emb.<in:position_ids>", "cp", order="contiguous")
+        plan.context(r"model\.layers\.\d+\.self_attn", "cp", method="ulysses")
+        model = parallelize(llama(), plan)
+        said = r"self_attn has 2 key-value heads on this rank, and axis 'cp' of size 4 does not"
+        with pytest.raises(ValueError, match=said):
+            model(input_ids=TOKENS)

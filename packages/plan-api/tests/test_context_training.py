@@ -1,0 +1,142 @@
+"""Unmodified models with sequences that are cut: one device's losses."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Plan, installed, parallelize, track, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+ALL = [
+    {"cp_method": "ring"},
+    {"cp_method": "ring", "cp_order": "contiguous"},
+    {"cp_method": "all-gather"},
+    {"cp_method": "all-gather", "cp_order": "contiguous"},
+    {"cp_method": "ulysses"},
+]
+# By the mesh: axes with their sizes, options of all cases, and the cases.
+MESHES = {
+    "cp 2": ({"cp": 2}, {"tp": None}, ALL),
+    "cp 4": ({"cp": 4}, {"tp": None}, ALL[:4]),  # 2 key-value heads
+    "dp 2, cp 2": ({"dp": 2, "cp": 2}, {"tp": None, "dp": "dp"}, ALL),
+    "cp 2, tp 2": ({"cp": 2, "tp": 2}, {}, ALL[:4]),
+    "cp 2, tp 2, all cut": ({"cp": 2, "tp": 2}, {"sp": True, "loss_parallel": True}, ALL[:1]),
+}
+
+
+def llama(**changes):
+    """4 heads and 2 key-value heads."""
+    return models.llama(attn_implementation="sdpa", num_hidden_layers=2, **changes)
+
+
+def loss_of(model):
+    """Of sequences of 16 tokens; those of the last are padded at its end."""
+    ids = torch.randint(0, models.VOCABULARY, (4, 16))
+    labels = ids.clone()
+    labels[-1, 9:] = -100
+    return model(input_ids=ids, labels=labels).loss
+
+
+def trained(model):
+    """The losses of 20 steps, and the norms of the gradients of one more batch."""
+    losses = models.train(model, loss_of)
+    loss_of(model).backward()
+    return losses, [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)().norm().item()
+        for p in model.parameters()
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return trained(llama())
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_llama_trains_as_on_one_device(name, alone):
+    axes, given, cases = MESHES[name]
+
+    def check():
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        found = []
+        for case in cases:
+            model = parallelize(llama(), zoo.llama(mesh, cp="cp", **given, **case), strict=True)
+            found.append((trained(model), installed(model).fired.never))
+        return found
+
+    losses, norms = alone
+    for found in run_ranks(check, torch.Size(axes.values()).numel(), timeout=300):
+        for case, ((ours, our_norms), never) in zip(cases, found, strict=True):
+            assert ours == pytest.approx(losses, abs=1e-5, rel=0), case
+            assert our_norms == pytest.approx(norms, rel=1e-4), case
+            assert never == []
+
+
+def test_what_is_cut_and_what_comes_back():
+    """Positions given by the script, labels already shifted, logits put back, other attention."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        plan = zoo.llama(mesh, tp=None, cp="cp").sequence("<out:logits>", "cp")
+        model = parallelize(llama(), plan)
+        out = model(**batch)
+        with track(model) as record:
+            model(**batch).loss.backward()
+        rounds = [one for one in record.collectives if one.name in ("send", "recv")]
+        told = {(one.name, one.site, one.axis, one.phase.value) for one in rounds}
+        lines = {one.line for one in rounds if one.phase.value == "forward"}
+        return (
+            out.loss.item(),
+            out.logits.placements,
+            out.logits.full_tensor().detach(),
+            told,
+            lines,
+        )
+
+    torch.manual_seed(1)
+    ids = torch.randint(0, 64, (2, 8))
+    positions = torch.arange(3, 11).unsqueeze(0)
+    shifted = torch.where(torch.rand(2, 8) < 0.3, -100, ids)
+    batch = {"input_ids": ids, "labels": ids, "shift_labels": shifted, "position_ids": positions}
+    expected = llama()(**batch)
+    for loss, placements, logits, told, lines in run_ranks(check, 2):
+        assert loss == pytest.approx(expected.loss.item(), abs=1e-6)
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-6)
+        assert placements == (Shard(1),)
+        assert told == {
+            (name, f"model.layers.{layer}.self_attn", "cp", phase)
+            for name in ("send", "recv")
+            for layer in (0, 1)
+            for phase in ("forward", "backward")
+        }
+        assert [line.partition(" > ")[2].partition(":")[0] for line in lines] == ["zoo/needs.py"]
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
+def test_full_attention_of_a_dit(method):
+    """Patches are the sequence, from behind their embedding to before they are an image again."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        order = {"order": "contiguous"}
+        plan = (
+            Plan(mesh)
+            .sequence(r"model\.blocks\.0.<in>", "cp", **order)
+            .context(r"model\.blocks\.\d+\.attn", "cp", method=method, **order)
+            .shard(r"model\.final_layer.<out>", Replicate(), "cp")
+        )
+        for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
+            plan.shard(rf"model\.{name}.<in>", Replicate(), "cp")
+        plan.shard(r"criterion.<in:target>", Replicate(), "cp")
+        model = parallelize(models.nowhere_zero(models.dit(dropout=0.0)), plan)
+        return models.train(model, models.noise_loss, steps=5)
+
+    losses = models.train(models.nowhere_zero(models.dit(dropout=0.0)), models.noise_loss, steps=5)
+    for ours in run_ranks(check, 2):
+        assert ours == pytest.approx(losses, abs=1e-5, rel=0)
