@@ -31,6 +31,13 @@ class InitialWeights:
         require_fits(folder, pieces, asdict(shape))
         return InitialWeights(folder, pieces)
 
+    def allocate(self, model: nn.Module) -> None:
+        """Give a Hugging Face model on meta its memory: buffers computed, parameters not drawn."""
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # its initialiser's
+        model.init_weights()  # type: ignore[operator]
+
     def load(self, model: nn.Module) -> None:
         """Set the weights of a model as its system wraps it; all ranks call it."""
         load_weights(model, self.folder, self.pieces)

@@ -1,7 +1,6 @@
 """From a configuration to the model that a rank trains, its weights drawn."""
 
 import hashlib
-import warnings
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -54,10 +53,10 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
     compile_layers(layers, config.compile)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
-        with warnings.catch_warnings():
-            if setup.initial is not None:  # what is drawn is overwritten
-                warnings.filterwarnings("ignore", message="DTensor random operators may not")
+        if setup.initial is None:
             draw_weights(model, seed=config.seed)
+        else:
+            setup.initial.allocate(model)
     if setup.initial is not None:
         setup.initial.load(model)
     return ParallelModel(model, parameters)
