@@ -121,6 +121,15 @@ def test_no_rank_ever_holds_the_whole_model(name, tmp_path):
         assert peak < part + 0.2 * whole
 
 
+@pytest.mark.ranks
+def test_a_model_that_was_never_whole_trains_as_one_that_was(llama, train_runs, tmp_path):
+    systems = [SYSTEMS[name] for name in ("ddp", "fsdp2", "fsdp", "dtensor-tp", "plan-zero3")]
+    runs = [{"init_from": llama} | system for system in systems]
+    expected, *others = train_runs(2, runs, out=tmp_path, steps=2)
+    for losses in others:
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
