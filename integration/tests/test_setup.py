@@ -62,6 +62,17 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "dtensor-tp", "model": "mixtral-tiny"}, 2, "has no plan for model 'mixtral-t"),
         ({"system": "fsdp", "model": "dit-tiny", "init": "sharded"}, 2, "cannot be drawn anew on"),
         ({"system": "single", "model": "dit-tiny", "data": Path("/x")}, 1, "digits; leave it out"),
+        (
+            {"system": "dtensor-tp", "compile": "aot_eager"},
+            2,
+            "'dtensor-tp' does not do --compile aot_eager; use --compile none, or one of the",
+        ),
+        (
+            {"system": "plan", "tp": 2, "dtype": "bf16"},
+            2,
+            "'plan' does not do --dtype bf16; use --dtype fp32, or one of the systems single",
+        ),
+        ({"profile_steps": "3-4"}, 1, "--profile-steps 3-4 is no range of steps"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),
         ({"data": Path("/dev/null")}, 1, "data path /dev/null is neither a file nor a folder"),
         ({"resume": "/no/such"}, 1, "/no/such is not a complete checkpoint"),
@@ -72,6 +83,12 @@ def test_a_configuration_that_cannot_run_is_refused(tmp_path, options, ranks, me
     with pytest.raises(UsageError, match=message):
         prepare(config, ranks)
     assert not (tmp_path / "run").exists()
+
+
+def test_inductor_without_a_compiler_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"needs the compiler g\+\+.* or use --compile aot_eager"):
+        prepare(TrainConfig(out=tmp_path / "run", compile="inductor"), 1)
 
 
 @pytest.mark.parametrize("out", ["run", "run/below/it"])

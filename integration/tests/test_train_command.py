@@ -152,6 +152,43 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
     assert losses(out) == losses(undisturbed)
 
 
+def test_training_features_together(tmp_path):
+    options = ["--system", "fsdp2", "--ranks", "2", "--steps", "8", "--checkpoint-every", "2"]
+    features = [
+        *["--activation-checkpointing", "full", "--dtype", "bf16", "--checkpoint-async"],
+        *["--keep-checkpoints", "2", "--profile-steps", "3:4", "--peak-flops", "1e12"],
+    ]
+    train(tmp_path, *options, *features)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000006", "step-00000008"]
+    profiled = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert profiled == [
+        f"rank{rank}.{kind}" for rank in (0, 1) for kind in ("memory.txt", "pt.trace.json")
+    ]
+    for record in read_metrics(tmp_path):
+        assert record.tokens_per_second == record.tokens / record.seconds
+        # 8 x 64 tokens need 3.5e8 FLOPs; see test_throughput.
+        assert record.mfu == pytest.approx(352321536 / record.seconds / 2e12)
+    assert not (tmp_path / "flight-recorder").exists()
+
+
+def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
+    features = ["--timeout", "15", "--system", "ddp", "--ranks", "2", "--steps", "100000"]
+    process = start_and_wait_for_step(tmp_path, 2, *features)
+    ranks = psutil.Process(process.pid).children()
+    (stopped,) = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
+    stopped.suspend()
+    try:
+        assert process.wait(120) == 1
+    finally:
+        psutil.wait_procs(ranks, timeout=60)
+    report = (tmp_path / "flight-recorder" / "report-rank0.txt").read_text()
+    assert "it has not ended within 15 s\nnewest collective of group " in report
+    assert "RuntimeError: " in report
+    assert ", gloo:all_reduce of ['" in report
+    assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
+
+
 @pytest.mark.parametrize("ranks", [[], ["--system", "ddp", "--ranks", "2"]], ids=str)
 def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_path, ranks):
     said = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)

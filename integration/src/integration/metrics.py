@@ -19,6 +19,8 @@ class StepRecord:
         loss: mean over the global batch, before the update, in nats per token.
         seconds: wall time of the step on rank 0.
         tokens: tokens of the global batch.
+        tokens_per_second: of all ranks together.
+        mfu: the share of the FLOP/s of all ranks at best that the model's own FLOPs came to.
         gradient_norm: of all gradients together before they were clipped, where they are.
     """
 
@@ -27,6 +29,8 @@ class StepRecord:
     seconds: float
     tokens: int
     gradient_norm: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)

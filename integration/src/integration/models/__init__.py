@@ -1,5 +1,9 @@
 """The models that a run can name."""
 
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,6 +34,7 @@ __all__ = [
     "draw_weights",
     "loss_of",
     "model_shape",
+    "shape_from",
 ]
 
 
@@ -42,6 +47,18 @@ def model_shape(name: str) -> ModelShape:
     if name not in _SHAPES:
         raise UsageError(f"unknown model {name!r}; choose one of: {', '.join(MODEL_NAMES)}")
     return _SHAPES[name]
+
+
+def shape_from(values: Mapping[str, Any]) -> ModelShape:
+    """Return the shape whose fields, as ``asdict`` gives them, are these.
+
+    Raises:
+        UsageError: no model has such fields.
+    """
+    for shape in {type(shape): None for shape in _SHAPES.values()}:
+        if {field.name for field in fields(shape)} == values.keys():
+            return shape(**values)
+    raise UsageError(f"no model is described by {', '.join(values)}; use the version that wrote it")
 
 
 def build_model(shape: ModelShape, *, seed: int, dropout: float = 0.0) -> nn.Module:

@@ -1,5 +1,7 @@
 """The systems that a run can name; add one by adding its class to ``_ALL``."""
 
+import torch
+
 from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
@@ -25,12 +27,15 @@ SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 __all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
 
 
-def get_system(name: str, degrees: Degrees | None = None) -> System:
+def get_system(
+    name: str, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
+) -> System:
     """Return the system called ``name``.
 
     Args:
         name: of the system.
         degrees: of one that composes several kinds of parallelism.
+        compute_dtype: of one with mixed precision; None: that of the weights.
 
     Raises:
         UsageError: no system has that name, or it has one kind of parallelism only.
@@ -43,5 +48,5 @@ def get_system(name: str, degrees: Degrees | None = None) -> System:
                     f"system {name!r} does not take {' '.join(degrees.options)}; leave it out, or"
                     f" use one of: {composing}"
                 )
-            return system(degrees)
+            return system(degrees, compute_dtype)
     raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(SYSTEM_NAMES)}")

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from integration.errors import UsageError
@@ -19,6 +20,7 @@ class System(ABC):
         tolerance: the largest loss difference from one device that the comparison accepts,
             absolute, in units of the loss, over curves that amplify rounding.
         degrees: of its axes, for systems that compose several.
+        compute_dtype: what is computed in, where it is not the dtype of the weights.
     """
 
     name: str
@@ -32,11 +34,19 @@ class System(ABC):
     # Whether it trains with optimizers of blocks and matrices too, which need parameters that keep
     # their shapes, whole or as DTensors.
     any_optimizer: bool = False
+    # Whether its layers can be compiled, each as one graph.
+    compiles: bool = False
+    # Whether it can compute in another dtype than that of the weights.
+    mixed_precision: bool = False
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 
-    def __init__(self, degrees: Degrees | None = None) -> None:
+    def __init__(
+        self, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        assert compute_dtype is None or self.mixed_precision
         self.degrees = degrees or Degrees()
+        self.compute_dtype = compute_dtype
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
@@ -59,6 +69,11 @@ class System(ABC):
 
         Every rank passes the same weights.
         """
+
+    def autocast(self, model: nn.Module) -> None:
+        """Have ``forward`` run under autocast in the compute dtype, if there is one."""
+        if self.compute_dtype is not None:
+            model.forward = torch.autocast("cpu", self.compute_dtype)(model.forward)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Return the context of one microbatch; gradients are reduced in the ``last`` one."""

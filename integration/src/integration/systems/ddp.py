@@ -15,10 +15,13 @@ class DataParallel(System):
     name = "ddp"
     tolerance = 1e-4
     any_optimizer = True
+    compiles = True
+    mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wrap the model over the default group."""
         del world_size
+        self.autocast(model)
         return DistributedDataParallel(model)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

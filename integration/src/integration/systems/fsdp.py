@@ -4,7 +4,9 @@ It is imported where it is used: the other systems are torch alone.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,18 +25,26 @@ class FullyShardedBuffers(System):
     tolerance = 1e-4
     takes_meta = True
     any_optimizer = True
+    compiles = True
+    mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shard the model in place."""
-        from fsdp import Rows, fully_shard
+        from fsdp import MixedPrecisionPolicy, Rows, fully_shard
 
         def granularity(parameter: nn.Parameter) -> Rows | None:
             return Rows(_ROWS) if parameter.ndim == 2 else None
 
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(self.compute_dtype, torch.float32),
+            shard_placement_fn=granularity,
+        )
         for layer in shape.layers_of(model):
-            fully_shard(layer, mesh=mesh, shard_placement_fn=granularity)
-        fully_shard(model, mesh=mesh, shard_placement_fn=granularity)
+            shard(layer)
+        shard(model)
         return model
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from integration.models import ModelShape
@@ -18,6 +18,8 @@ class FullyShardedOne(System):
 
     name = "fsdp1"
     tolerance = 1e-4
+    compiles = True
+    mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wrap every layer and the root."""
@@ -31,6 +33,11 @@ class FullyShardedOne(System):
             ),
             device_mesh=mesh,
             device_id=torch.device("cpu"),
+            mixed_precision=MixedPrecision(
+                param_dtype=self.compute_dtype, reduce_dtype=torch.float32
+            )
+            if self.compute_dtype
+            else None,
             use_orig_params=True,
         )
 

@@ -2,9 +2,10 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from integration.models import ModelShape
 from integration.systems.base import System
@@ -17,13 +18,16 @@ class FullyShardedTwo(System):
     tolerance = 1e-4
     takes_meta = True
     any_optimizer = True
+    compiles = True
+    mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shard the model in place."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
         for layer in shape.layers_of(model):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:

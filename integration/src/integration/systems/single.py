@@ -14,6 +14,8 @@ class SingleDevice(System):
     tolerance = 0.0
     takes_meta = True
     any_optimizer = True
+    compiles = True
+    mixed_precision = True
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse more than one rank."""
@@ -26,4 +28,5 @@ class SingleDevice(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Return the model as it is."""
         del shape, world_size
+        self.autocast(model)
         return model

@@ -14,6 +14,7 @@ from integration.train.config import TrainConfig, parse_config
 from integration.train.launch import launch, leave_word
 from integration.train.setup import prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
+from integration.train.watchdog import record_collectives
 from integration.train.world import declared_world, leave, process_group
 
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_rank(config: TrainConfig) -> int:
     torch.set_num_threads(config.threads)
     stop = StopRequest()
+    record_collectives(config.out)
     with process_group(config.timeout) as world:
         leave_word(world.rank, "started")
         setup = prepare(config, world.size)

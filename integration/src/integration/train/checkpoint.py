@@ -58,31 +58,39 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
 
 
-def save(
-    folder: Path,
-    step: int,
-    identity: Identity,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-) -> Path:
-    """Write the checkpoint of ``step`` below ``folder`` and return its path; all ranks call it."""
-    final = folder / FOLDER / f"step-{step:08d}"
-    partial = final.with_name(f".{final.name}.partial")
-    if world.is_main and partial.exists():
-        shutil.rmtree(partial)
-    dist.barrier()
-    state = _training_state(model, optimizer) | {
-        "rng": {f"rank{world.rank}": torch.get_rng_state()}
-    }
-    dcp.save(state, checkpoint_id=partial)
-    if world.is_main:
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        manifest = Manifest(step=step, world_size=world.size, identity=identity, files=sizes)
-        _write_durably(partial / MANIFEST, json.dumps(asdict(manifest), indent=2))
-        _replace_folder(partial, final)
-    dist.barrier()
-    return final
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+class Draft:
+    """A checkpoint that is being written: absent until ``commit``.
+
+    Attributes:
+        partial: the folder that DCP writes to.
+        final: the folder that it becomes.
+    """
+
+    def __init__(self, run: Path, step: int, identity: Identity, world: World) -> None:
+        self.step = step
+        self.final = run / FOLDER / folder_name(step)
+        self.partial = self.final.with_name(f".{self.final.name}.partial")
+        self._identity, self._world = identity, world
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Clear what a killed run left, and return the state to write; all ranks call it."""
+        if self._world.is_main and self.partial.exists():
+            shutil.rmtree(self.partial)
+        dist.barrier()
+        rng = {f"rank{self._world.rank}": torch.get_rng_state()}
+        return _training_state(model, optimizer) | {"rng": rng}
+
+    def commit(self) -> None:
+        """Make a checkpoint of what all ranks have written; rank 0 calls it."""
+        sizes = {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())}
+        manifest = Manifest(self.step, self._world.size, self._identity, sizes)
+        _write_durably(self.partial / MANIFEST, json.dumps(asdict(manifest), indent=2))
+        _replace_folder(self.partial, self.final)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -142,6 +150,15 @@ def _complete_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def is_complete(path: Path) -> bool:
+    """Return whether a folder is a checkpoint with all its files."""
+    try:
+        _complete_manifest(path)
+    except _IncompleteError:
+        return False
+    return True
+
+
 def require_same(manifest: Manifest, identity: Identity, path: Path) -> None:
     """Refuse a checkpoint that was written for another model, other data or other batches.
 
@@ -174,7 +191,7 @@ class Found:
 def newest_complete(folder: Path) -> Found:
     """Return a run folder's newest complete checkpoint, and why newer ones were passed over."""
     passed_over: list[str] = []
-    for path in sorted((folder / FOLDER).glob("step-*"), reverse=True):
+    for path in _candidates(folder / FOLDER):
         try:
             _complete_manifest(path)
         except _IncompleteError as error:
@@ -182,6 +199,15 @@ def newest_complete(folder: Path) -> Found:
         else:
             return Found(path, tuple(passed_over))
     return Found(None, tuple(passed_over))
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Folders that may be checkpoints, the newest first."""
+    # A run that was killed while it replaced a checkpoint has left that under its other name.
+    replaced = [
+        path for path in folder.glob(".step-*.replaced") if not (folder / path.stem[1:]).exists()
+    ]
+    return sorted([*folder.glob("step-*"), *replaced], key=lambda p: p.name.lstrip("."))[::-1]
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -199,6 +225,7 @@ def _replace_folder(source: Path, target: Path) -> None:
     # A folder of that name is either damaged or of a run that was resumed before it.
     previous = target.with_name(f".{target.name}.replaced")
     if target.exists():
+        shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
     os.rename(source, target)
     shutil.rmtree(previous, ignore_errors=True)

@@ -13,6 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from integration.errors import UsageError
 from integration.systems import Degrees
+from integration.train.compiled import Backend
+from integration.train.recompute import Recompute
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
@@ -76,18 +78,37 @@ class TrainConfig:
     """Seed of the weights and of the order of the data."""
     init: Literal["whole", "sharded"] = "whole"
     """whole: every rank draws all weights and keeps its part; sharded: it draws its part only."""
+    init_from: Path | None = None
+    """Folder of safetensors, as save_pretrained writes it, whose weights are the initial ones."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of a zero: in attention's weights, of DiT behind linear layers."""
     random: Literal["stock", "dist-rng"] = "stock"
     """Who draws random DTensors: torch, or dist-rng, which gives one device's numbers."""
     fingerprint: bool = False
     """Write hashes of the initial weights and the first step's dropout masks into the summary."""
+    activation_checkpointing: Recompute = "none"
+    """What backward computes again instead of keeping it: nothing, all of each layer (full), all
+    but matrix products and attention (selective-op), or all of some layers (selective-layer)."""
+    activation_checkpointing_every: Positive = 2
+    """Of how many layers selective-layer computes one again."""
+    compile: Backend = "none"
+    """torch.compile each layer, by this backend."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What is computed in; bf16 keeps weights and the reduction of gradients in fp32."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 saves only on SIGTERM."""
+    checkpoint_async: bool = False
+    """Write those of checkpoint-every while training goes on, from a copy of the state."""
+    keep_checkpoints: Annotated[int, Field(ge=0)] = 0
+    """Complete checkpoints to keep, the newest; 0 keeps all."""
     resume: str = AUTO_RESUME
     """auto (newest complete checkpoint of the run folder), never, or a checkpoint folder."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
+    profile_steps: str | None = None
+    """Steps to profile, as 10:13, the last included; traces are in the run folder's profile/."""
+    peak_flops: Annotated[float, Field(gt=0)] | None = None
+    """FLOP/s of one rank at best, of which MFU is a share; by default known or measured."""
     ranks: Positive | None = None
     """Start this many ranks on this machine; leave it out under torchrun."""
     threads: Positive = 1

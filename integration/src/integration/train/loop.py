@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,10 +24,14 @@ from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
 from integration.train.memory import peak_rss_bytes
 from integration.train.parallel import parallel_model, weights_hash
+from integration.train.profiling import StepProfiler
 from integration.train.progress import ProgressDisplay
+from integration.train.saver import Saver
 from integration.train.schedule import Schedule
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
+from integration.train.throughput import Throughput
+from integration.train.watchdog import Watchdog
 from integration.train.world import World
 
 
@@ -52,6 +56,7 @@ class Trainer:
         )
         self._data_source = data.source
         self._tokens = config.global_batch * data.tokens  # of a step
+        self._sample = data.sample(0, 0)
         # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
         self._loader = BatchLoader(data, plan, rank=world.rank % plan.degree, seed=config.seed)
         self._identity = checkpoint.Identity(
@@ -81,6 +86,14 @@ class Trainer:
             steps=config.steps,
             warmup=config.warmup_steps,
             decay=config.decay_steps,
+        )
+        self._saver = Saver(
+            config.out,
+            self._identity,
+            world,
+            background=config.checkpoint_async,
+            keep=config.keep_checkpoints,
+            timeout=config.timeout,
         )
         if setup.resume_from is not None:
             checkpoint.load(setup.resume_from, self.model, self.optimizer, world)
@@ -128,29 +141,31 @@ class Trainer:
             total += _whole(loss.detach())
         return total
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step into the run folder."""
-        return checkpoint.save(
-            self._setup.config.out,
-            self.step,
-            self._identity,
-            self.model,
-            self.optimizer,
-            self._world,
-        )
+    def save(self, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the present step into the run folder; see `Saver.save`."""
+        return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
+
+    def finish_saving(self) -> None:
+        """Wait until a checkpoint that is written in the background is complete."""
+        self._saver.finish()
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the end, writing the run folder; return False when asked to stop before."""
         config, is_main = self._setup.config, self._world.is_main
         outputs = _Outputs(config, done=self.step, enabled=is_main)
         display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
-        with outputs, display:
+        profiler = StepProfiler(self._setup.profile_steps, config.out, self._world.rank)
+        watchdog = Watchdog(config.out, self._world, seconds=config.timeout)
+        self._throughput = Throughput.of(self._setup, self._sample)
+        with outputs, display, watchdog, closing(profiler):
             for notice in self._setup.notices:
                 display.say(notice)
             if self.step:
                 display.say(f"resumed from {self._setup.resume_from} at step {self.step}")
             while self.step < config.steps:
-                record, stopping = self._timed_step(stop)
+                watchdog.step(self.step + 1)
+                with profiler.step(self.step + 1):
+                    record, stopping = self._timed_step(stop)
                 outputs.append(record)
                 display.show(record)
                 if stopping and self.step < config.steps:
@@ -158,7 +173,8 @@ class Trainer:
                     display.say(f"stopped on request at step {self.step}; its checkpoint is {path}")
                     return False
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
-                    self.save()
+                    self.save(wait=False)
+            self.finish_saving()
         summary = self._summary()
         if is_main:
             write_summary(config.out, summary)
@@ -176,12 +192,15 @@ class Trainer:
         if not math.isfinite(mean):
             raise self._diverged(mean, generator)
         norm = self._update()
+        seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.step,
             loss=mean,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             tokens=self._tokens,
             gradient_norm=norm,
+            tokens_per_second=self._tokens / seconds,
+            mfu=self._throughput.mfu(seconds),
         )
         return record, bool(shared[1])
 
@@ -241,11 +260,14 @@ class _Outputs(AbstractContextManager["_Outputs"]):
         if self._writer is not None:
             self._writer.add_scalar("loss", record.loss, record.step)
             self._writer.add_scalar("seconds per step", record.seconds, record.step)
-            self._writer.add_scalar(
-                "tokens per second", record.tokens / record.seconds, record.step
-            )
-            if record.gradient_norm is not None:
-                self._writer.add_scalar("gradient norm", record.gradient_norm, record.step)
+            optional = {
+                "tokens per second": record.tokens_per_second,
+                "MFU": record.mfu,
+                "gradient norm": record.gradient_norm,
+            }
+            for name, value in optional.items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
 
     def __exit__(self, *_: object) -> None:
         for output in (self._metrics, self._writer):

@@ -38,7 +38,8 @@ class DropoutMasks(TorchFunctionMode):
         """Call ``func``, and look at what it did if it is dropout."""
         del types
         kwargs = kwargs or {}
-        if func is not dropout:
+        # Within backward, activation checkpointing repeats what was noted in forward.
+        if func is not dropout or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
         # Before the call, which may work in place.
         before = _zeros(args[0])

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from integration.models import build_model, build_model_on_meta, draw_weights
+from integration.train.compiled import compile_layers
+from integration.train.recompute import recompute_activations
 from integration.train.setup import Setup
 from integration.train.world import World
 
@@ -31,8 +33,10 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
 
         dist_rng.install()
     shape, system = setup.shape, setup.system
-    deferred = config.init == "sharded" and system.takes_deferred
-    on_meta = config.init == "sharded" and not deferred
+    # Weights that are read afterwards need no model that is whole before.
+    sharded = config.init == "sharded" or setup.initial is not None
+    deferred = sharded and system.takes_deferred
+    on_meta = sharded and not deferred and system.takes_meta and shape.redraws
     if deferred:
         from plan_api import deferred_init
 
@@ -42,9 +46,19 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
     else:
         model = build_model(shape, seed=config.seed, dropout=config.dropout)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers = shape.layers_of(model)
+    recompute_activations(
+        layers, config.activation_checkpointing, every=config.activation_checkpointing_every
+    )
+    compile_layers(layers, config.compile)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
-        draw_weights(model, seed=config.seed)
+        if setup.initial is None:
+            draw_weights(model, seed=config.seed)
+        else:
+            setup.initial.allocate(model)
+    if setup.initial is not None:
+        setup.initial.load(model)
     return ParallelModel(model, parameters)
 
 

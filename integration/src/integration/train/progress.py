@@ -23,7 +23,7 @@ class ProgressDisplay(LiveDisplay):
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
@@ -37,10 +37,12 @@ class ProgressDisplay(LiveDisplay):
 
     def show(self, record: StepRecord) -> None:
         """Show that a step is done."""
-        speed = f"{record.tokens / record.seconds:,.0f}"
+        speed = f"{record.tokens / record.seconds:,.0f} tokens/s"
+        if record.mfu is not None:
+            speed += f"  MFU {record.mfu:.1%}"
         if not self._bars.disable:
             self._bars.update(
                 self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=speed
             )
         elif record.step in (1, self._total) or record.step % 10 == 0:
-            self.say(f"step {record.step}/{self._total}  loss {record.loss:.4f}  {speed} tokens/s")
+            self.say(f"step {record.step}/{self._total}  loss {record.loss:.4f}  {speed}")

@@ -12,7 +12,10 @@ from integration.optimizers import ADAMW
 from integration.paths import require_folder, require_outside
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train import checkpoint
-from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig, degrees_of
+from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
+from integration.train.feature_checks import supported_system
+from integration.train.initial import InitialWeights
+from integration.train.profiling import StepRange
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Setup:
     batch_plan: BatchPlan
     resume_from: Path | None
     notices: tuple[str, ...]
+    profile_steps: StepRange | None = None
+    initial: InitialWeights | None = None
 
 
 def prepare(config: TrainConfig, world_size: int) -> Setup:
@@ -39,7 +44,7 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         UsageError: the system, model, batch, data path, run folder or checkpoint does not do, or
             dist-rng is asked for and not installed.
     """
-    system = get_system(config.system, degrees_of(config))
+    system = supported_system(config)
     shape = model_shape(config.model)
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
@@ -93,7 +98,9 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     require_folder(config.out)
     require_outside(config.out, config.data)
     resume_from, notices = _find_checkpoint(config)
-    return Setup(config, system, shape, plan, resume_from, notices)
+    initial = InitialWeights.open(config, shape) if config.init_from else None
+    steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
+    return Setup(config, system, shape, plan, resume_from, notices, steps, initial)
 
 
 def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]:

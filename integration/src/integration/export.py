@@ -1,0 +1,68 @@
+"""``python -m integration.export CHECKPOINT OUT``: a checkpoint as Hugging Face's safetensors."""
+
+import argparse
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from integration.errors import EXIT_USAGE, UsageError
+from integration.hugging_face import write_weights
+from integration.hugging_face.pieces import parameter_pieces
+from integration.models import build_model_on_meta, shape_from
+from integration.paths import make_folder, require_folder
+from integration.train import checkpoint
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, or 2 for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m integration.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N of a run")
+    parser.add_argument("out", type=Path, help="folder to write, for from_pretrained")
+    parsed = parser.parse_args(arguments)
+    try:
+        export(parsed.checkpoint, parsed.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def export(path: Path, out: Path) -> None:
+    """Write the weights of a checkpoint, of any system and number of ranks, and config.json.
+
+    This process holds the weights once. ``out`` appears when all is written.
+
+    Raises:
+        UsageError: it is no complete checkpoint, or ``out`` is there already or cannot be written.
+    """
+    manifest = checkpoint.read_manifest(path)
+    require_folder(out)
+    if out.exists():
+        raise UsageError(f"{out} is there already; give another OUT, or remove it")
+    model = build_model_on_meta(shape_from(manifest.identity.model))
+    pieces = parameter_pieces(model)
+    shapes = model.state_dict()
+    weights = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype) for name in pieces}
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
+    make_folder(partial)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
+        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    write_weights(partial, weights, pieces)
+    config: Any = getattr(model, "config", None)  # Hugging Face's have one
+    if config is not None:
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(partial)
+    os.rename(partial, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

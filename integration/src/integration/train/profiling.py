@@ -1,0 +1,129 @@
+"""Profiles of some steps: torch's trace of each rank, and what its memory holds between steps."""
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from integration.errors import UsageError
+
+FOLDER = "profile"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps to profile, the last one included."""
+
+    first: int
+    last: int
+
+    @staticmethod
+    def parse(text: str) -> "StepRange":
+        """Return what ``FIRST:LAST`` or ``STEP`` says.
+
+        Raises:
+            UsageError: it is neither, or holds no step.
+        """
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if match is None:
+            raise UsageError(f"--profile-steps {text} is no range of steps; write it as 10:13")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last:
+            raise UsageError(
+                f"--profile-steps {text} holds no step; steps are counted from 1,"
+                " and the last is not before the first"
+            )
+        return StepRange(first, last)
+
+
+class StepProfiler:
+    """Profiles the steps of a range, and writes what it saw when the last of them has ended.
+
+    ``rankN.pt.trace.json`` is a Chrome trace, for TensorBoard, Perfetto and chrome://tracing, with
+    allocations in it; ``rankN.memory.txt`` lists the tensors that are alive after the last step.
+    Where CUDA is used, ``rankN.memory.pickle`` is a snapshot for pytorch.org/memory_viz.
+
+    Args:
+        steps: which, if any.
+        run: the run folder, in which the files' own folder is made.
+        rank: of this process.
+    """
+
+    def __init__(self, steps: StepRange | None, run: Path, rank: int) -> None:
+        self._steps = steps
+        self._folder = run / FOLDER
+        self._rank = rank
+        self._profiler: torch.profiler.profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Enclose the step of this number, counted from 1."""
+        if self._steps is None or not self._steps.first <= number <= self._steps.last:
+            yield
+            return
+        if self._profiler is None:
+            self._start()
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        if number == self._steps.last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was seen, if the run ends before the range does."""
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._file("pt.trace.json")))
+        self._file("memory.txt").write_text(live_tensors())
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._dump_snapshot(str(self._file("memory.pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profiler = None
+
+    def _start(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._record_memory_history()
+        self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
+        self._profiler.start()
+
+    def _file(self, suffix: str) -> Path:
+        return self._folder / f"rank{self._rank}.{suffix}"
+
+
+def live_tensors() -> str:
+    """Return a table of the memory that Python's tensors hold on this rank, the largest first.
+
+    Tensors of one shape and dtype are a row. Memory that several tensors share counts once, for
+    the first that is found, at its full size; of DTensors it is this rank's part.
+    """
+    gc.collect()
+    seen: set[int] = set()
+    count: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for tensor in gc.get_objects():
+        # Not isinstance, which asks proxies for their class, and some raise.
+        if not issubclass(type(tensor), Tensor) or issubclass(type(tensor), DTensor):
+            continue
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() == 0:
+            continue
+        seen.add(storage.data_ptr())
+        kind = f"{tensor.dtype!s:<15} {tuple(tensor.shape)}"
+        count[kind] += 1
+        total[kind] += storage.nbytes()
+    lines = [f"{sum(total.values()) / _MIB:12.3f} MiB in {sum(count.values())} tensors"]
+    lines += [
+        f"{size / _MIB:12.3f} MiB {count[kind]:6d} x {kind}" for kind, size in total.most_common()
+    ]
+    return "\n".join(lines) + "\n"

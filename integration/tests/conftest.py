@@ -1,0 +1,46 @@
+"""Trainers on real ranks, for the tests of what a run can be told."""
+
+from pathlib import Path
+
+import pytest
+
+from testkit import run_ranks
+
+
+def _train(runs, *, steps):
+    """Train some steps for each run's options, on this rank."""
+    import torch.distributed as dist
+
+    from integration.train.config import TrainConfig
+    from integration.train.loop import Trainer
+    from integration.train.setup import prepare
+    from integration.train.world import World
+
+    world = World(dist.get_rank(), dist.get_world_size())
+    losses = []
+    for options in runs:
+        config = TrainConfig(**{"model": "llama-tiny", "micro_batch": 2, "steps": steps} | options)
+        trainer = Trainer(prepare(config, world.size), world)
+        losses.append([])
+        while trainer.step < steps:
+            loss = trainer.train_step()
+            dist.all_reduce(loss)
+            losses[-1].append(loss.item() / world.size)
+        if "keep_checkpoints" in options or "checkpoint_async" in options:
+            trainer.save(wait=False)
+            trainer.finish_saving()
+    return losses
+
+
+@pytest.fixture(scope="session")
+def train_runs():
+    """Trains several runs on as many ranks as are given; returns the losses of each."""
+
+    def train_runs(ranks, runs, *, out, steps=3):
+        runs = [{"out": Path(out), "resume": "never"} | run for run in runs]
+        first, *others = run_ranks(_train, ranks, runs, steps=steps, timeout=240)
+        assert all(losses == first for losses in others)
+        assert all(run[0] > run[-1] for run in first if len(run) > 1), "nothing was learned"
+        return first
+
+    return train_runs

@@ -1,0 +1,44 @@
+"""Compiled layers train as eager ones do."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from integration.models import LlamaShape
+from integration.systems import SYSTEM_NAMES, get_system
+from integration.train.compiled import compile_layers
+
+COMPILING = [name for name in SYSTEM_NAMES if get_system(name).compiles]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("system", COMPILING)
+def test_losses_are_those_of_eager_layers(system, train_runs, tmp_path):
+    compiled = {"system": system, "compile": "aot_eager"}
+    runs = [{"system": system}, compiled, compiled | {"activation_checkpointing": "full"}]
+    ranks = 1 if system == "single" else 2
+    expected, *losses = train_runs(ranks, runs, out=tmp_path, steps=2)
+    for compiled in losses:
+        assert compiled == pytest.approx(expected, abs=1e-6)
+
+
+def test_layers_that_are_alike_share_one_graph():
+    torch._dynamo.reset()
+    counters.clear()
+    shape = LlamaShape(32, 64, 12, 2, 2)  # more layers than dynamo's limit
+    model = shape.build(dropout=0.0)
+    compile_layers(shape.layers_of(model), "aot_eager")
+    tokens = torch.arange(16).view(1, 16)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ with g++")
+def test_inductor_trains_a_single_device(train_runs, tmp_path):
+    runs = [{}, {"compile": "inductor"}]
+    expected, compiled = train_runs(1, runs, out=tmp_path, steps=2)
+    assert compiled == pytest.approx(expected, abs=1e-5)

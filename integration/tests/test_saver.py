@@ -1,0 +1,227 @@
+"""Checkpoints in the background, and which stay."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from integration.train import checkpoint
+from integration.train.retention import remove_older
+from integration.train.saver import Saver
+from integration.train.world import World, process_group
+
+IDENTITY = checkpoint.Identity(
+    model={"name": "linear"}, data_fingerprint="f", sequence_length=4, global_batch=2, seed=0
+)
+
+
+def names(run):
+    return sorted(path.name for path in (run / checkpoint.FOLDER).iterdir())
+
+
+def steps_kept(run):
+    return [int(name.removeprefix("step-")) for name in names(run) if name[0] != "."]
+
+
+@pytest.fixture
+def world():
+    with process_group(60) as world:
+        yield world
+
+
+def linear():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saver(run, world, *, background=True, keep=0):
+    return Saver(run, IDENTITY, world, background=background, keep=keep, timeout=60)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(world, tmp_path, monkeypatch):
+    import threading
+
+    go_on = threading.Event()
+    write = dcp.FileSystemWriter.write_data
+
+    def slow_write(*args):
+        go_on.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", slow_write)
+    model, optimizer = linear()
+    before = [p.detach().clone() for p in model.parameters()]
+    generator = torch.get_rng_state()
+    background = saver(tmp_path, world)
+    path = background.save(1, model, optimizer, wait=False)
+    optimizer.step()  # training goes on before anything is written
+    torch.rand(3)
+    assert checkpoint.newest_complete(tmp_path).path is None
+    assert not path.exists()
+    go_on.set()
+    background.finish()
+    assert checkpoint.newest_complete(tmp_path).path == path
+    other, its_optimizer = linear()
+    checkpoint.load(path, other, its_optimizer, world)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert float(its_optimizer.state[other.weight]["step"]) == 1
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_the_next_save_waits_for_the_one_before_and_says_if_it_failed(world, tmp_path, monkeypatch):
+    model, optimizer = linear()
+    background = saver(tmp_path, world)
+    background.save(1, model, optimizer, wait=False)
+    background.save(2, model, optimizer, wait=False)
+    assert steps_kept(tmp_path)[0] == 1
+    background.finish()
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", no_space)
+    background.save(3, model, optimizer, wait=False)
+    with pytest.raises(dcp.api.CheckpointException, match="No space left on device"):
+        background.save(4, model, optimizer, wait=False)
+    assert checkpoint.newest_complete(tmp_path).path.name == "step-00000002"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_newest_stay(world, tmp_path, background):
+    model, optimizer = linear()
+    saves = saver(tmp_path, world, background=background, keep=2)
+    for step in (3, 6, 9):
+        saves.save(step, model, optimizer, wait=False)
+    saves.finish()
+    assert names(tmp_path) == ["step-00000006", "step-00000009"]
+
+
+@pytest.mark.ranks
+def test_one_saved_in_the_background_resumes_at_other_numbers_of_ranks(train_runs, tmp_path):
+    (whole,) = train_runs(2, [{"system": "fsdp"}], out=tmp_path, steps=5)
+    first = {"system": "fsdp", "checkpoint_async": True}
+    train_runs(2, [first], out=tmp_path / "a", steps=3)
+    (path,) = (tmp_path / "a" / checkpoint.FOLDER).glob("step-*")
+    options = {"system": "fsdp", "resume": str(path)}
+    (same,) = train_runs(2, [options], out=tmp_path / "b", steps=5)
+    assert same == whole[3:]
+    for system, ranks in (("fsdp2", 4), ("single", 1)):
+        (other,) = train_runs(ranks, [options | {"system": system}], out=tmp_path / system, steps=5)
+        assert other == pytest.approx(whole[3:], abs=1e-5)
+
+
+# From here on without DCP: what happens to folders.
+
+
+def write_folder(path, step):
+    """A folder with the files of a checkpoint, and a manifest unless it is a draft's."""
+    path.mkdir(parents=True)
+    for rank in range(2):
+        (path / f"__{rank}_0.distcp").write_bytes(b"12345678")
+    if not path.name.endswith(".partial"):
+        files = {f"__{rank}_0.distcp": 8 for rank in range(2)}
+        manifest = checkpoint.Manifest(step, 1, IDENTITY, files)
+        (path / checkpoint.MANIFEST).write_text(json.dumps(asdict(manifest)))
+
+
+def write_run(run, steps):
+    for step in steps:
+        write_folder(run / checkpoint.FOLDER / checkpoint.folder_name(step), step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "completed", "keep", "stay"),
+    [
+        ([3, 6, 9], 9, 1, [9]),
+        ([3, 6, 9], 9, 2, [6, 9]),
+        ([3, 6, 9], 9, 5, [3, 6, 9]),
+        ([3, 6, 9], 6, 1, [6, 9]),  # resumed from 3: 9 is of the run before
+    ],
+)
+def test_older_ones_go(tmp_path, steps, completed, keep, stay):
+    write_run(tmp_path, steps)
+    remove_older(tmp_path, completed, keep)
+    assert steps_kept(tmp_path) == stay
+
+
+def test_damaged_ones_do_not_count(tmp_path):
+    write_run(tmp_path, [3, 6, 9, 12])
+    os.truncate(tmp_path / checkpoint.FOLDER / "step-00000009" / "__1_0.distcp", 7)
+    remove_older(tmp_path, 12, 2)
+    assert steps_kept(tmp_path) == [6, 9, 12]
+
+
+class Killed(BaseException):
+    """The end of the process, in a test."""
+
+
+def kill_at(monkeypatch, number):
+    """Have the process end within the so-manieth change of a folder; a removal is half done."""
+    left = [number]
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def ends():
+        left[0] -= 1
+        return left[0] == 0
+
+    def renames(source, target):
+        if ends():
+            raise Killed
+        rename(source, target)
+
+    def removes(path, **options):
+        if ends():
+            for file in sorted(Path(path).glob("*"))[::2]:
+                file.unlink()
+            raise Killed
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "rename", renames)
+    monkeypatch.setattr(shutil, "rmtree", removes)
+
+
+@pytest.mark.parametrize(
+    ("there", "step"),
+    [([3, 6], 9), ([6], 6), ([], 3), ([3, 6, 9], 6)],
+    ids=["a newer one", "the only one again", "the first", "an older one again"],
+)
+def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp_path, monkeypatch):
+    kills = 0
+    while True:
+        kills += 1
+        run = tmp_path / str(kills)
+        write_run(run, there)
+        draft = checkpoint.Draft(run, step, IDENTITY, World(0, 1))
+        write_folder(draft.partial, step)
+        with monkeypatch.context() as patch:
+            kill_at(patch, kills)
+            try:
+                draft.commit()
+                remove_older(run, step, 1)
+            except Killed:
+                killed = True
+            else:
+                killed = False
+        found = checkpoint.newest_complete(run).path
+        if there:
+            assert found is not None, f"killed in change {kills}"
+            assert checkpoint.read_manifest(found).step >= max(s for s in (*there, 0) if s <= step)
+        if not killed:
+            break
+        # The run that goes on writes the same again, beside what is left.
+        shutil.rmtree(draft.partial, ignore_errors=True)
+        write_folder(draft.partial, step)
+        draft.commit()
+        remove_older(run, step, 1)
+        assert steps_kept(run) == sorted({step, *(s for s in there if s > step)})
+    assert kills > 1
