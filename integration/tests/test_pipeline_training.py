@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from integration.models import model_shape
+from integration.pipeline.partners import REFUSED, WORKS
 from integration.pipeline.schedules import SCHEDULES
 from integration.train.config import TrainConfig
 from integration.train.loop import Trainer
@@ -84,3 +85,71 @@ def test_two_ranks_train_as_one_device(schedule, model, single, tmp_path):
         **points(model, SCHEDULES[schedule], 2),
     )  # fmt: skip
     assert (losses - expected).abs().max() <= model_shape(model).tolerance
+
+
+# What goes on within the stages of 2 x 2 ranks; the schedules of each are README's table.
+WITHIN = {
+    "ddp": {"system": "ddp", "micro_batch": 4},
+    "fsdp2": {"system": "fsdp2", "micro_batch": 4},
+    "fsdp": {"system": "fsdp", "micro_batch": 4},
+    "dtensor-tp": {"system": "dtensor-tp"},
+    "plan tp": {"system": "plan", "tp": 2},
+    "plan tp sp": {"system": "plan", "tp": 2, "sp": True},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_two_stages_of_two_ranks_train_as_one_device(schedule, within, single, tmp_path):
+    system = WITHIN[within]["system"]
+    if schedule not in WORKS[system]:
+        pytest.skip(f"{system} is refused there: {REFUSED[system]}")
+    expected = single("llama-tiny")
+    losses = run(
+        tmp_path, 4, model="llama-tiny", pp_degree=2, pp_schedule=schedule, pp_microbatches=4,
+        **points("llama-tiny", SCHEDULES[schedule], 2), **WITHIN[within],
+    )  # fmt: skip
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+@pytest.mark.ranks
+def test_four_stages_of_one_rank_train_as_one_device(single, tmp_path):
+    losses = run(
+        tmp_path, 4, model="llama-tiny", pp_degree=4, pp_microbatches=4,
+        pp_split_points=FOUR["llama-tiny"],
+    )  # fmt: skip
+    expected = single("llama-tiny")
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+# Some steps are clipped by this and some are not.
+CLIPPED = {"clip_grad_norm": 1.0}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, tmp_path):
+    """With two microbatches a step, of two parts each."""
+    expected = single("llama-tiny", **CLIPPED)
+    assert (expected - single("llama-tiny")).abs().max() > 1e-3, "nothing was clipped"
+    system = {2: "single", 4: "fsdp2"}[ranks]
+    losses = run(
+        tmp_path, ranks, model="llama-tiny", system=system, pp_degree=2, micro_batch=2,
+        pp_schedule="1F1B", **CLIPPED,
+    )  # fmt: skip
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+@pytest.mark.ranks
+def test_checkpoints_go_from_a_pipeline_to_one_device_and_back(single, tmp_path):
+    expected = single("llama-tiny")
+    pipeline = {"pp_degree": 2, "pp_schedule": "ZBVZeroBubble", "pp_microbatches": 4}
+    pipeline |= {"pp_split_points": FOUR["llama-tiny"], "model": "llama-tiny"}
+    run(tmp_path / "a", 2, save_at=8, steps=8, **pipeline)
+    middle = str(tmp_path / "a" / "checkpoints" / "step-00000008")
+    alone = run(tmp_path / "b", 1, model="llama-tiny", resume=middle, save_at=14, steps=14)
+    later = str(tmp_path / "b" / "checkpoints" / "step-00000014")
+    resumed = run(tmp_path / "c", 2, resume=later, **pipeline)
+    assert (len(alone), len(resumed)) == (6, 6)
+    assert (torch.cat([alone, resumed]) - expected[8:]).abs().max() <= 1e-5

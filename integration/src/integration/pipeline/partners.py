@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from integration.errors import UsageError
 from integration.models import ModelShape
+from integration.pipeline.schedules import SCHEDULES
 from integration.systems.degrees import Degrees
 from integration.systems.dtensor_tp import layer_plan
 
@@ -94,8 +95,16 @@ PARTNERS: dict[str, Callable[[nn.Module, Within], nn.Module]] = {
 # The name of the axis of a stage's ranks, where it is not data parallelism.
 TENSOR_PARALLEL = ("dtensor-tp", "plan")
 
-# Why, of partners that train wrongly where gradients of inputs and of weights are taken apart.
-SPLIT_BACKWARD_REFUSED: dict[str, str] = {}
+_ALL = tuple(SCHEDULES)
+# The schedules with which each trains as one device does (tests/test_pipeline_training.py).
+WORKS: dict[str, tuple[str, ...]] = dict.fromkeys(PARTNERS, _ALL) | {"ddp": ("1F1B",)}
+# Why not with the others: what torch says, or does.
+REFUSED: dict[str, str] = {
+    "ddp": (
+        "DDP's reducer rebuilds its buckets in the first backward, meets a parameter there once per"
+        " microbatch, and asserts that it is once"
+    )
+}
 
 
 def check_degrees(degrees: Degrees, ranks: int) -> None:

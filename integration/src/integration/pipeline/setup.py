@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from integration.errors import UsageError
 from integration.models import ModelShape, build_model_on_meta
 from integration.pipeline.layout import PipelineOptions, lay_out
-from integration.pipeline.partners import PARTNERS, SPLIT_BACKWARD_REFUSED
+from integration.pipeline.partners import PARTNERS, REFUSED, WORKS
 from integration.pipeline.schedules import Schedule, get_schedule
 from integration.pipeline.system import Pipelined
 from integration.systems.base import System
@@ -65,9 +65,8 @@ def _check_partner(system: str, schedule: Schedule) -> None:
         raise UsageError(
             f"system {system!r} does not go with --pp-degree; use one of: {', '.join(PARTNERS)}"
         )
-    reason = SPLIT_BACKWARD_REFUSED.get(system)
-    if schedule.splits_backward and reason is not None:
+    if schedule.name not in WORKS[system]:
         raise UsageError(
-            f"system {system!r} does not go with schedule {schedule.name}: {reason}; use --system"
-            " fsdp2, or --pp-schedule GPipe, 1F1B or Interleaved1F1B"
+            f"system {system!r} does not go with --pp-schedule {schedule.name}: {REFUSED[system]};"
+            f" use --pp-schedule {' or '.join(WORKS[system])}, or --system fsdp2"
         )

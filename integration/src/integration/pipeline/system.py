@@ -106,7 +106,7 @@ class _RankPipeline:
         for index in indices:
             kept = layout.stages[index]
             part = part_of(model, kept, set(units) - set(kept))
-            part.forward = self._family.forward_of(part)  # type: ignore[method-assign]
+            part.forward = self._family.forward_of(part)
             layers = [name for name in kept if name.rpartition(".")[2].isdigit()]
             inside = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
             run = PARTNERS[inner.name](part, Within(inside, layers, shape, inner.degrees))
