@@ -33,7 +33,7 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
             {"pp_split_points": "model.layers.1", "pp_schedule": "Interleaved1F1B"}, 2,
             "Interleaved1F1B has a whole number of at least 2 on each of 2 ranks; give 3 or more",
         ),
-        ({"pp_split_points": "model.layers.7"}, 2, "'model.layers.7' is no module that a stage can"),
+        ({"pp_split_points": "model.layers.7"}, 2, "'model.layers.7' is no module that a stage"),
         ({"pp_split_points": "model.embed_tokens"}, 2, "does not come behind the first stage"),
         (
             {
