@@ -1,8 +1,12 @@
 """What a pipeline refuses before anything is written."""
 
+from pathlib import Path
+
 import pytest
 
 from integration.errors import UsageError
+from integration.pipeline.partners import PARTNERS, REFUSED, WORKS, works_table
+from integration.pipeline.schedules import SCHEDULES
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
@@ -69,3 +73,10 @@ def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("error: unknown schedule 'zb'; choose one of: GPipe")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_readme_has_the_table_and_a_reason_for_every_no():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert works_table() in readme
+    assert {name for name in PARTNERS if WORKS[name] != tuple(SCHEDULES)} == REFUSED.keys()
+    assert all(reason in readme for reason in REFUSED.values())

@@ -41,10 +41,11 @@ def draw_timelines(timelines: Mapping[str, Timeline], theme: Theme) -> Figure:
                 color=colours[action.kind], alpha=1.0 if action.stage < timeline.ranks else 0.62,
                 edgecolor=theme.background, linewidth=0.6,
             )  # fmt: skip
-            axes.text(
-                span.start * 1e3 + width / 2, span.rank, str(action.microbatch),
-                ha="center", va="center", fontsize=6, color=theme.background, clip_on=True,
-            )  # fmt: skip
+            if width > 0.01 * timeline.seconds * 1e3:  # the first stage has no inputs' gradients
+                axes.text(
+                    span.start * 1e3 + width / 2, span.rank, str(action.microbatch),
+                    ha="center", va="center", fontsize=6, color=theme.background, clip_on=True,
+                )  # fmt: skip
         axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
         axes.invert_yaxis()
     panels[-1].set_xlabel("ms, with a processor for each rank")

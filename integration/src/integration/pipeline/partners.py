@@ -124,3 +124,15 @@ def check_degrees(degrees: Degrees, ranks: int) -> None:
             " in a stage's forward; leave them out"
         )
     degrees.check(ranks)
+
+
+def works_table() -> str:
+    """Return which schedules go with which systems, as the Markdown table of the README."""
+    lines = [
+        f"| schedule | {' | '.join(f'`{name}`' for name in PARTNERS)} |",
+        "|---|" + "---|" * len(PARTNERS),
+    ]
+    for schedule in SCHEDULES:
+        cells = ["yes" if schedule in WORKS[name] else "no" for name in PARTNERS]
+        lines.append(f"| `{schedule}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
