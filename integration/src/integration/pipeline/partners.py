@@ -78,6 +78,8 @@ def _dtensor_tp(part: nn.Module, within: Within) -> nn.Module:
 
 
 def _plan(part: nn.Module, within: Within) -> nn.Module:
+    if not within.layers:
+        return part  # a plan is of layers; what is around them is whole on all ranks
     from integration.systems.zoo import plan_of
     from plan_api import parallelize
 

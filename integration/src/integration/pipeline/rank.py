@@ -53,7 +53,7 @@ class RankPipeline:
         units = [unit for stage in layout.stages for unit in stage]
         mine = [unit for index in indices for unit in layout.stages[index]]
         self.model = part_of(model, mine, set(units) - set(mine))
-        self._parts: list[nn.Module] = []
+        self._planned: list[nn.Module] = []
         self.stages: list[PipelineStage] = []
         for index in indices:
             kept = layout.stages[index]
@@ -62,13 +62,13 @@ class RankPipeline:
             layers = [name for name in kept if name.rpartition(".")[2].isdigit()]
             inside = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
             run = PARTNERS[inner.name](part, Within(inside, layers, shape, inner.degrees))
-            self._parts.append(part)
+            self._last_part = part
+            if inner.name == "plan" and layers:
+                self._planned.append(part)
             self.stages.append(make_stage(run, index, count, torch.device("cpu"), group=self.group))
         self._is_first, self._is_last = 0 in indices, count - 1 in indices
-        self._last_part = self._parts[-1]
         self._microbatches = layout.microbatches
         self._share = 1.0
-        self._places_gradients = inner.name == "plan"
         self.schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
 
     def forward_backward(self, batch: Mapping[str, Tensor], parts: int) -> Tensor:
@@ -79,7 +79,7 @@ class RankPipeline:
         losses: list[Tensor] = []
         with self._own_gradients():
             self.schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        if self._places_gradients:
+        if self._planned:
             _place_gradients(self.model)
         # Only the last stage has it; the sum gives it to all.
         loss = torch.zeros((), dtype=torch.float64)
@@ -94,10 +94,10 @@ class RankPipeline:
     def _own_gradients(self) -> ExitStack:
         """Keep a plan from reducing the gradients of each of the schedule's microbatches."""
         stack = ExitStack()
-        if self._places_gradients:
+        if self._planned:
             from plan_api import installed
 
-            for part in self._parts:
+            for part in self._planned:
                 stack.enter_context(installed(part).gradients.no_sync())
         return stack
 
