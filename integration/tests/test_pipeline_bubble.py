@@ -13,6 +13,7 @@ from integration.pipeline.timeline import replay, steady
 from testkit import fake_mesh
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
 def orders(name, ranks, microbatches):
@@ -30,14 +31,14 @@ def orders(name, ranks, microbatches):
         built = schedule.build(stages, microbatches, lambda out, y: (out - y).sum())
     return [
         [
-            Action(str(each.computation_type), each.stage_index, each.microbatch_index,
-                   SECONDS[str(each.computation_type)])
-            for action in actions if action is not None
+            Action(kind, each.stage_index, each.microbatch_index, SECONDS[kind])
+            for action in actions
+            if action is not None
             for each in (action.sub_actions or (action,))
-            if str(each.computation_type) in SECONDS
+            if (kind := KINDS.get(each.computation_type.name))
         ]
         for _, actions in sorted(built.pipeline_order.items())
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
