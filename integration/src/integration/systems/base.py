@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from integration.data import Batch
 from integration.errors import UsageError
-from integration.models import ModelShape
+from integration.models import ModelShape, loss_of
 from integration.systems.clip import clip_gradients
 from integration.systems.degrees import Degrees
 
@@ -79,6 +80,17 @@ class System(ABC):
         """Return the context of one microbatch; gradients are reduced in the ``last`` one."""
         del model, last
         return nullcontext()
+
+    def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
+        """Leave the gradients of one of ``parts`` microbatches of a step.
+
+        Returns:
+            its loss, divided by ``parts``, without a graph.
+        """
+        with self.microbatch(model, last=last):
+            loss = loss_of(model(**batch)) / parts
+            loss.backward()
+        return loss.detach()
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
         """Scale gradients down to the norm ``most`` where theirs is larger; return theirs."""

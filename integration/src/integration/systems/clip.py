@@ -6,17 +6,22 @@ As `fsdp.clip_grad_norm_`, without which most systems here run.
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Scale gradients down to a norm of ``most``, if theirs is larger.
 
     Args:
         parameters: of a model, plain tensors and DTensors of several meshes among them.
         most: the largest 2-norm of all gradients together that is left as it is.
+        group: of ranks that have other parameters of the same model, each some; None: there are
+            none.
 
     Returns:
         the norm before, a plain scalar, the same on all ranks.
@@ -29,6 +34,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
             kinds.setdefault(mesh, []).append(param)
     norms = [_norm(same) for same in kinds.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if group is not None:
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
     for same in kinds.values():
         clip_grads_with_norm_(same, most, norm)
     return norm

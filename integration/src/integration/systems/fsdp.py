@@ -5,6 +5,7 @@ It is imported where it is used: the other systems are torch alone.
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +31,7 @@ class FullyShardedBuffers(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shard the model in place."""
-        from fsdp import MixedPrecisionPolicy, Rows, fully_shard
-
-        def granularity(parameter: nn.Parameter) -> Rows | None:
-            return Rows(_ROWS) if parameter.ndim == 2 else None
+        from fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         shard = partial(
@@ -52,3 +50,10 @@ class FullyShardedBuffers(System):
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
+
+
+def granularity(parameter: nn.Parameter) -> Any:
+    """Return what of a parameter is never cut: blocks of 32 rows of a matrix."""
+    from fsdp import Rows
+
+    return Rows(_ROWS) if parameter.ndim == 2 else None

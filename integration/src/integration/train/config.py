@@ -50,6 +50,14 @@ class TrainConfig:
     """plan: share parameters along --dp-shard by phases of the plan instead of by package fsdp."""
     static: bool = False
     """plan: run operators on local tensors, by plan-api's static mode."""
+    pp_degree: Positive = 1
+    """Pipeline stages' ranks; the system shares each stage among the others."""
+    pp_split_points: str | None = None
+    """Names of the modules that further stages begin with, by commas; by default even stages."""
+    pp_schedule: str = "1F1B"
+    """GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
+    pp_microbatches: Positive | None = None
+    """Parts of a micro batch that are in the pipeline at once; by default its samples."""
     data: Path | None = None
     """File or folder of text; by default the Python standard library's sources. DiT takes none."""
     out: Path = Path("runs/latest")

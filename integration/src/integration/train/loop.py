@@ -16,7 +16,6 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from integration.data import Batch, BatchLoader, load_samples
 from integration.errors import DivergedError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
-from integration.models import loss_of
 from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
@@ -135,10 +134,11 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
-            with self._setup.system.microbatch(self.model, last=last):
-                loss = loss_of(self.model(**batch)) / len(microbatches)
-                loss.backward()
-            total += _whole(loss.detach())
+            total += _whole(
+                self._setup.system.forward_backward(
+                    self.model, batch, parts=len(microbatches), last=last
+                )
+            )
         return total
 
     def save(self, *, wait: bool = True) -> Path:

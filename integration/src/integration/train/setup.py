@@ -10,6 +10,7 @@ from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import ModelShape, model_shape
 from integration.optimizers import ADAMW
 from integration.paths import require_folder, require_outside
+from integration.pipeline.setup import in_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train import checkpoint
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
@@ -50,6 +51,7 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         raise UsageError(
             f"system {system.name!r} has no plan for model {config.model!r}; choose another of them"
         )
+    system = in_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
     parts = system.microbatch_parts()
     if config.micro_batch % parts:

@@ -1,0 +1,63 @@
+"""What the ranks of a pipeline did, in order, and how long each of it took them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+
+FORWARD = "F"
+BACKWARD = "B"
+BACKWARD_OF_INPUTS = "I"
+BACKWARD_OF_WEIGHTS = "W"
+
+
+@dataclass(frozen=True)
+class Action:
+    """A forward or backward of one microbatch through one stage.
+
+    Attributes:
+        seconds: of the processor, which neither waiting for other ranks nor for a turn on a busy
+            machine adds to.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    seconds: float
+
+
+class TimedStage(PipelineStage):
+    """torch's stage, which notes its actions in ``log``, a list that a rank's stages share."""
+
+    log: list[Action]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run and note a forward."""
+        started = time.thread_time()
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._note(FORWARD, fwd_chunk_id, started)
+        return result
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> Any:
+        """Run and note a backward, of everything or of what the stage was given alone."""
+        started = time.thread_time()
+        result = super().backward_one_chunk(
+            bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs
+        )
+        self._note(BACKWARD if full_backward else BACKWARD_OF_INPUTS, bwd_chunk_id, started)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run and note a backward of weights."""
+        started = time.thread_time()
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._note(BACKWARD_OF_WEIGHTS, bwd_chunk_id, started)
+        return result
+
+    def _note(self, kind: str, microbatch: int, started: float) -> None:
+        # With one thread autograd's work is done by the thread that asks for it.
+        seconds = time.thread_time() - started
+        self.log.append(Action(kind, self.stage_index, microbatch, seconds))

@@ -1,0 +1,181 @@
+"""``python -m integration.pipeline.bubble``: how long the ranks of each schedule wait.
+
+Every rank notes the processor's time of each of its actions. Laid out in their order with a
+processor for each rank (`timeline`), they say what share of the ranks' time is idle; on 2 ranks the
+wall clock says it too, with sending and whatever else the machine does in it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from integration.models import LlamaShape, build_model, build_model_on_meta
+from integration.pipeline.actions import Action, TimedStage
+from integration.pipeline.chain import even_split
+from integration.pipeline.families import family_of
+from integration.pipeline.layout import PipelineOptions, lay_out
+from integration.pipeline.rank import RankPipeline
+from integration.pipeline.schedules import SCHEDULES, Schedule
+from integration.pipeline.theory import expected_bubble
+from integration.pipeline.timeline import Timeline, replay, steady
+from integration.systems import get_system
+
+# Eight layers for at most eight stages, beside which embedding and head weigh little.
+SHAPE = LlamaShape(
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=32,
+)
+_SEQUENCE = 128
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The idle share of one schedule.
+
+    Attributes:
+        ranks: K.
+        microbatches: M.
+        per_rank: V, the stages of a rank.
+        expected: by the schedule's paper, with equal stages.
+        measured: of the measured actions in their order, a processor for each rank.
+        wall: of the wall clock of a step.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    per_rank: int
+    expected: float | None
+    measured: float
+    wall: float
+
+
+@dataclass(frozen=True)
+class RankLog:
+    """What one rank did: its actions in each step, and the steps' seconds by the wall clock."""
+
+    steps: tuple[tuple[Action, ...], ...]
+    walls: tuple[float, ...]
+
+
+def measure(
+    schedule: Schedule, ranks: int, microbatches: int, steps: int
+) -> tuple[Bubble, Timeline]:
+    """Run a schedule on ``ranks`` gloo processes and return its bubble, and a step's timeline."""
+    from testkit import run_ranks
+
+    logs: list[RankLog] = run_ranks(
+        _run_rank, ranks, schedule.name, microbatches, steps, timeout=600
+    )
+    timeline = replay([steady(log.steps) for log in logs])
+    busy = sum(action.seconds for log in logs for step in log.steps for action in step) / steps
+    wall = median(max(walls) for walls in zip(*(log.walls for log in logs), strict=True))
+    per_rank = schedule.stages_per_rank or 2
+    expected = expected_bubble(schedule.name, ranks, microbatches, per_rank)
+    bubble = Bubble(
+        schedule=schedule.name,
+        ranks=ranks,
+        microbatches=microbatches,
+        per_rank=per_rank,
+        expected=expected,
+        measured=timeline.bubble,
+        wall=1 - busy / (ranks * wall),
+    )
+    return bubble, timeline
+
+
+def _run_rank(name: str, microbatches: int, steps: int) -> RankLog:
+    torch.set_num_threads(1)
+    ranks, schedule = dist.get_world_size(), SCHEDULES[name]
+    chain = family_of(meta := build_model_on_meta(SHAPE)).chain(meta)
+    points = even_split(chain, schedule.stages(ranks, None), ends=0)
+    layout = lay_out(PipelineOptions(ranks, points, schedule, microbatches), meta)
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+    model = build_model(SHAPE, seed=0)
+    pipeline = RankPipeline(layout, get_system("single"), model, SHAPE, mesh, TimedStage)
+    log: list[Action] = []
+    for stage in pipeline.stages:
+        assert isinstance(stage, TimedStage)
+        stage.log = log
+    tokens = torch.randint(SHAPE.vocab_size, (microbatches, _SEQUENCE))
+    batch = {"input_ids": tokens, "labels": tokens}
+    found: list[tuple[Action, ...]] = []
+    walls: list[float] = []
+    for _ in range(steps + 1):
+        log.clear()
+        dist.barrier()
+        started = time.perf_counter()
+        pipeline.forward_backward(batch, 1)
+        walls.append(time.perf_counter() - started)
+        found.append(tuple(log))
+        pipeline.model.zero_grad()
+    # The first step also finds out what stages send each other.
+    return RankLog(tuple(found[1:]), tuple(walls[1:]))
+
+
+def table(bubbles: Sequence[Bubble]) -> str:
+    """Return the bubbles as a Markdown table."""
+    lines = [
+        "| schedule | ranks K | stages each V | microbatches M | expected | measured | wall |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in bubbles:
+        expected = "" if each.expected is None else f"{each.expected:.1%}"
+        wall = f"{each.wall:.1%}" if each.ranks <= 2 else ""  # more share this machine's cores
+        lines.append(
+            f"| {each.schedule} | {each.ranks} | {each.per_rank} | {each.microbatches} | {expected}"
+            f" | {each.measured:.1%} | {wall} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all schedules; print the table; write it and the timelines where asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m integration.pipeline.bubble",
+        description="The idle share of every pipeline schedule, measured beside its formula.",
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[1, 2, 4])
+    parser.add_argument("--microbatches", type=int, default=8, help="8 or a multiple of it")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument("--out", type=Path, help="folder for bubble.json and pictures")
+    options = parser.parse_args(arguments)
+    if options.steps < 1 or options.microbatches < 8 or options.microbatches % 8:
+        parser.error("--steps is at least 1, and --microbatches a multiple of 8")
+    bubbles: list[Bubble] = []
+    timelines: dict[int, dict[str, Timeline]] = {}
+    for ranks in options.ranks:
+        for name in options.schedules:
+            bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
+            bubbles.append(bubble)
+            timelines.setdefault(ranks, {})[name] = timeline
+    print(table(bubbles))
+    if options.out is not None:
+        from integration.pipeline.figure import draw_timelines
+        from integration.report.figures import save_png
+        from integration.report.palette import LIGHT
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        rows = json.dumps([asdict(bubble) for bubble in bubbles], indent=2)
+        (options.out / "bubble.json").write_text(rows + "\n")
+        for ranks, drawn in timelines.items():
+            save_png(draw_timelines(drawn, LIGHT), options.out / f"bubble-{ranks}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""From the options of a run to its system in a pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from integration.errors import UsageError
+from integration.models import ModelShape, build_model_on_meta
+from integration.pipeline.layout import PipelineOptions, lay_out
+from integration.pipeline.partners import PARTNERS, REFUSED, WORKS
+from integration.pipeline.schedules import Schedule, get_schedule
+from integration.pipeline.system import Pipelined
+from integration.systems.base import System
+
+if TYPE_CHECKING:
+    from integration.train.config import TrainConfig
+
+
+def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
+    """Return ``system`` in the pipeline that ``config`` asks for, or as it is.
+
+    The model is built on the meta device: what a stage may begin with is what the model has.
+
+    Raises:
+        UsageError: the options do not fit each other, the model, the system or ``world`` ranks.
+    """
+    if config.pp_degree == 1:
+        for option in ("pp_split_points", "pp_microbatches"):
+            if getattr(config, option) is not None:
+                raise UsageError(
+                    f"--{option.replace('_', '-')} is of a pipeline, and --pp-degree is 1; give"
+                    " --pp-degree as well"
+                )
+        return system
+    schedule = get_schedule(config.pp_schedule)
+    if world % config.pp_degree:
+        raise UsageError(
+            f"--pp-degree {config.pp_degree} does not divide {world} ranks; give a number of ranks"
+            " that is a multiple of it"
+        )
+    _check_partner(system.name, schedule)
+    microbatches = config.pp_microbatches or config.micro_batch
+    if config.micro_batch % microbatches:
+        raise UsageError(
+            f"--pp-microbatches {microbatches} do not divide --micro-batch {config.micro_batch},"
+            " whose parts they are; make it a multiple of them"
+        )
+    if config.fingerprint:
+        raise UsageError(
+            "--fingerprint needs all weights on every rank, and a pipeline's have some; leave it"
+            " out, or use --pp-degree 1"
+        )
+    points = config.pp_split_points
+    options = PipelineOptions(
+        degree=config.pp_degree,
+        split_points=None if points is None else tuple(map(str.strip, points.split(","))),
+        schedule=schedule,
+        microbatches=microbatches,
+    )
+    return Pipelined(system, lay_out(options, build_model_on_meta(shape, dropout=config.dropout)))
+
+
+def _check_partner(system: str, schedule: Schedule) -> None:
+    if system not in PARTNERS:
+        raise UsageError(
+            f"system {system!r} does not go with --pp-degree; use one of: {', '.join(PARTNERS)}"
+        )
+    if schedule.name not in WORKS[system]:
+        raise UsageError(
+            f"system {system!r} does not go with --pp-schedule {schedule.name}: {REFUSED[system]};"
+            f" use --pp-schedule {' or '.join(WORKS[system])}, or --system fsdp2"
+        )

@@ -1,0 +1,83 @@
+"""Idle time of pipelines: laid out by what was done, against what the papers expect."""
+
+import json
+
+import pytest
+import torch
+
+from integration.pipeline import bubble
+from integration.pipeline.actions import Action
+from integration.pipeline.schedules import SCHEDULES
+from integration.pipeline.theory import expected_bubble
+from integration.pipeline.timeline import replay, steady
+from testkit import fake_mesh
+
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+def orders(name, ranks, microbatches):
+    """The order of torch's own schedule on each rank, with equal stages."""
+    from torch.distributed.pipelining import PipelineStage
+
+    schedule = SCHEDULES[name]
+    count = schedule.stages(ranks, None)
+    with fake_mesh((ranks,), ("pp",)) as mesh:
+        stages = [
+            PipelineStage(torch.nn.Identity(), index, count, torch.device("cpu"),
+                          group=mesh.get_group())
+            for index in schedule.stages_of(0, ranks, count)
+        ]  # fmt: skip
+        built = schedule.build(stages, microbatches, lambda out, y: (out - y).sum())
+    return [
+        [
+            Action(kind, each.stage_index, each.microbatch_index, SECONDS[kind])
+            for action in actions
+            if action is not None
+            for each in (action.sub_actions or (action,))
+            if (kind := KINDS.get(each.computation_type.name))
+        ]
+        for _, actions in sorted(built.pipeline_order.items())
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])
+def test_equal_stages_wait_as_long_as_the_papers_say(name, ranks):
+    timeline = replay(orders(name, ranks, 8))
+    per_rank = SCHEDULES[name].stages_per_rank or 2
+    assert timeline.bubble == pytest.approx(expected_bubble(name, ranks, 8, per_rank))
+
+
+def test_actions_wait_for_their_rank_and_for_the_stage_beside_theirs():
+    first = [Action("F", 0, 0, 1.0), Action("B", 0, 0, 1.0)]
+    second = [Action("F", 1, 0, 2.0), Action("B", 1, 0, 3.0)]
+    timeline = replay([first, second])
+    assert [(each.rank, each.start) for each in timeline.spans] == [(0, 0), (1, 1), (1, 3), (0, 6)]
+    assert timeline.seconds == 7.0
+    assert timeline.bubble == pytest.approx(1 - 7 / 14)
+
+
+def test_an_order_that_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="each rank waits for another"):
+        replay([[Action("B", 0, 0, 1.0), Action("F", 0, 0, 1.0)]])
+
+
+def test_a_steady_step_has_the_median_of_each_kind_on_each_stage():
+    steps = [[Action("F", 0, m, t) for m, t in enumerate(times)] for times in ((1, 9), (2, 3))]
+    assert [each.seconds for each in steady(steps)] == [2.5, 2.5]
+    assert [each.microbatch for each in steady(steps)] == [0, 1]
+
+
+@pytest.mark.ranks
+def test_the_command_measures_and_draws(tmp_path, capsys):
+    arguments = ["--ranks", "2", "--steps", "1", "--schedules", "1F1B", "ZBVZeroBubble"]
+    assert bubble.main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "bubble.json").read_text())
+    assert [row["schedule"] for row in rows] == ["1F1B", "ZBVZeroBubble"]
+    # A rank of two cannot wait for longer than the other works; 1F1B waits for one of nine.
+    assert 0.0 < rows[0]["measured"] < 0.5
+    assert rows[0]["expected"] == pytest.approx(1 / 9)
+    assert rows[0]["wall"] >= 0.0
+    assert "| 1F1B | 2 | 1 | 8 | 11.1% |" in capsys.readouterr().out
+    assert (tmp_path / "bubble-2.png").read_bytes().startswith(b"\x89PNG")

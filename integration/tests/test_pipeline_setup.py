@@ -1,0 +1,82 @@
+"""What a pipeline refuses before anything is written."""
+
+from pathlib import Path
+
+import pytest
+
+from integration.errors import UsageError
+from integration.pipeline.partners import PARTNERS, REFUSED, WORKS, works_table
+from integration.pipeline.schedules import SCHEDULES
+from integration.train.__main__ import main
+from integration.train.config import TrainConfig
+from integration.train.setup import prepare
+
+TINY = {"model": "llama-tiny", "pp_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({"pp_degree": 2}, 3, "--pp-degree 2 does not divide 3 ranks"),
+        ({"pp_degree": 4}, 4, "2 layers are too few for 4 pipeline stages"),
+        ({"pp_degree": 1, "pp_microbatches": 2}, 1, "--pp-microbatches is of a pipeline, and --pp"),
+        ({"pp_degree": 1, "pp_split_points": "lm_head"}, 1, "--pp-split-points is of a pipeline"),
+        ({"pp_schedule": "nope"}, 2, "unknown schedule 'nope'; choose one of: GPipe, 1F1B, Inter"),
+        ({"pp_microbatches": 3}, 2, "--pp-microbatches 3 do not divide --micro-batch 4"),
+        ({"pp_microbatches": 1}, 2, "--pp-microbatches 1 are too few for schedule 1F1B on 2 stag"),
+        (
+            {"micro_batch": 5, "global_batch": 5, "pp_schedule": "InterleavedZeroBubble"}, 2,
+            "--pp-microbatches 5 do not divide into 2 equal rounds",
+        ),
+        ({"pp_schedule": "ZBVZeroBubble"}, 2, "2 layers are too few for 4 pipeline stages"),
+        (
+            {"pp_split_points": "model.layers.0,model.layers.1"}, 2,
+            "2 split points make 3 stages, and schedule 1F1B has 1 on each of 2 ranks; give 1 spl",
+        ),
+        (
+            {"pp_split_points": "model.layers.1", "pp_schedule": "Interleaved1F1B"}, 2,
+            "Interleaved1F1B has a whole number of at least 2 on each of 2 ranks; give 3 or more",
+        ),
+        ({"pp_split_points": "model.layers.7"}, 2, "'model.layers.7' is no module that a stage"),
+        ({"pp_split_points": "model.embed_tokens"}, 2, "does not come behind the first stage"),
+        (
+            {
+                "pp_split_points": "model.layers.1,model.layers.0,lm_head",
+                "pp_schedule": "DualPipeV",
+            },
+            2,
+            "'model.layers.0' does not come behind 'model.layers.1'",
+        ),
+        ({"system": "fsdp1"}, 4, "system 'fsdp1' does not go with --pp-degree; use one of: single"),
+        (
+            {"system": "ddp", "pp_schedule": "GPipe"}, 4,
+            "'ddp' does not go with --pp-schedule GPipe: DDP's reducer",
+        ),
+        ({"system": "plan", "dp_shard": 2}, 4, "within a pipeline a plan has --tp only"),
+        ({"system": "plan", "tp": 4}, 4, "tp 4 makes 4 ranks and there are 2"),
+        ({"system": "plan", "tp": 2, "loss_parallel": True}, 4, "takes neither --loss-parallel"),
+        ({"system": "single"}, 4, "system 'single' runs on 1 rank, not 2"),
+        ({"fingerprint": True}, 2, "--fingerprint needs all weights on every rank"),
+        ({"init": "sharded"}, 2, "wraps weights that are there already; use --init whole"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_cannot_run_is_refused(tmp_path, options, ranks, message):
+    config = TrainConfig(out=tmp_path / "run", **TINY | options)
+    with pytest.raises(UsageError, match=message):
+        prepare(config, ranks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    arguments = ["--pp-degree", "2", "--pp-schedule", "zb", "--ranks", "2", "--out", out]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("error: unknown schedule 'zb'; choose one of: GPipe")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_readme_has_the_table_and_a_reason_for_every_no():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert works_table() in readme
+    assert {name for name in PARTNERS if WORKS[name] != tuple(SCHEDULES)} == REFUSED.keys()
+    assert all(reason in readme for reason in REFUSED.values())

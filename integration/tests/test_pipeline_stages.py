@@ -1,0 +1,124 @@
+"""How a model is cut: split points, parts, and which schedules take how many of them."""
+
+import pytest
+import torch
+
+import testkit.models as models
+from integration.errors import UsageError
+from integration.pipeline.chain import Chain, even_split, require_untied, stage_units
+from integration.pipeline.families import family_of
+from integration.pipeline.part import Absent, part_of
+from integration.pipeline.schedules import SCHEDULES
+from testkit import fake_mesh
+
+
+def chain(layers):
+    names = tuple(f"layers.{index}" for index in range(layers))
+    return Chain(("embed",), names, ("norm", "head"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "ends", "starts"),
+    [
+        (8, 2, 1, [4]),
+        (8, 4, 1, [2, 4, 7]),
+        (8, 4, 0, [2, 4, 6]),
+        (4, 4, 1, [1, 2, 3]),
+        (2, 2, 1, [1]),
+        (6, 2, 3, [3]),
+        (5, 1, 1, []),
+    ],
+)  # fmt: skip
+def test_stages_are_even_and_none_is_without_a_layer(layers, stages, ends, starts):
+    points = even_split(chain(layers), stages, ends=ends)
+    assert points == tuple(f"layers.{start}" for start in starts)
+    cut = stage_units(chain(layers), points)
+    assert sum(cut, ()) == chain(layers).units
+    assert all(any(unit.startswith("layers.") for unit in stage) for stage in cut)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "dit"])
+def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(kind):
+    model = getattr(models, kind)(**({"depth": 4} if kind == "dit" else {"num_hidden_layers": 4}))
+    before = dict(model.named_parameters())
+    cut = family_of(model).chain(model)
+    stages = stage_units(cut, even_split(cut, 3))
+    found = {}
+    for stage in stages:
+        part = part_of(model, stage, set(cut.units) - set(stage))
+        assert type(part) is type(model)
+        for name, parameter in part.named_parameters():
+            assert name not in found
+            found[name] = parameter
+    assert found.keys() == before.keys()
+    assert all(found[name] is before[name] for name in before)
+    assert not any(isinstance(module, Absent) for module in model.modules())
+
+
+def test_what_is_hooked_on_a_part_is_the_parts_alone():
+    model = models.llama()
+    cut = family_of(model).chain(model)
+    part = part_of(model, cut.units[:2], cut.units[2:])
+    part.model.register_forward_hook(lambda *_: None)
+    assert not model.model._forward_hooks
+
+
+def test_parts_called_in_turn_are_the_model():
+    model = models.llama(num_hidden_layers=3)
+    family = family_of(model)
+    cut = family.chain(model)
+    ids = torch.arange(24).view(2, 12)
+    hidden = ids
+    for stage in stage_units(cut, ("model.layers.0", "model.layers.2", "lm_head")):
+        part = part_of(model, stage, set(cut.units) - set(stage))
+        hidden = family.forward_of(part)(hidden)
+    torch.testing.assert_close(hidden, model(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_a_tied_model_is_refused():
+    model = models.llama(tie_word_embeddings=True)
+    with pytest.raises(UsageError, match=r"lm_head.weight is tied to model.embed_tokens.weight"):
+        require_untied(model, family_of(model).chain(model))
+
+
+def test_a_loss_of_all_layers_is_refused():
+    model = models.mixtral(output_router_logits=True)
+    with pytest.raises(UsageError, match="adds a loss of all layers' routers"):
+        family_of(model).chain(model)
+
+
+def test_a_model_that_nobody_knows_is_refused():
+    with pytest.raises(UsageError, match="a pipeline cannot cut TwoLinears: it knows"):
+        family_of(models.TwoLinears())
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_refuse_the_microbatches_that_torch_refuses(name, degree):
+    """And place stages where torch does."""
+    from torch.distributed.pipelining import PipelineStage
+
+    schedule = SCHEDULES[name]
+    count = schedule.stages(degree, None)
+    with fake_mesh((degree,), ("pp",)) as mesh:
+        for microbatches in range(1, 12):
+            stages = [
+                PipelineStage(torch.nn.Identity(), index, count, torch.device("cpu"),
+                              group=mesh.get_group())
+                for index in schedule.stages_of(0, degree, count)
+            ]  # fmt: skip
+            try:
+                built = schedule.build(stages, microbatches, lambda out, y: (out - y).sum())
+            except ValueError:
+                with pytest.raises(UsageError, match="give"):
+                    schedule.check_microbatches(microbatches, degree, count)
+                continue
+            schedule.check_microbatches(microbatches, degree, count)
+            for rank, actions in built.pipeline_order.items():
+                of_rank = {
+                    each.stage_index
+                    for action in actions
+                    if action is not None
+                    for each in (action.sub_actions or (action,))
+                }
+                assert of_rank == set(schedule.stages_of(rank, degree, count))

@@ -1,0 +1,155 @@
+"""A pipeline trains as one device does, whatever the schedule and whatever goes on in a stage."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from integration.models import model_shape
+from integration.pipeline.partners import REFUSED, WORKS
+from integration.pipeline.schedules import SCHEDULES
+from integration.train.config import TrainConfig
+from integration.train.loop import Trainer
+from integration.train.setup import prepare
+from integration.train.world import World
+from testkit import run_ranks
+
+STEPS = 20
+# Four stages of models with two layers: one stage has what embeds, one what makes the outputs.
+FOUR = {
+    "llama-tiny": "model.layers.0,model.layers.1,model.norm",
+    "mixtral-tiny": "model.layers.0,model.layers.1,model.norm",
+    "dit-tiny": "model.blocks.0,model.blocks.1,model.final_layer",
+}
+
+
+def train(rank, size, out, options):
+    """Train on one rank; return the mean loss of each step, as all ranks know it."""
+    import torch.distributed as dist
+
+    save_at = options.pop("save_at", None)
+    config = TrainConfig(
+        **{"out": Path(out), "micro_batch": 4, "resume": "never", "steps": STEPS} | options
+    )
+    trainer = Trainer(prepare(config, size), World(rank, size))
+    losses = []
+    while trainer.step < config.steps:
+        loss = trainer.train_step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / size)
+        if trainer.step == save_at:
+            trainer.save()
+    return losses
+
+
+def run(out, ranks, **options):
+    """Train on ``ranks`` gloo ranks; every rank must come to the same losses."""
+
+    def body(out, options):
+        import torch.distributed as dist
+
+        return train(dist.get_rank(), dist.get_world_size(), out, options)
+
+    first, *others = run_ranks(body, ranks, str(out), options)
+    assert all(losses == first for losses in others)
+    return torch.tensor(first, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """The losses of one device, by model and further options."""
+    known = {}
+
+    def of(model, **options):
+        key = (model, *sorted(options.items()))
+        if key not in known:
+            known[key] = run(tmp_path_factory.mktemp("single"), 1, model=model, **options)
+            assert known[key][0] - known[key][-1] > 0.05, "the comparison is empty"
+        return known[key]
+
+    return of
+
+
+def points(model, schedule, ranks):
+    stages = (schedule.stages_per_rank or 2) * ranks
+    return {"pp_split_points": FOUR[model]} if stages == 4 else {}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", FOUR)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks_train_as_one_device(schedule, model, single, tmp_path):
+    expected = single(model)
+    losses = run(
+        tmp_path, 2, model=model, pp_degree=2, pp_schedule=schedule, pp_microbatches=4,
+        **points(model, SCHEDULES[schedule], 2),
+    )  # fmt: skip
+    assert (losses - expected).abs().max() <= model_shape(model).tolerance
+
+
+# What goes on within the stages of 2 x 2 ranks; the schedules of each are README's table.
+WITHIN = {
+    "ddp": {"system": "ddp", "micro_batch": 4},
+    "fsdp2": {"system": "fsdp2", "micro_batch": 4},
+    "fsdp": {"system": "fsdp", "micro_batch": 4},
+    "dtensor-tp": {"system": "dtensor-tp"},
+    "plan tp": {"system": "plan", "tp": 2},
+    "plan tp sp": {"system": "plan", "tp": 2, "sp": True},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_two_stages_of_two_ranks_train_as_one_device(schedule, within, single, tmp_path):
+    system = WITHIN[within]["system"]
+    if schedule not in WORKS[system]:
+        pytest.skip(f"{system} is refused there: {REFUSED[system]}")
+    expected = single("llama-tiny")
+    losses = run(
+        tmp_path, 4, model="llama-tiny", pp_degree=2, pp_schedule=schedule, pp_microbatches=4,
+        **points("llama-tiny", SCHEDULES[schedule], 2), **WITHIN[within],
+    )  # fmt: skip
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+@pytest.mark.ranks
+def test_four_stages_of_one_rank_train_as_one_device(single, tmp_path):
+    losses = run(
+        tmp_path, 4, model="llama-tiny", pp_degree=4, pp_microbatches=4,
+        pp_split_points=FOUR["llama-tiny"],
+    )  # fmt: skip
+    expected = single("llama-tiny")
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+# Some steps are clipped by this and some are not.
+CLIPPED = {"clip_grad_norm": 1.0}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, tmp_path):
+    """With two microbatches a step, of two parts each."""
+    expected = single("llama-tiny", **CLIPPED)
+    assert (expected - single("llama-tiny")).abs().max() > 1e-3, "nothing was clipped"
+    system = {2: "single", 4: "fsdp2"}[ranks]
+    losses = run(
+        tmp_path, ranks, model="llama-tiny", system=system, pp_degree=2, micro_batch=2,
+        pp_schedule="1F1B", **CLIPPED,
+    )  # fmt: skip
+    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
+
+
+@pytest.mark.ranks
+def test_checkpoints_go_from_a_pipeline_to_one_device_and_back(single, tmp_path):
+    expected = single("llama-tiny")
+    pipeline = {"pp_degree": 2, "pp_schedule": "ZBVZeroBubble", "pp_microbatches": 4}
+    pipeline |= {"pp_split_points": FOUR["llama-tiny"], "model": "llama-tiny"}
+    run(tmp_path / "a", 2, save_at=8, steps=8, **pipeline)
+    middle = str(tmp_path / "a" / "checkpoints" / "step-00000008")
+    alone = run(tmp_path / "b", 1, model="llama-tiny", resume=middle, save_at=14, steps=14)
+    later = str(tmp_path / "b" / "checkpoints" / "step-00000014")
+    resumed = run(tmp_path / "c", 2, resume=later, **pipeline)
+    assert (len(alone), len(resumed)) == (6, 6)
+    assert (torch.cat([alone, resumed]) - expected[8:]).abs().max() <= 1e-5
