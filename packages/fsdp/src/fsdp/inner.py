@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
+from ragged_shard import RaggedShard, dim_of, even_shape
 
 __all__ = ["Placed", "inner_block", "placed_of"]
 
@@ -64,7 +65,8 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: the axes have no names, belong to different meshes, or are some of ours.
+        ValueError: the axes have no names, belong to different meshes, or are some of ours; the
+            others give ranks unequal parts.
     """
     ours, theirs = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(ours) & set(theirs)
@@ -75,27 +77,33 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
             f"{ours}; wants other axes of one named mesh, mesh['dp'] and mesh['tp'], or all of "
             f"them: slice both from it"
         )
-    placements, shape = list(param.placements), list(param.shape)
-    for axis, axis_name in enumerate(theirs):
-        placement = placements[axis]
-        if axis_name in ours:
-            placements[axis] = Replicate()
-        elif isinstance(placement, Shard):
-            shape[placement.dim] //= param.device_mesh.size(axis)  # dbuffer refuses uneven ones
+    placements = tuple(
+        Replicate() if axis in ours else one
+        for axis, one in zip(theirs, param.placements, strict=True)
+    )
+    ragged = any(isinstance(one, RaggedShard) for one in placements)
+    shape = None if ragged else even_shape(param.shape, param.device_mesh.shape, placements)
+    if shape is None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as {placements} on "
+            f"axes {theirs} of {tuple(param.device_mesh.shape)} ranks; wants equal parts for all "
+            f"of them, by Shard or InterleavedShard of a dim that they divide: pad it"
+        )
     names = tuple(n for n in root.mesh_dim_names or () if n in ours or n in theirs)
     others = dict(zip(theirs, placements, strict=True))
     inner = None
     if set(theirs) - set(ours):
         beside = tuple(others[n] for n in names if n not in ours)
         inner = Inner(root[names], beside, tuple(param.shape))
-    spec = DTensorSpec(param.device_mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
+    spec = DTensorSpec(param.device_mesh, placements, tensor_meta=param._spec.tensor_meta)
     own = tuple(axis for axis, axis_name in enumerate(theirs) if axis_name in ours)
-    return Placed(inner, tuple(shape), spec, own)
+    return Placed(inner, shape, spec, own)
 
 
 def inner_block(placed: Placed, block: int) -> int:
     """The block that also keeps dims whole which other axes cut, counted in the local tensor."""
     for placement in placed.spec.placements:
-        if isinstance(placement, Shard) and placement.dim > 0:
-            block = math.lcm(block, math.prod(placed.shape[placement.dim :]))
+        dim = dim_of(placement)
+        if dim is not None and dim > 0:
+            block = math.lcm(block, math.prod(placed.shape[dim:]))
     return max(1, min(block, math.prod(placed.shape)))
