@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -11,8 +12,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp import Rows, fully_shard
-from ragged_shard import RaggedShard, StridedRaggedShard
+from fsdp import Rows, clip_grad_norm_, fully_shard
+from fsdp.optim import Adam8bit
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -145,3 +147,74 @@ def test_rows_that_another_axis_cuts_stay_whole():
         assert torch.equal(model.weight.full_tensor(), wanted.weight)
 
     run_ranks(check, 4)
+
+
+class Fused(nn.Module):
+    """One matrix of three parts by its rows, one of two by its columns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.columns = nn.Linear(8, 24), nn.Linear(16, 8, bias=False)
+
+
+CUTS = {
+    "rows.weight": InterleavedShard(0, 3),
+    "rows.bias": InterleavedShard(0, 3),
+    "columns.weight": InterleavedShard(1, 2),
+}
+
+
+def _fused(mesh, granularity):
+    model = Fused()
+    for name, placement in CUTS.items():
+        module, key = model.get_submodule(name.split(".")[0]), name.split(".")[1]
+        whole = getattr(module, key).detach()
+        setattr(module, key, nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement])))
+    return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: granularity)
+
+
+def _fused_state(model):
+    return dict(model.named_parameters())
+
+
+def test_interleaved_parameters_are_clipped_stepped_and_saved(tmp_path):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model, alone = _fused(mesh, Rows(2)), Fused()
+        kinds = [type(param.placements[0]) for param in model.parameters()]
+        assert kinds == [StridedRaggedShard, StridedRaggedShard, RaggedShard]
+        pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+        for mine, other in pairs:
+            assert torch.equal(mine.full_tensor(), other)
+            mine.grad, other.grad = mine.detach() * 3, other.detach() * 3
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        with strict():  # nothing is gathered
+            torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
+        for one in (model, alone):
+            Adam8bit(one.named_parameters(), lr=1e-2, block_size=4, min_8bit_size=0).step()
+        for mine, other in pairs:
+            torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-3, atol=1e-3)
+        dcp.save(_fused_state(model), checkpoint_id=tmp_path)
+        return [mine.full_tensor() for mine, _ in pairs]
+
+    def load(wanted):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = _fused(mesh, None)
+        dcp.load(_fused_state(model), checkpoint_id=tmp_path)
+        for mine, other in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(mine.full_tensor(), other)
+
+    run_ranks(load, 2, run_ranks(check, 4, timeout=120)[0], timeout=60)
+
+
+def test_unequal_parts_are_refused_by_name():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(4, 6, bias=False)  # two chunks of 3 rows
+        weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 2)])
+        model.weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"parameter 'weight' of \(6, 4\).*wants equal parts"):
+            fully_shard(model, mesh=mesh["dp"])
+
+    run_ranks(check, 2)

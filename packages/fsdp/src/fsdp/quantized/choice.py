@@ -55,8 +55,8 @@ def checked_tiles(
             raise ValueError(
                 f"fully_shard: {name!r} of {tuple(param.shape)} is cut by {placement} on another "
                 f"axis into {tuple(placed.shape)}, through its tiles of {chosen.rows} x "
-                f"{chosen.cols}; wants a multiple of {chunks * size} there, smaller tiles, or None of "
-                f"quantize_fn"
+                f"{chosen.cols}; wants a multiple of {chunks * size} there, smaller tiles, or None "
+                f"of quantize_fn"
             )
     return chosen
 
