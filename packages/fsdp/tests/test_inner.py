@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp import Rows, clip_grad_norm_, fully_shard
+from fsdp import Rows, Tiles, clip_grad_norm_, fully_shard
 from fsdp.optim import Adam8bit
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, run_ranks
@@ -216,5 +216,19 @@ def test_unequal_parts_are_refused_by_name():
         model.weight = nn.Parameter(weight)
         with pytest.raises(ValueError, match=r"parameter 'weight' of \(6, 4\).*wants equal parts"):
             fully_shard(model, mesh=mesh["dp"])
+
+    run_ranks(check, 2)
+
+
+def test_tiles_that_go_through_chunks_are_refused_by_name():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(8, 24, bias=False)  # 4 rows of each of three chunks are 12
+        weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 3)])
+        model.weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"'weight' .* wants a multiple of 18 there"):
+            fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=6, cols=4))
+        fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=4, cols=4))
+        assert isinstance(model.weight.placements[0], StridedRaggedShard)
 
     run_ranks(check, 2)
