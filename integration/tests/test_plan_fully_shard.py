@@ -1,13 +1,15 @@
-"""A plan that asks for fully_shard, with the fsdp package: LLaMA and Mixtral as on one device."""
+"""A plan that asks for fully_shard, with the fsdp package: unmodified models as on one device."""
+
+import re
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp import FSDPModule
+from fsdp import FSDPModule, fully_shard
 from plan_api import deferred_init, parallelize, zoo
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 from testkit.memory import peak_bytes
 
@@ -112,6 +114,58 @@ def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_exper
     assert (
         kept == full if make in (_all_are_experts_ranks, _some_are_experts_ranks) else kept > full
     )
+
+
+FUSED = {  # projections that tensor parallelism cuts as InterleavedShard
+    "dit": (r"model\.blocks\.\d+", models.noise_loss, 1e-5),
+    "gpt2": (r"transformer\.h\.\d+", models.token_loss, 1e-5),
+    "mixtral": (r"model\.layers\.\d+", models.token_loss, 6e-5),
+}
+
+
+def _fsdp(name, model, sp):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", sp=sp)
+    plan = models.with_noise_loss(plan) if name == "dit" else plan
+    plan.fully_shard(FUSED[name][0], "dp", "rows(2)").fully_shard("", "dp")
+    parallelize(model, plan)
+
+
+def _hsdp(name, model, sp):
+    """Tensor parallelism by a plan of its axis alone; both replicas get the same batch."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "dp", "tp"))
+    plan = getattr(zoo, name)(mesh["tp"], tp="tp", sp=sp)
+    parallelize(model, plan.under("model") if name == "dit" else plan)
+    for path, module in model.named_modules():
+        if re.fullmatch(FUSED[name][0], path):
+            fully_shard(module, mesh=mesh["replica", "dp"])
+    fully_shard(model, mesh=mesh["replica", "dp"])
+
+
+@pytest.mark.parametrize(
+    ("shard", "sp"),
+    [(_fsdp, False), (_fsdp, True), (_hsdp, True)],
+    ids=["FSDP x TP", "FSDP x TP + SP", "HSDP x TP + SP"],
+)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_projections_train_as_one_device(name, shard, sp):
+    _, loss, within = FUSED[name]
+
+    def check():
+        model, alone = getattr(models, name)(), getattr(models, name)()
+        shard(name, model, sp)
+        cut = [p for p in model.parameters() if isinstance(p.placements[-1], InterleavedShard)]
+        assert cut
+        assert all(isinstance(p.placements[-2], RaggedShard) for p in cut)
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), other)
+        losses = models.train(model, loss, steps=5)
+        wanted = models.train(alone, loss, steps=5)
+        assert losses == pytest.approx(wanted, abs=within)
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-3, atol=2e-4)
+
+    run_ranks(check, 4, timeout=180)
 
 
 def test_a_deferred_model_is_never_whole_on_a_rank():

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from dbuffer import DBuffer, Inner
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import run_ranks
 
@@ -79,7 +79,9 @@ def tensor_parallel():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     given = {"column": torch.randn(8, 6), "row": torch.randn(4, 6), "norm": torch.randn(6)}
+    given |= {"qkv": torch.randn(12, 6), "fused row": torch.randn(4, 12)}
     inner = {"column": Shard(0), "row": Shard(1), "norm": R}
+    inner |= {"qkv": InterleavedShard(0, 3), "fused row": InterleavedShard(1, 3)}
     parts = {n: distribute_tensor(t, mesh["tp"], [inner[n]]) for n, t in given.items()}
     local = {n: part.to_local().contiguous() for n, part in parts.items()}
     specs = [
@@ -107,7 +109,9 @@ def test_inner_axes_are_placed_beside_the_buffers():
     for good, kinds, error in run_ranks(tensor_parallel, 4):
         assert all(good)
         strided, ragged = StridedRaggedShard.__name__, RaggedShard.__name__
-        assert kinds == {"column": strided, "row": ragged, "norm": ragged}
+        assert kinds == {
+            "column": strided, "row": ragged, "norm": ragged, "qkv": strided, "fused row": ragged
+        }  # fmt: skip
         assert "'norm'" in error
         assert "has local tensors of (3,)" in error
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dbuffer import DBuffer, Inner, MemoryPool, verify
+from ragged_shard import InterleavedShard
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import CommLog, fake_mesh, run_ranks
 
@@ -58,6 +59,7 @@ def test_arguments_are_checked(mesh, changes, message):
         (lambda: (R, R), (4, 3), "wants one for each of the axes ('tp',)"),
         (lambda: (Shard(1),), (4, 7), "is uneven"),
         (lambda: (Shard(1),), (4, 8), "has local tensors of (4, 4)"),
+        (lambda: (InterleavedShard(1, 2),), (4, 6), "pad dim 1 to a multiple of 4"),
     ],
 )
 def test_inner_placements_are_checked(placements, shape, message):

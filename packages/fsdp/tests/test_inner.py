@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -11,8 +12,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp import Rows, fully_shard
-from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
+from fsdp import Rows, Tiles, clip_grad_norm_, fully_shard
+from fsdp.optim import Adam8bit
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import CommLog, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -148,31 +150,88 @@ def test_rows_that_another_axis_cuts_stay_whole():
 
 
 class Fused(nn.Module):
-    """Its matrix makes two things at once, of which each rank of tp has its half."""
+    """One matrix of three parts by its rows, one of two by its columns."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(8, 6))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)
+        self.rows, self.columns = nn.Linear(8, 24), nn.Linear(16, 8, bias=False)
 
 
-def test_what_another_axis_interleaves_is_cut_within_its_part():
+CUTS = {
+    "rows.weight": InterleavedShard(0, 3),
+    "rows.bias": InterleavedShard(0, 3),
+    "columns.weight": InterleavedShard(1, 2),
+}
+
+
+def _fused(mesh, granularity):
+    model = Fused()
+    for name, placement in CUTS.items():
+        module, key = model.get_submodule(name.split(".")[0]), name.split(".")[1]
+        whole = getattr(module, key).detach()
+        setattr(module, key, nn.Parameter(distribute_tensor(whole, mesh["tp"], [placement])))
+    return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: granularity)
+
+
+def _fused_state(model):
+    return dict(model.named_parameters())
+
+
+def test_interleaved_parameters_are_clipped_stepped_and_saved(tmp_path):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model, wanted = Fused(), Fused().weight.detach()
-        placed = distribute_tensor(wanted, mesh["tp"], [InterleavedShard(0, 2)])
-        model.weight = nn.Parameter(placed)
-        fully_shard(model, mesh=mesh["dp"])
-        model.unshard()
-        own = torch.cat([half.chunk(2)[mesh.get_local_rank("tp")] for half in wanted.chunk(2)])
-        assert torch.equal(model.weight.to_local(), own)
-        model.reshard()
-        assert model.weight.to_local().numel() < own.numel()
+        model, alone = _fused(mesh, Rows(2)), Fused()
+        kinds = [type(param.placements[0]) for param in model.parameters()]
+        assert kinds == [StridedRaggedShard, StridedRaggedShard, RaggedShard]
+        pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+        for mine, other in pairs:
+            assert torch.equal(mine.full_tensor(), other)
+            mine.grad, other.grad = mine.detach() * 3, other.detach() * 3
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        with strict():  # nothing is gathered
+            torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), norm)
+        for one in (model, alone):
+            Adam8bit(one.named_parameters(), lr=1e-2, block_size=4, min_8bit_size=0).step()
+        for mine, other in pairs:
+            torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-3, atol=1e-3)
+        dcp.save(_fused_state(model), checkpoint_id=tmp_path)
+        return [mine.full_tensor() for mine, _ in pairs]
 
-    run_ranks(check, 4)
+    def load(wanted):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = _fused(mesh, None)
+        dcp.load(_fused_state(model), checkpoint_id=tmp_path)
+        for mine, other in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(mine.full_tensor(), other)
+
+    run_ranks(load, 2, run_ranks(check, 4, timeout=120)[0], timeout=60)
+
+
+def test_unequal_parts_are_refused_by_name():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(4, 6, bias=False)  # two chunks of 3 rows
+        weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 2)])
+        model.weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"parameter 'weight' of \(6, 4\).*wants equal parts"):
+            fully_shard(model, mesh=mesh["dp"])
+
+    run_ranks(check, 2)
+
+
+def test_tiles_that_go_through_chunks_are_refused_by_name():
+    def check():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(8, 24, bias=False)  # 4 rows of each of three chunks are 12
+        weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 3)])
+        model.weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match=r"'weight' .* wants a multiple of 18 there"):
+            fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=6, cols=4))
+        fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=4, cols=4))
+        assert isinstance(model.weight.placements[0], StridedRaggedShard)
+
+    run_ranks(check, 2)
 
 
 def test_an_axis_that_flattens_several_is_of_the_first():

@@ -92,6 +92,7 @@ def two_axes(path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     layouts = [
         (StridedRaggedShard((0,), (1, 5), 2), Shard(0)),
+        (StridedRaggedShard((0,), (1, 5), 2), InterleavedShard(0, 3)),
         (RaggedShard((0, 1), (1, 2)), Shard(2)),
         (R, RaggedShard((0,), (5, 7))),
         (RaggedShard((0,), (1, 2)), InterleavedShard(0, 3)),
@@ -121,7 +122,7 @@ def on_one_axis(path, count):
 
 def test_two_axes_to_two_axes_and_to_one(tmp_path):
     run_ranks(two_axes, 4, tmp_path)
-    run_ranks(on_one_axis, 2, tmp_path, 7)
+    run_ranks(on_one_axis, 2, tmp_path, 8)
 
 
 def other_tensors(path):

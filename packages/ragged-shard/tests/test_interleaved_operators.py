@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ragged_shard
-from ragged_shard import InterleavedShard, RaggedShard
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, strict
 from testkit import TORCH_RELEASE, CommLog, assert_bitwise, assert_close, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -347,3 +347,25 @@ def scaled_dot_product():
 
 def test_attention_without_dropout_draws_nothing_and_is_not_refused():
     run_ranks(scaled_dot_product, 2, timeout=240)  # torch decomposes it for a strategy
+
+
+def norms_of_a_list():
+    mesh = init_device_mesh("cpu", (2, 2))
+    value = torch.arange(48.0).reshape(12, 4)
+    placed = [
+        (StridedRaggedShard((0,), (1, 2), 2), Shard(0)),
+        (StridedRaggedShard((0,), (1, 2), 2), InterleavedShard(0, 3)),
+        (RaggedShard((0,), (1, 3)), InterleavedShard(1, 2)),
+        (RaggedShard((0,), (1, 2)), R),
+    ]
+    tensors = [distribute_tensor(value, mesh, placements) for placements in placed]
+    for given in (tensors, tensors[::-1]):
+        with strict(), CommLog() as log:
+            norms = torch._foreach_norm(given, 2.0)
+        assert not log.calls
+        for norm in norms:
+            torch.testing.assert_close(norm.full_tensor(), value.norm())
+
+
+def test_norms_of_a_list_that_is_interleaved_in_part_gather_nothing():
+    run_ranks(norms_of_a_list, 4)

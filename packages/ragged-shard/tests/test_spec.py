@@ -13,6 +13,7 @@ from ragged_shard.spec import (
     any_ours,
     base_shape,
     dim_of,
+    even_shape,
     is_ours,
     meta_of,
     put,
@@ -97,6 +98,25 @@ def test_the_local_shape_is_that_of_cutting_a_tensor(case):
             expected = tuple(local(numbers, placements, mesh_shape, coordinate).shape)
             assert local_shape(shape, mesh, placements) == expected, coordinate
             fit.check_placements(shape, mesh, placements)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_the_even_shape_is_every_ranks_or_none(case):
+    shape, mesh_shape, placements = case
+    if ragged_axis(placements) is not None:
+        with pytest.raises(ValueError, match="wants the placements that leave its base"):
+            even_shape(shape, mesh_shape, placements)
+        return
+    found = set()
+    for rank in range(torch.Size(mesh_shape).numel()):
+        with fake_mesh(mesh_shape, rank=rank) as mesh:
+            found.add(local_shape(shape, mesh, placements))
+    assert even_shape(shape, mesh_shape, placements) == (found.pop() if len(found) == 1 else None)
+
+
+def test_chunks_that_are_uneven_make_no_even_shape():
+    assert even_shape((6, 4), (2,), (InterleavedShard(0, 2),)) is None  # 3 rows a chunk
+    assert even_shape((6, 4), (2,), (InterleavedShard(0, 3),)) == (3, 4)
 
 
 def test_the_base_of_an_axis_is_what_the_others_leave():

@@ -40,12 +40,16 @@ class TimedStage(PipelineStage):
         return result
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> Any:
         """Run and note a backward, of everything or of what the stage was given alone."""
         started = time.thread_time()
         result = super().backward_one_chunk(
-            bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs
+            bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
         )
         self._note(BACKWARD if full_backward else BACKWARD_OF_INPUTS, bwd_chunk_id, started)
         return result

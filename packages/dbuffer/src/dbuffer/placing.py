@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard, dim_of, even_shape
 
 __all__ = ["Inner", "Placements", "axis_index", "checked", "is_sharded", "of_tensor"]
 
@@ -112,7 +112,7 @@ def of_tensor(
         if placement is not ragged:
             continue
         after = zip(inner.mesh.shape[axis + 1 :], result[axis + 1 :], strict=True)
-        pieces = math.prod(size for size, other in after if is_sharded(other))
+        pieces = math.prod(size for size, other in after if dim_of(other) == 0)
         if pieces > 1:
             result[axis] = StridedRaggedShard(ragged.dims, ragged.local_units, pieces)
     return tuple(result)
@@ -143,21 +143,21 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
             f"DBuffer: inner placements {inner.placements} of {what}; wants one for each of the "
             f"axes {tuple(names[axis] for axis in others)}"
         )
-    local = list(inner.shape)
+    local = inner.shape
     for axis, placement in zip(others, inner.placements, strict=True):
-        if not isinstance(placement, Shard | InterleavedShard):
-            continue
         size = inner.mesh.size(axis)
-        if local[placement.dim] % size:
+        left = even_shape(local, (size,), (placement,))
+        if left is None:
+            wanted = size * getattr(placement, "interleaves", 1)
             raise ValueError(
                 f"DBuffer: {placement} of {what} of shape {inner.shape} on axis {names[axis]!r} of "
                 f"{size} ranks is uneven; the same units cannot cut unequal shards, so pad dim "
-                f"{placement.dim} to a multiple of {size}"
+                f"{dim_of(placement)} to a multiple of {wanted}"
             )
-        local[placement.dim] //= size
-    if tuple(local) != shape:
+        local = left
+    if local != shape:
         raise ValueError(
-            f"DBuffer: {what} has local tensors of {tuple(local)} under {inner.placements} of "
+            f"DBuffer: {what} has local tensors of {local} under {inner.placements} of "
             f"{inner.shape}, and the layout has {shape}; plan it with the local shape that the "
             f"inner axes leave"
         )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
-from ragged_shard import InterleavedShard
+from ragged_shard import RaggedShard, dim_of, even_shape
 
 __all__ = ["Placed", "inner_block", "placed_of"]
 
@@ -68,7 +68,8 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: the axes have no names, belong to different meshes, or are some of ours.
+        ValueError: the axes have no names, belong to different meshes, or are some of ours; the
+            others give ranks unequal parts.
     """
     ours, theirs = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(ours) & set(theirs)
@@ -81,13 +82,18 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
             f"them: slice both from it"
         )
     cut = flat or ours  # axes along which it will be
-    placements, shape = list(param.placements), list(param.shape)
-    for axis, axis_name in enumerate(theirs):
-        placement = placements[axis]
-        if axis_name in cut:
-            placements[axis] = Replicate()
-        elif isinstance(placement, Shard | InterleavedShard):
-            shape[placement.dim] //= param.device_mesh.size(axis)  # dbuffer refuses uneven ones
+    placements = tuple(
+        Replicate() if axis in cut else one
+        for axis, one in zip(theirs, param.placements, strict=True)
+    )
+    ragged = any(isinstance(one, RaggedShard) for one in placements)
+    shape = None if ragged else even_shape(param.shape, param.device_mesh.shape, placements)
+    if shape is None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as {placements} on "
+            f"axes {theirs} of {tuple(param.device_mesh.shape)} ranks; wants equal parts for all "
+            f"of them, by Shard or InterleavedShard of a dim that they divide: pad it"
+        )
     beside = {n: p for n, p in zip(theirs, placements, strict=True) if n not in cut}
     inner = None
     if beside:
@@ -103,9 +109,9 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
         names = together.mesh_dim_names or ()
         others = tuple(beside[n] for n in names if n in beside)
         inner = Inner(together, others, tuple(param.shape))
-    spec = DTensorSpec(param.device_mesh, tuple(placements), tensor_meta=param._spec.tensor_meta)
+    spec = DTensorSpec(param.device_mesh, placements, tensor_meta=param._spec.tensor_meta)
     own = tuple(axis for axis, axis_name in enumerate(theirs) if axis_name in cut)
-    return Placed(inner, tuple(shape), spec, own)
+    return Placed(inner, shape, spec, own)
 
 
 def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
@@ -139,6 +145,7 @@ def _with_flat(mesh: DeviceMesh, other: DeviceMesh, flat: Sequence[str]) -> Devi
 def inner_block(placed: Placed, block: int) -> int:
     """The block that also keeps dims whole which other axes cut, counted in the local tensor."""
     for placement in placed.spec.placements:
-        if isinstance(placement, Shard | InterleavedShard) and placement.dim > 0:
-            block = math.lcm(block, math.prod(placed.shape[placement.dim :]))
+        dim = dim_of(placement)
+        if dim is not None and dim > 0:
+            block = math.lcm(block, math.prod(placed.shape[dim:]))
     return max(1, min(block, math.prod(placed.shape)))

@@ -131,7 +131,7 @@ def placed_until_sharded(
     if not inside or not isinstance(tensor, nn.Parameter):
         return rest
     axis = (mesh.mesh_dim_names or ()).index(entries[max(inside, key=len)].axes[-1])
-    cut = {placement.dim for placement in rest if isinstance(placement, Shard)}
+    cut = {getattr(one, "dim", None) for one in rest}  # by stock's shards, and ragged-shard's
     free = [dim for dim in range(tensor.ndim) if dim not in cut]
     if not free or not isinstance(rest[axis], Replicate):
         return rest

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ragged_shard.interleaved import InterleavedShard
     from ragged_shard.ownership import Ownership
     from ragged_shard.ragged import RaggedShard
-    from ragged_shard.spec import local_shape
+    from ragged_shard.spec import dim_of, even_shape, local_shape
     from ragged_shard.strided import StridedRaggedShard
     from ragged_shard.visualization import visualize
 
@@ -33,6 +33,8 @@ __all__ = [
     "RaggedShard",
     "RaggedShardFallbackWarning",
     "StridedRaggedShard",
+    "dim_of",
+    "even_shape",
     "fallbacks",
     "local_shape",
     "reset_fallbacks",
@@ -46,6 +48,8 @@ _HOMES = {
     "RaggedShard": "ragged",
     "RaggedShardFallbackWarning": "fallback",
     "StridedRaggedShard": "strided",
+    "dim_of": "spec",
+    "even_shape": "spec",
     "fallbacks": "fallback",
     "local_shape": "spec",
     "reset_fallbacks": "fallback",

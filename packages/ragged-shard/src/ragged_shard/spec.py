@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ragged_shard import _compat
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
+from ragged_shard.rank_boxes import held_lengths
 
 Placements = tuple[Placement, ...]
 
@@ -76,6 +77,37 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) 
         if isinstance(placement, InterleavedShard):
             result = placement.local_shape(result, mesh.size(axis), mesh.get_local_rank(axis))
     return result
+
+
+def even_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...] | None:
+    """The shape of the local tensor of every rank; None where it differs between ranks.
+
+    All ranks get the same answer, without a process group: what they can plan by.
+
+    Args:
+        shape: of the global tensor, which the placements fit.
+        mesh_shape: size of each axis.
+        placements: one per axis, stock or ours, none of them ragged.
+
+    Raises:
+        ValueError: a ragged placement, whose units are of what the others leave.
+    """
+    sizes = list(shape)
+    for axis_size, placement in zip(mesh_shape, placements, strict=True):
+        if isinstance(placement, RaggedShard):
+            raise ValueError(
+                f"even_shape: {placement!r} among {tuple(placements)}; wants the placements that "
+                f"leave its base, Replicate in its place"
+            )
+        dim = dim_of(placement)
+        if dim is not None:
+            lengths = held_lengths(placement, sizes[dim], axis_size)
+            if len(lengths) > 1:
+                return None
+            sizes[dim] = lengths.pop()
+    return tuple(sizes)
 
 
 def base_shape(

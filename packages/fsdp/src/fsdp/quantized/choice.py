@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Shard
 
 from fsdp.extension import is_extension
 from fsdp.inner import Placed
 from fsdp.quantized.tiles import Tiles
+from ragged_shard import InterleavedShard, dim_of
 
 __all__ = ["checked_block", "checked_tiles"]
 
@@ -46,15 +46,17 @@ def checked_tiles(
     if placed is None:
         return chosen
     for placement in placed.spec.placements:
-        if not isinstance(placement, Shard):
+        dim = dim_of(placement)
+        if dim is None:
             continue
-        size = {param.ndim - 2: chosen.rows, param.ndim - 1: chosen.cols}.get(placement.dim, 1)
-        if placed.shape[placement.dim] % size:
+        size = {param.ndim - 2: chosen.rows, param.ndim - 1: chosen.cols}.get(dim, 1)
+        chunks = placement.interleaves if isinstance(placement, InterleavedShard) else 1
+        if placed.shape[dim] % (chunks * size):
             raise ValueError(
                 f"fully_shard: {name!r} of {tuple(param.shape)} is cut by {placement} on another "
                 f"axis into {tuple(placed.shape)}, through its tiles of {chosen.rows} x "
-                f"{chosen.cols}; wants a multiple of {size} there, smaller tiles, or None of "
-                f"quantize_fn"
+                f"{chosen.cols}; wants a multiple of {chunks * size} there, smaller tiles, or None "
+                f"of quantize_fn"
             )
     return chosen
 

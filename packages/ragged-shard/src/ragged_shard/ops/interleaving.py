@@ -17,8 +17,6 @@ from ragged_shard.spec import meta_of
 
 _LIKE = frozenset(
     {
-        "_foreach_max",
-        "_foreach_norm",
         "_fused_rms_norm",
         "_log_softmax",
         "_softmax",
@@ -54,8 +52,6 @@ _POINTWISE = frozenset({"copy_", "equal", "fill_", "masked_fill", "masked_fill_"
 #: Of those, the ones that need as many rows on every rank: local sizes, means, empty shards.
 _EVEN = frozenset(
     {
-        "_foreach_max",
-        "_foreach_norm",
         "amax",
         "amin",
         "expand",
@@ -83,6 +79,8 @@ def rule_for(question: Question) -> Rule | None:
         return product
     if name in _LIKE:
         return like
+    if name in ("_foreach_max", "_foreach_norm"):
+        return reduced_lists
     if name.startswith(("_foreach_", "_fused_")):
         return elementwise_lists
     if name in _POINTWISE or torch.Tag.pointwise in question.op.tags:
@@ -144,6 +142,14 @@ def elementwise_lists(question: Question) -> Answer | None:
         inputs.append(placed)
     outputs = tuple(interleaved_of(lead.spec) for lead in leads)
     return Answer(tuple(inputs), outputs, as_shard=True)
+
+
+def reduced_lists(question: Question) -> Answer | None:
+    """`_foreach_norm` and `_foreach_max`: index by index, where no rank has less than another."""
+    found = [(operand, interleaved_of(operand.spec)) for operand in question.operands]
+    if not all(on_axis is None or _even(operand, on_axis) for operand, on_axis in found):
+        return None
+    return elementwise_lists(question)
 
 
 def product(question: Question) -> Answer | None:

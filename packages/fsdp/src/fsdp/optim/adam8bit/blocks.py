@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.optim.adam8bit.quantize import blocks_of
-from ragged_shard import RaggedShard, StridedRaggedShard
+from ragged_shard import RaggedShard, StridedRaggedShard, even_shape
 
 __all__ = ["BlockLayout", "block_layout"]
 
@@ -61,7 +61,8 @@ def block_layout(param: torch.Tensor, block_size: int) -> BlockLayout:
         return BlockLayout(mesh, placements, (count,), placements)
     ragged = [axis for axis in cutting if isinstance(placements[axis], RaggedShard)]
     axis = (ragged or cutting)[0]
-    base = _base(shape, mesh, placements, axis)
+    others = (*placements[:axis], Replicate(), *placements[axis + 1 :])
+    base = even_shape(shape, mesh.shape, others)
     bounds = None if base is None else _bounds(placements[axis], base, mesh.size(axis))
     if base is None or bounds is None or (len(cutting) > 1 and not ragged):
         return _gathered(shape, mesh, max(cutting, key=mesh.size), block_size)
@@ -70,21 +71,6 @@ def block_layout(param: torch.Tensor, block_size: int) -> BlockLayout:
     if cut is None:
         return _local(mesh, placements, axis, bounds, block_size)
     return _moved(mesh, placements, axis, base, block_size, cut)
-
-
-def _base(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: Placements, axis: int
-) -> tuple[int, ...] | None:
-    """The local shape of the other axes; None if it differs between ranks."""
-    sizes = list(shape)
-    for other, placement in enumerate(placements):
-        if other == axis or isinstance(placement, Replicate):
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None or sizes[dim] % mesh.size(other):
-            return None
-        sizes[dim] //= mesh.size(other)
-    return tuple(sizes)
 
 
 def _bounds(placement: Placement, base: tuple[int, ...], ranks: int) -> list[int] | None:
