@@ -114,12 +114,9 @@ def no_world_after():
 def test_what_is_remembered_of_a_world_ends_with_it():
     mesh = world()
     torch.neg(shard_of(mesh)).redistribute(placements=[Replicate()])
-    decided = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_info
     assert all(remembered())
-    assert decided().currsize > 0
     dist.destroy_process_group()
     assert not any(remembered())
-    assert decided().currsize == 0
     next_mesh = world()
     assert next_mesh is not mesh
     assert torch.neg(shard_of(next_mesh)).device_mesh is next_mesh

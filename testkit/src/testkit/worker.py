@@ -129,7 +129,7 @@ def _reset() -> None:
     if dist.is_initialized():  # the function may have destroyed it
         dist.destroy_process_group()
     clear_caches()
-    # A mesh and its submeshes are a cycle that holds groups, and torch ends a group, with its threads
+    # A mesh and its submeshes are a cycle that holds groups, and torch ends a group, its threads
     # and sockets, with its last holder. Now, on all ranks at once, and not in the middle of a later
     # call when a rank's collector comes by.
     gc.collect()
