@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from testkit import RankError, fake_mesh, ranks, run_ranks
 
@@ -113,6 +114,27 @@ def test_calls_are_isolated():
     assert first[0] == first[1]  # the same seed on every rank
     assert run_ranks(use, 4, (2, 2))[0][0] == 32
     assert run_ranks(use, 2, (2,)) == first
+
+
+def test_the_groups_of_a_call_are_gone_before_the_next():
+    def threads():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def use(shape):
+        gc.disable()  # until it is enabled below: nothing goes by chance
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Partial()])
+        tensor.redistribute(placements=[Shard(0), Shard(1)]).full_tensor()
+        return threads()
+
+    before = run_ranks(threads, 2)
+    try:
+        used = run_ranks(use, 2, (1, 2))
+        assert all(more > few for more, few in zip(used[0], before[0], strict=True))
+        assert run_ranks(use, 2, (1, 2)) == used
+        assert run_ranks(threads, 2) == before
+    finally:
+        run_ranks(gc.enable, 2)
 
 
 def test_a_function_may_destroy_its_process_group():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.compiler.config
+import torch.distributed as dist
 import torch.distributed.config
 from torch._logging import warning_once
 from torch.distributed.tensor import (
@@ -84,6 +85,11 @@ def test_another_minor_version_is_refused_with_the_remedy():
     _compat.require_torch("2.13.0+cpu", "2.13.1")
     with pytest.raises(ImportError, match=r"compiled for torch 2\.13 and finds torch 2\.14\.0a"):
         _compat.require_torch("2.13.0", "2.14.0a")
+
+
+def test_torch_ends_groups_by_these_functions():
+    source = inspect.getsource(dist.destroy_process_group)
+    assert all(f"        {name}(" in source for name in _compat.UNREGISTER)
 
 
 def tables_of_operators():

@@ -1,10 +1,16 @@
 """Whoever changes torch's tables changes what the library does, from the next call on."""
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor_rules
+from dtensor_rules import _core
+from testkit import clear_caches
 
 NAME = "dtensor_rules_tests::scale"
 torch.library.define(NAME, "(Tensor x, float by, *, Tensor? bias=None) -> Tensor")
@@ -78,3 +84,48 @@ def test_a_strategy_put_into_the_table_by_hand_is_seen(x):
         assert dtensor_rules.cache_info().size == 1  # neg's plan is gone
     finally:
         del table[scale]
+
+
+def world():
+    """A mesh of two, in a fake process group that the test ends itself."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+
+def shard_of(mesh):
+    return DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+
+
+def remembered():
+    """How many plans, and specs by their addresses."""
+    return dtensor_rules.cache_info().size, _core.known_addresses()
+
+
+@pytest.fixture
+def no_world_after():
+    with dtensor_rules.enabled():
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        clear_caches()
+
+
+@pytest.mark.usefixtures("no_world_after")
+def test_what_is_remembered_of_a_world_ends_with_it():
+    mesh = world()
+    torch.neg(shard_of(mesh)).redistribute(placements=[Replicate()])
+    assert all(remembered())
+    dist.destroy_process_group()
+    assert not any(remembered())
+    next_mesh = world()
+    assert next_mesh is not mesh
+    assert torch.neg(shard_of(next_mesh)).device_mesh is next_mesh
+
+
+@pytest.mark.usefixtures("no_world_after")
+def test_what_is_remembered_of_a_group_ends_with_it():
+    mesh = world()
+    torch.neg(shard_of(mesh))
+    assert all(remembered())
+    dist.destroy_process_group(dist.new_group([0]))
+    assert not any(remembered())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -47,6 +48,7 @@ def main(fd: int, parent: int, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection = Connection(fd)
+    gc.freeze()  # what was imported stays: a collection after each call does not look at it
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pool
         while True:
             connection.send(Ready())
@@ -127,6 +129,10 @@ def _reset() -> None:
     if dist.is_initialized():  # the function may have destroyed it
         dist.destroy_process_group()
     clear_caches()
+    # A mesh and its submeshes are a cycle that holds groups, and torch ends a group, its threads
+    # and sockets, with its last holder. Now, on all ranks at once, and not in the middle of a later
+    # call when a rank's collector comes by.
+    gc.collect()
 
 
 if __name__ == "__main__":

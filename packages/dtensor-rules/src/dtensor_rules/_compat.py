@@ -45,6 +45,10 @@ require_torch(TORCH_VERSION, torch.__version__)
 # Of torch._C: empties the cache that torch's own dispatch has in C++.
 CLEAR = "_clear_DTensor_sharding_propagator_cache"
 
+# Of torch.distributed.distributed_c10d: what `destroy_process_group` ends with, for the world and
+# for one group.
+UNREGISTER = ("_unregister_all_process_groups", "_unregister_process_group")
+
 RELEASE = tuple(int(part) for part in minor(torch.__version__).split("."))
 
 

@@ -3,8 +3,9 @@
 Note: meshes that are equal but not the same object share their plans, here as in torch's own caches
 of decisions, and results get the mesh that was met first. torch.compile knows meshes by identity,
 so it has to meet one and the same in what the library made before it and in what torch makes while
-it traces. Hence both sides forget together: when the library goes on or off, and when either is
-told to.
+it traces. Hence both sides forget together: when the library goes on or off, when either is told
+to, and when a process group is destroyed. What they remember holds meshes, and a mesh its groups:
+each would keep its threads and sockets, and the next world would get meshes of the one before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -28,7 +30,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Listens to registrations, of rules too, to cleared caches and to specs that are changed."""
+    """Listens to registrations, of rules too, to cleared caches, groups' ends and changed specs."""
     _compat.forget_decisions()
     _undo.append(_compat.forget_decisions)
     propagator = DTensor._op_dispatcher.sharding_propagator
@@ -40,6 +42,8 @@ def install() -> None:
     for name in _REGISTRATIONS:
         _after(propagator, name, _tables_changed)
     _after(torch._C, _compat.CLEAR, _forget_all)
+    for name in _compat.UNREGISTER:
+        _after(distributed_c10d, name, _compat.forget_decisions)
     _watch_specs()
     _core.set_explicit_only(_compat.explicit_redistribution_only())
     _undo.append(lambda: _core.set_explicit_only(None))
