@@ -18,6 +18,7 @@ PRODUCTS = {
     "FSDP": Degrees(dp_shard=2),
     "TP, static": Degrees(tp=2, static=True),
     "HSDP": Degrees(dp_replicate=2, dp_shard=2),
+    "FSDP x TP": Degrees(dp_shard=2, tp=2),
     "DP x TP + SP": Degrees(dp_replicate=2, tp=2, sp=True),
 }
 

@@ -37,7 +37,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"model": "nope"}, 1, "unknown model 'nope'; choose one of: llama-10m"),
         ({"system": "single"}, 2, "runs on 1 rank, not 2"),
         ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
-        ({"system": "dtensor-tp"}, 3, "3 tensor-parallel ranks do not divide num_attention_heads"),
+        ({"system": "dtensor-tp"}, 3, "3 ranks do not divide num_attention_heads"),
         ({"system": "fsdp1", "optimizer": "muon"}, 2, "'fsdp1' trains with --optimizer adamw only"),
         (
             {"system": "ddp", "tp": 2},
@@ -48,10 +48,22 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         (
             {"system": "plan", "tp": 3},
             3,
-            "3 tensor-parallel ranks do not divide num_attention_heads",
+            "3 ranks do not divide num_attention_heads",
         ),
         ({"system": "plan", "sp": True}, 1, "--sp cuts along --tp, which is 1; give --tp as well"),
         ({"system": "plan", "loss_parallel": True}, 1, "--loss-parallel cuts along --tp"),
+        ({"system": "plan", "ep": 2, "dp_shard": 2}, 2, "and a llama has none; leave it out"),
+        (
+            {"system": "plan", "model": "mixtral-tiny", "ep": 3, "dp_shard": 3, "micro_batch": 3},
+            3,
+            "3 ranks do not divide num_local_experts = 4",
+        ),
+        ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "tp": 2}, 2, "of --tp, which is 2;"),
+        ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2}, 2, "does not divide"),
+        ({"system": "plan", "cp": 2, "dropout": 0.1}, 2, "attention of --cp 2 has no --dropout"),
+        ({"system": "plan", "cp": 2, "sequence_length": 66}, 2, "multiple of 4"),
+        ({"system": "plan", "cp": 2, "static": True}, 2, "--static does not know --cp 2"),
+        ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp is for models of family llama"),
         ({"system": "plan", "zero3": True}, 1, "--zero3 shares parameters along --dp-shard"),
         ({"system": "plan", "dp_shard": 2, "static": True}, 2, "use --dp-replicate 2, or leave"),
         (

@@ -13,7 +13,7 @@ from integration.compare.folder import RUNS
 from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
 from integration.compare.random_jobs import DROPOUT, Source
-from integration.compare.variants import PRODUCTS, REFERENCE, STOCK, Variant, get_variant
+from integration.compare.variants import PLAIN, PRODUCTS, REFERENCE, STOCK, Variant, get_variant
 from integration.data import Modality
 from integration.models import model_shape
 
@@ -26,16 +26,20 @@ class Case(StrEnum):
     INIT = "init"
     DROPOUT = "dropout"
     BOTH = "both"
+    NEITHER = "neither"
 
     @property
     def draws_weights(self) -> bool:
         """Whether ranks draw weights on their shards."""
-        return self is not Case.DROPOUT
+        return self in (Case.INIT, Case.BOTH)
 
     @property
     def drops_out(self) -> bool:
         """Whether there is dropout."""
-        return self is not Case.INIT
+        return self in (Case.DROPOUT, Case.BOTH)
+
+
+_RANDOM = (Case.INIT, Case.DROPOUT, Case.BOTH)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def _stock(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Paralle
         for variant in STOCK:
             if not variant.takes(shape):
                 continue
-            for case in Case:
+            for case in _RANDOM:
                 if case.draws_weights and not shape.redraws:
                     continue
                 init = "sharded" if case.draws_weights else "whole"
@@ -103,13 +107,15 @@ def _stock(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Paralle
 
 def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
     for model in models:
-        for variant in PRODUCTS:
-            if not variant.takes(model_shape(model)):
-                continue
-            for case in Case:
+        shape = model_shape(model)
+        for variant in (each for each in PRODUCTS if each.takes(shape)):
+            for case in _RANDOM if variant.drops_out else (Case.INIT,):
                 init = "sharded" if case.draws_weights else "whole"
                 reference = f"{model}-{case}-{REFERENCE}"
                 yield _job(options, model, case, Source.DIST_RNG, variant, init, reference)
+        reference = f"{model}-{Case.NEITHER}-{REFERENCE}"
+        for variant in (each for each in PLAIN if each.takes(shape)):
+            yield _job(options, model, Case.NEITHER, Source.DIST_RNG, variant, "whole", reference)
 
 
 def _job(

@@ -6,6 +6,7 @@ from typing import Any
 from integration.data import Modality
 from integration.errors import UsageError
 from integration.models import ModelShape
+from integration.pipeline.schedules import SCHEDULES
 from integration.systems import Degrees, System, get_system
 
 REFERENCE = "single"
@@ -20,12 +21,16 @@ class Variant:
         system: that the trainer is told.
         ranks: processes.
         degrees: of a system that composes several kinds of parallelism.
+        schedule: of a pipeline of two stages' ranks, within which the system is; None: no pipeline.
+        family: of the models that it is compared on; None: of any that the system takes.
     """
 
     name: str
     system: str
     ranks: int = 2
     degrees: Degrees = field(default_factory=Degrees)
+    schedule: str | None = None
+    family: str | None = None
 
     def make(self) -> System:
         """Return its system."""
@@ -33,15 +38,26 @@ class Variant:
 
     def takes(self, shape: ModelShape) -> bool:
         """Whether models of a shape can be trained this way."""
-        families = self.make().families
+        families = self.make().families if self.family is None else (self.family,)
         if self.degrees.loss_parallel and shape.modality is not Modality.TEXT:
             return False
         return families is None or shape.family in families
 
     @property
+    def draws_on_shards(self) -> bool:
+        """Whether weights can be drawn where they will be, with one device's numbers."""
+        return self.schedule is None and self.make().takes_deferred
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether it has dropout with one device's masks."""
+        return self.draws_on_shards and self.degrees.cp == 1
+
+    @property
     def choices(self) -> dict[str, Any]:
         """Fields of the trainer's configuration."""
-        return {"system": self.system, "ranks": self.ranks, **asdict(self.degrees)}
+        pipeline = {} if self.schedule is None else {"pp_degree": 2, "pp_schedule": self.schedule}
+        return {"system": self.system, "ranks": self.ranks, **asdict(self.degrees), **pipeline}
 
 
 def _plan(name: str, ranks: int, **degrees: Any) -> Variant:
@@ -50,6 +66,16 @@ def _plan(name: str, ranks: int, **degrees: Any) -> Variant:
 
 _TP_SP = _plan("plan-tp-sp", 2, tp=2, sp=True)
 _ZERO3 = _plan("plan-zero3", 2, dp_shard=2, zero3=True)
+
+
+def _context(name: str, ranks: int, **degrees: Any) -> Variant:
+    return Variant(name, "plan", ranks, Degrees(cp=2, **degrees), family="llama")
+
+
+def _experts(name: str, ranks: int, **degrees: Any) -> Variant:
+    return Variant(name, "plan", ranks, Degrees(**degrees), family="mixtral")
+
+
 # torch's own, whose random numbers on shards stand beside ours.
 STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
 # By plans, with all packages.
@@ -66,6 +92,30 @@ PRODUCTS: tuple[Variant, ...] = (
     _plan("plan-fsdp-tp", 4, dp_shard=2, tp=2),
     _plan("plan-dp-tp-sp", 4, dp_replicate=2, tp=2, sp=True),
     _plan("plan-dp-tp-sp-static", 4, dp_replicate=2, tp=2, sp=True, static=True),
+    _context("plan-cp-ring", 2),
+    _context("plan-cp-all-gather", 2, cp_method="all-gather"),
+    _context("plan-cp-ulysses", 2, cp_method="ulysses"),
+    _context("plan-dp-cp-ring", 4, dp_replicate=2),
+    _context("plan-cp-tp-sp", 4, tp=2, sp=True),
+    _experts("plan-ep", 2, dp_replicate=2, ep=2),
+    _experts("plan-ep-static", 2, dp_replicate=2, ep=2, static=True),
+    _experts("plan-tp-sp-ep", 2, tp=2, sp=True, ep=2),
+    _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2),
+    _experts("plan-fsdp4-ep2", 4, dp_shard=4, ep=2),
+    _experts("plan-dp-tp-sp-ep", 4, dp_replicate=2, tp=2, sp=True, ep=2),
+    _experts("plan-dp-tp-sp-ep-static", 4, dp_replicate=2, tp=2, sp=True, ep=2, static=True),
+)
+# Of systems that draw nothing on shards, and pipelines: weights whole, and no dropout.
+PLAIN: tuple[Variant, ...] = (
+    Variant("ddp", "ddp"),
+    Variant("fsdp1", "fsdp1"),
+    Variant("fsdp2", "fsdp2"),
+    Variant("fsdp", "fsdp"),
+    Variant("dtensor-tp", "dtensor-tp"),
+    *(Variant(f"pp-{name}", "single", 2, schedule=name) for name in SCHEDULES),
+    Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
+    Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B"),
+    Variant("pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B"),
 )
 # What the curves, times and memory of `nox -s integration` are of: 2 ranks, as cores.
 SYSTEMS: tuple[Variant, ...] = (
@@ -78,7 +128,9 @@ SYSTEMS: tuple[Variant, ...] = (
     _TP_SP,
     _ZERO3,
 )
-_ALL: dict[str, Variant] = {variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS)}
+_ALL: dict[str, Variant] = {
+    variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS, *PLAIN)
+}
 VARIANT_NAMES: tuple[str, ...] = tuple(_ALL)
 
 

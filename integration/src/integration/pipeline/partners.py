@@ -124,6 +124,11 @@ def check_degrees(degrees: Degrees, ranks: int) -> None:
             "within a pipeline a plan has --tp only, for the loss, which data parallelism scales,"
             " is not in a stage's forward; use --system fsdp2 or fsdp for data parallelism"
         )
+    if degrees.ep > 1 or degrees.cp > 1:
+        raise UsageError(
+            "within a pipeline a plan has --tp only: --ep and --cp are of axes of data parallelism"
+            " and of sequences; leave them out"
+        )
     if degrees.loss_parallel or degrees.static:
         raise UsageError(
             "within a pipeline a plan takes neither --loss-parallel nor --static: the loss is not"

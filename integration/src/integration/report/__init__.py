@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult
 from integration.compare.results import RESULTS_FILE, OptimizerResult, Results, write_results
 from integration.compare.setup import Comparison
@@ -19,11 +20,14 @@ from integration.report.pages import (
     Chart,
     OptimizerSection,
     Page,
+    ParallelSection,
     RandomSection,
     render_html,
     render_markdown,
 )
 from integration.report.palette import DARK, LIGHT, Theme
+from integration.report.parallel_figure import draw_parallelism
+from integration.report.parallel_wording import parallel_text
 from integration.report.random_figure import draw_random
 from integration.report.random_wording import random_text
 from integration.report.wording import page_text
@@ -70,6 +74,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
         ),
         random=_random_section(results.random_numbers, figures),
         optimizers=_optimizer_section(results.optimizers, figures),
+        parallelism=_parallel_section(results.parallelism, figures),
         environment=environment,
     )
     (out / "report.md").write_text(render_markdown(page))
@@ -102,6 +107,18 @@ def _optimizer_section(
         figures,
     )
     return OptimizerSection(optimizer_text(results), results, chart)
+
+
+def _parallel_section(results: Sequence[ParallelResult], figures: Path) -> ParallelSection | None:
+    if not results:
+        return None
+    chart = _chart(
+        "parallelism",
+        "Largest difference from one device of every way to train, a column per model",
+        lambda theme: draw_parallelism(results, theme),
+        figures,
+    )
+    return ParallelSection(parallel_text(results), results, chart)
 
 
 def _chart(name: str, alternative: str, draw: Callable[[Theme], Figure], folder: Path) -> Chart:

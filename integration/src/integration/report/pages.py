@@ -9,12 +9,15 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup, escape
 
+from integration.compare.parallel_jobs import Case
+from integration.compare.parallelism import ParallelResult
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
 from integration.compare.results import OptimizerResult, Results
 from integration.report.environment import Environment
 from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.palette import DARK, LIGHT, styles
+from integration.report.parallel_wording import TITLES, ParallelRow, ParallelText, parallel_rows
 from integration.report.phrases import ABSENT
 from integration.report.random_figure import source_colour
 from integration.report.random_wording import RandomRow, RandomText, random_rows
@@ -72,12 +75,32 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True)
+class ParallelSection:
+    """The section on kinds of parallelism."""
+
+    text: ParallelText
+    results: Sequence[ParallelResult]
+    chart: Chart
+
+    @property
+    def cases(self) -> list[str]:
+        """What each cell of a row is of."""
+        return [TITLES[case] for case in Case]
+
+    @property
+    def rows(self) -> list[ParallelRow]:
+        """A printable row per model and way."""
+        return parallel_rows(self.results)
+
+
+@dataclass(frozen=True)
 class Page:
     """What both templates are filled from.
 
     Attributes:
         random: absent where random numbers were left out.
         optimizers: absent where they were left out.
+        parallelism: absent where it was left out.
     """
 
     text: PageText
@@ -86,6 +109,7 @@ class Page:
     cost: Chart
     random: RandomSection | None
     optimizers: OptimizerSection | None
+    parallelism: ParallelSection | None
     environment: Environment
 
     @property

@@ -7,9 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from integration.compare.parallel_jobs import Case
+from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult, RandomVerdict
 from integration.compare.results import OptimizerResult, Results, SystemResult
 from integration.report.optimizer_wording import optimizer_rows
+from integration.report.parallel_wording import TITLES, parallel_rows
 from integration.report.phrases import ABSENT, TIMES
 from integration.report.random_wording import random_rows
 from integration.report.rows import rows
@@ -26,6 +29,9 @@ def print_results(results: Results, report: Path, console: Console) -> None:
         console.print()
     if results.optimizers:
         console.print(_optimizer_table(results.optimizers))
+        console.print()
+    if results.parallelism:
+        console.print(_parallel_table(results.parallelism))
         console.print()
     good = results.passes
     verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
@@ -72,6 +78,16 @@ def _optimizer_table(results: Sequence[OptimizerResult]) -> Table:
         run = row.run
         verdict = _verdict(run.verdict, passes=run.verdict.passes)
         table.add_row(row.optimizer, run.system, verdict, run.maximum, run.final_loss)
+    return table
+
+
+def _parallel_table(results: Sequence[ParallelResult]) -> Table:
+    numbers = tuple(TITLES[case] for case in Case)
+    table = _table("model", "trained by", numbers=("ranks", *numbers))
+    for row in parallel_rows(results):
+        style = "" if row.passes else "bold red"
+        cells = [Text(cell.maximum, "" if cell.passes else "bold red") for cell in row.cells]
+        table.add_row(row.model, Text(row.way, style), row.ranks, *cells)
     return table
 
 

@@ -8,6 +8,7 @@ from integration.compare.cost import WARM_UP_STEPS
 from integration.compare.results import Results, SystemResult, Verdict
 from integration.compare.setup import Comparison
 from integration.report.optimizer_wording import optimizer_finding
+from integration.report.parallel_wording import parallel_finding
 from integration.report.phrases import listed, out_of_tolerance, scientific, size
 from integration.report.random_wording import random_finding
 
@@ -44,11 +45,12 @@ def page_text(comparison: Comparison, results: Results) -> PageText:
 
 
 def whole_finding(results: Results) -> str:
-    """Return what was found of the systems, then what of random numbers and of optimizers."""
+    """Return what was found of the systems, then what of everything else."""
     sections = (
         finding(results.systems),
         random_finding(results.random_numbers),
         optimizer_finding(results.optimizers),
+        parallel_finding(results.parallelism),
     )
     return " ".join(section for section in sections if section)
 
@@ -98,10 +100,10 @@ def _subject(comparison: Comparison, results: Sequence[SystemResult]) -> str:
     model = options.model if summary is None else f"{options.model}{size(summary.parameters)}"
     others = listed([job.system for job in comparison.jobs[1:]])
     return (
-        f"The same unmodified Hugging Face model, {model}, was trained in fp32 on"
-        f" {comparison.data.source}, byte by byte, for {options.steps} steps: once on a single"
+        f"The same unmodified model, {model}, was trained in fp32 on"
+        f" {comparison.data.source} for {options.steps} steps: once on a single"
         f" device, and once each under {others}. Every run started from the same weights and saw"
-        f" the same {options.global_batch} sequences of {options.sequence_length} bytes in every"
+        f" the same {options.global_batch} samples in every"
         " step, so any difference between the curves comes from how the system ran the model."
     )
 

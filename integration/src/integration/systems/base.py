@@ -106,6 +106,5 @@ def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
     size = getattr(shape, field)
     if size % degree:
         raise UsageError(
-            f"{degree} tensor-parallel ranks do not divide {field} = {size};"
-            " use a number of ranks that does"
+            f"{degree} ranks do not divide {field} = {size}; use a number of ranks that does"
         )

@@ -13,6 +13,10 @@ class Degrees:
     Attributes:
         dp_replicate: data parallel ranks with copies of parameters.
         dp_shard: data parallel ranks that share parameters (FSDP); beside copies, HSDP.
+        ep: of the data parallel ranks, those that divide experts and send each other tokens; or
+            ``tp`` itself.
+        cp: context parallel ranks, which cut sequences.
+        cp_method: of attention over them: ring, all-gather or ulysses.
         tp: tensor parallel ranks.
         sp: whether hidden states between attention and MLP are cut along the sequence, by ``tp``.
         loss_parallel: whether logits stay cut along the vocabulary, by ``tp``, up to the loss.
@@ -22,6 +26,9 @@ class Degrees:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    cp_method: str = "ring"
     tp: int = 1
     sp: bool = False
     loss_parallel: bool = False
@@ -30,9 +37,28 @@ class Degrees:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh and their sizes, the outermost first; those of one rank are left out."""
-        sizes = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp")}
+        """Axes of the mesh and their sizes, the outermost first; those of one rank are left out.
+
+        The ranks of ``ep`` are some of the data parallel ones, whose axis is then two: the experts'
+        mesh is the others', reshaped.
+        """
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        if self.sends_tokens:
+            of = "dp_shard" if self.dp_shard > 1 else "dp_replicate"
+            sizes[of] //= self.ep
+            sizes["dp_ep"] = self.ep
+        sizes |= {"cp": self.cp, "tp": self.tp}
         return {name: size for name, size in sizes.items() if size > 1} or {"dp_replicate": 1}
+
+    @property
+    def data(self) -> int:
+        """Data parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether experts are divided among data parallel ranks."""
+        return self.ep > 1 and self.data > 1
 
     @property
     def options(self) -> list[str]:
@@ -62,6 +88,25 @@ class Degrees:
             if getattr(self, name) and self.tp == 1:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} cuts along --tp, which is 1; give --tp as well")
+        if self.sends_tokens and min(self.dp_replicate, self.dp_shard) > 1:
+            raise UsageError(
+                f"--ep {self.ep} divides experts among data parallel ranks of one kind; give"
+                " --dp-replicate or --dp-shard, not both"
+            )
+        if self.sends_tokens and self.data % self.ep:
+            raise UsageError(
+                f"--ep {self.ep} does not divide the {self.data} data parallel ranks, some of which"
+                " are the experts'; give one that does"
+            )
+        if self.ep > 1 and not self.sends_tokens and self.ep != self.tp:
+            raise UsageError(
+                f"--ep {self.ep} without data parallelism divides experts among the ranks of --tp,"
+                f" which is {self.tp}; give the same number"
+            )
+        if self.static and self.cp > 1:
+            raise UsageError(
+                f"--static does not know --cp {self.cp}, context parallelism; leave one out"
+            )
         if self.zero3 and self.dp_shard == 1:
             raise UsageError(
                 "--zero3 shares parameters along --dp-shard, which is 1; give it as well"

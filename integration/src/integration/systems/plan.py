@@ -33,7 +33,7 @@ class Planned(System):
 
     def microbatch_parts(self) -> int:
         """Return the data parallel ranks."""
-        return self.degrees.dp_replicate * self.degrees.dp_shard
+        return self.degrees.data
 
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse degrees that do not make up the world, or cut a head or an MLP unevenly."""
@@ -42,6 +42,16 @@ class Planned(System):
             raise UsageError(
                 f"--loss-parallel cuts logits along the vocabulary, and a {shape.family} has none;"
                 " leave it out"
+            )
+        if self.degrees.ep > 1:
+            if shape.family != "mixtral":
+                raise UsageError(
+                    f"--ep divides experts, and a {shape.family} has none; leave it out"
+                )
+            require_divisible(shape, "num_local_experts", self.degrees.ep)
+        if self.degrees.cp > 1 and shape.family != "llama":
+            raise UsageError(
+                f"--cp is for models of family llama, whose attention it knows, not {shape.family}"
             )
         for field in shape.cut_by_heads:
             require_divisible(shape, field, self.degrees.tp)

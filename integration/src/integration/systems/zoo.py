@@ -28,19 +28,34 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
     options: dict[str, Any] = {"tp": tp, "sp": degrees.sp}
     if degrees.loss_parallel:
         options["loss_parallel"] = True
+    if degrees.cp > 1:
+        options |= {"cp": "cp", "cp_method": degrees.cp_method}
+    if degrees.ep > 1:
+        options["ep"] = "dp_ep" if degrees.sends_tokens else "tp"
     make = getattr(zoo, shape.family)
-    plan: Plan = make(mesh, dp=data[-1] if data else None, **options)
-    for axis in data[:-1]:
-        plan |= make(mesh, tp=None, dp=axis)
+    plan: Plan
     if shape.family == "dit":
+        plan = make(mesh, dp=data[-1] if data else None, **options)
+        for axis in data[:-1]:
+            plan |= make(mesh, tp=None, dp=axis)
         plan = _with_noise_loss(plan, data)
+    else:
+        plan = make(mesh, dp=data or None, **options)
     if degrees.zero3:
         plan.shard(r".*\.weight", Shard(0), "dp_shard")
         plan.shard(r".*\.weight", Replicate(), "dp_shard", Phase.RUN)
     elif degrees.dp_shard > 1:
-        plan.fully_shard(re.escape(shape.layers) + r"\.\d+", data, _GRANULARITY)
-        plan.fully_shard("", data, _GRANULARITY)
+        _fully_shard(plan, shape, data, flat=degrees.sends_tokens and len(data) > 1)
     return plan
+
+
+def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], *, flat: bool) -> None:
+    """Shards layers and root; experts, where they are divided, along what divides them not."""
+    layers = re.escape(shape.layers) + r"\.\d+"
+    if flat:
+        plan.fully_shard(rf"{layers}\.mlp\.experts", "dp_shard", _GRANULARITY)
+    plan.fully_shard(layers, data, _GRANULARITY, flat=flat)
+    plan.fully_shard("", data, _GRANULARITY, flat=flat)
 
 
 def _with_noise_loss(plan: Plan, data: list[str]) -> Plan:

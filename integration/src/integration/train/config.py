@@ -40,6 +40,12 @@ class TrainConfig:
     """plan: data parallel ranks with copies of parameters."""
     dp_shard: Positive = 1
     """plan: data parallel ranks that share parameters (FSDP); beside --dp-replicate, HSDP."""
+    ep: Positive = 1
+    """plan: of the data parallel ranks, those that divide Mixtral's experts; or as many as --tp."""
+    cp: Positive = 1
+    """plan: context parallel ranks, which cut LLaMA's sequences."""
+    cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
+    """plan: of attention over them."""
     tp: Positive = 1
     """plan: tensor parallel ranks."""
     sp: bool = False

@@ -59,6 +59,7 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
             f"--micro-batch {config.micro_batch} is cut among {parts} data parallel ranks; give a"
             " multiple of them"
         )
+    _check_context(config)
     if config.init == "sharded" and not system.takes_deferred:
         if not system.takes_meta:
             raise UsageError(
@@ -103,6 +104,20 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     initial = InitialWeights.open(config, shape) if config.init_from else None
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
     return Setup(config, system, shape, plan, resume_from, notices, steps, initial)
+
+
+def _check_context(config: TrainConfig) -> None:
+    if config.cp == 1:
+        return
+    if config.dropout:
+        raise UsageError(
+            f"attention of --cp {config.cp} has no --dropout {config.dropout}; leave either out"
+        )
+    if config.sequence_length % (2 * config.cp):
+        raise UsageError(
+            f"--cp {config.cp} gives each rank two parts of a sequence, and --sequence-length is"
+            f" {config.sequence_length}; give a multiple of {2 * config.cp}"
+        )
 
 
 def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]:
