@@ -80,6 +80,7 @@ def options(tmp_path):
         steps=STEPS,
         random_numbers=False,
         optimizers=False,
+        parallelism=False,
     )
 
 

@@ -109,7 +109,7 @@ def _require_enough_data(options: CompareOptions, variant: Variant, data: Sample
     plan = BatchPlan(
         global_batch=options.global_batch,
         micro_batch=options.micro_batch,
-        degree=variant.make().data_parallel_degree(variant.ranks),
+        degree=variant.data_parallel_degree,
     )
     # Made only because its constructor knows how much a batch needs.
     BatchLoader(data, plan, rank=0, seed=options.seed)

@@ -10,6 +10,8 @@ from integration.pipeline.schedules import SCHEDULES
 from integration.systems import Degrees, System, get_system
 
 REFERENCE = "single"
+# Places of the pipelines that are compared.
+_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Variant:
         system: that the trainer is told.
         ranks: processes.
         degrees: of a system that composes several kinds of parallelism.
-        schedule: of a pipeline of two stages' ranks, within which the system is; None: no pipeline.
+        schedule: of a pipeline of two places, within which the system is; None: no pipeline.
         family: of the models that it is compared on; None: of any that the system takes.
     """
 
@@ -44,6 +46,12 @@ class Variant:
         return families is None or shape.family in families
 
     @property
+    def data_parallel_degree(self) -> int:
+        """How many ranks see different data."""
+        of_a_stage = self.ranks if self.schedule is None else self.ranks // _STAGES
+        return self.make().data_parallel_degree(of_a_stage)
+
+    @property
     def draws_on_shards(self) -> bool:
         """Whether weights can be drawn where they will be, with one device's numbers."""
         return self.schedule is None and self.make().takes_deferred
@@ -56,7 +64,9 @@ class Variant:
     @property
     def choices(self) -> dict[str, Any]:
         """Fields of the trainer's configuration."""
-        pipeline = {} if self.schedule is None else {"pp_degree": 2, "pp_schedule": self.schedule}
+        pipeline = (
+            {} if self.schedule is None else {"pp_degree": _STAGES, "pp_schedule": self.schedule}
+        )
         return {"system": self.system, "ranks": self.ranks, **asdict(self.degrees), **pipeline}
 
 
@@ -112,7 +122,12 @@ PLAIN: tuple[Variant, ...] = (
     Variant("fsdp2", "fsdp2"),
     Variant("fsdp", "fsdp"),
     Variant("dtensor-tp", "dtensor-tp"),
-    *(Variant(f"pp-{name}", "single", 2, schedule=name) for name in SCHEDULES),
+    *(
+        # The others have more stages than the small models have layers.
+        Variant(f"pp-{schedule.name}", "single", 2, schedule=schedule.name)
+        for schedule in SCHEDULES.values()
+        if schedule.stages_per_rank == 1
+    ),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
     Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B"),
     Variant("pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B"),

@@ -77,17 +77,6 @@ class Degrees:
         Raises:
             UsageError: naming them.
         """
-        total = math.prod(self.axes.values())
-        if total != world_size:
-            product = " x ".join(f"{name} {size}" for name, size in self.axes.items())
-            raise UsageError(
-                f"{product} makes {total} ranks and there are {world_size}; give degrees whose"
-                " product is the number of ranks"
-            )
-        for name in ("sp", "loss_parallel"):
-            if getattr(self, name) and self.tp == 1:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} cuts along --tp, which is 1; give --tp as well")
         if self.sends_tokens and min(self.dp_replicate, self.dp_shard) > 1:
             raise UsageError(
                 f"--ep {self.ep} divides experts among data parallel ranks of one kind; give"
@@ -103,6 +92,17 @@ class Degrees:
                 f"--ep {self.ep} without data parallelism divides experts among the ranks of --tp,"
                 f" which is {self.tp}; give the same number"
             )
+        total = math.prod(self.axes.values())
+        if total != world_size:
+            product = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+            raise UsageError(
+                f"{product} makes {total} ranks and there are {world_size}; give degrees whose"
+                " product is the number of ranks"
+            )
+        for name in ("sp", "loss_parallel"):
+            if getattr(self, name) and self.tp == 1:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} cuts along --tp, which is 1; give --tp as well")
         if self.static and self.cp > 1:
             raise UsageError(
                 f"--static does not know --cp {self.cp}, context parallelism; leave one out"

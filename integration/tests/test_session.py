@@ -1,0 +1,64 @@
+"""Several runs in the same processes: each is what it would be alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from integration.errors import UsageError
+from integration.metrics import read_metrics, read_summary
+from integration.train.session import MODULE, read_session, write_session
+
+SMALL = ["--model", "llama-tiny", "--steps", "3", "--no-tensorboard", "--resume", "never"]
+
+
+def arguments(out, *options):
+    return ["--out", str(out), *SMALL, *options]
+
+
+def test_a_session_is_read_back(tmp_path):
+    path = tmp_path / "session.json"
+    write_session(path, [arguments(tmp_path / "a", "--ranks", "2", "--system", "ddp")])
+    (config,) = read_session(path)
+    assert (config.system, config.ranks, config.out) == ("ddp", 2, tmp_path / "a")
+
+
+def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
+    path = tmp_path / "session.json"
+    write_session(path, [arguments(tmp_path, "--ranks", ranks) for ranks in ("1", "2")])
+    with pytest.raises(UsageError, match=r"runs on \[1, 2\] ranks; give one number for all"):
+        read_session(path)
+    with pytest.raises(UsageError, match=r"cannot read the session .*nowhere"):
+        read_session(tmp_path / "nowhere")
+
+
+@pytest.mark.ranks
+def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path):
+    stock = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
+    ours = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
+    runs = [
+        arguments(tmp_path / "first", *stock),
+        arguments(tmp_path / "ours", *ours),
+        arguments(tmp_path / "again", *stock),
+    ]
+    write_session(tmp_path / "session.json", runs)
+    command = [sys.executable, "-m", MODULE, str(tmp_path / "session.json")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    first, ours, again = (
+        [record.loss for record in read_metrics(tmp_path / name)]
+        for name in ("first", "ours", "again")
+    )
+    assert first == again != ours
+    assert read_summary(tmp_path / "ours").world_size == 2
+
+
+def test_a_run_that_makes_no_sense_is_one_sentence(tmp_path):
+    path = tmp_path / "session.json"
+    path.write_text(json.dumps([arguments(tmp_path / "a", "--system", "nope")]))
+    result = subprocess.run(
+        [sys.executable, "-m", MODULE, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert "error: unknown system 'nope'" in result.stderr
