@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from integration.compare.variants import VARIANT_NAMES, get_variant
+from integration.compare.variants import SYSTEMS, get_variant
 from integration.errors import UsageError
 from integration.train.config import TrainConfig
 from integration.train.loop import Trainer
@@ -13,8 +13,8 @@ from integration.train.setup import prepare
 from integration.train.world import World
 from testkit import run_ranks
 
-# Those of one kind of parallelism; products are in test_degrees.py.
-PARALLEL = [name for name in VARIANT_NAMES if get_variant(name).ranks == 2]
+# Those whose times are compared; products are in test_degrees.py.
+PARALLEL = [variant.name for variant in SYSTEMS if variant.name != "single"]
 STEPS = 6
 
 

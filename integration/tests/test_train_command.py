@@ -185,7 +185,8 @@ def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
     report = (tmp_path / "flight-recorder" / "report-rank0.txt").read_text()
     assert "it has not ended within 15 s\nnewest collective of group " in report
     assert "RuntimeError: " in report
-    assert ", gloo:all_reduce of ['" in report
+    # Which of a step's collectives it is depends on where the other stood still.
+    assert re.search(r", gloo:\w+ of \['", report)
     assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
 
 
