@@ -33,3 +33,13 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_others():
     assert all(name.startswith("model.layers.") and "proj" in name for name in hidden)
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(others)
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+
+
+def test_muon_has_the_matrices_of_a_dits_blocks_too():
+    model = build_model(model_shape("dit-tiny"), seed=0)
+    optimizer = build_optimizer("muon", model, learning_rate=3e-4, weight_decay=0.2)
+    names = {param: name for name, param in model.named_parameters()}
+    hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
+    assert len(hidden) == 2 * 5
+    assert all(name.startswith("model.blocks.") and name.endswith("weight") for name in hidden)
+    assert "model.x_embedder.proj.weight" in others

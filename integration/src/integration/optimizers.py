@@ -11,6 +11,7 @@ ADAM_8BIT = "adam8bit"
 MUON = "muon"
 
 _BETAS = (0.9, 0.95)
+_LAYERS = (".layers.", ".blocks.")  # in names of parameters: of decoders, of a DiT
 
 
 def build_optimizer(
@@ -59,6 +60,6 @@ def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     hidden: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        of_layer = ".layers." in name and parameter.ndim == 2
+        of_layer = any(each in name for each in _LAYERS) and parameter.ndim == 2
         (hidden if of_layer else others).append((name, parameter))
     return [{"params": hidden}, {"params": others, "use_muon": False, "betas": _BETAS}]
