@@ -36,6 +36,8 @@ def test_layers_that_are_alike_share_one_graph():
     torch._dynamo.reset()
 
 
+# torch's own, where inductor imports torch.utils.mkldnn.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ with g++")
 def test_inductor_trains_a_single_device(train_runs, tmp_path):
