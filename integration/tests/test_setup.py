@@ -72,7 +72,12 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             "--micro-batch 4 is cut among 3 data parallel ranks",
         ),
         ({"system": "dtensor-tp", "model": "mixtral-tiny"}, 2, "has no plan for model 'mixtral-t"),
-        ({"system": "fsdp", "model": "dit-tiny", "init": "sharded"}, 2, "cannot be drawn anew on"),
+        ({"system": "fsdp2", "model": "dit-tiny", "init": "sharded"}, 2, "cannot be drawn anew on"),
+        (
+            {"system": "fsdp", "init": "sharded"},
+            2,
+            "torch cannot draw weights on the shards of sys",
+        ),
         ({"system": "single", "model": "dit-tiny", "data": Path("/x")}, 1, "digits; leave it out"),
         (
             {"system": "dtensor-tp", "compile": "aot_eager"},

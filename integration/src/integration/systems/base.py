@@ -28,6 +28,8 @@ class System(ABC):
     tolerance: float
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
     takes_meta: bool = False
+    # Whether its shards are of placements in which torch draws nothing, and dist-rng does.
+    draws_by_dist_rng: bool = False
     # Whether it takes a model of plan_api.deferred_init, whose weights it draws itself.
     takes_deferred: bool = False
     # Whether its degrees say how many ranks each kind of parallelism has.

@@ -25,6 +25,7 @@ class FullyShardedBuffers(System):
     name = "fsdp"
     tolerance = 1e-4
     takes_meta = True
+    draws_by_dist_rng = True
     any_optimizer = True
     compiles = True
     mixed_precision = True

@@ -65,6 +65,11 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
             raise UsageError(
                 f"system {system.name!r} wraps weights that are there already; use --init whole"
             )
+        if system.draws_by_dist_rng and config.random != "dist-rng":
+            raise UsageError(
+                f"torch cannot draw weights on the shards of system {system.name!r}; use --random"
+                " dist-rng, or --init whole"
+            )
         if not shape.redraws:
             raise UsageError(
                 f"model {config.model!r} cannot be drawn anew on its shards by system"
