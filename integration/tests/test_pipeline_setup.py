@@ -55,6 +55,7 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
         ({"system": "plan", "dp_shard": 2}, 4, "within a pipeline a plan has --tp only"),
         ({"system": "plan", "tp": 4}, 4, "tp 4 makes 4 ranks and there are 2"),
         ({"system": "plan", "tp": 2, "loss_parallel": True}, 4, "takes neither --loss-parallel"),
+        ({"system": "fsdp", "model": "dit-tiny"}, 4, "does not go with --pp-degree for a DiT"),
         ({"system": "single"}, 4, "system 'single' runs on 1 rank, not 2"),
         ({"fingerprint": True}, 2, "--fingerprint needs all weights on every rank"),
         ({"init": "sharded"}, 2, "wraps weights that are there already; use --init whole"),

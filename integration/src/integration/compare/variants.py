@@ -129,8 +129,10 @@ PLAIN: tuple[Variant, ...] = (
         if schedule.stages_per_rank == 1
     ),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
-    Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B"),
-    Variant("pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B"),
+    Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B", family="llama"),
+    Variant(
+        "pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B", family="llama"
+    ),
 )
 # What the curves, times and memory of `nox -s integration` are of: 2 ranks, as cores.
 SYSTEMS: tuple[Variant, ...] = (

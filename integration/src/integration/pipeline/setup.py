@@ -15,6 +15,9 @@ from integration.systems.base import System
 if TYPE_CHECKING:
     from integration.train.config import TrainConfig
 
+# What shares out a stage of a DiT without replacing its parameters.
+_WITH_DIT = ("single", "ddp")
+
 
 def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
     """Return ``system`` in the pipeline that ``config`` asks for, or as it is.
@@ -39,6 +42,11 @@ def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: i
             " that is a multiple of it"
         )
     _check_partner(system.name, schedule)
+    if shape.family == "dit" and system.name not in _WITH_DIT:
+        raise UsageError(
+            f"system {system.name!r} does not go with --pp-degree for a DiT, whose positions are a"
+            f" parameter that stages share; use --system {' or '.join(_WITH_DIT)}"
+        )
     microbatches = config.pp_microbatches or config.micro_batch
     if config.micro_batch % microbatches:
         raise UsageError(

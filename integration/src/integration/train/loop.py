@@ -152,6 +152,7 @@ class Trainer:
     def run(self, stop: StopRequest) -> bool:
         """Train to the end, writing the run folder; return False when asked to stop before."""
         config, is_main = self._setup.config, self._world.is_main
+        dist.barrier()  # others may still look whether the folder that we write now is free
         outputs = _Outputs(config, done=self.step, enabled=is_main)
         display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
         profiler = StepProfiler(self._setup.profile_steps, config.out, self._world.rank)
