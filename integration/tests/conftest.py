@@ -18,7 +18,9 @@ def _train(runs, *, steps):
 
     world = World(dist.get_rank(), dist.get_world_size())
     losses = []
-    for options in runs:
+    for given in runs:
+        options = dict(given)
+        save_at = options.pop("save_at", None)
         config = TrainConfig(**{"model": "llama-tiny", "micro_batch": 2, "steps": steps} | options)
         trainer = Trainer(prepare(config, world.size), world)
         losses.append([])
@@ -26,6 +28,8 @@ def _train(runs, *, steps):
             loss = trainer.train_step()
             dist.all_reduce(loss)
             losses[-1].append(loss.item() / world.size)
+            if trainer.step == save_at:
+                trainer.save()
         if "keep_checkpoints" in options or "checkpoint_async" in options:
             trainer.save(wait=False)
             trainer.finish_saving()
@@ -34,7 +38,10 @@ def _train(runs, *, steps):
 
 @pytest.fixture(scope="session")
 def train_runs():
-    """Trains several runs on as many ranks as are given; returns the losses of each."""
+    """Trains several runs on as many ranks as are given; returns the losses of each.
+
+    A run is a dict of the trainer's options; ``save_at`` is a step behind which it saves.
+    """
 
     def train_runs(ranks, runs, *, out, steps=3):
         runs = [{"out": Path(out), "resume": "never"} | run for run in runs]

@@ -102,6 +102,17 @@ def test_optimizers_are_compared_at_last_and_their_batches_are_checked_before(op
         prepare(CompareOptions(**options, global_batch=4))
 
 
+def test_kinds_of_parallelism_are_compared_at_last_and_their_batches_are_checked_before(options):
+    options |= {"parallelism": True, "random_numbers": False, "optimizers": False}
+    comparison = prepare(CompareOptions(**options))
+    jobs = [each.job for each in comparison.parallel_jobs]
+    assert list(comparison.all_jobs[2:]) == jobs
+    # What eight samples are too few for: a system on four ranks that see different data.
+    assert {job.ranks for job in jobs} == {1, 2, 4}
+    with pytest.raises(UsageError, match=r"global batch 4 .* data-parallel degree 2"):
+        prepare(CompareOptions(**options | {"systems": "dtensor-tp"}, global_batch=4))
+
+
 def test_random_numbers_can_be_left_out_and_nothing_about_them_matters_then(options, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     options["optimizers"] = False

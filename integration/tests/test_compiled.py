@@ -1,7 +1,5 @@
 """Compiled layers train as eager ones do."""
 
-import shutil
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -39,7 +37,6 @@ def test_layers_that_are_alike_share_one_graph():
 # torch's own, where inductor imports torch.utils.mkldnn.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ with g++")
 def test_inductor_trains_a_single_device(train_runs, tmp_path):
     runs = [{}, {"compile": "inductor"}]
     expected, compiled = train_runs(1, runs, out=tmp_path, steps=2)

@@ -1,18 +1,11 @@
 """A pipeline trains as one device does, whatever the schedule and whatever goes on in a stage."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from integration.models import model_shape
-from integration.pipeline.partners import REFUSED, WORKS
+from integration.pipeline.partners import WORKS
 from integration.pipeline.schedules import SCHEDULES
-from integration.train.config import TrainConfig
-from integration.train.loop import Trainer
-from integration.train.setup import prepare
-from integration.train.world import World
-from testkit import run_ranks
 
 STEPS = 20
 # Four stages of models with two layers: one stage has what embeds, one what makes the outputs.
@@ -23,40 +16,19 @@ FOUR = {
 }
 
 
-def train(rank, size, out, options):
-    """Train on one rank; return the mean loss of each step, as all ranks know it."""
-    import torch.distributed as dist
+@pytest.fixture(scope="module")
+def run(train_runs):
+    """Trains on gloo ranks; returns the losses of all steps."""
 
-    save_at = options.pop("save_at", None)
-    config = TrainConfig(
-        **{"out": Path(out), "micro_batch": 4, "resume": "never", "steps": STEPS} | options
-    )
-    trainer = Trainer(prepare(config, size), World(rank, size))
-    losses = []
-    while trainer.step < config.steps:
-        loss = trainer.train_step()
-        dist.all_reduce(loss)
-        losses.append(loss.item() / size)
-        if trainer.step == save_at:
-            trainer.save()
-    return losses
+    def run(out, ranks, **options):
+        (losses,) = train_runs(ranks, [{"micro_batch": 4} | options], out=out, steps=STEPS)
+        return torch.tensor(losses, dtype=torch.float64)
 
-
-def run(out, ranks, **options):
-    """Train on ``ranks`` gloo ranks; every rank must come to the same losses."""
-
-    def body(out, options):
-        import torch.distributed as dist
-
-        return train(dist.get_rank(), dist.get_world_size(), out, options)
-
-    first, *others = run_ranks(body, ranks, str(out), options)
-    assert all(losses == first for losses in others)
-    return torch.tensor(first, dtype=torch.float64)
+    return run
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
+def single(run, tmp_path_factory):
     """The losses of one device, by model and further options."""
     known = {}
 
@@ -78,7 +50,7 @@ def points(model, schedule, ranks):
 @pytest.mark.ranks
 @pytest.mark.parametrize("model", FOUR)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks_train_as_one_device(schedule, model, single, tmp_path):
+def test_two_ranks_train_as_one_device(schedule, model, single, run, tmp_path):
     expected = single(model)
     losses = run(
         tmp_path, 2, model=model, pp_degree=2, pp_schedule=schedule, pp_microbatches=4,
@@ -98,13 +70,18 @@ WITHIN = {
 }
 
 
+# What is refused is in test_pipeline_setup.py.
+TRIED = [
+    (schedule, within)
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    for within in WITHIN
+    if schedule in WORKS[WITHIN[within]["system"]]
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("within", WITHIN)
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_two_stages_of_two_ranks_train_as_one_device(schedule, within, single, tmp_path):
-    system = WITHIN[within]["system"]
-    if schedule not in WORKS[system]:
-        pytest.skip(f"{system} is refused there: {REFUSED[system]}")
+@pytest.mark.parametrize(("schedule", "within"), TRIED)
+def test_two_stages_of_two_ranks_train_as_one_device(schedule, within, single, run, tmp_path):
     expected = single("llama-tiny")
     losses = run(
         tmp_path, 4, model="llama-tiny", pp_degree=2, pp_schedule=schedule, pp_microbatches=4,
@@ -114,7 +91,7 @@ def test_two_stages_of_two_ranks_train_as_one_device(schedule, within, single, t
 
 
 @pytest.mark.ranks
-def test_four_stages_of_one_rank_train_as_one_device(single, tmp_path):
+def test_four_stages_of_one_rank_train_as_one_device(single, run, tmp_path):
     losses = run(
         tmp_path, 4, model="llama-tiny", pp_degree=4, pp_microbatches=4,
         pp_split_points=FOUR["llama-tiny"],
@@ -129,7 +106,7 @@ CLIPPED = {"clip_grad_norm": 1.0}
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, tmp_path):
+def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, run, tmp_path):
     """With two microbatches a step, of two parts each."""
     expected = single("llama-tiny", **CLIPPED)
     assert (expected - single("llama-tiny")).abs().max() > 1e-3, "nothing was clipped"
@@ -142,7 +119,7 @@ def test_clipping_counts_all_stages_and_microbatches_add_up(ranks, single, tmp_p
 
 
 @pytest.mark.ranks
-def test_checkpoints_go_from_a_pipeline_to_one_device_and_back(single, tmp_path):
+def test_checkpoints_go_from_a_pipeline_to_one_device_and_back(single, run, tmp_path):
     expected = single("llama-tiny")
     pipeline = {"pp_degree": 2, "pp_schedule": "ZBVZeroBubble", "pp_microbatches": 4}
     pipeline |= {"pp_split_points": FOUR["llama-tiny"], "model": "llama-tiny"}

@@ -126,7 +126,7 @@ FUSED = {  # projections that tensor parallelism cuts as InterleavedShard
 def _fsdp(name, model, sp):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", sp=sp)
-    plan = models.with_noise_loss(plan) if name == "dit" else plan
+    plan = models.with_noise_loss(plan, "dp") if name == "dit" else plan
     plan.fully_shard(FUSED[name][0], "dp", "rows(2)").fully_shard("", "dp")
     parallelize(model, plan)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from integration.compare.job import Job
+from integration.compare.runner import run_jobs
 from integration.errors import UsageError
 from integration.metrics import read_metrics, read_summary
 from integration.train.session import MODULE, read_session, write_session
@@ -62,3 +64,51 @@ def test_a_run_that_makes_no_sense_is_one_sentence(tmp_path):
     )
     assert result.returncode == 2
     assert "error: unknown system 'nope'" in result.stderr
+
+
+class Watcher:
+    """Notes which jobs it was told to have ended."""
+
+    def __init__(self):
+        self.ended_jobs = []
+
+    def started(self, job):
+        pass
+
+    def progressed(self, job, record):
+        pass
+
+    def ended(self, outcome):
+        self.ended_jobs.append(outcome.job.name)
+
+
+class Stop:
+    requested = False
+
+
+def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_same(tmp_path):
+    names = ["before", "broken", "behind", "last"]
+    broken = ["--init-from", str(tmp_path / "nowhere")]
+    jobs = [
+        Job(
+            system=name,
+            ranks=1,
+            tolerance=0.0,
+            steps=3,
+            folder=tmp_path / name,
+            log=tmp_path / f"{name}.log",
+            arguments=tuple(arguments(tmp_path / name, *(broken if name == "broken" else ()))),
+            session="1",
+        )
+        for name in names
+    ]
+    watcher = Watcher()
+    outcomes = run_jobs(jobs, watcher, Stop())
+    assert [each.job.name for each in outcomes] == watcher.ended_jobs == names
+    assert [each.exit_code for each in outcomes] == [0, 2, 0, 0]
+    # One process for the first two, and one for the others.
+    logs = [tmp_path / f"{name}.log" for name in ("before", "before", "behind", "behind")]
+    assert [each.log for each in outcomes] == logs
+    assert "nowhere" in logs[0].read_text()
+    for name in ("before", "behind", "last"):
+        assert len(read_metrics(tmp_path / name)) == 3

@@ -11,6 +11,7 @@ from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
+from testkit import run_ranks
 
 IDENTITY = checkpoint.Identity(
     model={"name": "llama-tiny", "hidden_size": 64},
@@ -201,3 +202,27 @@ def test_a_checkpoint_of_another_model_is_named_by_what_differs(tmp_path):
     other = replace(IDENTITY, model={"name": "llama-tiny", "hidden_size": 96})
     with pytest.raises(UsageError, match=r"its model\.hidden_size is 64, this run's is 96"):
         checkpoint.require_same(manifest, other, path)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_late_still_finds_the_folder_free(tmp_path):
+    """Making this pipeline sends nothing, so ranks meet first where they begin to write."""
+
+    def body(out):
+        import time
+
+        import torch.distributed as dist
+
+        from integration.train.loop import Trainer
+        from integration.train.stop import StopRequest
+        from integration.train.world import World
+
+        rank = dist.get_rank()
+        config = TrainConfig(
+            model="llama-tiny", pp_degree=2, steps=1, out=Path(out), resume="never",
+            tensorboard=False,
+        )  # fmt: skip
+        time.sleep(3 * rank)
+        return Trainer(prepare(config, 2), World(rank, 2)).run(StopRequest())
+
+    assert run_ranks(body, 2, str(tmp_path / "run"), timeout=60) == [True, True]

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from plan_api import Plan, generate_static, lower, parallelize, zoo
+from plan_api.context.kernel import kernel_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models
 
 needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
@@ -174,3 +175,11 @@ def test_heads_that_no_attribute_tells_are_refused_before_anything_is_sent(monke
         said = r"self_attn has 2 key-value heads on this rank, and axis 'cp' of size 4 does not"
         with pytest.raises(ValueError, match=said):
             model(input_ids=TOKENS)
+
+
+def test_numbers_that_no_kernel_takes_are_refused_with_the_remedy():
+    whole = torch.ones(1, 2, 4, 8, dtype=torch.int64)
+    with pytest.raises(
+        NotImplementedError, match=r"no fused attention for torch.int64 on 'cpu'.*ul"
+    ):
+        kernel_of(whole, None)

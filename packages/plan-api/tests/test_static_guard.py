@@ -76,7 +76,7 @@ _vit_dp = partial(zoo.vit, dp="dp")
 
 
 def _dit_dp(mesh):
-    return models.with_noise_loss(zoo.dit(mesh, dp="dp"))
+    return models.with_noise_loss(zoo.dit(mesh, dp="dp"), "dp")
 
 
 # What is wrong: the mesh, the model, the plan, and the site and words of the error.
@@ -153,7 +153,8 @@ WRONG = {
         lambda mesh: models.with_noise_loss(
             zoo.dit(mesh, dp="dp").redistribute(
                 r"blocks\.\d+\.adaLN_modulation\.1.<in>", R, R, "tp", grad_src=R, grad_dst=R
-            )
+            ),
+            "dp",
         ),
         "model.blocks.0.adaLN_modulation.0", "the gradient of what is returned by",
     ),

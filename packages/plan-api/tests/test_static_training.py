@@ -45,7 +45,7 @@ CASES = {
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss, sp=(False,)),
     "dit": Training(
         lambda: models.nowhere_zero(models.dit()),
-        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp)),
+        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp), "dp"),
         models.noise_loss,
     ),
 }

@@ -52,7 +52,7 @@ CASES = {
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss),
     "dit": Training(
         models.dit,
-        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp)),
+        lambda mesh, sp: models.with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp), "dp"),
         models.noise_loss,
     ),
 }

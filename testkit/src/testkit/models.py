@@ -170,17 +170,21 @@ def noise_loss(model: Any) -> torch.Tensor:
     return loss
 
 
-def with_noise_loss(plan: Any, dp: str = "dp") -> Any:
+def with_noise_loss(plan: Any, *dp: str) -> Any:
     """A plan of a DiT, made one of `dit`, which has its loss beside it.
 
     Args:
         plan: of plan-api.
-        dp: the axis along which batches are cut.
+        dp: axes along which batches are cut; none: all ranks have the whole batch.
     """
     plan = plan.under("model")
-    plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), dp)
-    plan.annotate("criterion.<op:mse_loss>", Shard(0), dp)
-    return plan.redistribute("<out>", Partial(), Replicate(), dp)
+    if not dp:
+        plan.redistribute("criterion.<in:target>", Replicate(), Replicate(), plan.axes[0])
+    for axis in dp:
+        plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), axis)
+        plan.annotate("criterion.<op:mse_loss>", Shard(0), axis)
+        plan.redistribute("<out>", Partial(), Replicate(), axis)
+    return plan
 
 
 @dataclass(frozen=True)

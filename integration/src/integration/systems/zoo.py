@@ -4,11 +4,12 @@ import re
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from integration.models import ModelShape
 from integration.systems.degrees import Degrees
 from plan_api import Phase, Plan, zoo
+from testkit.models import with_noise_loss
 
 # Of every matrix that fsdp shards, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
 _GRANULARITY = "rows(32)"
@@ -38,7 +39,9 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
         plan = make(mesh, dp=data[-1] if data else None, **options)
         for axis in data[:-1]:
             plan |= make(mesh, tp=None, dp=axis)
-        plan = _with_noise_loss(plan, data)
+        plan = with_noise_loss(plan, *data)
+        if len(data) > 1:  # DTensor's convolution takes no batch that two axes cut
+            plan.local(r"model\.x_embedder", [Shard(0)] * len(data), data)
     else:
         plan = make(mesh, dp=data or None, **options)
     if degrees.zero3:
@@ -56,18 +59,3 @@ def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], *, flat: bool) 
         plan.fully_shard(rf"{layers}\.mlp\.experts", "dp_shard", _GRANULARITY)
     plan.fully_shard(layers, data, _GRANULARITY, flat=flat)
     plan.fully_shard("", data, _GRANULARITY, flat=flat)
-
-
-def _with_noise_loss(plan: Plan, data: list[str]) -> Plan:
-    """A plan of a DiT, made one of a model that has the loss of predicted noise around it."""
-    plan = plan.under("model")
-    target = "criterion.<in:target>"
-    if not data:
-        return plan.redistribute(target, Replicate(), Replicate(), plan.axes[0])
-    for axis in data:
-        plan.redistribute(target, Replicate(), Shard(0), axis)
-        plan.annotate("criterion.<op:mse_loss>", Shard(0), axis)
-        plan.redistribute("<out>", Partial(), Replicate(), axis)
-    if len(data) > 1:  # DTensor's convolution takes no batch that two axes cut
-        plan.local(r"model\.x_embedder", [Shard(0)] * len(data), data)
-    return plan
