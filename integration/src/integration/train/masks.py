@@ -38,8 +38,9 @@ class DropoutMasks(TorchFunctionMode):
         """Call ``func``, and look at what it did if it is dropout."""
         del types
         kwargs = kwargs or {}
-        # Within backward, activation checkpointing repeats what was noted in forward.
-        if func is not dropout or torch._C._current_graph_task_id() != -1:
+        # What activation checkpointing repeats is not noted again: Tensor.backward comes by here
+        # itself, and runs without this mode.
+        if func is not dropout:
             return func(*args, **kwargs)
         # Before the call, which may work in place.
         before = _zeros(args[0])
