@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from integration.report.figures import dress, new_figure
 from integration.report.palette import MARKERS, Theme
@@ -52,7 +53,7 @@ def draw_strong(curves: Sequence[Curve], theme: Theme) -> Figure:
             _line(axes, theme, place, ranks, best)
             ideal = [best[0] * one / ranks[0] for one in ranks]
             axes.plot(ranks, ideal, color=theme.reference, linestyle="--", linewidth=1, zorder=1)
-        axes.set_yscale("log")
+        _log(axes)
         _ranks(axes, ranks)
     panels[0].set_ylabel("tokens / s of all ranks")
     _legend(figure, theme, {f"{label} a step": place for place, label in enumerate(labels)})
@@ -93,7 +94,7 @@ def draw_traffic(counts: Sequence[Counted], theme: Theme) -> Figure:
             sent = [sum(each.nbytes for each in one.whole.traffic) / 1e9 for one in found]
             if found:
                 _line(axes, theme, place, [one.ranks for one in found], sent)
-        axes.set_yscale("log")
+        _log(axes)
         _ranks(axes, [one.ranks for one in counts])
     panels[0].set_ylabel("GB sent by a rank in a step")
     _legend(figure, theme, {one.way: _PLACES[one.way] for one in counts})
@@ -113,7 +114,7 @@ def draw_padding(paddings: Sequence[Padding], theme: Theme) -> Figure:
                 axes, theme, place, [one.ranks for one in found],
                 [max(100 * one.share, 1e-3) for one in found],
             )  # fmt: skip
-        axes.set_yscale("log")
+        _log(axes)
         _ranks(axes, [one.ranks for one in paddings])
     panels[0].set_ylabel("padding, %")
     _legend(figure, theme, {f"rows uncut: {count}": place for place, count in enumerate(rows)})
@@ -139,7 +140,7 @@ def draw_beginning(
         for way, place in _PLACES.items():
             own = [one for one in values if one[0] == way]
             _line(axes, theme, place, [one[1] for one in own], [one[2] for one in own])
-        axes.set_yscale("log")
+        _log(axes)
         _ranks(axes, [one[1] for one in values])
     _legend(figure, theme, {one[0]: _PLACES[one[0]] for _, values in panels_of for one in values})
     return figure
@@ -155,6 +156,14 @@ def _line(axes: Axes, theme: Theme, place: int, x: Sequence[float], y: Sequence[
         x, y, color=theme.series[place % len(theme.series)], marker=MARKERS[place % len(MARKERS)],
         markersize=5, linewidth=1.8,
     )  # fmt: skip
+
+
+def _log(axes: Axes) -> None:
+    axes.set_yscale("log")
+    numbers = FuncFormatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_major_formatter(numbers)
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _ranks(axes: Axes, ranks: Sequence[float]) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 
@@ -67,5 +68,5 @@ def initialise(model: str, way: str, ranks: int, depth: Depth | None) -> Initial
         distribute(built, shape, chosen, mesh)
         moments.append(time.perf_counter())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    taken = [after - earlier for earlier, after in zip(moments, moments[1:], strict=False)]
+    taken = [after - earlier for earlier, after in pairwise(moments)]
     return Initialisation(model, way, ranks, *taken, max(0, peak - before))

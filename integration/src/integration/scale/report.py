@@ -127,7 +127,8 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
         )  # fmt: skip
     made += [
         section(
-            "traffic", "What is sent", "For one sequence of each rank with data of its own; counted.",
+            "traffic", "What is sent",
+            "In a step, for one sequence of each rank with data of its own; counted.",
             lambda theme: draw_traffic(scale.counts, theme),
         ),
         section(
