@@ -41,10 +41,11 @@ def test_network_cards_are_no_faster_than_the_links_to_them():
     assert collective_seconds(Traffic("all_gather", Axis("shard", 16, 1), 1, 400), fast) == 4
 
 
-def counted(*, axis="shard", stride=1, root=Part(), layer=Part(), times=3, tokens=100, ranks=8):
-    return Counted(
-        "model", "way", ranks, tokens, (Axis(axis, 8, stride),), root, (layer,), (times,)
-    )
+EMPTY = Part()
+
+
+def counted(*, axis="shard", root=EMPTY, layer=EMPTY, times=3, tokens=100, ranks=8):
+    return Counted("model", "way", ranks, tokens, (Axis(axis, 8, 1),), root, (layer,), (times,))
 
 
 GATHERS = Traffic("all_gather", Axis("shard", 8, 1), 1, 400)  # 11 s

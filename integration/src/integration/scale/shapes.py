@@ -65,7 +65,7 @@ class Shape:
         if self.depth.dense and self.depth.experts:
             values["first_k_dense_replace"] = depth.dense
         for inner in ("intermediate_size", "moe_intermediate_size"):
-            if inner in values:
+            if inner in values and width != 1.0:
                 values[inner] = round(values[inner] * width / 64) * 64
         return values
 
