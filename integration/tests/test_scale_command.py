@@ -12,7 +12,7 @@ from integration.scale.padding import paddings
 from integration.scale.shapes import SHAPES, Depth, shape_named
 from integration.scale.ways import way_named
 
-QUICK = ["--models", "llama3-70b", "--ways", "FSDP,TP+SP x DP", "--ranks", "128,64"]
+QUICK = ["--models", "llama3-70b", "--ways", "FSDP", "--ranks", "128,64"]
 
 
 def test_the_command_writes_a_report(tmp_path, capsys):
@@ -21,10 +21,11 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     found = json.loads((tmp_path / "scale.json").read_text())
     assert [(one["way"], one["ranks"]) for one in found["counts"]] == [
-        ("FSDP", 64), ("FSDP", 128), ("TP+SP x DP", 64), ("TP+SP x DP", 128),
-    ]  # fmt: skip
+        ("FSDP", 64),
+        ("FSDP", 128),
+    ]
     assert {one["ranks"] for one in found["paddings"]} == {64, 128}
-    assert [len(curve["points"]) for curve in found["weak"]] == [2, 2]
+    assert [len(curve["points"]) for curve in found["weak"]] == [2]
     assert found["grown"] == found["initialisations"] == []
     markdown = (tmp_path / "report.md").read_text()
     assert "| llama3-70b | FSDP | 128 | 161: " in markdown

@@ -1,8 +1,8 @@
 """The time of a step, by a model with few constants; what is counted is its input.
 
 Note: the model. A rank computes at `efficiency` of its peak. A collective of n ranks on m nodes
-goes round a ring: each of its n - 1 steps, twice that of an all-reduce, takes the latency of the link
-that it crosses, of which m - 1 lead to another node, as NCCL's own tuning has it
+goes round a ring: each of its n - 1 steps, twice that of an all-reduce, takes the latency of the
+link that it crosses, of which m - 1 lead to another node, as NCCL's own tuning has it
 (https://github.com/NVIDIA/nccl, src/graph/tuning.cc), and bytes pass at the bandwidth of the
 narrowest link. Between nodes a ring uses the network cards of all its ranks in a node, so that with
 k of them there it has k times a card's bandwidth; other groups of the same node use other cards.
