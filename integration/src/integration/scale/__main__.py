@@ -1,0 +1,29 @@
+"""``python -m integration.scale``: simulate training on up to 16,384 ranks, and report."""
+
+import sys
+from collections.abc import Sequence
+
+from integration.errors import EXIT_USAGE, UsageError
+from integration.paths import make_folder
+from integration.scale.options import parse_options, prepare
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, or 2 when the options are wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        setup = prepare(parse_options(arguments))
+        make_folder(setup.options.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    from integration.scale.report import write_report
+    from integration.scale.simulation import simulate
+
+    scale = simulate(setup, lambda doing: print(doing, file=sys.stderr, flush=True))
+    print(write_report(setup, scale))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Predicted throughput: with more ranks for more data, for the same data, and for larger models.
+
+The three of veScale-FSDP's section 6.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from integration.scale.cost import Machine, step_time, throughput
+from integration.scale.shapes import Depth, Shape
+from integration.scale.traffic import Counted, count
+from integration.scale.ways import Way
+
+__all__ = ["Curve", "Point", "Sized", "model_scaling", "strong_scaling", "weak_scaling"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A predicted step.
+
+    Attributes:
+        x: ranks, or parameters of the model.
+        tokens: of a rank in a step, its share where ranks have the same data.
+        seconds: of the step.
+        throughput: tokens per second of all ranks.
+        mfu: FLOP/s of the ranks over their peak; what ranks compute twice counts twice.
+    """
+
+    x: float
+    tokens: float
+    seconds: float
+    throughput: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one line of a picture.
+
+    Attributes:
+        model: its name.
+        way: its name.
+        label: what the line is of.
+        points: ascending.
+    """
+
+    model: str
+    way: str
+    label: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model of other depth and width than the published one.
+
+    Attributes:
+        parameters: of it.
+        depth: its layers.
+        width: by what inner sizes of its MLPs are multiplied.
+    """
+
+    parameters: int
+    depth: Depth
+    width: float
+
+
+def weak_scaling(counts: Iterable[Counted], machine: Machine, tokens: int) -> list[Curve]:
+    """The same tokens for each rank: a curve for each model and way."""
+    return _curves(counts, machine, lambda _: tokens, lambda one: one.way)
+
+
+def strong_scaling(counts: Iterable[Counted], machine: Machine, batch: int) -> list[Curve]:
+    """The same tokens for all ranks together: a curve for each model and way."""
+    label = f"{batch / 2**20:,.0f} M tokens"
+    return _curves(counts, machine, lambda one: batch / one.ranks, lambda _: label)
+
+
+def model_scaling(
+    shape: Shape, ways: Sequence[Way], ranks: int, sizes: Sequence[float], machine: Machine,
+    tokens: int, counted: Callable[..., Counted] = count,
+) -> list[Curve]:  # fmt: skip
+    """A model that grows in depth and in width alike, on the same ranks.
+
+    Args:
+        shape: what it grows from.
+        ways: of training it.
+        ranks: of the world.
+        sizes: of depth and width each, over the published.
+        machine: it runs on.
+        tokens: of a rank.
+        counted: what counts, as `count`.
+    """
+    curves = []
+    models = [sized(shape, size) for size in sizes]
+    for way in ways:
+        points = []
+        for model in models:
+            one = counted(shape, way, ranks, depth=model.depth, width=model.width)
+            points.append(_point(one, machine, tokens, model.parameters))
+        curves.append(Curve(shape.name, way.name, way.name, tuple(points)))
+    return curves
+
+
+def sized(shape: Shape, size: float) -> Sized:
+    """A model of so many times the layers and the inner sizes; its dense layers stay."""
+    depth = shape.depth
+    if depth.experts:
+        made = Depth(depth.dense, max(1, round(depth.experts * size)))
+    else:
+        made = Depth(max(1, round(depth.dense * size)), 0)
+    one = Depth(min(1, made.dense), min(1, made.experts))
+    two = Depth(one.dense + (not depth.experts), one.experts + bool(depth.experts))
+    first, second = (_parameters(shape, here, size) for here in (one, two))
+    if made.dense and made.experts:
+        dense = _parameters(shape, Depth(one.dense + 1, one.experts), size) - first
+        first += (made.dense - 1) * dense
+    repeated = made.experts if depth.experts else made.dense
+    base = _parameters(shape, one, size)
+    return Sized(first + (repeated - 1) * (second - base), made, size)
+
+
+def _parameters(shape: Shape, depth: Depth, width: float) -> int:
+    return sum(param.numel() for param in shape.build(depth, width).parameters())
+
+
+def _curves(
+    counts: Iterable[Counted], machine: Machine, tokens: Callable[[Counted], float],
+    label: Callable[[Counted], str],
+) -> list[Curve]:  # fmt: skip
+    lines: dict[tuple[str, str, str], list[Point]] = {}
+    for one in sorted(counts, key=lambda one: one.ranks):
+        point = _point(one, machine, tokens(one), one.ranks)
+        lines.setdefault((one.model, one.way, label(one)), []).append(point)
+    return [Curve(*key, tuple(points)) for key, points in lines.items()]
+
+
+def _point(one: Counted, machine: Machine, tokens: float, x: float) -> Point:
+    own = tokens * one.sharing  # ranks with the same data have it together
+    time = step_time(one, machine, own)
+    flops = one.whole.flops * own / one.tokens
+    return Point(
+        x, tokens, time.total, throughput(one, time, own), flops / time.total / machine.peak
+    )

@@ -1,0 +1,162 @@
+"""Writes what a simulation found: report.md, report.html, scale.json and the figures."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+from matplotlib.figure import Figure
+
+from integration.report.figures import save_png, svg_of
+from integration.report.pages import Chart
+from integration.report.palette import DARK, LIGHT, Theme
+from integration.scale.figures import (
+    draw_beginning,
+    draw_growth,
+    draw_padding,
+    draw_strong,
+    draw_traffic,
+    draw_weak,
+)
+from integration.scale.options import ScaleSetup
+from integration.scale.simulation import GROWS_ON, Scale
+from integration.scale.tables import Table, tables_of
+
+__all__ = ["LIMITS", "write_report"]
+
+LIMITS = (
+    "Predicted, not measured: of a cost model whose constants are given. It knows no activation "
+    "checkpointing, no memory of activations, no optimizer's step, no switches that are shared, no "
+    "slow rank, and no time of the host; computing has one efficiency whatever its shapes; all "
+    "collectives go round rings, at full bandwidth whatever their size; a layer's forward and "
+    "backward share what they hide. FLOPs and what TP sends grow with the tokens in proportion, "
+    "attention among them. Experts get tokens in equal parts. Plans of the zoo are there for LLaMA "
+    "and Mixtral alone; GPT-OSS and DeepSeek-V3 have fully_shard's ways."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A picture and its heading."""
+
+    title: str
+    text: str
+    chart: Chart
+
+
+@dataclass(frozen=True)
+class Page:
+    """What both templates are filled from."""
+
+    title: str
+    subject: str
+    limits: str
+    sections: tuple[Section, ...]
+    tables: tuple[Table, ...]
+    command: str
+    style: str
+
+
+def write_report(setup: ScaleSetup, scale: Scale) -> Path:
+    """Write every file of the report into ``--out``, which exists.
+
+    Returns:
+        The path of report.html.
+    """
+    out, machine = setup.options.out, setup.machine
+    (out / "figures").mkdir(exist_ok=True)
+    found = {"machine": asdict(machine), **asdict(scale)}
+    (out / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
+    page = Page(
+        title=f"Training on up to {max(setup.worlds):,} ranks, simulated",
+        subject=(
+            f"One process plays rank 0 of worlds of {', '.join(f'{n:,}' for n in setup.worlds)} "
+            "ranks over torch's fake process group. Collectives are counted as fsdp and plan-api "
+            "issue them, on tensors without data. The cost model: "
+            f"{machine.efficiency:.0%} of {machine.peak / 1e12:,.0f} TFLOP/s; within a node of "
+            f"{machine.node}, {machine.inside.bandwidth / 1e9:,.0f} GB/s and "
+            f"{machine.inside.latency * 1e6:.1f} us a step of a ring; between nodes, "
+            f"{machine.between.bandwidth / 1e9:,.0f} GB/s of each rank's network card and "
+            f"{machine.between.latency * 1e6:.1f} us; collectives of fully_shard run beside "
+            f"{machine.overlap:.0%} of their layer's computing, the others are waited for."
+        ),
+        limits=LIMITS,
+        sections=tuple(_sections(setup, scale, out / "figures")),
+        tables=tuple(tables_of(scale, machine)),
+        command=shlex.join(["python", "-m", "integration.scale", *setup.options.command_line()]),
+        style=_style(),
+    )
+    (out / "report.md").write_text(_render("report.md.j2", page, escape=False))
+    html = out / "report.html"
+    html.write_text(_render("report.html.j2", page, escape=True))
+    return html
+
+
+def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
+    tokens = setup.options.weak_tokens
+
+    def section(name: str, title: str, text: str, draw: Callable[[Theme], Figure]) -> Section:
+        light, dark = draw(LIGHT), draw(DARK)
+        save_png(light, folder / f"{name}.png")
+        return Section(title, text, Chart(name, f"{title}. {text}", svg_of(light), svg_of(dark)))
+
+    made = [
+        section(
+            "weak", "Weak scaling", f"{tokens:,} tokens of each rank; predicted.",
+            lambda theme: draw_weak(scale.weak, theme),
+        ),
+        section(
+            "strong", "Strong scaling",
+            "The same tokens for all ranks together, by the fastest of the ways at each number of "
+            "ranks; dashed: in proportion to ranks; predicted.",
+            lambda theme: draw_strong(scale.strong, theme),
+        ),
+    ]  # fmt: skip
+    if scale.grown:
+        made.append(
+            section(
+                "growth", "Model scaling",
+                f"{GROWS_ON:,} ranks, {tokens:,} tokens of each; predicted.",
+                lambda theme: draw_growth(scale.grown, theme),
+            )
+        )  # fmt: skip
+    made += [
+        section(
+            "traffic", "What is sent",
+            "In a step, for one sequence of each rank with data of its own; counted.",
+            lambda theme: draw_traffic(scale.counts, theme),
+        ),
+        section(
+            "padding", "Padding", "Below 0.001 % is drawn there; planned.",
+            lambda theme: draw_padding(scale.paddings, theme),
+        ),
+    ]  # fmt: skip
+    if scale.initialisations or scale.dispatches:
+        made.append(
+            section(
+                "beginning", "The host", "Until the first step, and what a way adds to a layer of "
+                "LLaMA; measured.",
+                lambda theme: draw_beginning(scale.initialisations, scale.dispatches, theme),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _style() -> str:
+    """That of the comparison's page."""
+    page = files("integration.report").joinpath("report.html.j2").read_text()
+    return page.partition("<style>")[2].partition("</style>")[0]
+
+
+def _render(template: str, page: Page, *, escape: bool) -> str:
+    environment = jinja2.Environment(
+        autoescape=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    source = files(__package__).joinpath(template).read_text()
+    return environment.from_string(source).render(page=page)

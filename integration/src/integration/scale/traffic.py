@@ -1,0 +1,209 @@
+"""What one rank computes, holds and sends in a training step, counted on rank 0 of a fake world.
+
+Layers of a kind are alike, so models are run with one and with two of each; what the second adds is
+taken for each further one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from integration.scale.shapes import Depth, Shape
+from integration.scale.ways import NODE, Axis, Way, axes_of, distribute
+from integration.scale.weightless import StepRecord, weightless
+from testkit import Collective, fake_mesh
+from testkit.collective import Op
+
+__all__ = ["SEQUENCE", "Counted", "Part", "Traffic", "count", "count_at"]
+
+SEQUENCE = 4096
+"""Tokens of a sequence."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of a kind along an axis.
+
+    Attributes:
+        op: the kind.
+        axis: of the mesh, or several joined by "+".
+        calls: how many.
+        nbytes: that this rank sends to others in all of them, as `testkit.Collective.wire_bytes`.
+    """
+
+    op: Op
+    axis: Axis
+    calls: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a model takes of a rank in a step, forward and backward.
+
+    Attributes:
+        flops: of matrix products and attention.
+        operators: that run on local tensors.
+        parameters: bytes of them that the rank holds between steps.
+        traffic: collectives, by kind and axis.
+    """
+
+    flops: int = 0
+    operators: int = 0
+    parameters: int = 0
+    traffic: tuple[Traffic, ...] = ()
+
+    def plus(self, other: Part, times: int = 1) -> Part:
+        """The sum of this part and so many of the other; less, with fewer than none."""
+        found = {(one.op, one.axis): one for one in self.traffic}
+        for one in other.traffic:
+            before = found.get((one.op, one.axis), replace(one, calls=0, nbytes=0))
+            calls, nbytes = before.calls + times * one.calls, before.nbytes + times * one.nbytes
+            found[one.op, one.axis] = replace(one, calls=calls, nbytes=nbytes)
+        return Part(
+            self.flops + times * other.flops, self.operators + times * other.operators,
+            self.parameters + times * other.parameters,
+            tuple(one for one in found.values() if one.calls or one.nbytes),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A step of one rank, of one sequence for each rank that has its own data.
+
+    Attributes:
+        model: its name.
+        way: its name.
+        ranks: of the world.
+        tokens: that a rank's own data has in a step; with tensor parallelism a node's.
+        axes: of the mesh.
+        root: what is in no layer.
+        layers: of each kind, one layer.
+        times: how many layers of each kind there are.
+    """
+
+    model: str
+    way: str
+    ranks: int
+    tokens: int
+    axes: tuple[Axis, ...]
+    root: Part
+    layers: tuple[Part, ...]
+    times: tuple[int, ...]
+
+    @property
+    def whole(self) -> Part:
+        """The model."""
+        made = self.root
+        for layer, times in zip(self.layers, self.times, strict=True):
+            made = made.plus(layer, times)
+        return made
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks have the same data."""
+        return next((axis.size for axis in self.axes if axis.name == "tp"), 1)
+
+
+def count(
+    shape: Shape, way: Way, ranks: int, *, depth: Depth | None = None, width: float = 1.0,
+    node: int = NODE, sequence: int = SEQUENCE,
+) -> Counted:  # fmt: skip
+    """Counts a step of a model by a way.
+
+    Args:
+        shape: the model.
+        way: how ranks share it.
+        ranks: of the world.
+        depth: layers, by default the published model's.
+        width: as of `Shape.build`.
+        node: ranks of a node.
+        sequence: tokens of a sequence, one for each rank that has its own data.
+
+    Raises:
+        UsageError: the world does not divide.
+    """
+    depth = depth or shape.depth
+    axes = axes_of(way, ranks, node)
+    one = Depth(min(1, depth.dense), min(1, depth.experts))
+
+    def at(here: Depth) -> Part:
+        return count_at(shape, way, ranks, here, width=width, node=node, sequence=sequence)
+
+    first = at(one)
+    more = [
+        (times, at(replace(one, **{kind: 2})).plus(first, -1))
+        for kind, times in (("dense", depth.dense), ("experts", depth.experts))
+        if times
+    ]
+    root = first
+    for _, layer in more:
+        root = root.plus(layer, -1)
+    return Counted(
+        shape.name, way.name, ranks, sequence, axes, root, tuple(layer for _, layer in more),
+        tuple(times for times, _ in more),
+    )  # fmt: skip
+
+
+def count_at(
+    shape: Shape, way: Way, ranks: int, depth: Depth, *, width: float = 1.0, node: int = NODE,
+    sequence: int = SEQUENCE,
+) -> Part:  # fmt: skip
+    """Counts a step of a model with so many layers, whole; for the arguments see `count`."""
+    axes = axes_of(way, ranks, node)
+    with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
+        model = distribute(shape.build(depth, width), shape, way, mesh)
+        with weightless() as record:
+            model.to_empty(device="cpu")
+            data = ranks // next((axis.size for axis in axes if axis.name == "tp"), 1)
+            # A plan is given the whole batch and cuts it, fully_shard a rank's own.
+            tokens = torch.zeros(data if way.tensor else 1, sequence, dtype=torch.long)
+            _step(model, tokens)  # the first also compares plans across ranks
+            before = _Sizes(len(record.collectives), record.flops, record.operators)
+            _step(model, tokens)
+        return _part(record, before, axes, mesh, model)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    collectives: int
+    flops: int
+    operators: int
+
+
+def _step(model: nn.Module, tokens: torch.Tensor) -> None:
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.zero_grad()
+
+
+def _part(
+    record: StepRecord, before: _Sizes, axes: Sequence[Axis], mesh: DeviceMesh, model: nn.Module
+) -> Part:
+    of_group = {mesh.get_group(axis.name).group_name: axis for axis in axes}
+    calls: defaultdict[tuple[Op, Axis], list[int]] = defaultdict(list)
+    for one in record.collectives[before.collectives :]:
+        assert one.wire_bytes is not None
+        calls[one.op, _axis(one, of_group, mesh.size())].append(one.wire_bytes)
+    held = sum(
+        (param.to_local() if isinstance(param, DTensor) else param).nbytes
+        for param in model.parameters()
+    )
+    traffic = tuple(Traffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
+    flops, operators = record.flops - before.flops, record.operators - before.operators
+    return Part(flops, operators, held, traffic)
+
+
+def _axis(one: Collective, of_group: Mapping[str, Axis], ranks: int) -> Axis:
+    """The axis of a collective; fused-comm joins axes, and those of a world are all of them."""
+    if one.group in of_group:
+        return of_group[one.group]
+    if one.group_size != ranks:
+        raise RuntimeError(f"{one} is along no axis of {list(of_group.values())}, nor along all")
+    return Axis("+".join(axis.name for axis in of_group.values()), ranks, 1)

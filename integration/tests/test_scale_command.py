@@ -1,0 +1,101 @@
+"""The simulation's command: what it writes, what it measures, what it refuses."""
+
+import json
+
+import pytest
+
+from integration.scale.__main__ import main
+from integration.scale.curves import sized
+from integration.scale.dispatch import dispatch_of
+from integration.scale.initialisation import measure
+from integration.scale.padding import paddings
+from integration.scale.shapes import SHAPES, Depth, shape_named
+from integration.scale.ways import way_named
+
+QUICK = ["--models", "llama3-70b", "--ways", "FSDP", "--ranks", "128,64"]
+
+
+def test_the_command_writes_a_report(tmp_path, capsys):
+    left_out = ["--no-initialisation", "--no-dispatch", "--model-scaling", ""]
+    assert main([*QUICK, *left_out, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert [(one["way"], one["ranks"]) for one in found["counts"]] == [
+        ("FSDP", 64),
+        ("FSDP", 128),
+    ]
+    assert {one["ranks"] for one in found["paddings"]} == {64, 128}
+    assert [len(curve["points"]) for curve in found["weak"]] == [2]
+    assert found["grown"] == found["initialisations"] == []
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| llama3-70b | FSDP | 128 | 161: " in markdown
+    assert "It knows no activation checkpointing" in markdown
+    for name in ("weak", "strong", "traffic", "padding"):
+        assert f"figures/{name}.png" in markdown
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("data:image/svg+xml;base64,") == 8  # light and dark
+    assert "--efficiency 0.5" in html
+    assert "http" not in html.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks", "60"], "do not divide a world of 60; give a multiple of 8"),
+        (["--ranks", "64,x"], "--ranks '64,x' wants whole numbers above 0"),
+        (["--ranks", ","], "--ranks ',' names nothing"),
+        (["--models", "gpt-2"], "no model 'gpt-2'"),
+        (["--ways", "DDP"], "no way 'DDP'"),
+        (["--model-scaling", "gpt-2"], "no model 'gpt-2'"),
+        (["--efficiency", "1.5"], "efficiency is 1.5"),
+        (["--weak-tokens", "0"], "--weak-tokens 0 is too few"),
+        (["--strong-tokens", "0"], "--strong-tokens '0' wants whole numbers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([*arguments, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert main(["--out", str(tmp_path / "out")]) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+
+def test_beginning_is_measured_in_a_process_of_its_own():
+    few = measure("llama3-70b", "HSDP", 512, Depth(2, 0))
+    many = measure("llama3-70b", "HSDP", 512, Depth(40, 0))
+    assert min(few.mesh, few.model_on_meta, few.distribute) > 0
+    assert many.model_on_meta > few.model_on_meta
+    assert few.memory < 2**30  # its parameters are on meta
+
+
+def test_dispatch_of_a_way_comes_on_top_of_the_layer():
+    found = dispatch_of(shape_named("llama3-70b"), way_named("FSDP"), 64, rounds=3)
+    assert 0 < found.plain < found.layer
+    assert found.cost == found.layer - found.plain
+    with pytest.raises(ValueError, match="mixtral-8x7b has experts"):
+        dispatch_of(shape_named("mixtral-8x7b"), way_named("FSDP"), 64)
+
+
+def test_paddings_are_the_planners():
+    found = {(one.rows, one.ranks): one.share for one in paddings("deepseek-v3", [1024])}
+    # As packages/ragged-shard's README has it.
+    assert f"{found[1, 1024]:.3%}" == "0.016%"
+    assert f"{found[128, 1024]:.3%}" == "7.267%"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_model_of_its_own_size_is_the_published_one(shape):
+    made = sized(shape, 1.0)
+    assert made.depth == shape.depth
+    assert made.parameters == pytest.approx(shape.parameters, rel=1e-6)
+    assert 3.5 < sized(shape, 2.0).parameters / made.parameters < 4.0 or shape.zoo == "llama"
