@@ -52,9 +52,7 @@ def _losses(examples, folder):
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
         exec(compile(code, name, "exec"), scope)
     return {
-        key: [
-            (loss.full_tensor() if isinstance(loss, DTensor) else loss).item() for loss in losses
-        ]
+        key: [(loss.full_tensor() if isinstance(loss, DTensor) else loss).item() for loss in losses]
         for key, losses in scope.items()
         if isinstance(losses, list) and losses and isinstance(losses[0], torch.Tensor)
     }
@@ -84,7 +82,7 @@ def test_examples_train_as_one_device(title, one_device, tmp_path):
     examples = [*blocks(COMMON, "python"), *EXAMPLES[title]]
     found = run_ranks(_losses, RANKS[title], examples, str(tmp_path), timeout=240)
     means = {
-        name: [sum(losses) / len(found) for losses in zip(*(rank[name] for rank in found))]
+        name: [sum(step) / len(found) for step in zip(*(r[name] for r in found), strict=True)]
         for name in found[0]
     }
     for name, continues in EXACT[title].items():

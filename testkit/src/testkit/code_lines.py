@@ -143,9 +143,7 @@ def _end(statement: ast.stmt) -> int:
 def _calls(statement: ast.stmt, names: Collection[str]) -> bool:
     """Whether a statement is a call of one of these functions and nothing else."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names
-    )
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names
 
 
 def _annotates(statement: ast.stmt) -> bool:
