@@ -60,7 +60,7 @@ def _losses(examples, folder):
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """Losses of three steps, and of three more on the same batches."""
+    """Losses of three steps, and of three more on the same batch."""
     script = """
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -89,7 +89,7 @@ def test_examples_train_as_one_device(title, one_device, tmp_path):
         assert means.pop(name) == pytest.approx(one_device[continues], abs=1e-5, rel=0), name
     for losses in means.values():  # bfloat16, clipped, 8-bit moments
         assert losses == pytest.approx(one_device[0], abs=0.05)
-        assert losses[-1] < losses[0]
+        assert losses[0] - losses[-1] > 0.1
 
 
 def test_options_of_the_trainer_exist():
