@@ -29,15 +29,21 @@ def one_device(train_runs, tmp_path_factory):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
+    # Several microbatches make a step.
     ways = {name: way for name, way in WAYS.items() if way.data * way.tp == ranks}
-    # A microbatch of all, and one of which several make a step.
-    runs = [
-        {"micro_batch": micro_batch, **TITAN, **vars(way)}
-        for way in ways.values()
-        for micro_batch in (1, 2)
-    ]
-    for run, losses in zip(runs, train_runs(ranks, runs, out=tmp_path, steps=STEPS), strict=True):
-        assert losses == pytest.approx(one_device, abs=1e-5, rel=0), run
+    runs = [TITAN | vars(way) for way in ways.values()]
+    found = train_runs(ranks, runs, out=tmp_path, steps=STEPS)
+    for name, losses in zip(ways, found, strict=True):
+        assert losses == pytest.approx(one_device, abs=1e-5, rel=0), name
+
+
+@pytest.mark.ranks
+def test_it_trains_in_processes_in_which_a_plan_did(one_device, train_runs, tmp_path):
+    # As runs of the comparison do: the packages that a plan switches on stay on.
+    way = vars(WAYS["TP + SP, loss parallel"])
+    runs = [way | {"system": "plan"}, way | TITAN]
+    for losses in train_runs(2, runs, out=tmp_path, steps=STEPS):
+        assert losses == pytest.approx(one_device, abs=1e-5, rel=0)
 
 
 @pytest.mark.ranks
