@@ -24,7 +24,7 @@ def _train(runs, *, steps):
         config = TrainConfig(**{"model": "llama-tiny", "micro_batch": 2, "steps": steps} | options)
         trainer = Trainer(prepare(config, world.size), world)
         losses.append([])
-        while trainer.step < steps:
+        while trainer.step < config.steps:
             loss = trainer.train_step()
             dist.all_reduce(loss)
             losses[-1].append(loss.item() / world.size)

@@ -18,7 +18,7 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
     ("options", "ranks", "message"),
     [
         ({"pp_degree": 2}, 3, "--pp-degree 2 does not divide 3 ranks"),
-        ({"pp_degree": 4}, 4, "2 layers are too few for 4 pipeline stages"),
+        ({"pp_degree": 5, "pp_schedule": "GPipe"}, 5, "2 layers are too few for 5 pipeline stages"),
         ({"pp_degree": 1, "pp_microbatches": 2}, 1, "--pp-microbatches is of a pipeline, and --pp"),
         ({"pp_degree": 1, "pp_split_points": "lm_head"}, 1, "--pp-split-points is of a pipeline"),
         ({"pp_schedule": "nope"}, 2, "unknown schedule 'nope'; choose one of: GPipe, 1F1B, Inter"),
@@ -28,7 +28,6 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
             {"micro_batch": 5, "global_batch": 5, "pp_schedule": "InterleavedZeroBubble"}, 2,
             "--pp-microbatches 5 do not divide into 2 equal rounds",
         ),
-        ({"pp_schedule": "ZBVZeroBubble"}, 2, "2 layers are too few for 4 pipeline stages"),
         (
             {"pp_split_points": "model.layers.0,model.layers.1"}, 2,
             "2 split points make 3 stages, and schedule 1F1B has 1 on each of 2 ranks; give 1 spl",

@@ -37,6 +37,15 @@ def test_stages_are_even_and_none_is_without_a_layer(layers, stages, ends, start
     assert all(any(unit.startswith("layers.") for unit in stage) for stage in cut)
 
 
+@pytest.mark.parametrize("stages", [3, 4])
+def test_inputs_have_a_stage_of_their_own_where_layers_are_too_few_and_outputs_after_them(stages):
+    cut = stage_units(chain(2), even_split(chain(2), stages))
+    assert sum(cut, ()) == chain(2).units
+    assert cut[0] == chain(2).inputs
+    assert [unit for stage in cut for unit in stage[:1]][1:3] == ["layers.0", "layers.1"]
+    assert (cut[-1] == chain(2).outputs) is (stages == 4)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "dit"])
 def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(kind):
     model = getattr(models, kind)(**({"depth": 4} if kind == "dit" else {"num_hidden_layers": 4}))

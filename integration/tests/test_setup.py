@@ -65,7 +65,17 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "plan", "cp": 2, "sequence_length": 66}, 2, "multiple of 4"),
         ({"system": "plan", "cp": 2, "static": True}, 2, "--static does not know --cp 2"),
         ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp is for models of family llama"),
-        ({"system": "plan", "zero3": True}, 1, "--zero3 shares parameters along --dp-shard"),
+        ({"system": "plan", "zero3": True}, 1, "--zero3 shares parameters among all data par"),
+        (
+            {"system": "plan", "zero3": True, "dp_shard": 2, "dp_replicate": 2},
+            4,
+            "give --dp-shard, and no --dp-replicate",
+        ),
+        (
+            {"system": "plan", "zero3": True, "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
+            2,
+            "--zero3 shares experts too",
+        ),
         ({"system": "plan", "dp_shard": 2, "static": True}, 2, "use --dp-replicate 2, or leave"),
         (
             {"system": "plan", "dp_shard": 3},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -241,36 +242,46 @@ def test_an_axis_that_flattens_several_is_of_the_first():
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 
-def test_an_axis_that_flattens_several_of_a_parameters():
-    """As a plan over the whole mesh has them; the other axis cuts the parameter, or there is none.
+def test_axes_are_a_parameters_whether_they_are_more_or_fewer():
+    """As a plan over the whole mesh has them; another axis cuts the parameter, or there is none.
 
-    Gradients are terms of a sum along the axes that are one, and are not averaged.
+    One axis of ours may be several of its (experts' ranks are some of those of data), and two of
+    ours one of its (HSDP). Gradients are terms of a sum along these, and are not averaged.
     """
 
-    order = ("a", "b", "tp")
-
-    def check():
-        shape = [1 if name == "a" else 2 for name in order]
-        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=order)
+    def check(shape, names, data, ours):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         model, alone = distribute_module(_model(), mesh), _model()
         for block in model:
-            placed = [Shard(0) if name == "tp" else Replicate() for name in order]
+            placed = [Shard(0) if name == "tp" else Replicate() for name in names]
             weight = distribute_tensor(block.up.weight.detach().to_local(), mesh, placed)
             block.up.weight = nn.Parameter(weight)
-        flat = mesh["a", "b"]._flatten("data")
+        own = mesh[data]
+        if len(data) > 1:
+            own = own._flatten("data")
+        else:
+            own = own._unflatten(0, ours, ("copies", "shards"))
         for block in model:
-            fully_shard(block, mesh=flat)
-        fully_shard(model, mesh=flat)
+            fully_shard(block, mesh=own)
+        fully_shard(model, mesh=own)
         up, down = model[0].up.weight, model[0].down.weight
-        assert set(up.device_mesh.mesh_dim_names) == {"data", "tp"}
-        assert up.to_local().numel() <= 24
+        assert up.device_mesh.mesh_dim_names == (*own.mesh_dim_names, "tp")
+        held = torch.tensor(up.to_local().numel())
+        dist.all_reduce(held)
+        assert held == alone[0].up.weight.numel() * (ours[0] if len(ours) > 1 else 1)
         assert torch.equal(up.full_tensor(), alone[0].up.weight)
         assert torch.equal(down.full_tensor(), alone[0].down.weight)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-        given = [Shard(0) if name == "b" else Replicate() for name in order]
+        given = [Shard(0) if name == data[-1] else Replicate() for name in names]
         model(distribute_tensor(x, mesh, given)).square().mean().backward()
         alone(x).square().mean().backward()
         for (name, mine), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, msg=name)
 
-    run_ranks(check, 4, timeout=120)
+    def check_all():
+        check((1, 2, 2), ("a", "b", "tp"), ("a", "b"), (2,))
+        check((2, 2), ("dp", "tp"), ("dp",), (2, 1))
+        check((2, 2), ("dp", "tp"), ("dp",), (1, 2))
+        check((4, 1), ("dp", "tp"), ("dp",), (2, 2))
+
+    run_ranks(check_all, 4, timeout=120)

@@ -107,6 +107,23 @@ def test_forward_and_backward_are_one_devices(number):
 
 
 @pytest.mark.ranks
+def test_experts_learn_from_tokens_that_need_no_gradients():
+    """As behind frozen layers; a rank that nobody sends to has no gradients, and waits for none."""
+    given = _inputs(CHOICES["nothing for the first rank"])
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = parallelize(Experts(), plan_of(mesh))
+        model(*(distribute_tensor(one, mesh, [S0]) for one in given)).square().sum().backward()
+        return model.table.grad.full_tensor()
+
+    alone = Experts()
+    alone(*given).square().sum().backward()
+    for found in run_ranks(check, 2):
+        torch.testing.assert_close(found, alone.table.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks
 def test_experts_are_divided_along_two_axes_as_shards_are():
     """The group of both has the first axis outermost: rank 1 of 2 x 2 has the second quarter."""
 

@@ -160,6 +160,12 @@ def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch):
         lower(Plan(mesh).fully_shard(r"layers\.\d", "dp"), model)
 
 
+@pytest.mark.parametrize(("axes", "copies"), [("dp", 3), ("dp", 0), (("dp", "tp"), 2)])
+def test_copies_that_ranks_do_not_make_up_are_refused(mesh, model, axes, copies):
+    with pytest.raises(ValueError, match=rf"replicate={copies} on axes .* wants one axis, and"):
+        lower(Plan(mesh).fully_shard(r"layers\.\d", axes, replicate=copies), model)
+
+
 def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model, tmp_path):
     """A package that is installed as others are: metadata beside a module."""
     (tmp_path / "some_fsdp.py").write_text(
@@ -174,7 +180,7 @@ def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model
     sys.path.insert(0, str(tmp_path))
     try:
         plan = Plan(mesh).shard("<in>", [R, R]).fully_shard("", "dp")
-        plan.fully_shard(r"layers\.[01]", "dp", "rows", False)
+        plan.fully_shard(r"layers\.[01]", "dp", "rows", False, replicate=2)
         assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
         parallelize(model, plan)
         calls = sys.modules["some_fsdp"].calls
@@ -182,8 +188,11 @@ def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model
         sys.path.remove(str(tmp_path))
         sys.modules.pop("some_fsdp", None)
     assert [module for module, _ in calls] == [model.layers[0], model.layers[1], model]
-    inner = {"mesh": mesh["dp"], "granularity": "rows", "reshard_after_forward": False}
-    assert calls[0][1] == inner
+    copies = calls[0][1]["mesh"]
+    assert (copies.mesh_dim_names, copies.shape) == (("dp_replicate", "dp_shard"), (2, 1))
+    inner = {"mesh": copies, "granularity": "rows", "reshard_after_forward": False}
+    assert calls[0][1] == calls[1][1] == inner
+    assert calls[1][1]["mesh"] is copies, "its process groups are made once"
     assert calls[2][1] == {"mesh": mesh["dp"], "granularity": None, "reshard_after_forward": None}
     model(torch.randn(2, 4)).sum().backward()
     assert model.layers[2].down.weight.grad is not None  # nobody's to reduce but fsdp's

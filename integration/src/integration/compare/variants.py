@@ -129,12 +129,7 @@ PLAIN: tuple[Variant, ...] = (
     Variant("dtensor-tp", "dtensor-tp"),
     _titan("titan-tp-sp-loss", 2),
     _titan("titan-fsdp-tp-sp-loss", 4, dp_shard=2),
-    *(
-        # The others have more stages than the small models have layers.
-        Variant(f"pp-{schedule.name}", "single", 2, schedule=schedule.name)
-        for schedule in SCHEDULES.values()
-        if schedule.stages_per_rank == 1
-    ),
+    *(Variant(f"pp-{schedule}", "single", schedule=schedule) for schedule in SCHEDULES),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
     Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B", family="llama"),
     Variant(

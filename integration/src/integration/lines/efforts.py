@@ -99,7 +99,7 @@ def _effort(family: str, system: str, counted: Lines | None, counterpart: str) -
 
 def _lines_of_plan(name: str) -> int:
     degrees = Degrees(dp_shard=2, tp=2, sp=True)
-    with fake_mesh((2, 2), ("dp_shard", "tp")) as mesh:
+    with fake_mesh((2, 2), tuple(degrees.axes)) as mesh:
 
         def call() -> None:
             zoo.plan_of(model_shape(name), mesh, degrees)

@@ -39,15 +39,19 @@ class Chain:
 def even_split(chain: Chain, stages: int, *, ends: int = 1) -> tuple[str, ...]:
     """Return the split points that give every stage about as many layers.
 
+    With a stage or two more than layers, the inputs have one of their own, then the outputs too.
+
     Args:
         chain: of the model.
         stages: how many, 1 or more.
         ends: how many layers the inputs weigh, and the outputs, each.
 
     Raises:
-        UsageError: there are fewer layers than stages.
+        UsageError: there are more stages than that.
     """
     layers = len(chain.layers)
+    if layers < stages <= layers + 2:
+        return (*chain.layers, chain.outputs[0])[: stages - 1]
     if layers < stages:
         raise UsageError(
             f"{layers} layers are too few for {stages} pipeline stages; use fewer stages, or give"

@@ -166,5 +166,8 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Between stages, and in the loss, tensors are plain: a plan leaves whole DTensors there."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Between stages, and in the loss, tensors are plain: a plan leaves whole DTensors there.
+
+    Copies of them: zero-bubble schedules detach what a stage returns in place, and no view can be.
+    """
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor

@@ -99,13 +99,9 @@ TENSOR_PARALLEL = ("dtensor-tp", "plan")
 
 _ALL = tuple(SCHEDULES)
 # The schedules with which each trains as one device does (tests/test_pipeline_training.py).
-WORKS: dict[str, tuple[str, ...]] = dict.fromkeys(PARTNERS, _ALL) | {
-    "ddp": ("1F1B",),
-    "plan": ("GPipe", "1F1B", "Interleaved1F1B"),
-}
+WORKS: dict[str, tuple[str, ...]] = dict.fromkeys(PARTNERS, _ALL) | {"ddp": ("1F1B",)}
 # Why not with the others: what torch says, or does.
 REFUSED: dict[str, str] = {
-    "plan": "a split backward detaches what a stage returns, a view of a DTensor's, in place",
     "ddp": (
         "DDP's reducer rebuilds its buckets in the first backward, meets a parameter there once per"
         " microbatch, and asserts that it is once"

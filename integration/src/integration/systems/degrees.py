@@ -42,13 +42,9 @@ class Degrees:
         The ranks of ``ep`` are some of the data parallel ones, whose axis is then two: the experts'
         mesh is the others', reshaped.
         """
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        if self.sends_tokens:
-            of = "dp_shard" if self.dp_shard > 1 else "dp_replicate"
-            sizes[of] //= self.ep
-            sizes["dp_ep"] = self.ep
-        sizes |= {"cp": self.cp, "tp": self.tp}
-        return {name: size for name, size in sizes.items() if size > 1} or {"dp_replicate": 1}
+        experts = self.ep if self.sends_tokens else 1
+        sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
+        return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
 
     @property
     def data(self) -> int:
@@ -92,9 +88,10 @@ class Degrees:
                 f"--ep {self.ep} without data parallelism divides experts among the ranks of --tp,"
                 f" which is {self.tp}; give the same number"
             )
-        total = math.prod(self.axes.values())
+        degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+        total = math.prod(degrees.values())
         if total != world_size:
-            product = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+            product = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
             raise UsageError(
                 f"{product} makes {total} ranks and there are {world_size}; give degrees whose"
                 " product is the number of ranks"
@@ -107,9 +104,14 @@ class Degrees:
             raise UsageError(
                 f"--static does not know --cp {self.cp}, context parallelism; leave one out"
             )
-        if self.zero3 and self.dp_shard == 1:
+        if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(
-                "--zero3 shares parameters along --dp-shard, which is 1; give it as well"
+                "--zero3 shares parameters among all data parallel ranks; give --dp-shard, and no"
+                " --dp-replicate"
+            )
+        if self.zero3 and self.sends_tokens:
+            raise UsageError(
+                f"--zero3 shares experts too, which --ep {self.ep} divides; leave one out"
             )
         if self.static and self.dp_shard > 1:
             raise UsageError(

@@ -69,12 +69,14 @@ class TorchTitanStyle(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distribute the weights in place and install the hooks."""
         del shape, world_size
-        axes = self.degrees.axes
-        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        if self.degrees.tp > 1:
-            apply_tp(model, mesh["tp"], loss_parallel=self.degrees.loss_parallel)
-        if self.degrees.dp_shard > 1:
-            apply_fsdp(model, mesh[tuple(axis for axis in axes if axis != "tp")])
+        degrees = self.degrees
+        sizes = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        if degrees.tp > 1:
+            apply_tp(model, mesh["tp"], loss_parallel=degrees.loss_parallel)
+        if degrees.dp_shard > 1:
+            copied = degrees.dp_replicate > 1
+            apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if copied else mesh["dp_shard"])
         return model
 
     @contextlib.contextmanager

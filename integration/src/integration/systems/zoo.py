@@ -24,7 +24,7 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
         degrees: checked already.
     """
     names = mesh.mesh_dim_names or ()
-    data = [axis for axis in names if axis.startswith("dp_")]
+    data = [axis for axis in names if axis in ("dp", "ep")]
     tp = "tp" if "tp" in names else None
     options: dict[str, Any] = {"tp": tp, "sp": degrees.sp}
     if degrees.loss_parallel:
@@ -32,30 +32,25 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
     if degrees.cp > 1:
         options |= {"cp": "cp", "cp_method": degrees.cp_method}
     if degrees.ep > 1:
-        options["ep"] = "dp_ep" if degrees.sends_tokens else "tp"
+        options["ep"] = "ep" if degrees.sends_tokens else "tp"
     make = getattr(zoo, shape.family)
-    plan: Plan
+    # Several are Mixtral's alone, some of whose data parallel ranks divide experts.
+    plan: Plan = make(mesh, dp=data if len(data) > 1 else next(iter(data), None), **options)
     if shape.family == "dit":
-        plan = make(mesh, dp=data[-1] if data else None, **options)
-        for axis in data[:-1]:
-            plan |= make(mesh, tp=None, dp=axis)
         plan = with_noise_loss(plan, *data)
-        if len(data) > 1:  # DTensor's convolution takes no batch that two axes cut
-            plan.local(r"model\.x_embedder", [Shard(0)] * len(data), data)
-    else:
-        plan = make(mesh, dp=data or None, **options)
     if degrees.zero3:
-        plan.shard(r".*\.weight", Shard(0), "dp_shard")
-        plan.shard(r".*\.weight", Replicate(), "dp_shard", Phase.RUN)
+        plan.shard(r".*\.weight", Shard(0), "dp")
+        plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
-        _fully_shard(plan, shape, data, flat=degrees.sends_tokens and len(data) > 1)
+        _fully_shard(plan, shape, data, degrees)
     return plan
 
 
-def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], *, flat: bool) -> None:
+def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
     """Shards layers and root; experts, where they are divided, along what divides them not."""
     layers = re.escape(shape.layers) + r"\.\d+"
+    flat = len(data) > 1
     if flat:
-        plan.fully_shard(rf"{layers}\.mlp\.experts", "dp_shard", _GRANULARITY)
-    plan.fully_shard(layers, data, _GRANULARITY, flat=flat)
-    plan.fully_shard("", data, _GRANULARITY, flat=flat)
+        plan.fully_shard(rf"{layers}\.mlp\.experts", "dp", _GRANULARITY)
+    for path in (layers, ""):
+        plan.fully_shard(path, data, _GRANULARITY, flat=flat, replicate=degrees.dp_replicate)

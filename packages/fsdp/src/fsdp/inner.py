@@ -3,7 +3,7 @@
 Note: on other axes than those that fully_shard cuts along, a parameter is local there: gradients
 are each rank's own, to be averaged. On all axes it is placed there too, as a plan over the whole
 mesh has it, and so are its gradients: what they still lack is what their placements say. An axis of
-ours that flattens several of a parameter's is these.
+ours that flattens several of a parameter's is these, and our two axes, of HSDP, may be one of its.
 """
 
 from __future__ import annotations
@@ -115,18 +115,19 @@ def placed_of(param: DTensor, mesh: DeviceMesh, name: str) -> Placed:
 
 
 def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
-    """The axes of another mesh that the one axis of ours is made of; () if it is not.
+    """The axes of another mesh that ours has the ranks of, in one order; () if there are none.
 
     Torch keeps no record of it, so ranks are compared; axes of size 1 make no difference.
     """
     names = other.mesh_dim_names or ()
     here = other.get_coordinate()
-    if mesh.ndim != 1 or here is None:
+    if here is None:
         return ()
-    for number in range(2, other.ndim + 1):
+    ranks = mesh.mesh.flatten()
+    for number in range(1 if mesh.ndim > 1 else 2, other.ndim + 1):
         for axes in itertools.combinations(range(other.ndim), number):
             index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
-            if torch.equal(other.mesh[index].flatten(), mesh.mesh):
+            if torch.equal(other.mesh[index].flatten(), ranks):
                 return tuple(names[axis] for axis in axes)
     return ()
 

@@ -18,7 +18,8 @@ from plan_api.resolve import is_inside
 from plan_api.schedule import Schedule
 
 __all__ = [
-    "GROUP", "apply_fully_shard", "find_fully_shard", "fully_sharded_names", "placed_until_sharded",
+    "GROUP", "apply_fully_shard", "check_copies", "find_fully_shard", "fully_sharded_names",
+    "placed_until_sharded",
 ]  # fmt: skip
 
 GROUP = "plan_api.fully_shard"
@@ -61,12 +62,14 @@ def apply_fully_shard(
         schedules: of parameters, by their first names.
         mesh: the plan's.
     """
+    made: dict[tuple[Any, ...], DeviceMesh] = {}  # once: a mesh may have process groups of its own
     for path in sorted(entries, key=lambda path: -path.count(".") if path else 1):
         entry = entries[path]
         options = dict(entry.options)
-        own = mesh[entry.axes]
-        if options.pop("flat", False) and own.ndim > 1:
-            own = own._flatten()
+        key = entry.axes, options.pop("flat", False), options.pop("replicate", 1)
+        if key not in made:
+            made[key] = _mesh_of(entry, mesh)
+        own = made[key]
         left = [
             param
             for name, param in model.named_parameters()
@@ -75,6 +78,37 @@ def apply_fully_shard(
         if left:
             options["ignored_params"] = left
         find_fully_shard(entry)(model.get_submodule(path), mesh=own, **options)
+
+
+def check_copies(entry: Entry, mesh: DeviceMesh) -> None:
+    """Refuse copies that the ranks of an entry do not make up.
+
+    Raises:
+        ValueError: naming the axes, their ranks and the copies.
+    """
+    replicate = dict(entry.options).get("replicate", 1)
+    if replicate == 1:
+        return
+    ranks = mesh[entry.axes].size()
+    if len(entry.axes) > 1 or not isinstance(replicate, int) or replicate < 1 or ranks % replicate:
+        raise ValueError(
+            f"{entry.said}: replicate={replicate!r} on axes {entry.axes} of {ranks} ranks; wants "
+            f"one axis, and a number of copies that divides its ranks; or two axes, of which the "
+            f"first replicates"
+        )
+
+
+def _mesh_of(entry: Entry, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that an entry shards on: its axes, these as one, or one axis as two."""
+    options, own = dict(entry.options), mesh[entry.axes]
+    if options.get("flat") and own.ndim > 1:
+        return own._flatten()
+    copies = options.get("replicate", 1)
+    if copies == 1:
+        return own
+    (axis,) = entry.axes
+    sizes = (copies, own.size() // copies)
+    return own._unflatten(axis, sizes, (f"{axis}_replicate", f"{axis}_shard"))
 
 
 def fully_sharded_names(

@@ -10,7 +10,7 @@ from torch import nn
 
 from plan_api.context.check import check_context
 from plan_api.entry import Entry
-from plan_api.fully import find_fully_shard
+from plan_api.fully import check_copies, find_fully_shard
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.indices import Indices, indices_of
 from plan_api.ir import Op
@@ -73,6 +73,7 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     fully = fully_sharded(plan, model)
     for entry in fully.values():
         find_fully_shard(entry)
+        check_copies(entry, plan.mesh)
     check_regions(ops)
     check_context(ops, plan.entries, model, plan.mesh)
     check_units(ops, plan.entries, model, tensors, placed, plan.mesh)

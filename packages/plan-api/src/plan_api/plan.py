@@ -8,7 +8,7 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -237,6 +237,7 @@ class Plan(ContextEntries):
         reshard_after_forward: bool | None = None,
         *,
         flat: bool = False,
+        replicate: int = 1,
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
@@ -249,12 +250,17 @@ class Plan(ContextEntries):
             reshard_after_forward: whether parameters are gathered again in backward; None: all but
                 the root's.
             flat: whether several axes are one, to shard on.
+            replicate: how many copies the ranks of one axis hold, each shared by ranks that are
+                neighbours (HSDP on one axis, on which a batch is cut once).
 
         Raises:
             ValueError: as `shard`; or the path names a tensor.
         """
-        options = {"granularity": granularity, "reshard_after_forward": reshard_after_forward}
+        options: dict[str, Any] = {
+            "granularity": granularity, "reshard_after_forward": reshard_after_forward,
+        }  # fmt: skip
         options |= {"flat": True} if flat else {}
+        options |= {"replicate": replicate} if replicate != 1 else {}
         return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
 
     def eager(self, path: str) -> Plan:
