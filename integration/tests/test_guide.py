@@ -1,11 +1,13 @@
 """The guide's Python blocks run on ranks as they stand, and train as one device does."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 from integration.train.config import TrainConfig
+from plan_api import Plan, parallelize, zoo
 from testkit import run_ranks
 from testkit.readme import blocks
 
@@ -101,12 +103,7 @@ def test_options_of_the_trainer_exist():
     }
     assert len(named) > 15
     assert named <= fields.keys()
-    from plan_api import zoo
-
     words = " ".join(row[-2] for row in rows)
-    for keyword in set(re.findall(r"(\w+)=", words)) - {"mode"}:
-        assert any(
-            keyword in getattr(zoo, name).__kwdefaults__
-            or keyword in getattr(zoo, name).__code__.co_varnames
-            for name in ("llama", "mixtral")
-        ), keyword
+    takers = (zoo.llama, zoo.mixtral, Plan.fully_shard, parallelize)
+    taken = {name for taker in takers for name in inspect.signature(taker).parameters}
+    assert set(re.findall(r"(\w+)=", words)) <= taken
