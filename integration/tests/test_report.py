@@ -1,5 +1,6 @@
 """What the report says and shows, from results made up here."""
 
+import json
 import math
 import re
 import shlex
@@ -337,3 +338,16 @@ def test_commands_break_before_options_and_mean_the_same():
     assert len(lines) > 2
     assert max(map(len, lines)) <= 96
     assert all(line.lstrip().startswith("--") for line in lines[1:])
+
+
+def test_lines_of_code_are_counted_in_markdown_html_and_results(good):
+    comparison, results = good
+    html = write_report(comparison, Results(results, ()), [])
+    table = (html.parent / "report.md").read_text().split("## Lines of code")[1]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert rows[0].count("|") == rows[1].count("|") == rows[2].count("|") == 9
+    assert rows[2].startswith("| llama | plan | 0 |")
+    (shown,) = (row for row in Resources(html.read_text()).rows if "torchtitan-style" in row)
+    assert shown.replace(" ", "").startswith("llamatorchtitan-style0")
+    found = json.loads((html.parent / "results.json").read_text())["lines_of_code"]
+    assert found[0]["counted"]["plan"] + found[0]["counted"]["model"] > 20

@@ -43,7 +43,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         (
             {"system": "ddp", "tp": 2},
             2,
-            "'ddp' does not take --tp 2; leave it out, or use one of: p",
+            "'ddp' does not take --tp 2; leave it out, or use one of: torchtitan-style, plan",
         ),
         ({"system": "plan", "tp": 2}, 4, "tp 2 makes 2 ranks and there are 4; give degrees whose"),
         (

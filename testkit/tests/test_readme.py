@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from testkit.readme import examples, run_example
+from testkit.readme import blocks, examples, run_example
 
 
 def _test_file(tmp_path, text):
@@ -16,6 +16,14 @@ def _test_file(tmp_path, text):
 def test_python_blocks_are_examples(tmp_path):
     text = "```python\na = 1\n```\n```\nno = 1\n```\n```python\nb = 2\n```\n"
     assert examples(_test_file(tmp_path, text)) == ["a = 1\n", "b = 2\n"]
+
+
+def test_blocks_of_any_language_also_within_lists():
+    text = "```\nplain\n```\n\n- item\n\n  ```sh\n  ls\n    -l\n  ```\n\n```python\na\n```\n"
+    assert blocks(text, "") == ["plain\n"]
+    assert blocks(text, "sh") == ["ls\n  -l\n"]
+    assert blocks(text, "python") == ["a\n"]
+    assert blocks(text, "cpp") == []
 
 
 def test_a_readme_without_any(tmp_path):

@@ -1,10 +1,24 @@
 """The README's Python examples run as they stand."""
 
+from pathlib import Path
+
 import pytest
 
-from testkit.readme import examples, run_example
+from plan_api import zoo
+from testkit import fake_mesh
+from testkit.readme import blocks, examples, run_example
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 @pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
 def test_an_example_runs(code, tmp_path):
     run_example(code, tmp_path)
+
+
+def test_lines_of_a_plan_within_the_text():
+    (lines,) = (code for code in blocks(README, "") if code.startswith("plan ="))
+    with fake_mesh((2, 2), ("rest", "ep")) as mesh:
+        scope = {"zoo": zoo, "mesh": mesh}
+        exec(lines, scope)
+    assert str(scope["plan"]).count("fully_shard") == 3

@@ -1,10 +1,42 @@
-"""The README's Python examples run as they stand."""
+"""The README's examples run as they stand, and print what it shows."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from testkit.readme import examples, run_example
+from testkit.readme import blocks, examples, run_example
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+# What a terminal shows has spaces at the ends of lines, and drawn rules of its width.
+RULE = re.compile(r"^[ ─]+$")
+
+
+def shown(text):
+    lines = (line.rstrip() for line in text.splitlines())
+    return [line for line in lines if line and not RULE.match(line)]
 
 
 @pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
 def test_an_example_runs(code, tmp_path):
     run_example(code, tmp_path)
+
+
+def test_the_picture_of_a_placement_is_what_its_example_prints(tmp_path, capfd):
+    (code,) = (each for each in blocks(README, "python") if "StridedRaggedShard" in each)
+    (picture,) = (each for each in blocks(README, "") if each.startswith("tensor (6, 8)"))
+    run_example(code, tmp_path)
+    assert shown(capfd.readouterr().out) == shown(picture)
+
+
+def test_the_planners_command_prints_the_table_beside_it(tmp_path):
+    command, table = (each for each in blocks(README, "") if "deepseek-v3" in each)
+    program, *arguments = shlex.split(command)
+    assert program == "python"
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shown(done.stdout) == shown(table)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
-__all__ = ["examples", "run_example"]
+__all__ = ["blocks", "examples", "run_example"]
 
 
 def examples(test_file: str) -> list[str]:
@@ -20,10 +21,23 @@ def examples(test_file: str) -> list[str]:
         ValueError: there is none.
     """
     readme = Path(test_file).resolve().parents[1] / "README.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
-    if not blocks:
+    found = blocks(readme.read_text(), "python")
+    if not found:
         raise ValueError(f"{readme} has no ```python block; a test of its examples wants one")
-    return blocks
+    return found
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a Markdown text in a language, those within lists dedented.
+
+    Args:
+        text: of a page, or of a part of one.
+        language: the word behind the fence; empty: blocks that name none.
+    """
+    # Every opening fence is matched, so that none is taken for the end of another's block.
+    fenced = r"^( *)```([^`\n]*)\n(.*?)^\1```$"
+    found = re.findall(fenced, text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(code) for _, word, code in found if word.strip() == language]
 
 
 def run_example(code: str, folder: Path) -> None:

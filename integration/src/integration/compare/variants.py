@@ -86,6 +86,11 @@ def _experts(name: str, ranks: int, **degrees: Any) -> Variant:
     return Variant(name, "plan", ranks, Degrees(**degrees), family="mixtral")
 
 
+def _titan(name: str, ranks: int, **degrees: Any) -> Variant:
+    options = Degrees(tp=2, sp=True, loss_parallel=True, **degrees)
+    return Variant(name, "torchtitan-style", ranks, options)
+
+
 # torch's own, whose random numbers on shards stand beside ours.
 STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
 # By plans, with all packages.
@@ -122,6 +127,8 @@ PLAIN: tuple[Variant, ...] = (
     Variant("fsdp2", "fsdp2"),
     Variant("fsdp", "fsdp"),
     Variant("dtensor-tp", "dtensor-tp"),
+    _titan("titan-tp-sp-loss", 2),
+    _titan("titan-fsdp-tp-sp-loss", 4, dp_shard=2),
     *(Variant(f"pp-{schedule}", "single", schedule=schedule) for schedule in SCHEDULES),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
     Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B", family="llama"),

@@ -10,6 +10,7 @@ from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult
 from integration.compare.results import RESULTS_FILE, OptimizerResult, Results, write_results
 from integration.compare.setup import Comparison
+from integration.lines.table import line_section
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import save_png, svg_of
@@ -53,6 +54,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
         "finding": text.finding,
         "options": asdict(comparison.options),
         "environment": asdict(environment),
+        "lines_of_code": [asdict(each) for each in line_section().efforts],
     }
     write_results(out / RESULTS_FILE, results, about)
     figures = out / "figures"
@@ -75,6 +77,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
         random=_random_section(results.random_numbers, figures),
         optimizers=_optimizer_section(results.optimizers, figures),
         parallelism=_parallel_section(results.parallelism, figures),
+        lines=line_section(),
         environment=environment,
     )
     (out / "report.md").write_text(render_markdown(page))

@@ -14,6 +14,7 @@ from integration.compare.parallelism import ParallelResult
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
 from integration.compare.results import OptimizerResult, Results
+from integration.lines.table import LineSection
 from integration.report.environment import Environment
 from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.palette import DARK, LIGHT, styles
@@ -110,6 +111,7 @@ class Page:
     random: RandomSection | None
     optimizers: OptimizerSection | None
     parallelism: ParallelSection | None
+    lines: LineSection
     environment: Environment
 
     @property

@@ -12,6 +12,7 @@ from integration.systems.fsdp1 import FullyShardedOne
 from integration.systems.fsdp2 import FullyShardedTwo
 from integration.systems.plan import Planned
 from integration.systems.single import SingleDevice
+from integration.systems.torchtitan import TorchTitanStyle
 
 _ALL: tuple[type[System], ...] = (
     SingleDevice,
@@ -20,6 +21,7 @@ _ALL: tuple[type[System], ...] = (
     FullyShardedTwo,
     FullyShardedBuffers,
     DTensorTensorParallel,
+    TorchTitanStyle,
     Planned,
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)

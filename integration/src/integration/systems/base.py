@@ -41,6 +41,8 @@ class System(ABC):
     compiles: bool = False
     # Whether it can compute in another dtype than that of the weights.
     mixed_precision: bool = False
+    # Whether ranks of tensor parallelism have equal parts of a sequence, or it is refused.
+    even_sequences: bool = False
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 
@@ -54,6 +56,10 @@ class System(ABC):
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
         return world_size
+
+    def data_rank(self, rank: int, world_size: int) -> int:
+        """Return which of the data parallel ranks ``rank`` is."""
+        return rank % self.data_parallel_degree(world_size)
 
     def microbatch_parts(self) -> int:
         """Return into how many parts the system itself cuts a microbatch."""

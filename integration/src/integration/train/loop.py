@@ -57,7 +57,8 @@ class Trainer:
         self._tokens = config.global_batch * data.tokens  # of a step
         self._sample = data.sample(0, 0)
         # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
-        self._loader = BatchLoader(data, plan, rank=world.rank % plan.degree, seed=config.seed)
+        rank = setup.system.data_rank(world.rank, world.size)
+        self._loader = BatchLoader(data, plan, rank=rank, seed=config.seed)
         self._identity = checkpoint.Identity(
             model=asdict(setup.shape),
             data_fingerprint=data.fingerprint,

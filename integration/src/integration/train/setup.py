@@ -60,6 +60,12 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
             " multiple of them"
         )
     _check_context(config)
+    if system.even_sequences and config.sequence_length % config.tp:
+        raise UsageError(
+            f"system {system.name!r} gives each rank of --tp {config.tp} an equal part of a"
+            f" sequence, and --sequence-length is {config.sequence_length}; give a multiple of"
+            f" {config.tp}"
+        )
     if config.init == "sharded" and not system.takes_deferred:
         if not system.takes_meta:
             raise UsageError(

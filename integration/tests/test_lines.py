@@ -1,0 +1,78 @@
+"""The table of lines of code counts files that models are trained by."""
+
+import base64
+import hashlib
+import inspect
+from importlib.metadata import files as files_of
+from pathlib import Path
+
+import pytest
+
+from integration.lines import Lines, count_efforts
+from integration.lines.__main__ import main
+from integration.lines.efforts import PAPER
+from integration.lines.table import line_section
+from integration.models import build_model_on_meta, model_shape
+from integration.systems import parallelize_llama
+
+
+def counted():
+    return {(each.family, each.system): each.counted for each in count_efforts() if each.counted}
+
+
+def test_each_model_is_written_by_a_plan_and_llama_in_torchtitans_way_too():
+    assert set(counted()) == {
+        *(("llama", system) for system in ("plan", "torchtitan-style")),
+        *((family, "plan") for family in ("mixtral", "dit")),
+    }
+
+
+def test_the_readmes_figures_are_those_that_are_counted():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for row in line_section().rows:
+        assert f"| {' | '.join(row.cells)} |\n" in readme
+
+
+def test_torchtitans_lines_are_all_of_its_two_functions():
+    # Both run whole, so that what a tracer sees is what can be read off the file.
+    (found,) = (lines for (_, system), lines in counted().items() if system != "plan")
+    bodies = 0
+    for function in (parallelize_llama.apply_tp, parallelize_llama.apply_fsdp):
+        text = inspect.getsource(function)
+        body = text.split('"""')[2]
+        bodies += sum(bool(line.strip()) for line in body.splitlines())
+    assert found == Lines(0, bodies, 0)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])
+def test_no_line_of_transformers_model_is_changed(name):
+    source = Path(inspect.getsourcefile(type(build_model_on_meta(model_shape(name)))))
+    (packed,) = (
+        each for each in files_of("transformers") if each.locate().resolve() == source.resolve()
+    )
+    digest = hashlib.new(packed.hash.mode, source.read_bytes()).digest()
+    assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == packed.hash.value
+
+
+def test_the_papers_totals():
+    totals = {
+        system: [lines.total for lines in models.values()] for system, models in PAPER.items()
+    }
+    assert totals == {
+        "veScale": [29, 38, 38],
+        "TorchTitan": [63, 100, 95],
+        "Megatron-LM": [126, 162, 82],
+        "Megatron-DeepSpeed": [130, 176, 86],
+    }
+
+
+def test_a_row_has_a_cell_for_each_column_and_dashes_where_nothing_is_written(monkeypatch, capsys):
+    section = line_section()
+    assert all(len(row.cells) == len(section.columns) for row in section.rows)
+    megatron = next(row.cells for row in section.rows if "Megatron-LM" in row.cells)
+    assert megatron == ("llama", *["\N{EN DASH}"] * 5, "126 + 0 + 0 = 126", "Megatron-LM")
+    monkeypatch.setenv("COLUMNS", "160")
+    main()
+    printed = capsys.readouterr().out
+    assert "torchtitan-style  0" in printed
+    assert len(printed.splitlines()) == 1 + len(section.rows)

@@ -1,0 +1,95 @@
+"""Commands of the README, the guide and nox's sessions get through the programs' own checks."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from integration import export
+from integration.compare.options import parse_options
+from integration.compare.setup import prepare as prepare_comparison
+from integration.pipeline import bubble
+from integration.train.config import parse_config
+from integration.train.setup import prepare as prepare_run
+from testkit.readme import blocks
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "integration" / "README.md").read_text()
+LINES = [line for block in blocks(TEXT, "") for line in block.splitlines()]
+LINES += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+
+
+def commands(start):
+    """What stands behind the words that commands of a program begin with."""
+    found = [line.partition("  #")[0].strip() for line in LINES]
+    found = [line.removeprefix(".venv/bin/") for line in found]
+    return [line.removeprefix(start).strip() for line in found if re.match(rf"{start}( |$)", line)]
+
+
+TRAIN = commands("python -m integration.train")
+COMPARE = [
+    *commands("python -m integration.compare"),
+    *(line.removeprefix("--").strip() for line in commands("nox -s integration")),
+]
+
+
+def test_commands_were_found():
+    assert (len(TRAIN), len(COMPARE)) == (6, 4)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty one to run in, with what commands take as given."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "PATH").mkdir()
+    (tmp_path / "PATH" / "text.txt").write_text("All work and no play. " * 5000)
+    (tmp_path / "run.toml").write_text('model = "llama-tiny"\nsteps = 2\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", TRAIN)
+def test_a_training_command_is_accepted(line, folder, capsys):
+    if line == "--help":
+        with pytest.raises(SystemExit, match="0"):
+            parse_config([line])
+        assert "--pp-schedule" in capsys.readouterr().out
+        return
+    config = parse_config(shlex.split(line))
+    prepare_run(config, config.ranks or 1)
+
+
+@pytest.mark.parametrize("line", COMPARE)
+def test_a_comparison_is_accepted(line, folder):
+    comparison = prepare_comparison(parse_options(shlex.split(line)))
+    assert comparison.jobs
+
+
+def test_torchruns_line_is_accepted(folder):
+    (line,) = commands("torchrun")
+    options, arguments = line.split(" -m integration.train ")
+    ranks = int(options.split("--nproc-per-node ")[1])
+    assert prepare_run(parse_config(shlex.split(arguments)), ranks).config.steps == 2
+
+
+def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch, capsys):
+    (line,) = commands("python -m integration.export")
+    assert export.main(line.split()) == 2  # its parser took them, and there is no such checkpoint
+    assert "CHECKPOINT is not a complete checkpoint" in capsys.readouterr().err
+    asked = []
+    monkeypatch.setattr(bubble, "measure", lambda *arguments: asked.append(arguments) or 1 / 0)
+    (line,) = commands("python -m integration.pipeline.bubble")
+    with pytest.raises(ZeroDivisionError):
+        bubble.main(line.split())
+    assert len(asked) == 1
+
+
+def test_options_that_the_readme_names_exist(folder):
+    from integration.compare.options import CompareOptions
+    from integration.train.config import TrainConfig
+
+    known = {*TrainConfig.__dataclass_fields__, *CompareOptions.__dataclass_fields__}
+    beside = {"help", "config", "prefix", "nproc-per-node", "out"}  # of parsers, torch and torchrun
+    for option in set(re.findall(r"--([a-z][\w-]+)", "\n".join(LINES))) - beside:
+        field = option.replace("-", "_")
+        assert field in known or field.removeprefix("no_") in known, option
