@@ -21,6 +21,7 @@ from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summa
 from integration.models import build_model, model_shape
 from integration.report import write_report
 from integration.report.palette import DARK, LIGHT
+from integration.report.phrases import ABSENT
 from integration.report.picture_figure import draw_pictures
 from integration.report.picture_wording import picture_finding, picture_rows, picture_text
 from integration.report.terminal import print_results
@@ -188,7 +189,7 @@ def test_trouble_fails_the_comparison_and_is_named(tmp_path, monkeypatch, change
     assert len(results.pictures.drawn) == drawn
     assert "Does not pass" in write_report(asked, results, []).read_text()
     assert (results.failures == []) == (drawn == 2)
-    absent = [row.recognised for row in picture_rows(results.pictures)].count("–")
+    absent = [row.recognised for row in picture_rows(results.pictures)].count(ABSENT)
     assert absent == 2 - drawn
 
 

@@ -31,7 +31,7 @@ def draw_pictures(result: PictureResult, theme: Theme) -> Figure:
     columns = 1 + len(result.runs)
     height = rows * WIDTH_INCHES / (CLASSES * columns)
     figure = new_figure(theme, height + 4.2)
-    above, below = figure.subfigures(2, 1, height_ratios=[height + 0.6, 3.6])
+    above, below = figure.subfigures(2, 1, height_ratios=[height + 0.6, 3.6], squeeze=False)[:, 0]
     for part in (above, below):
         part.set_facecolor(theme.background)
     cells = above.subplots(1, columns, squeeze=False)[0]
