@@ -17,6 +17,7 @@ from integration.report.difference_axes import DifferenceLine, DifferencePanel, 
 from integration.report.figures import WIDTH_INCHES, dress, new_figure, save_png
 from integration.report.loss_figure import draw_curves
 from integration.report.palette import LIGHT, Theme, styles
+from integration.report.phrases import scientific
 
 # A picture and the line around it, in pixels.
 _CELL = SIDE + 2
@@ -78,15 +79,23 @@ def _draw_losses(losses: Axes, differences: Axes, result: PictureResult, theme: 
     run, lines = result.runs[1], []
     if result.whole is not None:
         lines = [DifferenceLine(result.whole.differences, drawn[run.system], run.system)]
-    draw_differences([DifferencePanel(differences, lines)], {run.tolerance}, theme)
-    differences.axvline(result.judged, color=theme.muted, linewidth=1.1, linestyle=(0, (1, 2)))
-    differences.text(
-        *(result.judged, 0.98, f" judged to step {result.judged}"),
-        transform=differences.get_xaxis_transform(),
-        color=theme.muted,
-        fontsize=9,
-        va="top",
-    )
+    draw_differences([DifferencePanel(differences, lines)], (), theme)
+    _draw_judged(differences, run.tolerance, result.judged, theme)
     for axes in (losses, differences):
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _draw_judged(axes: Axes, tolerance: float, steps: int, theme: Theme) -> None:
+    """Draw the tolerance over the steps that it is for."""
+    axes.plot([1, steps], [tolerance] * 2, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
+    axes.annotate(
+        f"tolerance {scientific(tolerance)}, to step {steps}",
+        (1, tolerance),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=theme.ink,
+        fontsize=9.5,
+    )
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, max(top, 10 * tolerance))
