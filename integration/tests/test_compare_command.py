@@ -21,7 +21,7 @@ def finished(tmp_path_factory):
     """A comparison of DDP with the single device, and where its results lie."""
     out = tmp_path_factory.mktemp("comparison") / "results"
     options = ["--systems", "ddp", "--model", "llama-tiny", "--steps", str(STEPS)]
-    options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism"]
+    options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism", "--no-pictures"]
     command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
 

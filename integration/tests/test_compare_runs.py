@@ -81,6 +81,7 @@ def options(tmp_path):
         random_numbers=False,
         optimizers=False,
         parallelism=False,
+        pictures=False,
     )
 
 

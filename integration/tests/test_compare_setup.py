@@ -25,7 +25,7 @@ def text(tmp_path):
 @pytest.fixture
 def options(tmp_path, text):
     """Options that make sense, as keywords."""
-    small = {"model": "llama-tiny", "systems": "ddp", "parallelism": False}
+    small = {"model": "llama-tiny", "systems": "ddp", "parallelism": False, "pictures": False}
     return small | {"out": tmp_path / "out", "data": text}
 
 

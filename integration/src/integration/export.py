@@ -4,13 +4,11 @@ import argparse
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from integration.errors import EXIT_USAGE, UsageError
 from integration.hugging_face import write_weights
@@ -53,9 +51,7 @@ def export(path: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
     make_folder(partial)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
-        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    checkpoint.load_weights(path, weights)
     write_weights(partial, weights, pieces)
     config: Any = getattr(model, "config", None)  # Hugging Face's have one
     if config is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["DiT", "Diffusion"]
+__all__ = ["DiT", "Diffusion", "kept_share"]
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -192,6 +192,11 @@ class DiT(nn.Module):
         return x.reshape(x.shape[0], self.channels, side * patch, side * patch)
 
 
+def kept_share(t: torch.Tensor) -> torch.Tensor:
+    """What is left of an image at times in [0, 1000]: 1 falling to 0, along a cosine."""
+    return torch.cos(t / 1000 * math.pi / 2)
+
+
 class Diffusion(nn.Module):
     """The training loss of a diffusion model: the squared error of the predicted noise.
 
@@ -207,7 +212,7 @@ class Diffusion(nn.Module):
         self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, noise: torch.Tensor
     ) -> torch.Tensor:
         """The loss of clean images, times, classes, and the noise to add, of the images' shape."""
-        kept = torch.cos(t / 1000 * math.pi / 2).view(-1, 1, 1, 1)
+        kept = kept_share(t).view(-1, 1, 1, 1)
         noisy = kept * x + (1 - kept**2).sqrt() * noise
         loss: torch.Tensor = self.criterion(self.model(noisy, t, y), noise)
         return loss

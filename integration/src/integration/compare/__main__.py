@@ -10,6 +10,7 @@ from integration.compare import folder
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
 from integration.compare.parallelism import collect as collect_parallelism
+from integration.compare.pictures import collect_pictures
 from integration.compare.random_numbers import collect as collect_random_numbers
 from integration.compare.results import Results, collect, collect_optimizers
 from integration.compare.runner import run_jobs
@@ -51,11 +52,14 @@ def _run(comparison: Comparison) -> Results | None:
     systems = [next(remaining) for _ in comparison.jobs]
     random = [next(remaining) for _ in comparison.random_jobs]
     optimizers = [next(remaining) for each in comparison.optimizer_jobs for _ in each.jobs]
+    parallel = [next(remaining) for _ in comparison.parallel_jobs]
+    pictures = list(remaining)
     results = Results(
         collect(systems),
         collect_random_numbers(comparison.random_jobs, random),
         collect_optimizers(comparison.optimizer_jobs, optimizers),
-        collect_parallelism(comparison.parallel_jobs, list(remaining)),
+        collect_parallelism(comparison.parallel_jobs, parallel),
+        collect_pictures(comparison.options.picture_model, comparison.picture_jobs, pictures),
     )
     for failure in results.failures:
         display.failed(failure)

@@ -13,10 +13,10 @@ _DESCRIPTION = """Train under every system and compare each with one device.
 
 Trains the same model on the same global batches, one system after another; then, for the random
 numbers, a small one whose weights or dropout are drawn on 2 and 4 ranks; then a small one with
-fsdp's optimizers, under DDP and sharded. Writes loss curves, speeds and memory to OUT/report.md,
-OUT/report.html and OUT/results.json. Exit code: 0 when every curve stays within its tolerance and
-dist-rng's random numbers are one device's, 1 when not or when a run fails, 2 when the options are
-wrong."""
+fsdp's optimizers, under DDP and sharded; then a DiT, whose pictures are drawn. Writes loss curves,
+speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0 when every
+curve stays within its tolerance and dist-rng's random numbers are one device's, 1 when not or when
+a run fails, 2 when the options are wrong."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ class CompareOptions:
     """Which model to train for that."""
     optimizer_steps: int = 100
     """Optimizer steps of each of those runs."""
+    pictures: bool = True
+    """Compare the pictures of a DiT trained on one device and sharded too, after all."""
+    picture_model: str = "dit-small"
+    """Which model to train for that."""
+    picture_steps: int = 450
+    """Optimizer steps of each of those runs; digits need about as many as the default."""
 
     def system_names(self) -> tuple[str, ...]:
         """Return the names of variants in their order: the reference, then as they were given.

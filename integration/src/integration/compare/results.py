@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from integration.compare.cost import Cost, cost
 from integration.compare.curves import Deviation, deviation
 from integration.compare.optimizer_jobs import OptimizerJobs
@@ -80,6 +82,57 @@ class OptimizerResult:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What one run draws.
+
+    Attributes:
+        pictures: (samples * 10, 1, 8, 8) fp32 in [-1, 1], classes in turn.
+        recognised: how many of them are nearest to a real image of the class they were asked for.
+    """
+
+    system: str
+    pictures: Tensor
+    recognised: int
+
+
+@dataclass(frozen=True)
+class PictureResult:
+    """The runs of one DiT and their pictures.
+
+    Attributes:
+        runs: the reference's first; the deviation and the verdict are of the ``judged`` steps.
+        whole: the deviation over all steps, in which rounding has been amplified; not judged.
+            Absent where a run has failed.
+        drawn: of the runs that finished, in their order.
+        samples: pictures of each class.
+        real: images of the data, as many and in the same order.
+        difference: the largest of a pixel between the runs, of a range of 2; not judged either,
+            and absent where one has failed.
+    """
+
+    model: str
+    runs: Sequence[SystemResult]
+    judged: int
+    whole: Deviation | None
+    drawn: Sequence[Drawn]
+    samples: int
+    real: Tensor
+    difference: float | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return all but the pictures, for results.json."""
+        return {
+            "model": self.model,
+            "runs": [asdict(run) for run in self.runs],
+            "pictures": len(self.real),
+            "recognised": {drawn.system: drawn.recognised for drawn in self.drawn},
+            "difference": self.difference,
+            "judged_steps": self.judged,
+            "whole": self.whole and asdict(self.whole),
+        }
+
+
+@dataclass(frozen=True)
 class Results:
     """All that a comparison found.
 
@@ -88,12 +141,14 @@ class Results:
         random_numbers: case by case, each one's reference first; empty where it was left out.
         optimizers: one after the other; empty where they were left out.
         parallelism: of every product; empty where they were left out.
+        pictures: absent where they were left out.
     """
 
     systems: Sequence[SystemResult]
     random_numbers: Sequence[RandomResult]
     optimizers: Sequence[OptimizerResult] = ()
     parallelism: Sequence[ParallelResult] = ()
+    pictures: PictureResult | None = None
 
     @property
     def passes(self) -> bool:
@@ -102,7 +157,8 @@ class Results:
         others_pass = random_numbers_pass(self.random_numbers) and parallelism_passes(
             self.parallelism
         )
-        return passes(self.systems) and optimizers_pass and others_pass
+        pictures_pass = self.pictures is None or passes(self.pictures.runs)
+        return passes(self.systems) and optimizers_pass and others_pass and pictures_pass
 
     @property
     def failures(self) -> list[Failure]:
@@ -111,6 +167,7 @@ class Results:
         found += [each.failure for each in self.random_numbers]
         found += [run.failure for each in self.optimizers for run in each.runs]
         found += [each.failure for each in self.parallelism]
+        found += [run.failure for run in self.pictures.runs] if self.pictures else []
         return [failure for failure in found if failure is not None]
 
 
@@ -145,6 +202,7 @@ def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
         "random_numbers": [asdict(each) for each in results.random_numbers],
         "optimizers": [asdict(each) for each in results.optimizers],
         "parallelism": [asdict(each) for each in results.parallelism],
+        "pictures": results.pictures and results.pictures.facts(),
     }
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 

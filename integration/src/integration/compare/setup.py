@@ -8,6 +8,7 @@ from integration.compare.job import Job, job_of, train_config
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
 from integration.compare.parallel_jobs import ParallelJob, parallel_jobs
+from integration.compare.picture_jobs import picture_jobs
 from integration.compare.random_jobs import RandomJob, random_jobs
 from integration.compare.variants import Variant, get_variant
 from integration.data import (
@@ -39,7 +40,8 @@ class Comparison:
         jobs: one per system; the first is the reference.
         random_jobs: what runs after them; none where random numbers are left out.
         optimizer_jobs: what runs after those; none where optimizers are left out.
-        parallel_jobs: what runs at last; none where products of parallelism are left out.
+        parallel_jobs: what runs after those; none where products of parallelism are left out.
+        picture_jobs: what runs at last; none where pictures are left out.
     """
 
     options: CompareOptions
@@ -48,13 +50,15 @@ class Comparison:
     data: DataFacts
     optimizer_jobs: tuple[OptimizerJobs, ...] = ()
     parallel_jobs: tuple[ParallelJob, ...] = ()
+    picture_jobs: tuple[Job, ...] = ()
 
     @property
     def all_jobs(self) -> tuple[Job, ...]:
         """Everything that runs, in order."""
         random = (each.job for each in self.random_jobs)
         optimizers = (job for each in self.optimizer_jobs for job in each.jobs)
-        return (*self.jobs, *random, *optimizers, *(each.job for each in self.parallel_jobs))
+        parallel = (each.job for each in self.parallel_jobs)
+        return (*self.jobs, *random, *optimizers, *parallel, *self.picture_jobs)
 
 
 def prepare(options: CompareOptions) -> Comparison:
@@ -71,6 +75,7 @@ def prepare(options: CompareOptions) -> Comparison:
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
     parallel = parallel_jobs(options)
+    pictures = picture_jobs(options)
     require_replaceable(options.out, options.data)
     require_source(shape.modality, options.data)
     data = _samples(options, shape.modality)
@@ -87,7 +92,7 @@ def prepare(options: CompareOptions) -> Comparison:
         for variant, config in zip(variants, configs, strict=True)
     ]
     facts = DataFacts(data.source, data.size, data.fingerprint)
-    return Comparison(options, tuple(jobs), random, facts, optimizers, parallel)
+    return Comparison(options, tuple(jobs), random, facts, optimizers, parallel, pictures)
 
 
 def _samples(options: CompareOptions, modality: Modality) -> Samples:

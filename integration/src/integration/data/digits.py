@@ -28,6 +28,10 @@ class Digits:
     A sample has ``x``, (1, 8, 8) fp32 in [-1, 1]; ``t``, its time in [0, 1000), and ``y``, its
     class or 10 for none, both int64 scalars; and ``noise``, of ``x``'s shape.
 
+    Attributes:
+        images: (images, 1, 8, 8) fp32 in [-1, 1], never written.
+        classes: (images,) int64, of each.
+
     Args:
         seed: of times, noises, and which images lose their class.
     """
@@ -41,26 +45,26 @@ class Digits:
 
         digits = load_digits()
         images = torch.from_numpy(digits.images).float()
-        self._images = (images / (_PIXEL_RANGE / 2) - 1).unsqueeze(1)  # (images, 1, 8, 8)
-        self._classes = torch.from_numpy(digits.target).long()  # (images,)
-        content = digits.images.tobytes() + self._classes.numpy().tobytes()
+        self.images = (images / (_PIXEL_RANGE / 2) - 1).unsqueeze(1)  # (images, 1, 8, 8)
+        self.classes = torch.from_numpy(digits.target).long()  # (images,)
+        content = digits.images.tobytes() + self.classes.numpy().tobytes()
         self.size = len(content)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self._seed = seed
 
     def __len__(self) -> int:
         """How many images there are."""
-        return len(self._images)
+        return len(self.images)
 
     def sample(self, slot: int, draw: int) -> Batch:
         """Return the image at ``slot`` with what ``draw`` decides."""
         # Not torch's generator: of a seed the CPU's takes 32 bits, too few for two numbers.
         random = np.random.default_rng((self._seed, draw))
-        image = self._images[slot]
+        image = self.images[slot]
         time = torch.tensor(random.integers(TIMES))
         noise = torch.from_numpy(random.standard_normal(image.shape, dtype=np.float32))
         dropped = random.random() < _WITHOUT_CLASS
-        label = torch.tensor(CLASSES) if dropped else self._classes[slot]
+        label = torch.tensor(CLASSES) if dropped else self.classes[slot]
         return {"x": image, "t": time, "y": label, "noise": noise}
 
     def require(self, samples: int) -> None:

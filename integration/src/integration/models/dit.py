@@ -48,6 +48,8 @@ class DiTShape(ModelShape):
 DITS: dict[str, DiTShape] = {
     # 3.4 M parameters.
     "dit-3m": DiTShape(hidden_size=192, depth=5, num_heads=6),
+    # 0.2 M parameters: learns to draw digits within a minute on one core.
+    "dit-small": DiTShape(hidden_size=64, depth=3, num_heads=4),
     # 0.1 M parameters, for tests.
     "dit-tiny": DiTShape(hidden_size=32, depth=2, num_heads=4),
 }

@@ -8,7 +8,13 @@ from matplotlib.figure import Figure
 
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import RESULTS_FILE, OptimizerResult, Results, write_results
+from integration.compare.results import (
+    RESULTS_FILE,
+    OptimizerResult,
+    PictureResult,
+    Results,
+    write_results,
+)
 from integration.compare.setup import Comparison
 from integration.lines.table import line_section
 from integration.report.cost_figure import draw_cost
@@ -22,6 +28,7 @@ from integration.report.pages import (
     OptimizerSection,
     Page,
     ParallelSection,
+    PictureSection,
     RandomSection,
     render_html,
     render_markdown,
@@ -29,6 +36,8 @@ from integration.report.pages import (
 from integration.report.palette import DARK, LIGHT, Theme
 from integration.report.parallel_figure import draw_parallelism
 from integration.report.parallel_wording import parallel_text
+from integration.report.picture_figure import draw_pictures
+from integration.report.picture_wording import picture_text
 from integration.report.random_figure import draw_random
 from integration.report.random_wording import random_text
 from integration.report.wording import page_text
@@ -77,6 +86,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
         random=_random_section(results.random_numbers, figures),
         optimizers=_optimizer_section(results.optimizers, figures),
         parallelism=_parallel_section(results.parallelism, figures),
+        pictures=_picture_section(results.pictures, figures),
         lines=line_section(),
         environment=environment,
     )
@@ -122,6 +132,18 @@ def _parallel_section(results: Sequence[ParallelResult], figures: Path) -> Paral
         figures,
     )
     return ParallelSection(parallel_text(results), results, chart)
+
+
+def _picture_section(result: PictureResult | None, figures: Path) -> PictureSection | None:
+    if result is None:
+        return None
+    chart = _chart(
+        "pictures",
+        "Images of the data, and digits drawn by each run from the same noise; losses by step",
+        lambda theme: draw_pictures(result, theme),
+        figures,
+    )
+    return PictureSection(picture_text(result), result, chart)
 
 
 def _chart(name: str, alternative: str, draw: Callable[[Theme], Figure], folder: Path) -> Chart:

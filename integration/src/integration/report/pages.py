@@ -13,13 +13,14 @@ from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import OptimizerResult, Results
+from integration.compare.results import OptimizerResult, PictureResult, Results
 from integration.lines.table import LineSection
 from integration.report.environment import Environment
 from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.palette import DARK, LIGHT, styles
 from integration.report.parallel_wording import TITLES, ParallelRow, ParallelText, parallel_rows
 from integration.report.phrases import ABSENT
+from integration.report.picture_wording import PictureRow, PictureText, picture_rows
 from integration.report.random_figure import source_colour
 from integration.report.random_wording import RandomRow, RandomText, random_rows
 from integration.report.rows import Row, rows
@@ -95,6 +96,24 @@ class ParallelSection:
 
 
 @dataclass(frozen=True)
+class PictureSection:
+    """The section on pictures."""
+
+    text: PictureText
+    result: PictureResult
+    chart: Chart
+
+    @property
+    def rows(self) -> list[PictureRow]:
+        """A printable row per run."""
+        return picture_rows(self.result)
+
+    def colour(self, system: str, *, dark: bool) -> str:
+        """Return the colour that the figure gives a system."""
+        return styles(self.result.runs, DARK if dark else LIGHT)[system].colour
+
+
+@dataclass(frozen=True)
 class Page:
     """What both templates are filled from.
 
@@ -102,6 +121,7 @@ class Page:
         random: absent where random numbers were left out.
         optimizers: absent where they were left out.
         parallelism: absent where it was left out.
+        pictures: absent where they were left out.
     """
 
     text: PageText
@@ -111,6 +131,7 @@ class Page:
     random: RandomSection | None
     optimizers: OptimizerSection | None
     parallelism: ParallelSection | None
+    pictures: PictureSection | None
     lines: LineSection
     environment: Environment
 

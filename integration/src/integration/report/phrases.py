@@ -27,11 +27,13 @@ def size(parameters: int) -> str:
     return f" ({parameters / 1e6:.1f} M parameters)"
 
 
-def out_of_tolerance(name: str, found: Deviation, tolerance: float) -> str:
+def out_of_tolerance(
+    name: str, found: Deviation, tolerance: float, *, unit: str = "nats per token"
+) -> str:
     """Return the sentence on a run whose losses are too far off."""
     if math.isnan(found.maximum):
         return f"{name} has no finite loss to compare from step {found.step} on."
     return (
-        f"{name} leaves its tolerance: it differs by {scientific(found.maximum)} nats per"
-        f" token at step {found.step}, where {scientific(tolerance)} is accepted."
+        f"{name} leaves its tolerance: it differs by {scientific(found.maximum)} {unit}"
+        f" at step {found.step}, where {scientific(tolerance)} is accepted."
     )

@@ -10,10 +10,11 @@ from rich.text import Text
 from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult, RandomVerdict
-from integration.compare.results import OptimizerResult, Results, SystemResult
+from integration.compare.results import OptimizerResult, PictureResult, Results, SystemResult
 from integration.report.optimizer_wording import optimizer_rows
 from integration.report.parallel_wording import TITLES, parallel_rows
 from integration.report.phrases import ABSENT, TIMES
+from integration.report.picture_wording import picture_rows
 from integration.report.random_wording import random_rows
 from integration.report.rows import rows
 from integration.report.wording import whole_finding
@@ -32,6 +33,9 @@ def print_results(results: Results, report: Path, console: Console) -> None:
         console.print()
     if results.parallelism:
         console.print(_parallel_table(results.parallelism))
+        console.print()
+    if results.pictures is not None:
+        console.print(_picture_table(results.pictures))
         console.print()
     good = results.passes
     verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
@@ -88,6 +92,15 @@ def _parallel_table(results: Sequence[ParallelResult]) -> Table:
         style = "" if row.passes else "bold red"
         cells = [Text(cell.maximum, "" if cell.passes else "bold red") for cell in row.cells]
         table.add_row(row.model, Text(row.way, style), row.ranks, *cells)
+    return table
+
+
+def _picture_table(result: PictureResult) -> Table:
+    table = _table("pictures", "trained by", "verdict", numbers=("max |Δ|", "recognised"))
+    for row in picture_rows(result):
+        run = row.run
+        verdict = _verdict(run.verdict, passes=run.verdict.passes)
+        table.add_row(result.model, run.system, verdict, run.maximum, row.recognised)
     return table
 
 

@@ -10,6 +10,7 @@ from integration.compare.setup import Comparison
 from integration.report.optimizer_wording import optimizer_finding
 from integration.report.parallel_wording import parallel_finding
 from integration.report.phrases import listed, out_of_tolerance, scientific, size
+from integration.report.picture_wording import picture_finding
 from integration.report.random_wording import random_finding
 
 
@@ -51,6 +52,7 @@ def whole_finding(results: Results) -> str:
         random_finding(results.random_numbers),
         optimizer_finding(results.optimizers),
         parallel_finding(results.parallelism),
+        picture_finding(results.pictures),
     )
     return " ".join(section for section in sections if section)
 

@@ -11,6 +11,7 @@ Note [complete]
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: 
     )
     if same_world:
         torch.set_rng_state(state["rng"][rng_key])
+
+
+def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Read a complete checkpoint's weights into tensors by name, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
+        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
 
 
 def read_manifest(path: Path) -> Manifest:

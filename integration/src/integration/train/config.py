@@ -35,7 +35,7 @@ class TrainConfig:
     system: str = "single"
     """How to run: single, ddp, fsdp1, fsdp2, fsdp, dtensor-tp, or plan with the degrees below."""
     model: str = "llama-10m"
-    """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m or dit-tiny."""
+    """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
     dp_replicate: Positive = 1
     """plan: data parallel ranks with copies of parameters."""
     dp_shard: Positive = 1
