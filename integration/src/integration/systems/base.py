@@ -18,14 +18,11 @@ class System(ABC):
 
     Attributes:
         name: how users choose it.
-        tolerance: the largest loss difference from one device that the comparison accepts,
-            absolute, in units of the loss, over curves that amplify rounding.
         degrees: of its axes, for systems that compose several.
         compute_dtype: what is computed in, where it is not the dtype of the weights.
     """
 
     name: str
-    tolerance: float
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
     takes_meta: bool = False
     # Whether its shards are of placements in which torch draws nothing, and dist-rng does.
@@ -41,6 +38,8 @@ class System(ABC):
     compiles: bool = False
     # Whether it can compute in another dtype than that of the weights.
     mixed_precision: bool = False
+    # Why it cannot run here and what to do; None: it can.
+    missing: str | None = None
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 

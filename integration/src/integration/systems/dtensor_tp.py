@@ -39,7 +39,6 @@ class DTensorTensorParallel(System):
     """``torch.distributed.tensor.parallel`` on attention, MLP, embedding and output."""
 
     name = "dtensor-tp"
-    tolerance = 1e-4
     takes_meta = True
     families = ("llama",)
 

@@ -121,6 +121,8 @@ class TrainConfig:
     """Write TensorBoard files into the run folder."""
     profile_steps: str | None = None
     """Steps to profile, as 10:13, the last included; traces are in the run folder's profile/."""
+    count_collectives: Positive | None = None
+    """Step whose collectives are counted into the summary; it takes longer."""
     peak_flops: Annotated[float, Field(gt=0)] | None = None
     """FLOP/s of one rank at best, of which MFU is a share; by default known or measured."""
     ranks: Positive | None = None

@@ -19,6 +19,7 @@ from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summa
 from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
+from integration.train.collectives import CollectiveCounter
 from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
 from integration.train.memory import peak_rss_bytes
@@ -74,6 +75,7 @@ class Trainer:
         self.model, self._parameters = parallel.model, parallel.parameters
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
+        self._collectives = CollectiveCounter(config.count_collectives)
         self.optimizer = build_optimizer(
             config.optimizer,
             self.model,
@@ -184,7 +186,9 @@ class Trainer:
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         started = time.perf_counter()
         generator = torch.get_rng_state()
-        loss = self._backward()
+        counted = self.step + 1
+        with self._collectives.step(counted):
+            loss = self._backward()
         # One small reduction carries the mean loss and whether any rank was told to stop, so
         # that all ranks leave the loop after the same step.
         shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
@@ -192,7 +196,8 @@ class Trainer:
         mean = float(shared[0]) / self._world.size
         if not math.isfinite(mean):
             raise self._diverged(mean, generator)
-        norm = self._update()
+        with self._collectives.step(counted):
+            norm = self._update()
         seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.step,
@@ -235,6 +240,7 @@ class Trainer:
             peak_rss_bytes=peaks,
             initial_weights=self._initial_weights,
             first_masks=self._first_masks,
+            collectives=self._collectives.counts,
         )
 
 
