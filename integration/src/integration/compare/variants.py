@@ -141,6 +141,7 @@ SYSTEMS: tuple[Variant, ...] = (
     Variant("fsdp1", "fsdp1"),
     STOCK[0],
     Variant("fsdp", "fsdp"),
+    Variant("deepspeed", "deepspeed"),
     STOCK[1],
     _TP_SP,
     _ZERO3,

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from integration.data import Batch
 from integration.errors import UsageError
@@ -38,8 +39,8 @@ class System(ABC):
     compiles: bool = False
     # Whether it can compute in another dtype than that of the weights.
     mixed_precision: bool = False
-    # Why it cannot run here and what to do; None: it can.
-    missing: str | None = None
+    # Whether its weights and gradients can be saved, loaded, clipped and looked at.
+    saves: bool = True
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 
@@ -49,6 +50,11 @@ class System(ABC):
         assert compute_dtype is None or self.mixed_precision
         self.degrees = degrees or Degrees()
         self.compute_dtype = compute_dtype
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run here, and what to do: a clause behind its name; None: it can."""
+        return None
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
@@ -71,6 +77,11 @@ class System(ABC):
 
         Every rank passes the same weights.
         """
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Return what steps a model of ``parallelize``; ``optimizer`` is of its parameters."""
+        del model
+        return optimizer
 
     def autocast(self, model: nn.Module) -> None:
         """Have ``forward`` run under autocast in the compute dtype, if there is one."""

@@ -76,12 +76,13 @@ class Trainer:
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
         self._collectives = CollectiveCounter(config.count_collectives)
-        self.optimizer = build_optimizer(
+        optimizer = build_optimizer(
             config.optimizer,
             self.model,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
         )
+        self.optimizer = setup.system.optimizer(self.model, optimizer)
         self._schedule = Schedule(
             self.optimizer,
             steps=config.steps,
@@ -172,8 +173,10 @@ class Trainer:
                 outputs.append(record)
                 display.show(record)
                 if stopping and self.step < config.steps:
-                    path = self.save()
-                    display.say(f"stopped on request at step {self.step}; its checkpoint is {path}")
+                    end = "there is no checkpoint"
+                    if self._setup.system.saves:
+                        end = f"its checkpoint is {self.save()}"
+                    display.say(f"stopped on request at step {self.step}; {end}")
                     return False
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self.save(wait=False)
@@ -213,15 +216,21 @@ class Trainer:
     def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
         """Save what there was before the present step, whose loss is not finite."""
         config, step = self._setup.config, self.step
+        last = step * config.global_batch - 1
+        whose = f"(the step's are samples {last - config.global_batch + 1} to {last})"
+        if not self._setup.system.saves:
+            return DivergedError(
+                f"the loss of step {step} is {loss}; training stopped before its update, without a"
+                f" checkpoint: start over with a smaller --learning-rate or other data {whose}"
+            )
         self._loader.load_state_dict({"step": step - 1})
         torch.set_rng_state(generator)
         self.optimizer.zero_grad()
         path = self.save()
-        last = step * config.global_batch - 1
         return DivergedError(
             f"the loss of step {step} is {loss}; training stopped before its update, and the"
             f" checkpoint of step {step - 1} is {path}: resume it with a smaller --learning-rate"
-            f" or other data (the step's are samples {last - config.global_batch + 1} to {last})"
+            f" or other data {whose}"
         )
 
     def _summary(self) -> RunSummary:
