@@ -70,11 +70,11 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
 
 
 def test_every_system_trains_the_models_that_it_takes_and_those_share_processes(options):
-    options |= {"models": "llama-tiny,mixtral-tiny,dit-tiny", "systems": "ddp,dtensor-tp"}
+    options |= {"models": "llama-tiny,mixtral-tiny,dit-tiny", "systems": "ddp,plan-ep"}
     comparison = prepare(CompareOptions(**options | {"steps": 7}))
     assert [job.name for job in comparison.jobs] == [
         f"{model}-{system}"
-        for system in ("single", "ddp", "dtensor-tp")
+        for system in ("single", "ddp", "plan-ep")
         for model in ("llama-tiny", "mixtral-tiny", "dit-tiny")
         if get_variant(system).takes(model_shape(model))
     ]
@@ -186,9 +186,9 @@ def test_the_spelled_out_command_line_means_the_same(options):
         ({"systems": "single"}, r"--systems 'single' names nothing to compare"),
         ({"systems": ""}, r"add some of: ddp, fsdp1"),
         ({"models": ","}, r"--models ',' names nothing to train"),
-        ({"models": "dit-tiny", "systems": "ddp,dtensor-tp"}, r"'dtensor-tp' trains none of"),
+        ({"models": "dit-tiny", "systems": "ddp,plan-ep"}, r"'plan-ep' trains none of"),
         (
-            {"models": "llama-tiny,dit-tiny", "systems": "dtensor-tp"},
+            {"models": "mixtral-tiny,dit-tiny", "systems": "plan-ep"},
             r"no system of .* trains model 'dit-tiny'",
         ),
         ({"warmup_steps": -1}, r"--warmup-steps is -1"),
