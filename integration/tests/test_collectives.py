@@ -8,7 +8,9 @@ import torch
 from integration.compare.variants import get_variant
 from integration.metrics import CollectiveCount, read_metrics, read_summary
 from integration.models import model_shape
+from integration.train import collectives
 from integration.train.collectives import CollectiveCounter
+from integration.train.memory import forget_peak_rss, peak_rss_bytes
 from testkit import run_ranks
 
 # Of llama-tiny: two layers between an embedding and an output layer of 256 tokens.
@@ -118,6 +120,26 @@ def test_parts_of_a_step_are_added_up_and_other_steps_are_left_alone(single_rank
     assert counter.counts == [CollectiveCount("all_reduce", 2, 12 * 4)]
     assert asdict(counter.counts[0]) == {"kind": "all_reduce", "calls": 2, "bytes": 48}
     assert CollectiveCounter(None).counts is None
+
+
+def test_the_memory_of_counting_is_not_the_runs(single_rank_group, monkeypatch):
+    peak = {"bytes": 500}
+    monkeypatch.setattr(collectives, "peak_rss_bytes", lambda: peak["bytes"])
+    monkeypatch.setattr(collectives, "forget_peak_rss", lambda: peak.update(bytes=300))
+    counter = CollectiveCounter(1)
+    with counter.step(1):
+        peak["bytes"] = 900  # as reading the trace does
+    assert counter.peak_rss_bytes == 500
+    peak["bytes"] = 600
+    assert counter.peak_rss_bytes == 600
+
+
+def test_a_peak_is_counted_anew():
+    block = torch.ones(2**26)  # 256 MiB
+    with_it = peak_rss_bytes()
+    del block
+    forget_peak_rss()
+    assert peak_rss_bytes() < with_it - 2**27
 
 
 @pytest.fixture

@@ -89,6 +89,8 @@ def test_every_system_trains_the_models_that_it_takes_and_those_share_processes(
         assert config.data == (None if job.model == "dit-tiny" else options["data"])
         # The collectives are those of a step whose time does not count; half the steps warm up.
         assert (config.count_collectives, config.warmup_steps) == (3, 3)
+    alone = prepare(CompareOptions(**options, share_processes=False))
+    assert {job.session for job in alone.jobs} == {None}
     sources = [each.source for each in comparison.data]
     assert len(sources) == 2
     assert str(options["data"]) in sources[0]

@@ -37,6 +37,9 @@ class CompareOptions:
     """Optimizer steps per system and model."""
     warmup_steps: int = 8
     """The first of them, half at most, in which the learning rate grows to its full size."""
+    share_processes: bool = True
+    """Run the models of a system in the same processes, which saves time; what earlier ones leave
+    in memory then counts with later ones."""
     global_batch: int = 8
     """Sequences per optimizer step, the same for every system."""
     micro_batch: int = 4
@@ -123,6 +126,7 @@ PROFILES: Mapping[str, CompareOptions] = MappingProxyType(
         "full": CompareOptions(
             steps=120,
             warmup_steps=20,
+            share_processes=False,
             random_steps=60,
             parallel_models="llama-10m,mixtral-10m,dit-3m",
             parallel_steps=20,

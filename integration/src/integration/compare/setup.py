@@ -133,7 +133,8 @@ def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
     if shape.modality is not Modality.TEXT:
         choices["data"] = None
     config = train_config(options, choices)
-    return job_of(config, tolerance=shape.tolerance, name=variant.name, session=variant.name)
+    session = variant.name if options.share_processes else None
+    return job_of(config, tolerance=shape.tolerance, name=variant.name, session=session)
 
 
 def _require_enough_data(options: CompareOptions, variant: Variant, data: Samples) -> None:

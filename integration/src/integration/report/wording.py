@@ -124,6 +124,12 @@ def _sized(model: str, results: Sequence[SystemResult]) -> str:
 
 def _cost_note(comparison: Comparison) -> str:
     ranks = max(job.ranks for job in comparison.jobs)
+    shared = ""
+    if comparison.options.share_processes:
+        shared = (
+            " A system trains one model after the other in the same processes: what the earlier"
+            " leave in memory counts with the later."
+        )
     threads = comparison.options.threads
     cores = os.cpu_count() or 1
     per_rank = "one thread" if threads == 1 else f"{threads} threads"
@@ -133,8 +139,8 @@ def _cost_note(comparison: Comparison) -> str:
     return (
         f"Step time is the median wall time on the first rank, without the first {WARM_UP_STEPS}"
         " steps; whiskers span the middle half of the steps. Memory is each rank's peak resident"
-        " set, Python and torch included; the tick is the largest rank. A system's runs of several"
-        " models share processes. Collectives are those that the first rank issued in step"
+        f" set, Python and torch included; the tick is the largest rank.{shared}"
+        " Collectives are those that the first rank issued in step"
         f" {WARM_UP_STEPS}, and the bytes of whole tensors that they gathered, reduced, scattered"
         " or sent: an all_reduce sends about twice what a reduce_scatter of as much does, and what"
         " is sent and received counts on both sides. All ranks run on this"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from integration.metrics import CollectiveCount
+from integration.train.memory import forget_peak_rss, peak_rss_bytes
 from testkit import CommLog
 
 
@@ -22,6 +23,7 @@ class CollectiveCounter:
     def __init__(self, step: int | None) -> None:
         self._step = step
         self._logs: list[CommLog] = []
+        self._peak = 0
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -29,9 +31,17 @@ class CollectiveCounter:
         if number != self._step:
             yield
             return
+        # Reading a trace takes memory too, which is not the run's.
+        self._peak = self.peak_rss_bytes
         with CommLog() as log:
             yield
         self._logs.append(log)
+        forget_peak_rss()
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """The peak resident memory of this process without that of counting."""
+        return max(self._peak, peak_rss_bytes())
 
     @property
     def counts(self) -> list[CollectiveCount] | None:

@@ -22,7 +22,6 @@ from integration.train import checkpoint
 from integration.train.collectives import CollectiveCounter
 from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
-from integration.train.memory import peak_rss_bytes
 from integration.train.parallel import parallel_model, weights_hash
 from integration.train.profiling import StepProfiler
 from integration.train.progress import ProgressDisplay
@@ -236,7 +235,7 @@ class Trainer:
     def _summary(self) -> RunSummary:
         setup = self._setup
         peaks: list[int] = [0] * self._world.size
-        dist.all_gather_object(peaks, peak_rss_bytes())
+        dist.all_gather_object(peaks, self._collectives.peak_rss_bytes)
         return RunSummary(
             system=setup.system.name,
             model=setup.config.model,
