@@ -119,7 +119,7 @@ def sanitize(session: nox.Session, project: str) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """The main job: trains under every system and compares; arguments go to the comparison."""
+    """The main job: trains under every system and compares; `-- full` takes longer."""
     session.run(dev_env(session), "-m", "integration.compare", *session.posargs)
 
 

@@ -20,7 +20,7 @@ STEPS = 6
 def finished(tmp_path_factory):
     """A comparison of DDP with the single device, and where its results lie."""
     out = tmp_path_factory.mktemp("comparison") / "results"
-    options = ["--systems", "ddp", "--model", "llama-tiny", "--steps", str(STEPS)]
+    options = ["--systems", "ddp", "--models", "llama-tiny", "--steps", str(STEPS)]
     options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism", "--no-pictures"]
     command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -31,15 +31,16 @@ def test_it_passes_and_says_so(finished):
     assert result.returncode == 0, result.stderr
     assert "passes: " in result.stdout
     assert f"report: {out / 'report.html'}" in result.stdout
-    assert "single: 1 rank, 6 steps" in result.stderr
+    assert "llama-tiny-single: 1 rank, 6 steps" in result.stderr
 
 
 def test_every_file_is_there(finished):
     out, _ = finished
-    for name in ("report.md", "report.html", "results.json", "figures/losses.png"):
+    figures = [f"figures/{kind}-llama-tiny.png" for kind in ("losses", "cost")]
+    for name in ("report.md", "report.html", "results.json", *figures):
         assert (out / name).stat().st_size > 0
     for name in ("single", "ddp"):
-        assert (out / "runs" / f"{name}.log").exists()
+        assert (out / "runs" / f"llama-tiny-{name}.log").exists()
 
 
 def test_the_results_hold_every_step_of_both_systems(finished):
@@ -49,9 +50,15 @@ def test_the_results_hold_every_step_of_both_systems(finished):
     assert results["passes"]
     assert [record["step"] for record in ddp["records"]] == list(range(1, STEPS + 1))
     assert single["records"][-1]["loss"] < single["records"][0]["loss"]
-    assert ddp["deviation"]["maximum"] <= ddp["tolerance"] == 1e-4
+    assert ddp["deviation"]["maximum"] <= ddp["tolerance"] == 1e-5
     assert (ddp["ranks"], ddp["summary"]["data_parallel_degree"]) == (2, 2)
     assert len(ddp["summary"]["peak_rss_bytes"]) == 2
+    # 115,008 parameters in one bucket, and the rotary frequencies, which its first rank hands out.
+    assert single["summary"]["collectives"] == []
+    assert ddp["summary"]["collectives"] == [
+        {"kind": "broadcast", "calls": 1, "bytes": 64},
+        {"kind": "all_reduce", "calls": 1, "bytes": 4 * 115008},
+    ]
 
 
 class Watcher:

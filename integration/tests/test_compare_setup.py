@@ -1,6 +1,7 @@
 """What a comparison refuses, and that it refuses before it deletes or writes."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from integration.compare.__main__ import main
 from integration.compare.options import CompareOptions, parse_options
 from integration.compare.random_jobs import Case, Source
 from integration.compare.setup import prepare
-from integration.compare.variants import SYSTEMS
+from integration.compare.variants import SYSTEMS, get_variant
 from integration.errors import EXIT_USAGE, UsageError
+from integration.models import model_shape
 from integration.train.config import parse_config
 
 
@@ -25,7 +27,7 @@ def text(tmp_path):
 @pytest.fixture
 def options(tmp_path, text):
     """Options that make sense, as keywords."""
-    small = {"model": "llama-tiny", "systems": "ddp", "parallelism": False, "pictures": False}
+    small = {"models": "llama-tiny", "systems": "ddp", "parallelism": False, "pictures": False}
     return small | {"out": tmp_path / "out", "data": text}
 
 
@@ -65,6 +67,57 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
         assert (config.resume, config.checkpoint_every) == ("never", 0)
         assert not config.tensorboard
     assert [job.ranks for job in comparison.jobs] == [1, 2, 2]
+
+
+def test_every_system_trains_the_models_that_it_takes_and_those_share_processes(options):
+    options |= {"models": "llama-tiny,mixtral-tiny,dit-tiny", "systems": "ddp,plan-ep"}
+    comparison = prepare(CompareOptions(**options | {"steps": 7}))
+    assert [job.name for job in comparison.jobs] == [
+        f"{model}-{system}"
+        for system in ("single", "ddp", "plan-ep")
+        for model in ("llama-tiny", "mixtral-tiny", "dit-tiny")
+        if get_variant(system).takes(model_shape(model))
+    ]
+    assert [(job.session, job.model) for job in comparison.jobs[:2]] == [
+        ("single", "llama-tiny"),
+        ("single", "mixtral-tiny"),
+    ]
+    for job in comparison.jobs:
+        config = parse_config(job.arguments)
+        assert config.model == job.model
+        assert job.tolerance == (6e-5 if job.model == "mixtral-tiny" else 1e-5)
+        assert config.data == (None if job.model == "dit-tiny" else options["data"])
+        # The collectives are those of a step whose time does not count; half the steps warm up.
+        assert (config.count_collectives, config.warmup_steps) == (3, 3)
+    alone = prepare(CompareOptions(**options, share_processes=False))
+    assert {job.session for job in alone.jobs} == {None}
+    sources = [each.source for each in comparison.data]
+    assert len(sources) == 2
+    assert str(options["data"]) in sources[0]
+
+
+def test_a_run_too_short_to_have_a_step_for_it_counts_no_collectives(options):
+    for job in prepare(CompareOptions(**options, steps=3)).jobs:
+        assert parse_config(job.arguments).count_collectives is None
+
+
+def test_a_profile_is_a_set_of_defaults_that_options_override():
+    assert parse_options(["quick"]) == parse_options([]) == CompareOptions()
+    full = parse_options(["full"])
+    assert full.steps > CompareOptions().steps
+    assert full.parallel_model_names() == full.model_names() == CompareOptions().model_names()
+    assert CompareOptions().parallel_model_names() != full.parallel_model_names()
+    assert parse_options(["full", "--steps", "5"]) == replace(full, steps=5)
+    assert parse_options(full.command_line()) == full
+    with pytest.raises(SystemExit):
+        parse_options(["--steps", "5", "full"])
+
+
+def test_a_system_that_cannot_run_here_is_said_and_left_out(options, monkeypatch):
+    monkeypatch.setattr(type(get_variant("fsdp2").make()), "missing", "not installed: do that")
+    comparison = prepare(CompareOptions(**options | {"systems": "ddp,fsdp2"}))
+    assert [job.system for job in comparison.jobs] == ["single", "ddp"]
+    assert comparison.missing == {"fsdp2": "not installed: do that"}
 
 
 def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
@@ -134,7 +187,14 @@ def test_the_spelled_out_command_line_means_the_same(options):
         ({"systems": "ddp,fsdp9"}, r"unknown system 'fsdp9'; choose one of: single, ddp"),
         ({"systems": "single"}, r"--systems 'single' names nothing to compare"),
         ({"systems": ""}, r"add some of: ddp, fsdp1"),
-        ({"model": "llama-9000b"}, r"unknown model 'llama-9000b'"),
+        ({"models": ","}, r"--models ',' names nothing to train"),
+        ({"models": "dit-tiny", "systems": "ddp,plan-ep"}, r"'plan-ep' trains none of"),
+        (
+            {"models": "mixtral-tiny,dit-tiny", "systems": "plan-ep"},
+            r"no system of .* trains model 'dit-tiny'",
+        ),
+        ({"warmup_steps": -1}, r"--warmup-steps is -1"),
+        ({"models": "llama-9000b"}, r"unknown model 'llama-9000b'"),
         ({"steps": 0}, r"--steps is 0; it should be greater than or equal to 1"),
         ({"steps": -5}, r"--steps is -5"),
         ({"learning_rate": -1.0}, r"--learning-rate is -1\.0"),

@@ -157,13 +157,13 @@ def comparison(out, random):
     options = CompareOptions(out=out, systems="ddp")
     jobs = random_jobs(options)
     single, ddp = (
-        SystemResult(name, 1, 0.0, verdict, (), None, None, found, None, None)
+        SystemResult(name, "llama-tiny", 1, 0.0, verdict, (), None, None, found, None, None)
         for name, verdict, found in (
             ("single", Verdict.REFERENCE, None),
             ("ddp", Verdict.EQUAL, deviation(REFERENCE, REFERENCE)),
         )
     )
-    asked = Comparison(options, (jobs[0].job, jobs[1].job), jobs, DataFacts("text", 1, "abc"))
+    asked = Comparison(options, (jobs[0].job, jobs[1].job), jobs, (DataFacts("text", 1, "abc"),))
     return asked, Results((single, ddp), random)
 
 
@@ -202,5 +202,5 @@ def test_the_terminal_table_fits_eighty_columns(tmp_path, capsys):
     assert table[-1].split() == [
         *("dropout,", "4", "ranks", "dist-rng", "same", "numbers", "equal", "equal", "8e-7")
     ]
-    assert any(line.startswith("passes: ddp is bitwise equal") for line in printed)
+    assert any(line.startswith("passes: With llama-tiny, ddp is bitwise equal") for line in printed)
     assert any("With dropout, dist-rng gives 2 and 4 ranks" in line for line in printed)

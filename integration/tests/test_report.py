@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +19,7 @@ from integration.compare.options import CompareOptions
 from integration.compare.results import Results, Verdict, collect
 from integration.compare.runner import Outcome
 from integration.compare.setup import Comparison, DataFacts
-from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.metrics import CollectiveCount, MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report import write_report
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import cpu_model, describe_environment, git_commit, shell_lines
@@ -30,6 +31,10 @@ from integration.report.rows import rows
 from integration.report.terminal import print_results
 from integration.report.wording import finding
 
+COLLECTIVES = [
+    CollectiveCount("all_gather", 4, 2 * 2**20),
+    CollectiveCount("reduce_scatter", 1, 2**20),
+]
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
 SHIFTED = [5.0, 4.00002, 3.5, 3.24999, 3.0]
 LOST = [5.0, 4.0, math.nan, math.inf, 3.0]
@@ -45,12 +50,13 @@ def made_up(out, **curves):
         folder.mkdir(parents=True)
         log = folder.with_suffix(".log")
         log.write_text("Traceback: <broken> & gone\n")
-        job = Job(system, ranks, 1e-4, len(LOSSES), folder, log, ("--system", system))
+        arguments = ("--system", system)
+        job = Job(*(system, ranks, 1e-4, len(LOSSES), folder, log, arguments), model="llama-tiny")
         jobs.append(job)
         outcomes.append(Outcome(job, 0 if losses else 7))
         write_run(folder, system, ranks, losses or LOSSES[:2])
-    options = CompareOptions(systems=",".join(curves), out=out, model="llama-tiny", steps=5)
-    data = DataFacts("some text", 12345, "abc123")
+    options = CompareOptions(systems=",".join(curves), out=out, models="llama-tiny", steps=5)
+    data = (DataFacts("some text", 12345, "abc123"),)
     return Comparison(options, tuple(jobs), (), data), collect(outcomes)
 
 
@@ -69,6 +75,7 @@ def write_run(folder, system, ranks, losses):
         steps=len(losses),
         data_source="some text",
         peak_rss_bytes=[2**20 * (400 + 20 * rank) for rank in range(ranks)],
+        collectives=COLLECTIVES if ranks > 1 else [],
     )
     write_summary(folder, summary)
 
@@ -85,23 +92,25 @@ def bad(tmp_path):
 
 def test_the_finding_of_a_comparison_that_passes(good):
     assert finding(good[1]) == (
-        "fsdp2 stays within tolerance of the single device; the largest difference is 2e-5 nats"
-        " per token (step 2). ddp and fsdp1 are bitwise equal to the single device at every step."
+        "With llama-tiny, fsdp2 stays within 1e-4 of the single device; the largest difference is"
+        " 2e-5 nats per token (step 2). With llama-tiny, ddp and fsdp1 are bitwise equal to the"
+        " single device at every step."
     )
 
 
 def test_the_finding_of_one_that_does_not_names_every_trouble(bad):
     assert finding(bad[1]) == (
-        "ddp leaves its tolerance: it differs by 0.5 nats per token at step 2, where 1e-4 is"
-        " accepted. fsdp1 ended with exit code 7; see fsdp1.log. fsdp2 has no finite loss to"
-        " compare from step 3 on."
+        "ddp with llama-tiny leaves its tolerance: it differs by 0.5 nats per token at step 2,"
+        " where 1e-4 is accepted. fsdp1 with llama-tiny ended with exit code 7; see fsdp1.log."
+        " fsdp2 with llama-tiny has no finite loss to compare from step 3 on."
     )
 
 
 def test_without_a_reference_the_finding_is_that(tmp_path):
     _, results = made_up(tmp_path, single=None, ddp=LOSSES)
     assert finding(results) == (
-        "The reference run, single, ended with exit code 7, so that no curve could be compared."
+        "The reference run of llama-tiny, single, ended with exit code 7, so that no curve of it"
+        " could be compared."
     )
 
 
@@ -128,6 +137,8 @@ def test_a_row_says_what_was_measured(good):
         "1,024",
     )
     assert (ddp.memory_mean, ddp.memory_max) == ("410 MiB", "420 MiB")
+    assert single.collectives == "none"
+    assert ddp.collectives == "4 all_gather, 2 MiB; 1 reduce_scatter, 1 MiB"
 
 
 def test_a_failed_row_has_no_numbers(bad):
@@ -189,10 +200,10 @@ def test_the_markdown_refers_to_figures_that_exist(good):
     out = write_report(comparison, Results(results, ()), ["--steps", "5"]).parent
     page = (out / "report.md").read_text()
     figures = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert figures == ["figures/losses.png", "figures/cost.png"]
+    assert figures == ["figures/losses-llama-tiny.png", "figures/cost-llama-tiny.png"]
     for figure in figures:
         assert (out / figure).read_bytes().startswith(b"\x89PNG")
-    assert "**Passes.** fsdp2 stays within" in page
+    assert "**Passes.** With llama-tiny, fsdp2 stays within" in page
     for result in results:
         assert len(re.findall(rf"^\| {result.system} \|", page, re.MULTILINE)) == 2
     assert "python -m integration.compare --steps 5" in page
@@ -246,15 +257,18 @@ def test_the_figures_can_show_a_comparison_without_reference(tmp_path):
     _, results = made_up(tmp_path, single=None, ddp=LOSSES)
     _, differences = draw_losses(results, LIGHT).get_axes()
     assert [text.get_text() for text in differences.texts] == ["nothing to compare"]
-    times, _ = draw_cost(results, LIGHT).get_axes()
+    times, *_ = draw_cost(results, LIGHT).get_axes()
     assert [text.get_text() for text in times.texts] == [" failed", "500"]
 
 
 def test_the_bars_are_the_medians_and_the_means(good):
-    times, memory = draw_cost(good[1], LIGHT).get_axes()
+    times, memory, collectives = draw_cost(good[1], LIGHT).get_axes()
     assert [bar.get_width() for bar in times.patches] == [250, 500, 500, 500]
     assert [bar.get_width() for bar in memory.patches] == [400, 410, 410, 410]
     assert [text.get_text() for text in times.texts][1] == f"500   2.00{TIMES}"
+    # Of one device nothing was counted; a rank's calls and bytes are summed over their kinds.
+    assert [bar.get_width() for bar in collectives.patches] == [0, 3, 3, 3]
+    assert [text.get_text() for text in collectives.texts] == ["none", *["3 in 5"] * 3]
 
 
 def test_no_two_systems_look_alike_and_the_themes_differ(good):
@@ -309,6 +323,31 @@ def test_the_commit_of_our_checkout_says_whether_files_changed(checkout):
 
 def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path):
     assert cpu_model(tmp_path / "cpuinfo").startswith("unknown (")
+
+
+def test_models_have_figures_and_tables_of_their_own_and_systems_one_colour(tmp_path):
+    comparison, llama = made_up(tmp_path, single=LOSSES, ddp=LOSSES, fsdp2=SHIFTED)
+    dit = [replace(each, model="dit-tiny") for each in llama if each.system != "ddp"]
+    results = Results([*llama, *dit], ())
+    page = write_report(
+        replace(comparison, missing={"zero": "not installed: do that"}), results, []
+    )
+    text = page.read_text()
+    markdown = page.with_name("report.md").read_text()
+    for kind in ("losses", "cost"):
+        for model in ("llama-tiny", "dit-tiny"):
+            assert f"(figures/{kind}-{model}.png)" in markdown
+            assert (tmp_path / "figures" / f"{kind}-{model}.png").exists()
+    assert len(re.findall(r"^\| fsdp2 \|", markdown, re.MULTILINE)) == 4
+    assert "in squared error per pixel." in markdown
+    assert "zero is not installed: do that." in markdown
+    assert "zero is not installed: do that." in text
+    assert "With dit-tiny, fsdp2 stays within 1e-4 of the single device" in markdown
+    assert styles(results.systems, LIGHT) == styles(llama, LIGHT)
+    colours = [
+        bar.get_facecolor() for bar in draw_cost(dit, LIGHT, styles(llama, LIGHT)).axes[0].patches
+    ]
+    assert colours[1] == draw_cost(llama, LIGHT).axes[0].patches[2].get_facecolor()
 
 
 def test_the_terminal_table_fits_eighty_columns(good, capsys):

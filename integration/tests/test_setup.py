@@ -82,7 +82,11 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             3,
             "--micro-batch 4 is cut among 3 data parallel ranks",
         ),
-        ({"system": "dtensor-tp", "model": "mixtral-tiny"}, 2, "has no plan for model 'mixtral-t"),
+        (
+            {"system": "dtensor-tp", "model": "dit-tiny"},
+            3,
+            "3 ranks do not divide hidden_size = 32",
+        ),
         ({"system": "fsdp2", "model": "dit-tiny", "init": "sharded"}, 2, "cannot be drawn anew on"),
         (
             {"system": "fsdp", "init": "sharded"},

@@ -34,6 +34,21 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class CollectiveCount:
+    """The collectives of one kind that a rank issued in a step.
+
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv, ...
+        calls: those that reached a process group.
+        bytes: of the whole tensors that they gathered, scattered, reduced or sent.
+    """
+
+    kind: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """What a finished run was and what it cost.
 
@@ -42,6 +57,7 @@ class RunSummary:
         initial_weights: the SHA-256 of the weights before the first step, where it was asked for.
         first_masks: the SHA-256 of the first step's dropout masks, where it was asked for, there
             is dropout, and the run was not resumed.
+        collectives: of the first rank in the step in which they were counted, if in one.
     """
 
     system: str
@@ -55,6 +71,7 @@ class RunSummary:
     peak_rss_bytes: list[int]
     initial_weights: str | None = None
     first_masks: str | None = None
+    collectives: list[CollectiveCount] | None = None
 
 
 class MetricsFile:
@@ -102,6 +119,8 @@ def write_summary(folder: Path, summary: RunSummary) -> None:
 def read_summary(folder: Path) -> RunSummary:
     """Return the summary of a finished run."""
     values: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
+    if (counts := values.get("collectives")) is not None:
+        values["collectives"] = [CollectiveCount(**each) for each in counts]
     return RunSummary(**values)
 
 

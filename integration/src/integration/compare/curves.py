@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Deviation:
-    """The distance of a curve from the reference, in nats per token.
+    """The distance of a curve from the reference, in units of the loss.
 
     Attributes:
         differences: |loss - reference| of every step; not finite where either loss is not.

@@ -21,11 +21,12 @@ class Job:
 
     Attributes:
         ranks: processes that it trains on.
-        tolerance: the largest difference accepted, absolute, in nats per token.
+        tolerance: the largest difference accepted, absolute, in units of the loss.
         folder: the run folder that it writes.
         log: the file for its standard output and error.
         arguments: of ``python -m integration.train``.
         session: jobs of one name run in the same processes, on the same ranks; None: alone.
+        model: that it trains; jobs of one model are compared with each other.
     """
 
     system: str
@@ -36,6 +37,7 @@ class Job:
     log: Path
     arguments: tuple[str, ...]
     session: str | None = None
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -104,4 +106,5 @@ def job_of(
         log=config.out.with_suffix(".log"),
         arguments=tuple(option_words(vars(config))),
         session=session,
+        model=config.model,
     )

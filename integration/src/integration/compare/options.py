@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 
 import tyro
 
@@ -11,12 +12,14 @@ from integration.errors import UsageError
 
 _DESCRIPTION = """Train under every system and compare each with one device.
 
-Trains the same model on the same global batches, one system after another; then, for the random
+Trains the same models on the same global batches, one system after another; then, for the random
 numbers, a small one whose weights or dropout are drawn on 2 and 4 ranks; then a small one with
 fsdp's optimizers, under DDP and sharded; then a DiT, whose pictures are drawn. Writes loss curves,
 speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0 when every
 curve stays within its tolerance and dist-rng's random numbers are one device's, 1 when not or when
-a run fails, 2 when the options are wrong."""
+a run fails, 2 when the options are wrong. With `full` before the options their defaults are those
+of the full profile: more steps, and models of 10 M parameters for kinds of parallelism too;
+`quick`, the default, takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,17 @@ class CompareOptions:
     """Systems to compare, separated by commas; 'single' always runs, and first."""
     out: Path = Path("integration-results")
     """Folder of the results: absent, empty, or a former comparison, which is replaced."""
-    model: str = "llama-10m"
-    """Which model to train; ``python -m integration.train --help`` lists them."""
+    models: str = "llama-10m,mixtral-10m,dit-3m"
+    """Models to train, separated by commas; ``python -m integration.train --help`` lists them."""
     data: Path | None = None
     """File or folder to train on; by default the Python standard library's sources."""
-    steps: int = 60
-    """Optimizer steps per system."""
+    steps: int = 24
+    """Optimizer steps per system and model."""
+    warmup_steps: int = 8
+    """The first of them, half at most, in which the learning rate grows to its full size."""
+    share_processes: bool = True
+    """Run the models of a system in the same processes, which saves time; what earlier ones leave
+    in memory then counts with later ones."""
     global_batch: int = 8
     """Sequences per optimizer step, the same for every system."""
     micro_batch: int = 4
@@ -90,13 +98,49 @@ class CompareOptions:
             )
         return (REFERENCE, *others)
 
+    def model_names(self) -> tuple[str, ...]:
+        """Return the models that every system trains.
+
+        Raises:
+            UsageError: there is none.
+        """
+        names = _names(self.models)
+        if not names:
+            raise UsageError(
+                f"--models {self.models!r} names nothing to train; python -m integration.train"
+                " --help lists what there is"
+            )
+        return names
+
     def parallel_model_names(self) -> tuple[str, ...]:
         """Return the models on which products of parallelism are compared."""
-        return tuple(name.strip() for name in self.parallel_models.split(",") if name.strip())
+        return _names(self.parallel_models)
 
     def command_line(self) -> list[str]:
         """Return every option spelled out, so that other defaults would not change the result."""
         return option_words({field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The different names in a list by commas, in its order."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+# The defaults that a word before the options chooses.
+PROFILES: Mapping[str, CompareOptions] = MappingProxyType(
+    {
+        "quick": CompareOptions(),
+        "full": CompareOptions(
+            steps=120,
+            warmup_steps=20,
+            share_processes=False,
+            random_steps=60,
+            parallel_models="llama-10m,mixtral-10m,dit-3m",
+            parallel_steps=20,
+            optimizer_steps=200,
+        ),
+    }
+)
 
 
 def option_of(field: str) -> str:
@@ -116,14 +160,18 @@ def option_words(values: Mapping[str, object]) -> list[str]:
 
 
 def parse_options(arguments: Sequence[str]) -> CompareOptions:
-    """Return what ``arguments`` (without the program's name) ask for.
+    """Return what ``arguments`` (without the program's name) ask for: a profile, then options.
 
     Raises:
         SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
     """
+    profile, rest = "quick", list(arguments)
+    if rest and rest[0] in PROFILES:
+        profile, *rest = rest
     return tyro.cli(
         CompareOptions,
-        prog="python -m integration.compare",
+        prog="python -m integration.compare [quick|full]",
         description=_DESCRIPTION,
-        args=arguments,
+        args=rest,
+        default=PROFILES[profile],
     )

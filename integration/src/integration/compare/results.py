@@ -42,7 +42,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class SystemResult:
-    """One system's run.
+    """One system's run with one model.
 
     Attributes:
         records: the steps that were written, also of a failed run.
@@ -52,6 +52,7 @@ class SystemResult:
     """
 
     system: str
+    model: str
     ranks: int
     tolerance: float
     verdict: Verdict
@@ -137,7 +138,7 @@ class Results:
     """All that a comparison found.
 
     Attributes:
-        systems: the reference's first.
+        systems: model by model, the reference's first.
         random_numbers: case by case, each one's reference first; empty where it was left out.
         optimizers: one after the other; empty where they were left out.
         parallelism: of every product; empty where they were left out.
@@ -177,9 +178,28 @@ def passes(results: Sequence[SystemResult]) -> bool:
 
 
 def collect(outcomes: Sequence[Outcome]) -> list[SystemResult]:
-    """Read the run folders and compare every curve with the first one's."""
-    finished = [read_run(outcome) for outcome in outcomes]
-    return [_against(run, finished[0], is_reference=run is finished[0]) for run in finished]
+    """Read the run folders and compare every curve with its model's first one.
+
+    Returns:
+        Results model by model, in the order of the runs.
+    """
+    runs = [read_run(outcome) for outcome in outcomes]
+    by_model: dict[str, list[Run]] = {}
+    for run in runs:
+        by_model.setdefault(run.outcome.job.model, []).append(run)
+    return [
+        _against(run, same[0], is_reference=run is same[0])
+        for same in by_model.values()
+        for run in same
+    ]
+
+
+def of_models(results: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
+    """Return the results of every model by its name, in their order."""
+    return {
+        model: [each for each in results if each.model == model]
+        for model in dict.fromkeys(each.model for each in results)
+    }
 
 
 def collect_optimizers(
@@ -222,6 +242,7 @@ def _against(run: Run, reference: Run, *, is_reference: bool) -> SystemResult:
             found = deviation(run.losses, reference.losses)
     return SystemResult(
         system=job.system,
+        model=job.model,
         ranks=job.ranks,
         tolerance=job.tolerance,
         verdict=_verdict(run, found, is_reference=is_reference),

@@ -1,8 +1,10 @@
 """Everything about a comparison that can be wrong before anything is deleted or started."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from integration.compare.cost import WARM_UP_STEPS
 from integration.compare.folder import RUNS, require_replaceable
 from integration.compare.job import Job, job_of, train_config
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
@@ -10,7 +12,7 @@ from integration.compare.options import CompareOptions
 from integration.compare.parallel_jobs import ParallelJob, parallel_jobs
 from integration.compare.picture_jobs import picture_jobs
 from integration.compare.random_jobs import RandomJob, random_jobs
-from integration.compare.variants import Variant, get_variant
+from integration.compare.variants import REFERENCE, Variant, get_variant
 from integration.data import (
     BatchLoader,
     BatchPlan,
@@ -19,13 +21,13 @@ from integration.data import (
     load_samples,
     require_source,
 )
+from integration.errors import UsageError
 from integration.models import model_shape
-from integration.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The training text, for the report: where it came from, its bytes, their SHA-256."""
+    """Training data, for the report: where they came from, their bytes, and the bytes' SHA-256."""
 
     source: str
     size: int
@@ -37,20 +39,23 @@ class Comparison:
     """A comparison that was found to make sense.
 
     Attributes:
-        jobs: one per system; the first is the reference.
+        jobs: one per system and model; the first of a model is its reference.
         random_jobs: what runs after them; none where random numbers are left out.
         optimizer_jobs: what runs after those; none where optimizers are left out.
+        data: of every kind that the jobs train on.
         parallel_jobs: what runs after those; none where products of parallelism are left out.
         picture_jobs: what runs at last; none where pictures are left out.
+        missing: why systems that were asked for have no jobs here, by their names.
     """
 
     options: CompareOptions
     jobs: tuple[Job, ...]
     random_jobs: tuple[RandomJob, ...]
-    data: DataFacts
+    data: tuple[DataFacts, ...]
     optimizer_jobs: tuple[OptimizerJobs, ...] = ()
     parallel_jobs: tuple[ParallelJob, ...] = ()
     picture_jobs: tuple[Job, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def all_jobs(self) -> tuple[Job, ...]:
@@ -67,47 +72,74 @@ def prepare(options: CompareOptions) -> Comparison:
     Raises:
         UsageError: a system, model, number or path does not do.
     """
-    variants = [get_variant(name) for name in options.system_names()]
-    configs = [_config(options, variant) for variant in variants]
-    shape = model_shape(options.model)
-    for variant in variants:
-        variant.make().check(variant.ranks, shape)
+    asked = [get_variant(name) for name in options.system_names()]
+    missing = {each.name: why for each in asked if (why := each.make().missing)}
+    trains = _who_trains_what(options, [each for each in asked if each.name not in missing])
+    jobs = tuple(_job(options, variant, model) for variant, model in trains)
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
     parallel = parallel_jobs(options)
     pictures = picture_jobs(options)
     require_replaceable(options.out, options.data)
-    require_source(shape.modality, options.data)
-    data = _samples(options, shape.modality)
-    trained = {(variant.name, shape.modality) for variant in variants}
+    trained = {(variant.name, model_shape(model).modality) for variant, model in trains}
+    shown = list(dict.fromkeys(model_shape(model).modality for _, model in trains))
     trained |= {(each.variant.name, model_shape(each.model).modality) for each in parallel}
     kind = model_shape(options.optimizer_model).modality
     trained |= {(job.system, kind) for each in optimizers for job in each.jobs}
-    others = {kind for _, kind in trained} - {shape.modality}
-    sets = {shape.modality: data} | {kind: _samples(options, kind) for kind in others}
+    sets = {kind: _samples(options, kind) for kind in {kind for _, kind in trained}}
     for name, kind in sorted(trained):
         _require_enough_data(options, get_variant(name), sets[kind])
-    jobs = [
-        job_of(config, tolerance=variant.make().tolerance, name=variant.name)
-        for variant, config in zip(variants, configs, strict=True)
-    ]
-    facts = DataFacts(data.source, data.size, data.fingerprint)
-    return Comparison(options, tuple(jobs), random, facts, optimizers, parallel, pictures)
+    facts = tuple(
+        DataFacts(sets[kind].source, sets[kind].size, sets[kind].fingerprint) for kind in shown
+    )
+    return Comparison(options, jobs, random, facts, optimizers, parallel, pictures, missing)
+
+
+def _who_trains_what(
+    options: CompareOptions, variants: Sequence[Variant]
+) -> list[tuple[Variant, str]]:
+    """Pairs of systems and models; those of a system, which share processes, come together."""
+    models = {name: model_shape(name) for name in options.model_names()}
+    pairs = [(each, name) for each in variants for name in models if each.takes(models[name])]
+    for variant in variants:
+        if variant not in (each for each, _ in pairs):
+            raise UsageError(
+                f"system {variant.name!r} trains none of --models {options.models}; leave it out,"
+                " or add a model that it trains"
+            )
+    for name in models:
+        if [each.name for each, model in pairs if model == name] == [REFERENCE]:
+            raise UsageError(
+                f"no system of --systems {options.systems} trains model {name!r} beside the single"
+                " device; leave it out, or add one that does"
+            )
+    for variant, name in pairs:
+        variant.make().check(variant.ranks, models[name])
+    return pairs
 
 
 def _samples(options: CompareOptions, modality: Modality) -> Samples:
     path = options.data if modality is Modality.TEXT else None
+    require_source(modality, path)
     length = options.sequence_length
     return load_samples(modality, path, sequence_length=length, seed=options.seed)
 
 
-def _config(options: CompareOptions, variant: Variant) -> TrainConfig:
+def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
+    shape = model_shape(model)
     choices: dict[str, Any] = variant.choices | {
-        "out": options.out / RUNS / variant.name,
-        "model": options.model,
+        "out": options.out / RUNS / f"{model}-{variant.name}",
+        "model": model,
         "steps": options.steps,
+        "warmup_steps": min(options.warmup_steps, options.steps // 2),
     }
-    return train_config(options, choices)
+    if options.steps > WARM_UP_STEPS:  # the last step whose time does not count
+        choices["count_collectives"] = WARM_UP_STEPS
+    if shape.modality is not Modality.TEXT:
+        choices["data"] = None
+    config = train_config(options, choices)
+    session = variant.name if options.share_processes else None
+    return job_of(config, tolerance=shape.tolerance, name=variant.name, session=session)
 
 
 def _require_enough_data(options: CompareOptions, variant: Variant, data: Samples) -> None:

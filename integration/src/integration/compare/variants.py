@@ -91,6 +91,8 @@ def _titan(name: str, ranks: int, **degrees: Any) -> Variant:
     return Variant(name, "torchtitan-style", ranks, options)
 
 
+_FSDP_EP = _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2)
+
 # torch's own, whose random numbers on shards stand beside ours.
 STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
 # By plans, with all packages.
@@ -115,7 +117,7 @@ PRODUCTS: tuple[Variant, ...] = (
     _experts("plan-ep", 2, dp_replicate=2, ep=2),
     _experts("plan-ep-static", 2, dp_replicate=2, ep=2, static=True),
     _experts("plan-tp-sp-ep", 2, tp=2, sp=True, ep=2),
-    _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2),
+    _FSDP_EP,
     _experts("plan-fsdp4-ep2", 4, dp_shard=4, ep=2),
     _experts("plan-dp-tp-sp-ep", 4, dp_replicate=2, tp=2, sp=True, ep=2),
     _experts("plan-dp-tp-sp-ep-static", 4, dp_replicate=2, tp=2, sp=True, ep=2, static=True),
@@ -143,9 +145,11 @@ SYSTEMS: tuple[Variant, ...] = (
     Variant("fsdp1", "fsdp1"),
     STOCK[0],
     Variant("fsdp", "fsdp"),
+    Variant("deepspeed", "deepspeed"),
     STOCK[1],
     _TP_SP,
     _ZERO3,
+    _FSDP_EP,
 )
 _ALL: dict[str, Variant] = {
     variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS, *PLAIN)

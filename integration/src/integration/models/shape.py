@@ -19,8 +19,8 @@ class ModelShape(ABC):
         layers: path of the list of its repeated layers.
         cut_by_heads: fields that tensor parallel ranks have to divide.
         loss_unit: of what its loss counts.
-        tolerance: the largest difference of a loss from one device's that rounding explains, on
-            small models within tens of steps.
+        tolerance: the largest difference of a loss from one device's that rounding explains,
+            within tens of steps.
         redraws: whether its initialiser draws all parameters of a model that is there already.
     """
 

@@ -73,7 +73,8 @@ def _fsdp(part: nn.Module, within: Within) -> nn.Module:
 
 def _dtensor_tp(part: nn.Module, within: Within) -> nn.Module:
     for name in within.layers:
-        parallelize_module(part.get_submodule(name), within.mesh, layer_plan(local_attention=True))
+        plan = layer_plan(within.shape.family, local_attention=True)
+        parallelize_module(part.get_submodule(name), within.mesh, plan)
     return part
 
 

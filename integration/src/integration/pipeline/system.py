@@ -25,7 +25,6 @@ class Pipelined(System):
     def __init__(self, inner: System, layout: PipelineLayout) -> None:
         super().__init__(inner.degrees)
         self.name = f"{inner.name}+pp"
-        self.tolerance = inner.tolerance
         self.any_optimizer = inner.any_optimizer
         self._inner, self._layout = inner, layout
         self._running: RankPipeline | None = None

@@ -13,6 +13,8 @@ from integration.compare.results import (
     OptimizerResult,
     PictureResult,
     Results,
+    SystemResult,
+    of_models,
     write_results,
 )
 from integration.compare.setup import Comparison
@@ -25,6 +27,7 @@ from integration.report.optimizer_figure import draw_optimizers
 from integration.report.optimizer_wording import optimizer_text
 from integration.report.pages import (
     Chart,
+    ModelSection,
     OptimizerSection,
     Page,
     ParallelSection,
@@ -33,7 +36,7 @@ from integration.report.pages import (
     render_html,
     render_markdown,
 )
-from integration.report.palette import DARK, LIGHT, Theme
+from integration.report.palette import DARK, LIGHT, Theme, styles
 from integration.report.parallel_figure import draw_parallelism
 from integration.report.parallel_wording import parallel_text
 from integration.report.picture_figure import draw_pictures
@@ -71,18 +74,7 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
     page = Page(
         text=text,
         results=results,
-        losses=_chart(
-            "losses",
-            "Loss of every system by step, and its difference from the single device",
-            lambda theme: draw_losses(results.systems, theme),
-            figures,
-        ),
-        cost=_chart(
-            "cost",
-            "Step time and memory of every system",
-            lambda theme: draw_cost(results.systems, theme),
-            figures,
-        ),
+        models=_model_sections(results.systems, figures),
         random=_random_section(results.random_numbers, figures),
         optimizers=_optimizer_section(results.optimizers, figures),
         parallelism=_parallel_section(results.parallelism, figures),
@@ -94,6 +86,28 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
     html = out / "report.html"
     html.write_text(render_html(page))
     return html
+
+
+def _model_sections(results: Sequence[SystemResult], figures: Path) -> list[ModelSection]:
+    def section(model: str, same: Sequence[SystemResult]) -> ModelSection:
+        return ModelSection(
+            model,
+            same,
+            losses=_chart(
+                f"losses-{model}",
+                f"Loss of {model} by step under every system, and the difference from one device",
+                lambda theme: draw_losses(same, theme, styles(results, theme)),
+                figures,
+            ),
+            cost=_chart(
+                f"cost-{model}",
+                f"Step time, memory and collectives of {model} under every system",
+                lambda theme: draw_cost(same, theme, styles(results, theme)),
+                figures,
+            ),
+        )
+
+    return [section(model, same) for model, same in of_models(results).items()]
 
 
 def _random_section(results: Sequence[RandomResult], figures: Path) -> RandomSection | None:

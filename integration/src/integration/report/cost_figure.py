@@ -1,6 +1,6 @@
-"""Step time and memory of every system, as bars."""
+"""Step time, memory and collectives of every system, as bars."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,26 +15,36 @@ _BAR = 0.62
 _MIB = 2**20
 
 
-def draw_cost(results: Sequence[SystemResult], theme: Theme) -> Figure:
-    """Return the figure of the costs; systems that failed keep their place without a bar."""
+def draw_cost(
+    results: Sequence[SystemResult], theme: Theme, drawn: Mapping[str, Style] | None = None
+) -> Figure:
+    """Return the figure of one model's costs; systems that failed keep their place without a bar.
+
+    Args:
+        results: of the model.
+        theme: of the figure.
+        drawn: styles of systems, where other figures show them too.
+    """
     figure = new_figure(theme, 1.2 + 0.5 * len(results))
-    times, memory = figure.subplots(1, 2, sharey=True)
+    times, memory, collectives = figure.subplots(1, 3, sharey=True)
     dress(times, theme, "Median step time, ms", grid_axis="x")
-    dress(memory, theme, "Peak resident memory per rank, MiB", grid_axis="x")
-    drawn = styles(results, theme)
+    dress(memory, theme, "Peak memory per rank, MiB", grid_axis="x")
+    dress(collectives, theme, "Collectives of a step, MiB", grid_axis="x")
+    drawn = drawn or styles(results, theme)
     for place, result in enumerate(results):
         if result.cost is None:
-            for axes in (times, memory):
+            for axes in (times, memory, collectives):
                 axes.text(0, place, " failed", va="center", color=theme.muted, fontsize=9.5)
             continue
         _draw_time(times, place, result, result.cost, drawn[result.system], theme)
         _draw_memory(memory, place, result.cost, drawn[result.system], theme)
+        _draw_collectives(collectives, place, result, drawn[result.system], theme)
     times.set_yticks(range(len(results)), [label(result) for result in results])
     times.tick_params(axis="y", labelcolor=theme.ink, labelsize=10.5)
     times.invert_yaxis()
-    for axes in (times, memory):
+    for axes in (times, memory, collectives):
         # Room for the numbers behind the bars.
-        axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * 1.3)
+        axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * 1.5)
     return figure
 
 
@@ -57,6 +67,18 @@ def _draw_memory(axes: Axes, place: int, cost: Cost, style: Style, theme: Theme)
     axes.barh(place, mean, height=_BAR, color=style.colour)
     axes.plot([largest, largest], [place - 0.2, place + 0.2], color=theme.ink, linewidth=1.6)
     _write(axes, max(mean, largest), place, f"{mean:,.0f}", theme)
+
+
+def _draw_collectives(
+    axes: Axes, place: int, result: SystemResult, style: Style, theme: Theme
+) -> None:
+    counts = result.summary.collectives if result.summary else None
+    if counts is None:
+        return
+    total = sum(each.bytes for each in counts) / _MIB
+    calls = sum(each.calls for each in counts)
+    axes.barh(place, total, height=_BAR, color=style.colour)
+    _write(axes, total, place, f"{total:,.0f} in {calls}" if calls else "none", theme)
 
 
 def _write(axes: Axes, end: float, place: int, text: str, theme: Theme) -> None:

@@ -77,7 +77,6 @@ class Environment:
 
 def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> Environment:
     """Return the facts of this process, this machine and this moment."""
-    data = comparison.data
     run = ("python", "-m", "integration.train", *comparison.jobs[-1].arguments)
     fifteen_minutes = os.getloadavg()[2]
     return Environment(
@@ -97,7 +96,10 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
         memory=f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         load_average=f"{fifteen_minutes:.1f} over the last 15 minutes, these runs included",
         operating_system=_operating_system(),
-        data=f"{data.source}: {data.size:,} bytes, SHA-256 {data.fingerprint}",
+        data="; ".join(
+            f"{each.source}: {each.size:,} bytes, SHA-256 {each.fingerprint}"
+            for each in comparison.data
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Loss curves over each other, and how far each lies from the single device's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,15 +10,25 @@ from integration.compare.results import SystemResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
 from integration.report.figures import dress, new_figure
 from integration.report.palette import Style, Theme, label, styles
+from integration.report.phrases import loss_unit
 
 
-def draw_losses(results: Sequence[SystemResult], theme: Theme) -> Figure:
-    """Return the figure of the curves; the first result is the reference."""
+def draw_losses(
+    results: Sequence[SystemResult], theme: Theme, drawn: Mapping[str, Style] | None = None
+) -> Figure:
+    """Return the figure of one model's curves; the first result is the reference.
+
+    Args:
+        results: of the model.
+        theme: of the figure.
+        drawn: styles of systems, where other figures show them too.
+    """
+    unit = loss_unit(results[0].model)
+    drawn = drawn or styles(results, theme)
     figure = new_figure(theme, 8.0)
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=[5, 4])
-    dress(losses, theme, "Loss, nats per token", grid_axis="y")
-    dress(differences, theme, "|loss - loss of the single device|, nats per token", grid_axis="y")
-    drawn = styles(results, theme)
+    dress(losses, theme, f"Loss, {unit}", grid_axis="y")
+    dress(differences, theme, f"|loss - loss of the single device|, {unit}", grid_axis="y")
     draw_curves(losses, results, drawn, theme)
     compared = [result for result in results if result.deviation is not None]
     tolerances = {result.tolerance for result in compared if result.tolerance > 0}
@@ -30,7 +40,7 @@ def draw_losses(results: Sequence[SystemResult], theme: Theme) -> Figure:
 
 
 def draw_curves(
-    axes: Axes, results: Sequence[SystemResult], drawn: dict[str, Style], theme: Theme
+    axes: Axes, results: Sequence[SystemResult], drawn: Mapping[str, Style], theme: Theme
 ) -> None:
     """Draw the loss of every step of every run, the reference's behind the others."""
     count = max(len(results) - 1, 1)
@@ -57,7 +67,7 @@ def draw_curves(
 
 
 def difference_lines(
-    results: Sequence[SystemResult], drawn: dict[str, Style]
+    results: Sequence[SystemResult], drawn: Mapping[str, Style]
 ) -> list[DifferenceLine]:
     """Return the lines of the runs that were compared with the reference."""
     return [

@@ -13,13 +13,13 @@ from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import OptimizerResult, PictureResult, Results
+from integration.compare.results import OptimizerResult, PictureResult, Results, SystemResult
 from integration.lines.table import LineSection
 from integration.report.environment import Environment
 from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.palette import DARK, LIGHT, styles
 from integration.report.parallel_wording import TITLES, ParallelRow, ParallelText, parallel_rows
-from integration.report.phrases import ABSENT
+from integration.report.phrases import ABSENT, loss_unit
 from integration.report.picture_wording import PictureRow, PictureText, picture_rows
 from integration.report.random_figure import source_colour
 from integration.report.random_wording import RandomRow, RandomText, random_rows
@@ -42,6 +42,26 @@ class Chart:
         """Return the figure as a ``data:`` address, which loads nothing."""
         encoded = base64.b64encode(self.dark_svg if dark else self.light_svg)
         return f"data:image/svg+xml;base64,{encoded.decode()}"
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """What the two sections on systems show of one model."""
+
+    model: str
+    results: Sequence[SystemResult]
+    losses: Chart
+    cost: Chart
+
+    @property
+    def unit(self) -> str:
+        """What its loss counts."""
+        return loss_unit(self.model)
+
+    @property
+    def rows(self) -> list[Row]:
+        """A printable row per system."""
+        return rows(self.results)
 
 
 @dataclass(frozen=True)
@@ -126,19 +146,13 @@ class Page:
 
     text: PageText
     results: Results
-    losses: Chart
-    cost: Chart
+    models: Sequence[ModelSection]
     random: RandomSection | None
     optimizers: OptimizerSection | None
     parallelism: ParallelSection | None
     pictures: PictureSection | None
     lines: LineSection
     environment: Environment
-
-    @property
-    def rows(self) -> list[Row]:
-        """A printable row per system."""
-        return rows(self.results.systems)
 
     def colour(self, system: str, *, dark: bool) -> str:
         """Return the colour that the figures give a system."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from integration.compare.results import SystemResult, Verdict
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# More than the colours, so that no two systems share both.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Style:
 
 def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
     """Return the style of every system, by name; the first is the reference."""
-    reference, *others = results
-    drawn = {reference.system: Style(theme.reference, "")}
-    for index, result in enumerate(others):
+    reference, *others = dict.fromkeys(result.system for result in results)
+    drawn = {reference: Style(theme.reference, "")}
+    for index, system in enumerate(others):
         colour = theme.series[index % len(theme.series)]
-        drawn[result.system] = Style(colour, MARKERS[index % len(MARKERS)])
+        drawn[system] = Style(colour, MARKERS[index % len(MARKERS)])
     return drawn
 
 

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.compare.results import SystemResult, Verdict
-from integration.report.phrases import ABSENT, TIMES, scientific
+from integration.metrics import RunSummary
+from integration.report.phrases import ABSENT, TIMES, mebibytes, scientific
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system as both tables show it, every number ready to print."""
+    """One system and model as both tables show it, every number ready to print."""
 
     system: str
     verdict: Verdict
@@ -28,6 +29,7 @@ class Row:
     tokens_per_second: str
     memory_mean: str
     memory_max: str
+    collectives: str
 
 
 def rows(results: Sequence[SystemResult]) -> list[Row]:
@@ -55,4 +57,12 @@ def _row(result: SystemResult) -> Row:
         tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
         memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
         memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
+        collectives=_collectives(summary),
     )
+
+
+def _collectives(summary: RunSummary | None) -> str:
+    if summary is None or summary.collectives is None:
+        return ABSENT
+    kinds = (f"{each.calls} {each.kind}, {mebibytes(each.bytes)}" for each in summary.collectives)
+    return "; ".join(kinds) or "none"

@@ -10,7 +10,13 @@ from rich.text import Text
 from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult, RandomVerdict
-from integration.compare.results import OptimizerResult, PictureResult, Results, SystemResult
+from integration.compare.results import (
+    OptimizerResult,
+    PictureResult,
+    Results,
+    SystemResult,
+    of_models,
+)
 from integration.report.optimizer_wording import optimizer_rows
 from integration.report.parallel_wording import TITLES, parallel_rows
 from integration.report.phrases import ABSENT, TIMES
@@ -23,8 +29,10 @@ from integration.report.wording import whole_finding
 def print_results(results: Results, report: Path, console: Console) -> None:
     """Print a line per run, what was found, and where the report lies."""
     console.print()
-    console.print(_systems_table(results.systems))
-    console.print()
+    for model, same in of_models(results.systems).items():
+        console.print(Text(model, "bold"))
+        console.print(_systems_table(same))
+        console.print()
     if results.random_numbers:
         console.print(_random_table(results.random_numbers))
         console.print()
@@ -44,17 +52,18 @@ def print_results(results: Results, report: Path, console: Console) -> None:
 
 
 def _systems_table(results: Sequence[SystemResult]) -> Table:
-    numbers = ("max |Δ|", "step time", f"{TIMES} single", "tokens/s", "memory")
+    numbers = ("max |Δ|", "step time", f"{TIMES} single", "memory", "calls")
     table = _table("system", "verdict", numbers=numbers)
-    for row in rows(results):
+    for row, result in zip(rows(results), results, strict=True):
+        counts = result.summary.collectives if result.summary else None
         table.add_row(
             row.system,
             _verdict(row.verdict, passes=row.verdict.passes),
             row.maximum,
             row.step_time,
             row.relative.removesuffix(TIMES),
-            row.tokens_per_second,
             row.memory_mean,
+            ABSENT if counts is None else str(sum(each.calls for each in counts)),
         )
     return table
 

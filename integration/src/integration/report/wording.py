@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.compare.cost import WARM_UP_STEPS
-from integration.compare.results import Results, SystemResult, Verdict
+from integration.compare.results import Results, SystemResult, Verdict, of_models
 from integration.compare.setup import Comparison
+from integration.compare.variants import REFERENCE
 from integration.report.optimizer_wording import optimizer_finding
 from integration.report.parallel_wording import parallel_finding
-from integration.report.phrases import listed, out_of_tolerance, scientific, size
+from integration.report.phrases import listed, loss_unit, out_of_tolerance, scientific, size
 from integration.report.picture_wording import picture_finding
 from integration.report.random_wording import random_finding
 
@@ -22,6 +23,7 @@ class PageText:
         verdict: two or three words.
         finding: what came out.
         subject: what was compared.
+        missing: sentences on systems that were asked for and could not run.
         cost_note: how the times and the memory were measured, and their limits.
     """
 
@@ -30,6 +32,7 @@ class PageText:
     verdict: str
     finding: str
     subject: str
+    missing: tuple[str, ...]
     cost_note: str
 
 
@@ -41,6 +44,7 @@ def page_text(comparison: Comparison, results: Results) -> PageText:
         verdict="Passes" if results.passes else "Does not pass",
         finding=whole_finding(results),
         subject=_subject(comparison, results.systems),
+        missing=tuple(f"{name} is {why}." for name, why in comparison.missing.items()),
         cost_note=_cost_note(comparison),
     )
 
@@ -48,7 +52,7 @@ def page_text(comparison: Comparison, results: Results) -> PageText:
 def whole_finding(results: Results) -> str:
     """Return what was found of the systems, then what of everything else."""
     sections = (
-        finding(results.systems),
+        *(finding(same) for same in of_models(results.systems).values()),
         random_finding(results.random_numbers),
         optimizer_finding(results.optimizers),
         parallel_finding(results.parallelism),
@@ -58,12 +62,13 @@ def whole_finding(results: Results) -> str:
 
 
 def finding(results: Sequence[SystemResult]) -> str:
-    """Return what was found of the systems: what is wrong first, then what is right."""
+    """Return what was found of the systems with one model: what is wrong, then what is right."""
     reference = results[0]
+    model, unit = reference.model, loss_unit(reference.model)
     if reference.failure is not None:
         return (
-            f"The reference run, {reference.system}, {reference.failure.reason},"
-            " so that no curve could be compared."
+            f"The reference run of {model}, {reference.system}, {reference.failure.reason},"
+            " so that no curve of it could be compared."
         )
     sentences = [_trouble(result) for result in results if not result.verdict.passes]
     equal = [each.system for each in results if each.verdict is Verdict.EQUAL]
@@ -72,23 +77,25 @@ def finding(results: Sequence[SystemResult]) -> str:
         worst = max(within, key=lambda each: each.deviation.maximum if each.deviation else 0.0)
         assert worst.deviation is not None
         sentences.append(
-            f"{_stays(within)} within tolerance of the single device; the largest difference is"
-            f" {scientific(worst.deviation.maximum)} nats per token"
+            f"With {model}, {_stays(within)} within {scientific(worst.tolerance)} of the single"
+            f" device; the largest difference is {scientific(worst.deviation.maximum)} {unit}"
             f" ({f'{worst.system}, ' if len(within) > 1 else ''}step {worst.deviation.step})."
         )
     if equal:
         verb = "is" if len(equal) == 1 else "are"
         sentences.append(
-            f"{listed(equal)} {verb} bitwise equal to the single device at every step."
+            f"With {model}, {listed(equal)} {verb} bitwise equal to the single device at every"
+            " step."
         )
     return " ".join(sentences)
 
 
 def _trouble(result: SystemResult) -> str:
+    name = f"{result.system} with {result.model}"
     if result.failure is not None:
-        return f"{result.system} {result.failure.reason}; see {result.failure.log.name}."
+        return f"{name} {result.failure.reason}; see {result.failure.log.name}."
     assert result.deviation is not None
-    return out_of_tolerance(result.system, result.deviation, result.tolerance)
+    return out_of_tolerance(name, result.deviation, result.tolerance, loss_unit(result.model))
 
 
 def _stays(within: Sequence[SystemResult]) -> str:
@@ -98,20 +105,33 @@ def _stays(within: Sequence[SystemResult]) -> str:
 
 def _subject(comparison: Comparison, results: Sequence[SystemResult]) -> str:
     options = comparison.options
-    summary = next((each.summary for each in results if each.summary is not None), None)
-    model = options.model if summary is None else f"{options.model}{size(summary.parameters)}"
-    others = listed([job.system for job in comparison.jobs[1:]])
+    models = [_sized(model, same) for model, same in of_models(results).items()]
+    systems = dict.fromkeys(job.system for job in comparison.jobs)
+    others = listed([system for system in systems if system != REFERENCE])
+    which = f"{listed(models)} {'was' if len(models) == 1 else 'were'}"
+    sources = listed([each.source for each in comparison.data])
     return (
-        f"The same unmodified model, {model}, was trained in fp32 on"
-        f" {comparison.data.source} for {options.steps} steps: once on a single"
-        f" device, and once each under {others}. Every run started from the same weights and saw"
-        f" the same {options.global_batch} samples in every"
-        " step, so any difference between the curves comes from how the system ran the model."
+        f"Unmodified, {which} trained in fp32 on {sources}"
+        f" for {options.steps} steps: once on a single device, and once each under {others}, as"
+        " far as they take the model. Every run of a model started from the same weights and saw"
+        f" the same {options.global_batch} samples in every step, so any difference between its"
+        " curves comes from how the system ran it."
     )
+
+
+def _sized(model: str, results: Sequence[SystemResult]) -> str:
+    summary = next((each.summary for each in results if each.summary is not None), None)
+    return model if summary is None else f"{model}{size(summary.parameters)}"
 
 
 def _cost_note(comparison: Comparison) -> str:
     ranks = max(job.ranks for job in comparison.jobs)
+    shared = ""
+    if comparison.options.share_processes:
+        shared = (
+            " A system trains one model after the other in the same processes: what the earlier"
+            " leave in memory counts with the later."
+        )
     threads = comparison.options.threads
     cores = os.cpu_count() or 1
     per_rank = "one thread" if threads == 1 else f"{threads} threads"
@@ -121,7 +141,11 @@ def _cost_note(comparison: Comparison) -> str:
     return (
         f"Step time is the median wall time on the first rank, without the first {WARM_UP_STEPS}"
         " steps; whiskers span the middle half of the steps. Memory is each rank's peak resident"
-        " set, Python and torch included; the tick is the largest rank. All ranks run on this"
+        f" set, Python and torch included; the tick is the largest rank.{shared}"
+        " Collectives are those that the first rank issued in step"
+        f" {WARM_UP_STEPS}, and the bytes of whole tensors that they gathered, reduced, scattered"
+        " or sent: an all_reduce sends about twice what a reduce_scatter of as much does, and what"
+        " is sent and received counts on both sides. All ranks run on this"
         f" machine and talk over gloo; each has {per_rank}, {sharing}. Whatever else ran on the"
         " machine is in these times too."
     )

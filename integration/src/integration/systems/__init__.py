@@ -5,6 +5,7 @@ import torch
 from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
+from integration.systems.deepspeed import ZeroThree
 from integration.systems.degrees import Degrees
 from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
@@ -20,6 +21,7 @@ _ALL: tuple[type[System], ...] = (
     FullyShardedOne,
     FullyShardedTwo,
     FullyShardedBuffers,
+    ZeroThree,
     DTensorTensorParallel,
     TorchTitanStyle,
     Planned,

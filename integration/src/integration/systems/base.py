@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from integration.data import Batch
 from integration.errors import UsageError
@@ -18,14 +19,11 @@ class System(ABC):
 
     Attributes:
         name: how users choose it.
-        tolerance: the largest loss difference from one device that the comparison accepts,
-            absolute, in units of the loss, over curves that amplify rounding.
         degrees: of its axes, for systems that compose several.
         compute_dtype: what is computed in, where it is not the dtype of the weights.
     """
 
     name: str
-    tolerance: float
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
     takes_meta: bool = False
     # Whether its shards are of placements in which torch draws nothing, and dist-rng does.
@@ -43,6 +41,8 @@ class System(ABC):
     mixed_precision: bool = False
     # Whether ranks of tensor parallelism have equal parts of a sequence, or it is refused.
     even_sequences: bool = False
+    # Whether its weights and gradients can be saved, loaded, clipped and looked at.
+    saves: bool = True
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 
@@ -52,6 +52,11 @@ class System(ABC):
         assert compute_dtype is None or self.mixed_precision
         self.degrees = degrees or Degrees()
         self.compute_dtype = compute_dtype
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run here, and what to do: a clause behind its name; None: it can."""
+        return None
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many ranks see different data; the others repeat it."""
@@ -78,6 +83,11 @@ class System(ABC):
 
         Every rank passes the same weights.
         """
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Return what steps a model of ``parallelize``; ``optimizer`` is of its parameters."""
+        del model
+        return optimizer
 
     def autocast(self, model: nn.Module) -> None:
         """Have ``forward`` run under autocast in the compute dtype, if there is one."""

@@ -13,7 +13,6 @@ class DataParallel(System):
     """``torch.nn.parallel.DistributedDataParallel``."""
 
     name = "ddp"
-    tolerance = 1e-4
     any_optimizer = True
     compiles = True
     mixed_precision = True

@@ -13,35 +13,60 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from integration.data import Modality
 from integration.models import ModelShape
 from integration.systems.base import System, require_divisible
 
 
-def layer_plan(*, local_attention: bool) -> dict[str, ParallelStyle]:
-    """Return the Megatron cut of one LLaMA layer: columns in, rows out, one reduction each.
+def layer_plan(family: str, *, local_attention: bool) -> dict[str, ParallelStyle]:
+    """Return the Megatron cut of one layer, as far as torch's styles go: columns in, rows out.
+
+    Mixtral's experts are parameters of three dimensions, for which there is no style: every rank
+    computes all of them, and the router. A DiT's query, key and value are one matrix, whose columns
+    are cut across the three: its output is gathered again, and every rank attends with all heads.
 
     Args:
+        family: of the model.
         local_attention: attention runs on each rank's heads as plain tensors, which the fused
             CPU kernel needs; otherwise on DTensors, so that dropout is one global operation.
     """
-    return {
+    if family == "dit":
+        return {
+            "attn.qkv": ColwiseParallel(output_layouts=Replicate()),
+            "attn.proj": RowwiseParallel(input_layouts=Replicate()),
+            "mlp.fc1": ColwiseParallel(),
+            "mlp.fc2": RowwiseParallel(),
+            "adaLN_modulation.1": ColwiseParallel(output_layouts=Replicate()),
+        }
+    attention: dict[str, ParallelStyle] = {
         "self_attn.q_proj": ColwiseParallel(use_local_output=local_attention),
         "self_attn.k_proj": ColwiseParallel(use_local_output=local_attention),
         "self_attn.v_proj": ColwiseParallel(use_local_output=local_attention),
         "self_attn.o_proj": RowwiseParallel(),
+    }
+    if family == "mixtral":
+        return attention
+    return attention | {
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(),
     }
 
 
+# Fields of the models' sizes that what is cut has to divide.
+_CUT = {
+    "llama": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+    "mixtral": ("num_attention_heads", "num_key_value_heads", "vocab_size"),
+    "dit": ("hidden_size",),
+}
+
+
 class DTensorTensorParallel(System):
-    """``torch.distributed.tensor.parallel`` on attention, MLP, embedding and output."""
+    """``torch.distributed.tensor.parallel`` on what its styles can cut of a model."""
 
     name = "dtensor-tp"
-    tolerance = 1e-4
     takes_meta = True
-    families = ("llama",)
+    families = tuple(_CUT)
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return 1: every rank sees the whole batch."""
@@ -49,20 +74,18 @@ class DTensorTensorParallel(System):
         return 1
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse a degree that cuts a head, the MLP or the vocabulary unevenly."""
-        for field in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
-        ):
+        """Refuse a degree that cuts a head, a matrix or the vocabulary unevenly."""
+        for field in _CUT[shape.family]:
             require_divisible(shape, field, world_size)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distribute the weights in place and install the hooks."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         for layer in shape.layers_of(model):
-            parallelize_module(layer, mesh, layer_plan(local_attention=_is_fused(model)))
+            plan = layer_plan(shape.family, local_attention=_is_fused(model))
+            parallelize_module(layer, mesh, plan)
+        if shape.modality is not Modality.TEXT:
+            return model
         ends: dict[str, ParallelStyle] = {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
             "lm_head": ColwiseParallel(output_layouts=Replicate()),
@@ -76,4 +99,6 @@ class DTensorTensorParallel(System):
 
 
 def _is_fused(model: nn.Module) -> bool:
-    return bool(model.config._attn_implementation != "eager")  # type: ignore[union-attr]
+    """Whether attention is on plain tensors; a DiT's always is."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "_attn_implementation", None) != "eager")

@@ -23,7 +23,6 @@ class FullyShardedBuffers(System):
     """``fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp"
-    tolerance = 1e-4
     takes_meta = True
     draws_by_dist_rng = True
     any_optimizer = True

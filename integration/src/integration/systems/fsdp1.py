@@ -17,7 +17,6 @@ class FullyShardedOne(System):
     """``torch.distributed.fsdp.FullyShardedDataParallel``, one unit per transformer layer."""
 
     name = "fsdp1"
-    tolerance = 1e-4
     compiles = True
     mixed_precision = True
 

@@ -15,7 +15,6 @@ class FullyShardedTwo(System):
     """``torch.distributed.fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp2"
-    tolerance = 1e-4
     takes_meta = True
     any_optimizer = True
     compiles = True

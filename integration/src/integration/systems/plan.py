@@ -22,7 +22,6 @@ class Planned(System):
     """
 
     name = "plan"
-    tolerance = 1e-4
     composes = True
     takes_deferred = True
 

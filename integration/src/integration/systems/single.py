@@ -11,7 +11,6 @@ class SingleDevice(System):
     """The unmodified model, no process group used."""
 
     name = "single"
-    tolerance = 0.0
     takes_meta = True
     any_optimizer = True
     compiles = True

@@ -19,7 +19,6 @@ class TorchTitanStyle(System):
     """``parallelize_module`` with sequence parallel, then ``fully_shard``, on one mesh."""
 
     name = "torchtitan-style"
-    tolerance = 1e-4
     takes_meta = True
     composes = True
     even_sequences = True

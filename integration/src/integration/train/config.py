@@ -33,7 +33,8 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, fsdp, dtensor-tp, or plan with the degrees below."""
+    """How to run: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp, or plan with the degrees
+    below."""
     model: str = "llama-10m"
     """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
     dp_replicate: Positive = 1
@@ -121,6 +122,8 @@ class TrainConfig:
     """Write TensorBoard files into the run folder."""
     profile_steps: str | None = None
     """Steps to profile, as 10:13, the last included; traces are in the run folder's profile/."""
+    count_collectives: Positive | None = None
+    """Step whose collectives are counted into the summary; it takes longer."""
     peak_flops: Annotated[float, Field(gt=0)] | None = None
     """FLOP/s of one rank at best, of which MFU is a share; by default known or measured."""
     ranks: Positive | None = None

@@ -19,9 +19,9 @@ from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summa
 from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
+from integration.train.collectives import CollectiveCounter
 from integration.train.config import TrainConfig
 from integration.train.masks import DropoutMasks
-from integration.train.memory import peak_rss_bytes
 from integration.train.parallel import parallel_model, weights_hash
 from integration.train.profiling import StepProfiler
 from integration.train.progress import ProgressDisplay
@@ -75,12 +75,14 @@ class Trainer:
         self.model, self._parameters = parallel.model, parallel.parameters
         self._initial_weights = weights_hash(self.model) if config.fingerprint else None
         self._first_masks: str | None = None
-        self.optimizer = build_optimizer(
+        self._collectives = CollectiveCounter(config.count_collectives)
+        optimizer = build_optimizer(
             config.optimizer,
             self.model,
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
         )
+        self.optimizer = setup.system.optimizer(self.model, optimizer)
         self._schedule = Schedule(
             self.optimizer,
             steps=config.steps,
@@ -171,8 +173,10 @@ class Trainer:
                 outputs.append(record)
                 display.show(record)
                 if stopping and self.step < config.steps:
-                    path = self.save()
-                    display.say(f"stopped on request at step {self.step}; its checkpoint is {path}")
+                    end = "there is no checkpoint"
+                    if self._setup.system.saves:
+                        end = f"its checkpoint is {self.save()}"
+                    display.say(f"stopped on request at step {self.step}; {end}")
                     return False
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self.save(wait=False)
@@ -185,7 +189,9 @@ class Trainer:
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         started = time.perf_counter()
         generator = torch.get_rng_state()
-        loss = self._backward()
+        counted = self.step + 1
+        with self._collectives.step(counted):
+            loss = self._backward()
         # One small reduction carries the mean loss and whether any rank was told to stop, so
         # that all ranks leave the loop after the same step.
         shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
@@ -193,7 +199,8 @@ class Trainer:
         mean = float(shared[0]) / self._world.size
         if not math.isfinite(mean):
             raise self._diverged(mean, generator)
-        norm = self._update()
+        with self._collectives.step(counted):
+            norm = self._update()
         seconds = time.perf_counter() - started
         record = StepRecord(
             step=self.step,
@@ -209,21 +216,27 @@ class Trainer:
     def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
         """Save what there was before the present step, whose loss is not finite."""
         config, step = self._setup.config, self.step
+        last = step * config.global_batch - 1
+        whose = f"(the step's are samples {last - config.global_batch + 1} to {last})"
+        if not self._setup.system.saves:
+            return DivergedError(
+                f"the loss of step {step} is {loss}; training stopped before its update, without a"
+                f" checkpoint: start over with a smaller --learning-rate or other data {whose}"
+            )
         self._loader.load_state_dict({"step": step - 1})
         torch.set_rng_state(generator)
         self.optimizer.zero_grad()
         path = self.save()
-        last = step * config.global_batch - 1
         return DivergedError(
             f"the loss of step {step} is {loss}; training stopped before its update, and the"
             f" checkpoint of step {step - 1} is {path}: resume it with a smaller --learning-rate"
-            f" or other data (the step's are samples {last - config.global_batch + 1} to {last})"
+            f" or other data {whose}"
         )
 
     def _summary(self) -> RunSummary:
         setup = self._setup
         peaks: list[int] = [0] * self._world.size
-        dist.all_gather_object(peaks, peak_rss_bytes())
+        dist.all_gather_object(peaks, self._collectives.peak_rss_bytes)
         return RunSummary(
             system=setup.system.name,
             model=setup.config.model,
@@ -236,6 +249,7 @@ class Trainer:
             peak_rss_bytes=peaks,
             initial_weights=self._initial_weights,
             first_masks=self._first_masks,
+            collectives=self._collectives.counts,
         )
 
 

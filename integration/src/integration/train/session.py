@@ -1,8 +1,9 @@
 """``python -m integration.train.session``: several runs, one after another, in the same processes.
 
 Importing torch and transformers takes longer than a short run of a small model, so comparisons of
-many of them share processes. A run's peak memory and first steps say nothing here: what ran before
-has warmed caches. Groups and caches of earlier runs stay; their random numbers do not.
+many of them share processes. First steps say nothing here: what ran before has warmed caches. Peak
+memory is counted anew for each run, with groups and caches of earlier ones in it. Their random
+numbers do not stay.
 """
 
 import json
@@ -16,6 +17,7 @@ import torch
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch import launch, leave_word
+from integration.train.memory import forget_peak_rss
 from integration.train.setup import prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.world import declared_world, leave, process_group
@@ -69,6 +71,7 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
         leave_word(world.rank, "started")
         for config in configs:
             _stock()
+            forget_peak_rss()
             torch.set_num_threads(config.threads)
             if not Trainer(prepare(config, world.size), world).run(stop):
                 return EXIT_TERMINATED

@@ -51,6 +51,10 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
         raise UsageError(
             f"system {system.name!r} has no plan for model {config.model!r}; choose another of them"
         )
+    if system.missing is not None:
+        raise UsageError(f"system {system.name!r} is {system.missing}; or use --system fsdp2")
+    if not system.saves:
+        _require_plain(config)
     system = in_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
     parts = system.microbatch_parts()
@@ -112,9 +116,28 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     require_folder(config.out)
     require_outside(config.out, config.data)
     resume_from, notices = _find_checkpoint(config)
+    if resume_from is not None and not system.saves:
+        raise UsageError(f"system {system.name!r} resumes no checkpoint; give another --out")
     initial = InitialWeights.open(config, shape) if config.init_from else None
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
     return Setup(config, system, shape, plan, resume_from, notices, steps, initial)
+
+
+def _require_plain(config: TrainConfig) -> None:
+    """Refuse what reads or writes the weights and gradients that a system keeps to itself."""
+    asked = {
+        "--pp-degree": config.pp_degree > 1,
+        "--init-from": config.init_from is not None,
+        "--fingerprint": config.fingerprint,
+        "--clip-grad-norm": config.clip_grad_norm is not None,
+        "--checkpoint-every": config.checkpoint_every > 0,
+    }
+    for option, given in asked.items():
+        if given:
+            raise UsageError(
+                f"system {config.system!r} does not take {option}; leave it out, or use --system"
+                " fsdp2"
+            )
 
 
 def _check_context(config: TrainConfig) -> None:

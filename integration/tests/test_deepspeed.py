@@ -1,0 +1,78 @@
+"""DeepSpeed's ZeRO-3 trains as one device does, and refuses what its engine keeps to itself."""
+
+import importlib.util
+
+import pytest
+
+from integration.compare.options import CompareOptions
+from integration.compare.setup import prepare as prepare_comparison
+from integration.errors import UsageError
+from integration.models import model_shape
+from integration.systems.deepspeed import ZeroThree
+from integration.train.config import TrainConfig
+from integration.train.setup import prepare
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+# Two microbatches a step, and a learning rate that a schedule sets anew in each.
+OPTIONS = {"micro_batch": 2, "warmup_steps": 3, "decay_steps": 2, "learning_rate": 3e-3}
+
+
+@needs_deepspeed
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")  # deepspeed's, of what torch deprecates
+def test_it_trains_as_one_device_with_accumulation_and_a_schedule(train_runs, tmp_path):
+    models = ("llama-tiny", "mixtral-tiny", "dit-tiny")
+
+    def train(ranks, system, **others):
+        runs = [
+            OPTIONS | {"model": model, "system": system, "out": tmp_path / f"{system}-{model}"}
+            for model in models
+        ]
+        return train_runs(ranks, [run | others for run in runs], out=tmp_path, steps=6)
+
+    # In one call: its groups are of the first process group that a process has.
+    zero, single = train(2, "deepspeed"), train(1, "single")
+    unscheduled = train(1, "single", warmup_steps=0)
+    for model, ours, one, other in zip(models, zero, single, unscheduled, strict=True):
+        assert ours == pytest.approx(one, abs=model_shape(model).tolerance, rel=0)
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if it were installed; nothing here imports it."""
+    monkeypatch.setattr(ZeroThree, "missing", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"clip_grad_norm": 1.0}, "--clip-grad-norm"),
+        ({"checkpoint_every": 5}, "--checkpoint-every"),
+        ({"fingerprint": True}, "--fingerprint"),
+        ({"pp_degree": 2}, "--pp-degree"),
+        ({"dtype": "bf16"}, "--dtype bf16"),
+        ({"init": "sharded"}, "--init whole"),
+        ({"optimizer": "muon"}, "--optimizer adamw only"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(options, named, installed, tmp_path):
+    config = TrainConfig(system="deepspeed", model="llama-tiny", out=tmp_path / "run", **options)
+    with pytest.raises(UsageError, match=named):
+        prepare(config, 2)
+
+
+def test_where_it_is_not_installed_it_is_refused_and_a_comparison_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else 1
+    )
+    config = TrainConfig(system="deepspeed", model="llama-tiny", out=tmp_path / "run")
+    with pytest.raises(UsageError, match="not installed: pip install --no-deps deepspeed"):
+        prepare(config, 2)
+    small = {"models": "llama-tiny", "parallelism": False, "random_numbers": False}
+    options = CompareOptions(systems="ddp,deepspeed", out=tmp_path / "out", **small)
+    comparison = prepare_comparison(options)
+    assert [job.system for job in comparison.jobs] == ["single", "ddp"]
+    assert list(comparison.missing) == ["deepspeed"]
