@@ -92,9 +92,10 @@ def draw_traffic(counts: Sequence[Counted], theme: Theme) -> Figure:
         for way, place in _PLACES.items():
             found = [one for one in counts if (one.model, one.way) == (model, way)]
             sent = [sum(each.nbytes for each in one.whole.traffic) / 1e9 for one in found]
-            if found:
-                _line(axes, theme, place, [one.ranks for one in found], sent)
+            _line(axes, theme, place, [one.ranks for one in found], sent)
         _log(axes)
+        low, high = axes.get_ylim()  # ways that differ by little are not to look far apart
+        axes.set_ylim(low / 3, high * 3)
         _ranks(axes, [one.ranks for one in counts])
     panels[0].set_ylabel("GB sent by a rank in a step")
     _legend(figure, theme, {one.way: _PLACES[one.way] for one in counts})
@@ -127,9 +128,9 @@ def draw_beginning(
     """Seconds and memory until the first step, and dispatch of a layer, by ranks."""
     panels_of = []
     for model in dict.fromkeys(one.model for one in begun):
-        own = [one for one in begun if one.model == model]
-        panels_of.append((f"{model}: seconds to begin", [
-            (one.way, one.ranks, one.mesh + one.model_on_meta + one.distribute) for one in own
+        panels_of.append((f"{model}: s to begin", [
+            (one.way, one.ranks, one.mesh + one.model_on_meta + one.distribute)
+            for one in begun if one.model == model
         ]))  # fmt: skip
     if dispatched:
         name = f"{dispatched[0].model}: host ms a layer"
@@ -138,8 +139,8 @@ def draw_beginning(
     for axes, (title, values) in zip(panels, panels_of, strict=True):
         dress(axes, theme, title, grid_axis="y")
         for way, place in _PLACES.items():
-            own = [one for one in values if one[0] == way]
-            _line(axes, theme, place, [one[1] for one in own], [one[2] for one in own])
+            drawn = [one for one in values if one[0] == way]
+            _line(axes, theme, place, [one[1] for one in drawn], [one[2] for one in drawn])
         _log(axes)
         _ranks(axes, [one[1] for one in values])
     _legend(figure, theme, {one[0]: _PLACES[one[0]] for _, values in panels_of for one in values})

@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-import psutil
-
 from integration.scale.shapes import Depth, shape_named
 from integration.scale.ways import NODE, axes_of, distribute, way_named
 from testkit import fake_mesh
@@ -59,7 +57,7 @@ def initialise(model: str, way: str, ranks: int, depth: Depth | None) -> Initial
     """Measures in this process; for the arguments see `measure`."""
     shape, chosen = shape_named(model), way_named(way)
     axes = axes_of(chosen, ranks, NODE)
-    before = psutil.Process().memory_info().rss
+    before = _peak()
     moments = [time.perf_counter()]
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
         moments.append(time.perf_counter())
@@ -67,6 +65,10 @@ def initialise(model: str, way: str, ranks: int, depth: Depth | None) -> Initial
         moments.append(time.perf_counter())
         distribute(built, shape, chosen, mesh)
         moments.append(time.perf_counter())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    taken = [after - earlier for earlier, after in pairwise(moments)]
-    return Initialisation(model, way, ranks, *taken, max(0, peak - before))
+        memory = _peak() - before
+    on_mesh, on_meta, distributed = (after - earlier for earlier, after in pairwise(moments))
+    return Initialisation(model, way, ranks, on_mesh, on_meta, distributed, memory)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

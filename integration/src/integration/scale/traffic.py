@@ -186,7 +186,7 @@ def _step(model: nn.Module, tokens: torch.Tensor) -> None:
 def _part(
     record: StepRecord, before: _Sizes, axes: Sequence[Axis], mesh: DeviceMesh, model: nn.Module
 ) -> Part:
-    of_group = {mesh.get_group(axis.name).group_name: axis for axis in axes}
+    of_group = {str(mesh.get_group(axis.name).group_name): axis for axis in axes}
     calls: defaultdict[tuple[Op, Axis], list[int]] = defaultdict(list)
     for one in record.collectives[before.collectives :]:
         assert one.wire_bytes is not None
@@ -202,7 +202,7 @@ def _part(
 
 def _axis(one: Collective, of_group: Mapping[str, Axis], ranks: int) -> Axis:
     """The axis of a collective; fused-comm joins axes, and those of a world are all of them."""
-    if one.group in of_group:
+    if one.group is not None and one.group in of_group:
         return of_group[one.group]
     if one.group_size != ranks:
         raise RuntimeError(f"{one} is along no axis of {list(of_group.values())}, nor along all")

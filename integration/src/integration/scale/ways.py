@@ -118,9 +118,10 @@ def distribute(model: nn.Module, shape: Shape, way: Way, mesh: DeviceMesh) -> nn
     """
     if way.tensor:  # plans know no mixed precision: weights and gradients are bfloat16
         return parallelize(model.to(torch.bfloat16), _plan(shape, way, mesh), src_data_rank=None)
-    for layer in model.get_submodule("model.layers"):
+    for layer in model.get_submodule("model.layers").children():
         fsdp.fully_shard(layer, mesh=mesh, mp_policy=_MIXED, strategy="native")
-    return fsdp.fully_shard(model, mesh=mesh, mp_policy=_MIXED, strategy="native")
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=_MIXED, strategy="native")
+    return model
 
 
 def _plan(shape: Shape, way: Way, mesh: DeviceMesh) -> Plan:
