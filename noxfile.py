@@ -119,8 +119,14 @@ def sanitize(session: nox.Session, project: str) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """The main job: trains under every system and compares; `-- full` takes longer."""
-    session.run(dev_env(session), "-m", "integration.compare", *session.posargs)
+    """The main job: trains under every system and compares; `-- full` longer, `-- scale` simulates.
+
+    Further arguments are of the comparison's options, or of the simulation's.
+    """
+    arguments, command = [*session.posargs], "compare"
+    if arguments[:1] == ["scale"]:
+        command = arguments.pop(0)
+    session.run(dev_env(session), "-m", f"integration.{command}", *arguments)
 
 
 @nox.session(venv_backend="none")

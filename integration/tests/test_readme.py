@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from integration import export
-from integration.compare.options import parse_options
+from integration.compare.options import CompareOptions, parse_options
 from integration.compare.setup import prepare as prepare_comparison
 from integration.pipeline import bubble
-from integration.train.config import parse_config
+from integration.sample import SampleOptions
+from integration.sample import main as sample
+from integration.sampling import Sampling
+from integration.scale.options import ScaleOptions
+from integration.scale.options import parse_options as parse_scale
+from integration.scale.options import prepare as prepare_scale
+from integration.train.config import TrainConfig, parse_config
 from integration.train.setup import prepare as prepare_run
 from testkit.readme import blocks
 
@@ -28,14 +34,15 @@ def commands(start):
 
 
 TRAIN = commands("python -m integration.train")
-COMPARE = [
-    *commands("python -m integration.compare"),
-    *(line.removeprefix("--").strip() for line in commands("nox -s integration")),
-]
+NOX = [line.removeprefix("--").strip() for line in commands("nox -s integration")]
+SCALE = [line.removeprefix("scale").strip() for line in NOX if line.startswith("scale")]
+SCALE += commands("python -m integration.scale")
+COMPARE = [line for line in NOX if not line.startswith("scale")]
+COMPARE += commands("python -m integration.compare")
 
 
 def test_commands_were_found():
-    assert (len(TRAIN), len(COMPARE)) == (6, 4)
+    assert min(map(len, (TRAIN, COMPARE, SCALE))) > 2
 
 
 @pytest.fixture
@@ -65,6 +72,11 @@ def test_a_comparison_is_accepted(line, folder):
     assert comparison.jobs
 
 
+@pytest.mark.parametrize("line", SCALE)
+def test_a_simulation_is_accepted(line, folder):
+    assert prepare_scale(parse_scale(shlex.split(line))).worlds
+
+
 def test_torchruns_line_is_accepted(folder):
     (line,) = commands("torchrun")
     options, arguments = line.split(" -m integration.train ")
@@ -76,6 +88,9 @@ def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch,
     (line,) = commands("python -m integration.export")
     assert export.main(line.split()) == 2  # its parser took them, and there is no such checkpoint
     assert "CHECKPOINT is not a complete checkpoint" in capsys.readouterr().err
+    for line in commands("python -m integration.sample"):
+        assert sample(shlex.split(line)) == 2
+        assert "is not a complete checkpoint" in capsys.readouterr().err
     asked = []
     monkeypatch.setattr(bubble, "measure", lambda *arguments: asked.append(arguments) or 1 / 0)
     (line,) = commands("python -m integration.pipeline.bubble")
@@ -85,11 +100,10 @@ def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch,
 
 
 def test_options_that_the_readme_names_exist(folder):
-    from integration.compare.options import CompareOptions
-    from integration.train.config import TrainConfig
-
-    known = {*TrainConfig.__dataclass_fields__, *CompareOptions.__dataclass_fields__}
-    beside = {"help", "config", "prefix", "nproc-per-node", "out"}  # of parsers, torch and torchrun
+    of = (TrainConfig, CompareOptions, ScaleOptions, SampleOptions, Sampling)
+    known = {field for options in of for field in options.__dataclass_fields__}
+    # Of parsers, of torch, of torchrun and of pip.
+    beside = {"help", "config", "prefix", "nproc-per-node", "no-deps"}
     for option in set(re.findall(r"--([a-z][\w-]+)", "\n".join(LINES))) - beside:
         field = option.replace("-", "_")
         assert field in known or field.removeprefix("no_") in known, option

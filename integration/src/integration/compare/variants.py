@@ -151,8 +151,10 @@ SYSTEMS: tuple[Variant, ...] = (
     _ZERO3,
     _FSDP_EP,
 )
+# On more ranks than small machines should have: by name alone.
+LARGE: tuple[Variant, ...] = (_plan("plan-hsdp-tp", 8, dp_replicate=2, dp_shard=2, tp=2),)
 _ALL: dict[str, Variant] = {
-    variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS, *PLAIN)
+    variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS, *PLAIN, *LARGE)
 }
 VARIANT_NAMES: tuple[str, ...] = tuple(_ALL)
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult, ParallelVerdict
-from integration.report.phrases import ABSENT, listed, out_of_tolerance, scientific
+from integration.report.phrases import ABSENT, listed, loss_unit, out_of_tolerance, scientific
 
 # What each case is called above a column.
 TITLES = {
@@ -131,7 +131,7 @@ def _trouble(result: ParallelResult) -> str:
         return f"{name} {result.failure.reason}; see {result.failure.log.name}."
     if result.deviation is None:
         return f"{name} has no single device to be compared with."
-    return out_of_tolerance(name, result.deviation, result.tolerance)
+    return out_of_tolerance(name, result.deviation, result.tolerance, loss_unit(result.model))
 
 
 def _worst(good: Iterable[ParallelResult]) -> str:
