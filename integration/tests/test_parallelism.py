@@ -1,7 +1,6 @@
 """What runs of kinds of parallelism come to, from folders made up here, and the report on it."""
 
 import json
-from itertools import groupby
 
 import pytest
 from rich.console import Console
@@ -65,8 +64,7 @@ def made_up(out, **changes):
 
 def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     jobs = jobs_of(tmp_path)
-    sessions = [each.job.session for each in jobs]
-    assert len(set(sessions)) == len(list(groupby(sessions)))
+    assert len({each.job.session for each in jobs}) == 4
     for each in jobs:
         config = parse_config(each.job.arguments)
         assert each.job.session == f"{config.ranks}-{config.random}"
@@ -102,6 +100,19 @@ def test_each_model_has_what_it_can_be_trained_by(tmp_path):
         } <= names
     of_context = {each.case for each in jobs if each.variant.name == "plan-cp-ring"}
     assert of_context == {Case.INIT}  # its attention has no dropout
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_on_four_ranks_cases_are_tried_alone_on_request(tmp_path, every):
+    cases = {"plan-tp-sp": set(), "plan-dp-tp-sp": set()}
+    for each in jobs_of(tmp_path, every_case=every):
+        if each.variant.name in cases:
+            cases[each.variant.name].add(each.case)
+    alone = {Case.INIT, Case.DROPOUT}
+    assert cases == {
+        "plan-tp-sp": {*alone, Case.BOTH},
+        "plan-dp-tp-sp": {*(alone if every else ()), Case.BOTH},
+    }
 
 
 def test_bad_options_are_refused_and_do_not_matter_where_it_is_left_out(tmp_path):
@@ -179,6 +190,7 @@ def test_results_and_terminal_hold_every_run(tmp_path, capsys):
         "llama-tiny",
         "plan-dp-tp-sp-static",
         "4",
-        *["5e-6"] * 3,
+        *["\N{EN DASH}"] * 2,
+        "5e-6",
         "\N{EN DASH}",
     ]

@@ -87,7 +87,7 @@ class Stop:
 
 
 def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_same(tmp_path):
-    names = ["before", "broken", "behind", "last"]
+    names = ["before", "apart", "broken", "behind", "last"]
     broken = ["--init-from", str(tmp_path / "nowhere")]
     jobs = [
         Job(
@@ -98,17 +98,18 @@ def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_sa
             folder=tmp_path / name,
             log=tmp_path / f"{name}.log",
             arguments=tuple(arguments(tmp_path / name, *(broken if name == "broken" else ()))),
-            session="1",
+            session=None if name == "apart" else "1",
         )
         for name in names
     ]
     watcher = Watcher()
     outcomes = run_jobs(jobs, watcher, Stop())
-    assert [each.job.name for each in outcomes] == watcher.ended_jobs == names
-    assert [each.exit_code for each in outcomes] == [0, 2, 0, 0]
-    # One process for the first two, and one for the others.
-    logs = [tmp_path / f"{name}.log" for name in ("before", "before", "behind", "behind")]
-    assert [each.log for each in outcomes] == logs
-    assert "nowhere" in logs[0].read_text()
-    for name in ("before", "behind", "last"):
+    assert [each.job.name for each in outcomes] == names
+    assert watcher.ended_jobs == ["before", "broken", "apart", "behind", "last"]
+    assert [each.exit_code for each in outcomes] == [0, 0, 2, 0, 0]
+    # One process for the session up to what failed, one for its others.
+    logs = ("before", "apart", "before", "behind", "behind")
+    assert [each.log for each in outcomes] == [tmp_path / f"{name}.log" for name in logs]
+    assert "nowhere" in (tmp_path / "before.log").read_text()
+    for name in ("before", "apart", "behind", "last"):
         assert len(read_metrics(tmp_path / name)) == 3

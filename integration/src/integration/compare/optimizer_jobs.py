@@ -54,4 +54,5 @@ def _job(options: CompareOptions, optimizer: str, name: str) -> Job:
         "optimizer": optimizer,
     }
     config = train_config(options, choices, spelled={"steps": "optimizer_steps"})
-    return job_of(config, tolerance=model_shape(options.optimizer_model).tolerance)
+    tolerance = model_shape(options.optimizer_model).tolerance
+    return job_of(config, tolerance=tolerance, session=FOLDER)

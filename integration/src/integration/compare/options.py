@@ -34,9 +34,9 @@ class CompareOptions:
     """Models to train, separated by commas; ``python -m integration.train --help`` lists them."""
     data: Path | None = None
     """File or folder to train on; by default the Python standard library's sources."""
-    steps: int = 24
+    steps: int = 16
     """Optimizer steps per system and model."""
-    warmup_steps: int = 8
+    warmup_steps: int = 6
     """The first of them, half at most, in which the learning rate grows to its full size."""
     share_processes: bool = True
     """Run the models of a system in the same processes, which saves time; what earlier ones leave
@@ -69,6 +69,9 @@ class CompareOptions:
     """Which models to train for that, separated by commas."""
     parallel_steps: int = 10
     """Optimizer steps of each of those runs."""
+    every_case: bool = False
+    """On more than 2 ranks, too, compare random weights and dropout each alone: otherwise there
+    are only both together."""
     optimizers: bool = True
     """Compare fsdp's optimizers under DDP and under fsdp too, at last."""
     optimizer_model: str = "llama-tiny"
@@ -137,6 +140,7 @@ PROFILES: Mapping[str, CompareOptions] = MappingProxyType(
             random_steps=60,
             parallel_models="llama-10m,mixtral-10m,dit-3m",
             parallel_steps=20,
+            every_case=True,
             optimizer_steps=200,
         ),
     }

@@ -66,7 +66,7 @@ class ParallelJob:
 def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
     """Return the runs that ``options`` ask for, references first; none where they are left out.
 
-    Those on one number of ranks, and of one source, come together and share processes.
+    Those on one number of ranks, and of one source, share processes.
 
     Raises:
         UsageError: a model or a number does not do.
@@ -76,9 +76,7 @@ def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
     models = options.parallel_model_names()
     for model in models:
         model_shape(model)
-    found = [*_references(options, models), *_stock(options, models), *_products(options, models)]
-    # A stable order: of one session the jobs stay as they are.
-    return tuple(sorted(found, key=lambda each: (each.job.ranks, each.source is not Source.STOCK)))
+    return (*_references(options, models), *_stock(options, models), *_products(options, models))
 
 
 def _references(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
@@ -109,13 +107,19 @@ def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Para
     for model in models:
         shape = model_shape(model)
         for variant in (each for each in PRODUCTS if each.takes(shape)):
-            for case in _RANDOM if variant.drops_out else (Case.INIT,):
+            for case in _cases(options, variant):
                 init = "sharded" if case.draws_weights else "whole"
                 reference = f"{model}-{case}-{REFERENCE}"
                 yield _job(options, model, case, Source.DIST_RNG, variant, init, reference)
         reference = f"{model}-{Case.NEITHER}-{REFERENCE}"
         for variant in (each for each in PLAIN if each.takes(shape)):
             yield _job(options, model, Case.NEITHER, Source.DIST_RNG, variant, "whole", reference)
+
+
+def _cases(options: CompareOptions, variant: Variant) -> tuple[Case, ...]:
+    if not variant.drops_out:
+        return (Case.INIT,)
+    return _RANDOM if options.every_case or variant.ranks <= 2 else (Case.BOTH,)
 
 
 def _job(

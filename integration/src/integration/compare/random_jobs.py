@@ -48,6 +48,8 @@ class RandomJob:
 def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
     """Return the runs that ``options`` ask for, case by case; none where they leave them out.
 
+    Those on one number of ranks, and of one source, share processes.
+
     Raises:
         UsageError: the model or a number does not do, or dist-rng is not installed.
     """
@@ -86,4 +88,5 @@ def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: S
         "fingerprint": True,
     }
     config = train_config(options, choices, spelled={"steps": "random_steps"})
-    return RandomJob(case, source, job_of(config, tolerance=TOLERANCE))
+    job = job_of(config, tolerance=TOLERANCE, session=f"random-{ranks}-{source}")
+    return RandomJob(case, source, job)

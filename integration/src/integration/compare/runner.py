@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -57,24 +56,25 @@ class Watcher(Protocol):
 def run_jobs(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
     """Run ``jobs`` one after another, those after a failed one too.
 
-    Jobs of one session that follow each other share processes, until one fails: what is left of
-    them gets new ones.
+    Jobs of one session share processes, and run where the first of them stands, until one fails:
+    what is left of them gets new ones.
 
     Returns:
-        An outcome for each; fewer when a stop was requested, which ends the present one.
+        An outcome for each, in their order; fewer when a stop was requested, which ends the present
+        one.
     """
-    outcomes: list[Outcome] = []
-    while len(outcomes) < len(jobs) and not stop.requested:
-        outcomes += _run(_together(jobs[len(outcomes) :]), watcher, stop)
-    return outcomes
+    outcomes: dict[Job, Outcome] = {}
+    while (left := [job for job in jobs if job not in outcomes]) and not stop.requested:
+        outcomes |= {each.job: each for each in _run(_together(left), watcher, stop)}
+    return [outcomes[job] for job in jobs if job in outcomes]
 
 
 def _together(jobs: Sequence[Job]) -> list[Job]:
-    """The first job, and those behind it that share its processes."""
+    """The first job, and those that share its processes."""
     first = jobs[0]
     if first.session is None:
         return [first]
-    return list(takewhile(lambda job: job.session == first.session, jobs))
+    return [job for job in jobs if job.session == first.session]
 
 
 def _run(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
