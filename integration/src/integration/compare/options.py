@@ -34,9 +34,9 @@ class CompareOptions:
     """Models to train, separated by commas; ``python -m integration.train --help`` lists them."""
     data: Path | None = None
     """File or folder to train on; by default the Python standard library's sources."""
-    steps: int = 16
+    steps: int = 12
     """Optimizer steps per system and model."""
-    warmup_steps: int = 6
+    warmup_steps: int = 4
     """The first of them, half at most, in which the learning rate grows to its full size."""
     share_processes: bool = True
     """Run the models of a system in the same processes, which saves time; what earlier ones leave
@@ -61,13 +61,13 @@ class CompareOptions:
     """Compare random numbers drawn on shards too, after the systems."""
     random_model: str = "llama-tiny"
     """Which model to train for that."""
-    random_steps: int = 20
+    random_steps: int = 10
     """Optimizer steps of each of those runs."""
     parallelism: bool = True
     """Compare every product of parallelism by a plan too, and stock torch's."""
     parallel_models: str = "llama-tiny,mixtral-tiny,dit-tiny"
     """Which models to train for that, separated by commas."""
-    parallel_steps: int = 10
+    parallel_steps: int = 6
     """Optimizer steps of each of those runs."""
     every_case: bool = False
     """On more than 2 ranks, too, compare random weights and dropout each alone: otherwise there
@@ -76,7 +76,7 @@ class CompareOptions:
     """Compare fsdp's optimizers under DDP and under fsdp too, at last."""
     optimizer_model: str = "llama-tiny"
     """Which model to train for that."""
-    optimizer_steps: int = 100
+    optimizer_steps: int = 50
     """Optimizer steps of each of those runs."""
     pictures: bool = True
     """Compare the pictures of a DiT trained on one device and sharded too, after all."""

@@ -88,5 +88,4 @@ def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: S
         "fingerprint": True,
     }
     config = train_config(options, choices, spelled={"steps": "random_steps"})
-    job = job_of(config, tolerance=TOLERANCE, session=f"random-{ranks}-{source}")
-    return RandomJob(case, source, job)
+    return RandomJob(case, source, job_of(config, tolerance=TOLERANCE, session=f"{ranks}-{source}"))

@@ -75,7 +75,7 @@ def _plan(name: str, ranks: int, **degrees: Any) -> Variant:
 
 
 _TP_SP = _plan("plan-tp-sp", 2, tp=2, sp=True)
-_ZERO3 = _plan("plan-zero3", 2, dp_shard=2, zero3=True)
+_FSDP = _plan("plan-fsdp", 2, dp_shard=2)
 
 
 def _context(name: str, ranks: int, **degrees: Any) -> Variant:
@@ -99,8 +99,8 @@ STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "
 PRODUCTS: tuple[Variant, ...] = (
     _plan("plan-dp", 2, dp_replicate=2),
     _plan("plan-dp-static", 2, dp_replicate=2, static=True),
-    _plan("plan-fsdp", 2, dp_shard=2),
-    _ZERO3,
+    _FSDP,
+    _plan("plan-zero3", 2, dp_shard=2, zero3=True),
     _plan("plan-tp", 2, tp=2),
     _TP_SP,
     _plan("plan-tp-sp-static", 2, tp=2, sp=True, static=True),
@@ -148,7 +148,7 @@ SYSTEMS: tuple[Variant, ...] = (
     Variant("deepspeed", "deepspeed"),
     STOCK[1],
     _TP_SP,
-    _ZERO3,
+    _FSDP,
     _FSDP_EP,
 )
 # On more ranks than small machines should have: by name alone.
