@@ -47,8 +47,9 @@ class CompareOptions:
     """Sequences that one rank feeds the model at once."""
     sequence_length: int = 64
     """Tokens (bytes) per sequence."""
-    learning_rate: float = 1e-3
-    """The optimizers' learning rate."""
+    learning_rate: float = 3e-4
+    """The optimizers' learning rate. The smaller, the longer until rounding makes a router of
+    Mixtral choose another expert for a token, which shows at once."""
     weight_decay: float = 0.1
     """Their decoupled weight decay."""
     seed: int = 0

@@ -1,10 +1,12 @@
 """Real text as one run of bytes: a file, a folder, or this Python's own standard library."""
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -40,12 +42,21 @@ def load_corpus(path: Path | None) -> Corpus:
     Raises:
         UsageError: ``path`` does not exist, cannot be read, or holds no bytes.
     """
-    files = corpus_files(path)
+    return _standard_corpus() if path is None else _read(corpus_files(path), str(path))
+
+
+@cache
+def _standard_corpus() -> Corpus:
+    """Read once: runs that share a process share it, and it stays as it is."""
+    return _read(corpus_files(None), "the Python standard library's sources")
+
+
+def _read(files: Sequence[Path], source: str) -> Corpus:
     with _readable():
         text = DOCUMENT_END.join(file.read_bytes() for file in files)
     return Corpus(
         data=torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        source="the Python standard library's sources" if path is None else str(path),
+        source=source,
         fingerprint=hashlib.sha256(text).hexdigest(),
     )
 
@@ -86,10 +97,9 @@ def _files_of(path: Path) -> list[Path]:
 def _standard_library() -> list[Path]:
     # The stdlib folder also holds site-packages and the interpreter's test suite: neither
     # is the library's own source, and the first differs from one environment to the next.
-    root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    return sorted(
-        file
-        for file in root.rglob("*.py")
-        if not skipped.intersection(file.relative_to(root).parts)
-    )
+    found: list[Path] = []
+    for folder, below, names in os.walk(sysconfig.get_path("stdlib")):
+        below[:] = set(below) - skipped  # not walked: there may be more in them than in all else
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(found)
