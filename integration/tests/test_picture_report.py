@@ -89,7 +89,7 @@ def whole(out, monkeypatch, **changes):
     """A comparison that was of pictures only, and its results."""
     jobs, result = made_up(out, monkeypatch, **changes)
     options = CompareOptions(out=out, systems="ddp")
-    asked = Comparison(options, jobs, (), DataFacts("text", 1, "abc"), picture_jobs=jobs)
+    asked = Comparison(options, jobs, (), (DataFacts("text", 1, "abc"),), picture_jobs=jobs)
     return asked, Results(result.runs, (), pictures=result)
 
 
@@ -109,7 +109,7 @@ def test_the_same_batches_train_on_one_device_and_sharded_and_leave_a_checkpoint
 
 
 def test_pictures_come_at_last(tmp_path):
-    options = CompareOptions(out=tmp_path, systems="ddp", model="llama-tiny", picture_steps=20)
+    options = CompareOptions(out=tmp_path, systems="ddp", models="llama-tiny", picture_steps=20)
     comparison = prepare(options)
     assert comparison.all_jobs[-2:] == comparison.picture_jobs
     names = [job.name for job in comparison.all_jobs]
@@ -250,7 +250,7 @@ def test_the_pages_hold_the_section_and_only_where_it_ran(tmp_path, monkeypatch)
     section = html[html.index("<h2>Pictures</h2>") :]
     assert len(re.findall(r"<td>\d+ of 60</td>", section)) == 2
     assert (tmp_path / "figures" / "pictures.png").read_bytes().startswith(b"\x89PNG")
-    section = page[page.index("## Pictures") : page.index("## Environment")]
+    section = page[page.index("## Pictures") : page.index("## Lines of code")]
     lines = re.findall(r"^\|.*\|$", section, re.MULTILINE)
     assert len(lines) == 4
     assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1

@@ -33,8 +33,8 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp, or plan with the degrees
-    below."""
+    """How to run: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees
+    below, plan or torchtitan-style."""
     model: str = "llama-10m"
     """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
     dp_replicate: Positive = 1
