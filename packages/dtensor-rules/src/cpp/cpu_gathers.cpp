@@ -1,0 +1,70 @@
+// The functional all_gathers of CPU tensors, by another collective than torch's own.
+//
+// torch (2.11 to 2.15, Functional.cpp) makes each of them an allgather_into_tensor_coalesced. With
+// gloo that breaks the heap, once in some millions of them: the two worker threads of a group note
+// what they have done in one std::string (ProcessGroupGloo::runLoop, `lastCompletedWorkName`),
+// without a lock, and "ALLGATHER_COALESCED" alone of all the names is too long to lie in the string
+// itself, so that both threads free the same memory. _allgather_base sends the same bytes and has a
+// short name. tests/test_cpu_gathers.py shows both.
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "dtensor_rules/compat.h"
+#include "dtensor_rules/torch.h"
+
+namespace dtensor_rules {
+
+namespace {
+
+using GroupArgument = Group<std::string>;
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+ProcessGroup resolve(const std::string& name) {
+  return c10d::resolve_process_group(name);
+}
+
+[[maybe_unused]] ProcessGroup resolve(const c10::IValue& group) {
+  return group.isString() ? resolve(group.toStringRef()) : group.toCustomClass<c10d::ProcessGroup>();
+}
+
+// The same memory, in a dtype that gloo has.
+at::Tensor gloo_takes(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
+
+at::Tensor gathered(const at::Tensor& input, int64_t group_size, const ProcessGroup& group) {
+  TORCH_CHECK(
+      input.dim() > 0, "all_gather_into_tensor: given a tensor without dims, which has none to "
+      "gather along; give it one, as by view(1)");
+  at::DimVector sizes(input.sizes());
+  sizes[0] *= group_size;
+  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor received = gloo_takes(output);
+  at::Tensor sent = gloo_takes(input.resolve_conj().contiguous());
+  c10d::register_work(output, group->_allgather_base(received, sent));
+  return output;
+}
+
+at::Tensor all_gather_into_tensor(
+    const at::Tensor& input, int64_t group_size, GroupArgument group) {
+  return gathered(input, group_size, resolve(group));
+}
+
+std::vector<at::Tensor> all_gather_into_tensor_coalesced(
+    std::vector<at::Tensor> inputs, int64_t group_size, GroupArgument group) {
+  std::vector<at::Tensor> outputs;
+  for (const at::Tensor& input : inputs) {
+    outputs.push_back(gathered(input, group_size, resolve(group)));
+  }
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_c10d_functional, CPU, library) {
+  library.impl("all_gather_into_tensor", all_gather_into_tensor);
+  library.impl("all_gather_into_tensor_coalesced", all_gather_into_tensor_coalesced);
+}
+
+}  // namespace dtensor_rules

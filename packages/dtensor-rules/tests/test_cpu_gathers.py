@@ -1,0 +1,85 @@
+"""Functional all_gathers of CPU tensors, which break torch's heap and not ours."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from testkit import run_ranks
+
+# Many in flight, so that both worker threads of the group finish one at once, again and again.
+GATHERS = """
+import sys, tempfile, torch, torch.distributed as dist
+torch.set_num_threads(1)
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+if sys.argv[1] == "ours":
+    from dtensor_rules import _core
+gather, own = torch.ops._c10d_functional.all_gather_into_tensor, torch.ones(4)
+for _ in range(2000):
+    for pending in [gather(own, 1, dist.group.WORLD.group_name) for _ in range(100)]:
+        assert torch.ops._c10d_functional.wait_tensor(pending).tolist() == own.tolist()
+"""
+
+
+def _gathers(whose):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", GATHERS, whose]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_many_at_once_leave_the_heap_whole():
+    done = _gathers("ours")
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_alone_breaks_it():
+    """Canary: where torch is mended, cpu_gathers.cpp can go."""
+    assert _gathers("torch").returncode < 0
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_they_give_what_torch_gives(dtype):
+    """Every dtype, strides, a lazy conjugate, no elements, one or several of them."""
+
+    def check():
+        from dtensor_rules import _core  # noqa: F401
+
+        rank = dist.get_rank()
+        op, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+        whole = torch.arange(24).reshape(4, 6).to(dtype)
+        whole = whole * (1 + 1j) if dtype.is_complex else whole
+        own = whole.tensor_split(2)[rank]
+        kinds = {"plain": own, "transposed": own.t(), "empty": own[:0], "conjugate": own.conj()}
+        several = op.all_gather_into_tensor_coalesced(list(kinds.values()), 2, name)
+        for (kind, each), also in zip(kinds.items(), several, strict=True):
+            parts = [torch.empty_like(each.contiguous()) for _ in range(2)]
+            dist.all_gather(parts, each.resolve_conj().contiguous())
+            one = op.wait_tensor(op.all_gather_into_tensor(each, 2, name))
+            assert torch.equal(one, torch.cat(parts)), kind
+            assert torch.equal(op.wait_tensor(also), torch.cat(parts)), kind
+        mesh = init_device_mesh("cpu", (2,))
+        placed = DTensor.from_local(own, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        assert torch.equal(placed.to_local(), whole)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_a_tensor_without_dims_is_refused():
+    def check():
+        from dtensor_rules import _core  # noqa: F401
+
+        gather = torch.ops._c10d_functional.all_gather_into_tensor
+        with pytest.raises(RuntimeError, match=r"without dims.*view\(1\)"):
+            gather(torch.tensor(3.0), 1, dist.group.WORLD.group_name)
+
+    run_ranks(check, 1)
