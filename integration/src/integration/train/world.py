@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
-import dtensor_rules._core  # noqa: F401  # all_gathers that do not break the heap, stock's too
 import torch.distributed as dist
+
+# Its all_gathers do not break the heap, those of stock systems neither.
+import dtensor_rules._core  # noqa: F401
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
