@@ -5,7 +5,7 @@
 // what they have done in one std::string (ProcessGroupGloo::runLoop, `lastCompletedWorkName`),
 // without a lock, and "ALLGATHER_COALESCED" alone of all the names is too long to lie in the string
 // itself, so that both threads free the same memory. _allgather_base sends the same bytes and has a
-// short name. tests/test_cpu_gathers.py shows both.
+// short name. tests/gathers_in_flight.py shows both.
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

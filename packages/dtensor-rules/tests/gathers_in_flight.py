@@ -1,0 +1,34 @@
+"""All_gathers by the hundred in flight: ``python gathers_in_flight.py torch|ours [--once]``.
+
+With torch's own, both worker threads of the group finish one at once, again and again, and where
+two cores are free the process dies of a broken heap within seconds (`src/cpp/cpu_gathers.cpp` says
+why). With ours it does not. ``--once`` makes one, and prints the operators of c10d that it calls.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_num_threads(1)
+if sys.argv[1] == "ours":
+    from dtensor_rules import _core  # noqa: F401
+
+own = torch.ones(4)
+
+
+def gathers(count):
+    op, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    pending = [op.all_gather_into_tensor(own, 1, name) for _ in range(count)]
+    return [op.wait_tensor(one) for one in pending]
+
+
+if "--once" in sys.argv:
+    with profile() as seen:
+        gathers(1)
+    print(*{event.name for event in seen.events() if event.name.startswith("c10d::")})
+else:
+    for _ in range(2000):
+        assert all(torch.equal(whole, own) for whole in gathers(100))
