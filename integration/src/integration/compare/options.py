@@ -18,7 +18,7 @@ fsdp's optimizers, under DDP and sharded; then a DiT, whose pictures are drawn. 
 speeds and memory to OUT/report.md, OUT/report.html and OUT/results.json. Exit code: 0 when every
 curve stays within its tolerance and dist-rng's random numbers are one device's, 1 when not or when
 a run fails, 2 when the options are wrong. With `full` before the options their defaults are those
-of the full profile: more steps, and models of 10 M parameters for kinds of parallelism too;
+of the full profile: more steps, a process for each run, and all three cases on four ranks too;
 `quick`, the default, takes minutes."""
 
 
@@ -139,7 +139,6 @@ PROFILES: Mapping[str, CompareOptions] = MappingProxyType(
             warmup_steps=20,
             share_processes=False,
             random_steps=60,
-            parallel_models="llama-10m,mixtral-10m,dit-3m",
             parallel_steps=20,
             every_case=True,
             optimizer_steps=200,
