@@ -8,12 +8,15 @@ from integration.metrics import read_metrics
 from integration.paths import make_folder
 from integration.soak.faults import Fault
 from integration.soak.options import (
-    DISTURBED, UNDISTURBED, SoakOptions, parse_options, prepare,
+    DISTURBED,
+    UNDISTURBED,
+    SoakOptions,
+    parse_options,
+    prepare,
 )  # fmt: skip
 from integration.soak.report import HEADER, Comparison, compare, row, soak_of, write_report
 from integration.soak.supervisor import FaultError, Incident, disturb
 from integration.soak.torchrun import Torchrun
-
 
 Note = Callable[[Incident], None]
 

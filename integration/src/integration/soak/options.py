@@ -15,7 +15,7 @@ from integration.train.setup import prepare as prepare_run
 UNDISTURBED = "undisturbed"
 DISTURBED = "disturbed"
 
-_DESCRIPTION = """Train twice under torchrun, once undisturbed, once with a fault every so many steps.
+_DESCRIPTION = """Train twice under torchrun: once undisturbed, once with a fault every so often.
 
 Each time a random rank is killed, stopped or made to raise; torchrun restarts the ranks and they
 resume from the newest complete checkpoint. Writes OUT/soak.md, OUT/soak.json and both runs. Exit

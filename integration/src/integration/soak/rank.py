@@ -1,4 +1,4 @@
-"""``python -m integration.soak.rank``: integration.train, and SIGUSR1 makes it raise where it is."""
+"""``python -m integration.soak.rank``: integration.train, which SIGUSR1 makes raise."""
 
 import signal
 from types import FrameType

@@ -99,8 +99,8 @@ def row(incident: Incident) -> str:
 
 
 HEADER = (
-    "| step | rank | fault | noticed after | ranks restarted after | resumed from | trained on after"
-    " |\n|---:|---:|---|---|---:|---|---:|"
+    "| step | rank | fault | noticed after | ranks restarted after | resumed from |"
+    " trained on after |\n|---:|---:|---|---|---:|---|---:|"
 )
 
 

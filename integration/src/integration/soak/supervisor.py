@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from integration.soak.faults import SIGNALS, Fault
 from integration.soak.torchrun import Torchrun

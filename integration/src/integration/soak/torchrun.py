@@ -5,11 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from integration.metrics import METRICS_FILE
 from integration.soak.options import SoakOptions
@@ -84,7 +83,9 @@ class Torchrun:
         path = self.folder / METRICS_FILE
         if not path.exists():
             return 0
-        whole = [line for line in path.read_bytes().splitlines(keepends=True)[-2:] if line[-1] == 10]
+        whole = [
+            line for line in path.read_bytes().splitlines(keepends=True)[-2:] if line[-1] == 10
+        ]
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def reports(self) -> dict[int, int]:
