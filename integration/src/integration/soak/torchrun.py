@@ -83,9 +83,8 @@ class Torchrun:
         path = self.folder / METRICS_FILE
         if not path.exists():
             return 0
-        whole = [
-            line for line in path.read_bytes().splitlines(keepends=True)[-2:] if line[-1] == 10
-        ]
+        lines = path.read_bytes().splitlines(keepends=True)[-2:]
+        whole = [line for line in lines if line.endswith(b"\n")]  # the last may be half written
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def reports(self) -> dict[int, int]:
