@@ -119,12 +119,13 @@ def sanitize(session: nox.Session, project: str) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """The main job: trains under every system and compares; `-- full` longer, `-- scale` simulates.
+    """The main job: trains under every system and compares; `-- full` longer.
 
-    Further arguments are of the comparison's options, or of the simulation's.
+    `-- scale` simulates many ranks, `-- soak` disturbs a run over and over. Further arguments are
+    options of what runs.
     """
     arguments, command = [*session.posargs], "compare"
-    if arguments[:1] == ["scale"]:
+    if arguments[:1] in (["scale"], ["soak"]):
         command = arguments.pop(0)
     session.run(dev_env(session), "-m", f"integration.{command}", *arguments)
 

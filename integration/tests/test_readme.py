@@ -16,6 +16,9 @@ from integration.sampling import Sampling
 from integration.scale.options import ScaleOptions
 from integration.scale.options import parse_options as parse_scale
 from integration.scale.options import prepare as prepare_scale
+from integration.soak.options import SoakOptions
+from integration.soak.options import parse_options as parse_soak
+from integration.soak.options import prepare as prepare_soak
 from integration.train.config import TrainConfig, parse_config
 from integration.train.setup import prepare as prepare_run
 from testkit.readme import blocks
@@ -37,12 +40,15 @@ TRAIN = commands("python -m integration.train")
 NOX = [line.removeprefix("--").strip() for line in commands("nox -s integration")]
 SCALE = [line.removeprefix("scale").strip() for line in NOX if line.startswith("scale")]
 SCALE += commands("python -m integration.scale")
-COMPARE = [line for line in NOX if not line.startswith("scale")]
+SOAK = [line.removeprefix("soak").strip() for line in NOX if line.startswith("soak")]
+SOAK += commands("python -m integration.soak")
+COMPARE = [line for line in NOX if not line.startswith(("scale", "soak"))]
 COMPARE += commands("python -m integration.compare")
 
 
 def test_commands_were_found():
     assert min(map(len, (TRAIN, COMPARE, SCALE))) > 2
+    assert len(SOAK) > 1
 
 
 @pytest.fixture
@@ -77,6 +83,11 @@ def test_a_simulation_is_accepted(line, folder):
     assert prepare_scale(parse_scale(shlex.split(line))).worlds
 
 
+@pytest.mark.parametrize("line", SOAK)
+def test_a_soak_is_accepted(line, folder):
+    assert prepare_soak(parse_soak(shlex.split(line)))
+
+
 def test_torchruns_line_is_accepted(folder):
     (line,) = commands("torchrun")
     options, arguments = line.split(" -m integration.train ")
@@ -100,10 +111,10 @@ def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch,
 
 
 def test_options_that_the_readme_names_exist(folder):
-    of = (TrainConfig, CompareOptions, ScaleOptions, SampleOptions, Sampling)
+    of = (TrainConfig, CompareOptions, ScaleOptions, SoakOptions, SampleOptions, Sampling)
     known = {field for options in of for field in options.__dataclass_fields__}
     # Of parsers, of torch, of torchrun and of pip.
-    beside = {"help", "config", "prefix", "nproc-per-node", "no-deps"}
+    beside = {"help", "config", "prefix", "nproc-per-node", "no-deps", "rdzv-id", "max-restarts"}
     for option in set(re.findall(r"--([a-z][\w-]+)", "\n".join(LINES))) - beside:
         field = option.replace("-", "_")
         assert field in known or field.removeprefix("no_") in known, option

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from integration.errors import UnwrittenError
 from integration.train import checkpoint
 from integration.train.retention import remove_older
 from integration.train.saver import Saver
@@ -91,9 +92,90 @@ def test_the_next_save_waits_for_the_one_before_and_says_if_it_failed(world, tmp
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", no_space)
     background.save(3, model, optimizer, wait=False)
-    with pytest.raises(dcp.api.CheckpointException, match="No space left on device"):
+    newest = tmp_path / checkpoint.FOLDER / "step-00000002"
+    sentence = rf"the checkpoint of step 3 .* \(No space left on device\); .* one is {newest}: mend"
+    with pytest.raises(UnwrittenError, match=sentence):
         background.save(4, model, optimizer, wait=False)
-    assert checkpoint.newest_complete(tmp_path).path.name == "step-00000002"
+    assert checkpoint.newest_complete(tmp_path).path == newest
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("where", ["its manifest", "torch's zip"])
+def test_one_that_the_disk_does_not_take_leaves_those_before(
+    where, background, world, tmp_path, monkeypatch
+):
+    model, optimizer = linear()
+    saves = saver(tmp_path, world, background=background)
+    before = saves.save(1, model, optimizer)
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    def covered(*_):
+        try:
+            no_space()
+        finally:  # as torch's destructor does
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+
+    if where == "its manifest":
+        monkeypatch.setattr(checkpoint, "_write_durably", no_space)
+    else:
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", covered)
+
+    def save():
+        saves.save(2, model, optimizer, wait=False)
+        saves.finish()
+
+    with pytest.raises(UnwrittenError, match=rf"No space left on device.* one is {before}: mend"):
+        save()
+    assert names(tmp_path) == [before.name]
+    checkpoint.read_manifest(before)
+
+
+def test_what_is_not_the_disks_is_not_called_so(world, tmp_path, monkeypatch):
+    def broken(*_):
+        raise KeyError("torch")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", broken)
+    with pytest.raises(dcp.api.CheckpointException, match="KeyError: 'torch'"):
+        saver(tmp_path, world, background=False).save(1, *linear())
+
+
+def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp_path):
+    """Each file at each of several lengths; and a manifest that tells another length."""
+    saves = saver(tmp_path, world, background=False)
+    before, path = (saves.save(step, *linear()) for step in (1, 2))
+    files = sorted(path.iterdir())
+    assert [file.name for file in files] == [".metadata", "__0_0.distcp", checkpoint.MANIFEST]
+
+    def passed_over():
+        found = checkpoint.newest_complete(tmp_path)
+        assert found.path == before
+        (sentence,) = found.passed_over
+        return sentence
+
+    for file in files:
+        whole = file.read_bytes()
+        for length in sorted({0, 1, 2, len(whole) // 2, len(whole) - 2, len(whole) - 1}):
+            file.write_bytes(whole[:length])
+            if file.name == checkpoint.MANIFEST:
+                expected = f"{path} is not a complete checkpoint: its manifest.json cannot be read"
+            else:
+                expected = (
+                    f"checkpoint {path} is truncated: {file.name} has {length} bytes instead of"
+                    f" {len(whole)}"
+                )
+            assert passed_over() == expected
+        file.unlink()
+        assert str(path) in passed_over()
+        file.write_bytes(whole)
+    assert checkpoint.newest_complete(tmp_path) == checkpoint.Found(path, ())
+    manifest = path / checkpoint.MANIFEST
+    size = f'"__0_0.distcp": {(path / "__0_0.distcp").stat().st_size}'
+    flipped = size[:-1] + str(9 - int(size[-1]))
+    manifest.write_text(manifest.read_text().replace(size, flipped))
+    assert "is truncated: __0_0.distcp has" in passed_over()
 
 
 @pytest.mark.parametrize("background", [False, True])

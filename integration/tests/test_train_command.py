@@ -101,6 +101,24 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_the_run_continues(undisturbed,
     assert losses(tmp_path) == losses(undisturbed)
 
 
+def test_a_second_job_in_a_run_folder_is_refused_and_the_first_goes_on(tmp_path):
+    options = ["--system", "ddp", "--ranks", "2", "--steps", "100000"]
+    process = start_and_wait_for_step(tmp_path, 2, *options)
+    before = losses(tmp_path)[-1][0]
+    said = train(tmp_path, *options, check=2)
+    assert re.fullmatch(
+        rf"error: another job writes {tmp_path} \(process \d+ on \S+, since [\d :-]+\); wait for"
+        r" its end, or give another --out\n",
+        said,
+    )
+    process.terminate()
+    assert process.wait(60) == EXIT_TERMINATED
+    steps = [step for step, _ in losses(tmp_path)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > before
+    assert newest_complete(tmp_path).path.name == f"step-{len(steps):08d}"
+
+
 def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
     subprocess.run(
         [

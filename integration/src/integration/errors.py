@@ -13,3 +13,7 @@ class UsageError(ValueError):
 
 class DivergedError(UsageError):
     """The loss is not finite any more; the message names the checkpoint of the step before."""
+
+
+class UnwrittenError(UsageError):
+    """A checkpoint could not be written; the message names the newest one that is complete."""

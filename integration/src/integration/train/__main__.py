@@ -1,5 +1,6 @@
 """``python -m integration.train``: on one rank, on ``--ranks N``, or under torchrun."""
 
+import errno
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import torch
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch import launch, leave_word
-from integration.train.setup import prepare
+from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.watchdog import record_collectives
 from integration.train.world import declared_world, leave, process_group
@@ -37,6 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         _refuse(str(error))
         return EXIT_USAGE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _refuse(
+            f"{config.out} cannot be written ({error.strerror}); make space there and give the same"
+            " command again to go on from the newest complete checkpoint"
+        )
+        return EXIT_USAGE
 
 
 def _run_rank(config: TrainConfig) -> int:
@@ -45,18 +54,18 @@ def _run_rank(config: TrainConfig) -> int:
     record_collectives(config.out)
     with process_group(config.timeout) as world:
         leave_word(world.rank, "started")
-        setup = prepare(config, world.size)
-        cores = os.cpu_count() or 1
-        if world.is_main and world.size * config.threads > cores:
-            warnings.warn(
-                f"{world.size} ranks x {config.threads} threads share {cores} cores:"
-                " step times say little",
-                stacklevel=1,
-            )
         # Imported late: a mistake in the options should not wait for TensorBoard's imports.
         from integration.train.loop import Trainer
 
-        finished = Trainer(setup, world).run(stop)
+        with locked_setup(config, world) as setup:
+            cores = os.cpu_count() or 1
+            if world.is_main and world.size * config.threads > cores:
+                warnings.warn(
+                    f"{world.size} ranks x {config.threads} threads share {cores} cores:"
+                    " step times say little",
+                    stacklevel=1,
+                )
+            finished = Trainer(setup, world).run(stop)
     return 0 if finished else EXIT_TERMINATED
 
 

@@ -91,7 +91,13 @@ class Draft:
         sizes = {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())}
         manifest = Manifest(self.step, self._world.size, self._identity, sizes)
         _write_durably(self.partial / MANIFEST, json.dumps(asdict(manifest), indent=2))
+        _sync_folder(self.partial)
         _replace_folder(self.partial, self.final)
+        _sync_folder(self.final.parent)
+
+    def discard(self) -> None:
+        """Remove what there is of one that could not be written; rank 0 calls it."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -244,3 +250,12 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the names in a folder survive a power failure; their files were synced before."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

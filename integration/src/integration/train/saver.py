@@ -4,8 +4,13 @@ In the background as `torch.distributed.checkpoint.async_save` does it: the stat
 takes a second time its memory, and a thread writes the copy, with a process group of its own, as
 its collectives would mix with those of training otherwise. See checkpoint.py's Note [complete] for
 when a checkpoint exists: here rank 0 names the files and renames the folder in a thread, too.
+
+A checkpoint that the file system does not take, on a full disk above all, ends the run on all ranks
+with a sentence: to go on would be to train without the net that was asked for. What was written of
+it is removed; those before it stay.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +19,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from integration.train.checkpoint import Draft, Identity
+from integration.errors import UnwrittenError
+from integration.train.checkpoint import Draft, Identity, newest_complete
+from integration.train.disk import Writer
 from integration.train.retention import remove_older
 from integration.train.world import World
 
@@ -44,7 +52,7 @@ class Saver:
     ) -> None:
         self._run, self._identity, self._world = run, identity, world
         self._keep = keep
-        self._pending: Future[Any] | None = None
+        self._pending: tuple[Draft, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         if background:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -61,32 +69,61 @@ class Saver:
                 the background, it will be after the next ``save`` or ``finish`` at the latest.
 
         Raises:
-            CheckpointException: it, or the one before, could not be written.
+            UnwrittenError: the file system did not take it, or the one before.
+            CheckpointException: another thing was wrong with one of them.
         """
         self.finish()
         draft = Draft(self._run, step, self._identity, self._world)
         state = draft.begin(model, optimizer)
+        writer = Writer(draft.partial)
         if wait or self._group is None:
-            dcp.save(state, checkpoint_id=draft.partial)
-            self._complete(draft)
-            dist.barrier()
+            self._settle(draft, lambda: self._write(draft, state, writer))
         else:
-            written = dcp.async_save(state, checkpoint_id=draft.partial, process_group=self._group)
+            written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             assert isinstance(written, Future)
-            self._pending = self._commits.submit(self._complete, draft, written)
+            self._pending = draft, self._commits.submit(self._complete, draft, written)
         return draft.final
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            CheckpointException: it could not be written.
+            UnwrittenError: the file system did not take it.
+            CheckpointException: another thing was wrong with it.
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        pending.result()
-        dist.barrier()  # rank 0 has completed it
+        (draft, pending), self._pending = self._pending, None
+        self._settle(draft, pending.result)
+
+    def _settle(self, draft: Draft, complete: Callable[[], None]) -> None:
+        """Wait for a checkpoint, and for rank 0, whose word it is whether it was written."""
+        refused: OSError | None = None
+        try:
+            complete()
+        except CheckpointException as error:  # on all ranks, with the same failures
+            errors = [wrapped[0] for wrapped in error.failures.values()]
+            refused = next((each for each in errors if isinstance(each, OSError)), None)
+            if refused is None:
+                raise
+        except OSError as error:  # on rank 0 alone, behind DCP
+            refused = error
+        told = [None if refused is None else refused.strerror]
+        dist.broadcast_object_list(told)
+        if told[0] is None:
+            return
+        if self._world.is_main:
+            draft.discard()
+        newest = newest_complete(self._run).path
+        left = f"the newest complete one is {newest}" if newest else "there is no complete one"
+        raise UnwrittenError(
+            f"the checkpoint of step {draft.step} could not be written to {draft.final.parent}"
+            f" ({told[0]}); {left}: mend that and give the same command again to go on from there"
+        ) from refused
+
+    def _write(self, draft: Draft, state: dict[str, Any], writer: Writer) -> None:
+        dcp.save(state, storage_writer=writer)
+        self._complete(draft)
 
     def _complete(self, draft: Draft, written: Future[Any] | None = None) -> None:
         if written is not None:

@@ -18,7 +18,7 @@ from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch import launch, leave_word
 from integration.train.memory import forget_peak_rss
-from integration.train.setup import prepare
+from integration.train.setup import locked_setup
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.world import declared_world, leave, process_group
 
@@ -73,7 +73,9 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
             _stock()
             forget_peak_rss()
             torch.set_num_threads(config.threads)
-            if not Trainer(prepare(config, world.size), world).run(stop):
+            with locked_setup(config, world) as setup:
+                finished = Trainer(setup, world).run(stop)
+            if not finished:
                 return EXIT_TERMINATED
     return 0
 

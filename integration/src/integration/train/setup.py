@@ -1,6 +1,8 @@
 """Everything about a run that can be wrong before a rank, a model or a file exists."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,10 @@ from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train import checkpoint
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
 from integration.train.feature_checks import supported_system
+from integration.train.folder_lock import folder_lock
 from integration.train.initial import InitialWeights
 from integration.train.profiling import StepRange
+from integration.train.world import World
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,21 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     initial = InitialWeights.open(config, shape) if config.init_from else None
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
     return Setup(config, system, shape, plan, resume_from, notices, steps, initial)
+
+
+@contextmanager
+def locked_setup(config: TrainConfig, world: World) -> Iterator[Setup]:
+    """Keep the run folder of ``config`` to this job for the length of the context.
+
+    All ranks enter it. A mistake is found before anything is written, and looked at is what there
+    is once other jobs have ended.
+
+    Raises:
+        UsageError: as `prepare` and `folder_lock` do.
+    """
+    prepare(config, world.size)
+    with folder_lock(config.out, world):
+        yield prepare(config, world.size)
 
 
 def _require_plain(config: TrainConfig) -> None:

@@ -84,7 +84,10 @@ class Watchdog:
             self._changed.notify()
         self._thread.join()
         if error is not None and not isinstance(error, UsageError):
-            self.report(f"{type(error).__name__}: {error}")
+            try:
+                self.report(f"{type(error).__name__}: {error}")
+            except OSError as unwritten:  # it must not take the place of what is reported
+                error.add_note(f"no report of it could be written: {unwritten}")
 
     def report(self, why: str) -> None:
         """Write the dump, and add to the report."""

@@ -1,0 +1,62 @@
+"""``python -m integration.soak``: disturb a run over and over; its losses must stay the same."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from integration.errors import EXIT_USAGE, UsageError
+from integration.metrics import read_metrics
+from integration.paths import make_folder
+from integration.soak.faults import Fault
+from integration.soak.options import (
+    DISTURBED,
+    UNDISTURBED,
+    SoakOptions,
+    parse_options,
+    prepare,
+)  # fmt: skip
+from integration.soak.report import HEADER, Comparison, compare, row, soak_of, write_report
+from integration.soak.supervisor import FaultError, Incident, disturb
+from integration.soak.torchrun import Torchrun
+
+Note = Callable[[Incident], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 where losses differ, 2 for wrong options."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = parse_options(arguments)
+        faults = prepare(options)
+        make_folder(options.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    incidents: list[Incident] = []
+
+    def note(incident: Incident) -> None:
+        incidents.append(incident)
+        print(row(incident), flush=True)
+
+    print(HEADER, flush=True)
+    outcome: Comparison | str
+    try:
+        outcome = _run_both(options, faults, note)
+    except FaultError as error:
+        outcome = str(error)
+    soak = soak_of(arguments, len(faults), incidents, outcome)
+    path = write_report(soak, options.out)
+    print(f"{soak.failure or soak.comparison}; the log is {path}")
+    return 0 if soak.passed else 1
+
+
+def _run_both(options: SoakOptions, faults: Sequence[Fault], note: Note) -> Comparison:
+    with Torchrun(options, UNDISTURBED, restarts=0) as run:
+        disturb(run, [], timeout=options.timeout, say=note)
+    with Torchrun(options, DISTURBED, restarts=len(faults)) as run:
+        disturb(run, faults, timeout=options.timeout, say=note)
+    undisturbed, disturbed = (read_metrics(options.out / run) for run in (UNDISTURBED, DISTURBED))
+    return compare(undisturbed, disturbed, options.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

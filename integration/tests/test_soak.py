@@ -1,0 +1,121 @@
+"""Faults, and a run that gets over them with the losses of an undisturbed one."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from integration.metrics import StepRecord, read_metrics
+from integration.soak.__main__ import main
+from integration.soak.faults import KINDS, draw_faults
+from integration.soak.report import compare
+
+
+def draw(seed, *, kinds=KINDS, steps=500):
+    return draw_faults(steps=steps, every=50, ranks=2, kinds=kinds, seed=seed)
+
+
+def test_faults_come_every_so_many_steps_of_every_kind_to_every_rank():
+    faults = draw(0)
+    assert [fault.step for fault in faults] == list(range(50, 500, 50))
+    for start in range(0, 9, 3):
+        assert {fault.kind for fault in faults[start : start + 3]} == set(KINDS)
+    assert {fault.rank for fault in faults} == {0, 1}
+    assert faults == draw(0)
+    assert faults != draw(1)
+    assert {fault.kind for fault in draw(0, kinds=["stop"])} == {"stop"}
+
+
+def records(losses):
+    return [
+        StepRecord(step=step, loss=loss, seconds=1.0, tokens=1)
+        for step, loss in enumerate(losses, start=1)
+    ]
+
+
+def test_losses_are_compared_by_their_bits_and_by_their_number():
+    whole = records([0.1, 0.2, 0.0])
+    assert compare(whole, whole, 3).differing == ()
+    assert str(compare(whole, whole, 3)) == "the losses of all 3 steps are equal, bit for bit"
+    closest = [whole[0], replace(whole[1], loss=0.2 + 2**-55), replace(whole[2], loss=-0.0)]
+    assert compare(whole, closest, 3).differing == (2, 3)
+    assert compare(whole, whole[:2], 3).differing == (3,)
+    assert compare(whole[1:], whole[1:], 3).differing == (1,)
+    assert compare(whole, [*whole, whole[1]], 3).differing == (2,)
+    said = str(compare(whole, closest, 3))
+    assert said == "the losses of 2 of 3 steps differ or are missing, the first at 2, 3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks", "1"], "--ranks 1 leaves nobody to notice a rank that stands still"),
+        (["--every", "20"], "--checkpoint-every 20, --every 20 and --steps 500 must grow"),
+        (["--steps", "50"], "--every 50 and --steps 50 must grow"),
+        (["--kinds", "kill,trip"], "--kinds 'kill,trip' has 'trip'; choose of kill, stop, raise"),
+        (["--model", "gpt"], "unknown model 'gpt'"),
+        (["--system", "single"], "runs on 1 rank, not 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([*arguments, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
+    out = tmp_path / "soak"
+    short = ["--steps", "40", "--every", "10", "--checkpoint-every", "4", "--timeout", "8"]
+    code = main([*short, "--out", str(out)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "the losses of all 40 steps are equal, bit for bit" in said
+    incidents = json.loads((out / "soak.json").read_text())["incidents"]
+    assert [one["fault"]["step"] for one in incidents] == [10, 20, 30]
+    assert {one["fault"]["kind"] for one in incidents} == set(KINDS)
+    for one in incidents:
+        fault = one["fault"]
+        assert one["at_step"] >= fault["step"] > one["from_step"]
+        assert one["from_step"] % 4 == 0
+        assert one["checkpoint"] == f"step-{one['from_step']:08d}"
+        assert 0 <= one["noticed"] < one["restarted"] < one["went_on"]
+        if fault["kind"] == "stop":  # torchrun knows nothing of it
+            assert one["noticed_by"] == f"watchdog of rank {1 - fault['rank']}"
+            assert 5 < one["noticed"] < 8 + 5
+    log = (out / "disturbed.log").read_text()
+    assert "the soak told this rank to raise" in log
+    assert len(re.findall(r"^resumed from ", log, re.MULTILINE)) == 3
+    runs = [read_metrics(out / run) for run in ("undisturbed", "disturbed")]
+    assert [[each.step for each in run] for run in runs] == [list(range(1, 41))] * 2
+    text = (out / "soak.md").read_text()
+    assert text.count(" | step-000000") == 3
+    assert "3 of 3 faults got over; the losses of all 40 steps are equal, bit for bit." in text
+    # What is there is neither written over nor taken for a soak.
+    assert main([*short, "--out", str(out)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_run_that_does_not_get_over_a_fault_is_exit_code_1(tmp_path, capsys, monkeypatch):
+    """torchrun may not restart the ranks."""
+    import integration.soak.__main__ as command
+
+    class Once(command.Torchrun):
+        def __init__(self, options, run, *, restarts):
+            super().__init__(options, run, restarts=0)
+
+    monkeypatch.setattr(command, "Torchrun", Once)
+    out = tmp_path / "soak"
+    options = ["--steps", "12", "--every", "10", "--checkpoint-every", "9", "--kinds", "kill"]
+    assert main([*options, "--out", str(out)]) == 1
+    assert "torchrun ended with exit code 1 and did not " in capsys.readouterr().out
+    assert "0 of 1 faults got over; torchrun ended" in (out / "soak.md").read_text()
