@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testkit.readme import blocks
-from tools.workspace import ROOT, Project, normalised
+from tools.workspace import ROOT
 
-__all__ = ["Example", "examples", "needed", "run", "without"]
+__all__ = ["Example", "examples", "run", "without"]
 
 SCRIPT = "example.py"
 # How an environment's own Python runs what a page says: its bin/ need not hold these.
@@ -90,12 +90,6 @@ def examples(package: str, root: Path = ROOT) -> list[Example]:
         if command[0] not in PROGRAMS or command[-1] != SCRIPT:
             raise ValueError(f"{page}: {command}; wants {' or '.join(PROGRAMS)} of {SCRIPT}")
     return [Example(page, *pair) for pair in zip(scripts, words, strict=True)]
-
-
-def needed(name: str, by_name: dict[str, Project]) -> set[str]:
-    """The local packages that an installation of ``name`` brings along, itself included."""
-    direct = {normalised(requirement) for requirement in by_name[name].dependencies}
-    return {name}.union(*(needed(other, by_name) for other in direct & by_name.keys()))
 
 
 def without(modules: Iterable[str], folder: Path) -> dict[str, str]:

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from testkit.imports import PACKAGES
-from tools.alone import Example, examples, needed, run, without
-from tools.workspace import ROOT, normalised, packages
+from tools.alone import Example, examples, run, without
+from tools.workspace import ROOT, needed, normalised, packages
 
 BY_NAME = {project.name: project for project in packages()}
 SHOWN = [
