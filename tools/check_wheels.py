@@ -129,5 +129,6 @@ if __name__ == "__main__":
     parser.add_argument("--dist", type=Path, default=Options.dist)
     parser.add_argument("--pins", type=Path, default=Options.pins)
     parser.add_argument("--stacked", action="store_true")
-    given = vars(parser.parse_args())
-    main(given.pop("names"), Options(**given))
+    given = parser.parse_args()
+    # What is run in other folders is told of these.
+    main(given.names, Options(given.dist.resolve(), given.pins.resolve(), given.stacked))
