@@ -40,7 +40,7 @@ class Without:
         return getattr(self.finder, name)
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {names}:
+        if name in {names}:  # nor what is within, which asks for the package first
             return None
         return self.finder.find_spec(name, path, target)
 

@@ -85,8 +85,9 @@ def try_alone(
             ).stdout
 
         def install(*what: str | Path) -> None:
-            pins = ["-c", options.pins, "-c", local, "--find-links", options.dist]
-            run("-m", "pip", "install", "-q", "--no-compile", *pins, *what)
+            pins: tuple[str | Path, ...] = ("-c", options.pins, "-c", local)
+            found = ("--find-links", options.dist)
+            run("-m", "pip", "install", "-q", "--no-compile", *pins, *found, *what)
 
         install(wheels[project.name])
         run("-m", "pip", "check")
