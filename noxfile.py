@@ -57,22 +57,34 @@ def tests(session: nox.Session, project: str) -> None:
 @nox.session
 @nox.parametrize("torch", [nox.param(version, id=version) for version in OTHER_TORCHES])
 def compat(session: nox.Session, torch: str) -> None:
-    """Tests of the packages named, or of all, with another torch: several GB from PyPI."""
-    unknown = set(session.posargs) - set(PACKAGES)
-    if unknown:
+    """The packages named, or all, with another torch: each wheel alone, then the tests.
+
+    Several GB from PyPI. ``alone`` among the names leaves the tests out.
+    """
+    names = [name for name in session.posargs if name != "alone"]
+    if unknown := set(names) - set(PACKAGES):
         session.error(f"no package {sorted(unknown)}; there are {sorted(PACKAGES)}")
-    pins = Path(session.create_tmp()) / "constraints.txt"
+    made = Path(session.create_tmp())
+    pins, dist = made / "constraints.txt", made / "dist"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     # torch 2.11 wants an older setuptools than the pinned one.
     kept = (line for line in lines if not line.startswith(("torch==", "setuptools==")))
     pins.write_text("".join(kept))
     groups = nox.project.load_toml(ROOT / "pyproject.toml")
     tools = nox.project.dependency_groups(groups, "build", "dev")
+    # Of an earlier call; wheels are tried where no package is.
+    session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
     session.install("-c", str(pins), f"torch=={torch}.*", *tools)
-    local = [str(PACKAGES[name]) for name in PACKAGES]
-    session.install("--no-build-isolation", "-c", str(pins), *local, str(ROOT / "testkit"))
+    session.install("--no-build-isolation", "-c", str(pins), str(ROOT / "testkit"))
+    options = ("--stacked", "--dist", str(dist), "--pins", str(pins))
+    session.run("python", "-m", "tools.check_wheels", *options, *names)
+    if "alone" in session.posargs:
+        return
+    built = {path.name.partition("-")[0].replace("_", "-"): path for path in dist.glob("*.whl")}
+    local = [str(built.get(name, folder)) for name, folder in PACKAGES.items()]
+    session.install("--no-build-isolation", "-c", str(pins), *local)
     failed = []
-    for name in session.posargs or PACKAGES:
+    for name in names or PACKAGES:
         # Other versions warn of other things; their warnings are not ours to mend.
         try:
             session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
@@ -80,6 +92,17 @@ def compat(session: nox.Session, torch: str) -> None:
             failed.append(name)
     if failed:
         session.error(f"with torch {torch} these packages' tests fail: {failed}")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def release(session: nox.Session, package: str) -> None:
+    """One package's sdist, wheel and release notes in dist/release, checked; uploads nothing."""
+    groups = nox.project.load_toml(ROOT / "pyproject.toml")
+    session.install("-c", "constraints.txt", *nox.project.dependency_groups(groups, "release"))
+    session.run(dev_env(session), "-m", "tools.release", package, external=True)
+    made = sorted((ROOT / "dist" / "release").glob(f"{package.replace('-', '_')}-*"))
+    session.run("twine", "check", "--strict", *(str(path) for path in made))
 
 
 @nox.session

@@ -1,39 +1,54 @@
-"""Builds every package and tries each wheel alone: ``python -m tools.check_wheels [NAME ...]``.
+"""Builds packages and tries each wheel alone: ``python -m tools.check_wheels [NAME ...]``.
 
 Each wheel is made from its sdist, installed with its dependencies and nothing else into a clean
-environment, checked, imported, and put through its ``tests/smoke.py``.
+environment, checked, imported, put through its ``tests/smoke.py``, and then runs what
+``docs/alone`` shows of it, with what that asks for beside the package.
+
+With ``--stacked`` the clean environments see what is installed where this command runs, so that
+each of them need not have a torch of several GB: this is how ``nox -s "compat(2.15)"`` tries them.
 """
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from tools.workspace import ROOT, Project, normalised, packages
-
-DIST = ROOT / "dist"
-
-
-def needed(name: str, by_name: dict[str, Project]) -> set[str]:
-    """The local packages that an installation of ``name`` brings along, itself included."""
-    direct = {normalised(requirement) for requirement in by_name[name].dependencies}
-    return {name}.union(*(needed(other, by_name) for other in direct & by_name.keys()))
+from tools import alone
+from tools.workspace import ROOT, Project, needed, normalised, packages
 
 
-def build(project: Project) -> Path:
+@dataclass(frozen=True)
+class Options:
+    """How wheels are built and tried.
+
+    Attributes:
+        dist: where they go; what was there goes away.
+        pins: pip's constraints.
+        stacked: clean environments see the packages of the present one.
+    """
+
+    dist: Path = ROOT / "dist"
+    pins: Path = ROOT / "constraints.txt"
+    stacked: bool = False
+
+
+def build(project: Project, dist: Path) -> Path:
     """The project's sdist, then its wheel from that sdist; the wheel's path."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist)]
     command.append(str(project.folder))
     log = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if log.returncode != 0:
         sys.exit(f"{log.stdout.decode()}\n{project.name}: the build failed, see above")
-    (wheel,) = DIST.glob(f"{project.name.replace('-', '_')}-*.whl")
+    (wheel,) = dist.glob(f"{project.name.replace('-', '_')}-*.whl")
     held = zipfile.ZipFile(wheel).namelist()
     for file in ("/py.typed", "/licenses/LICENSE"):
         if not any(name.endswith(file) for name in held):
@@ -41,25 +56,40 @@ def build(project: Project) -> Path:
     return wheel
 
 
-def try_alone(project: Project, wheels: dict[str, Path], by_name: dict[str, Project]) -> str:
-    """Installs one wheel into a clean environment and runs its smoke test there; what that says."""
+def clean_environment(folder: Path, options: Options) -> Path:
+    """Makes an environment with nothing in it; the path of its Python."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if options.stacked:
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "stacked.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "bin" / "python"
+
+
+def try_alone(
+    project: Project, wheels: dict[str, Path], by_name: dict[str, Project], options: Options
+) -> str:
+    """Installs one wheel into a clean environment and tries it there; what its smoke test says."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f"{project.name}-") as folder:
-        python = f"{folder}/env/bin/python"
+    with tempfile.TemporaryDirectory(prefix=f"{project.name}-") as name:
+        folder = Path(name)
+        python = clean_environment(folder / "env", options)
         # Constraints that are files: a namesake in a package index is never taken for ours.
-        local = Path(folder) / "local.txt"
+        local = folder / "local.txt"
         local.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
         def run(*command: str | Path) -> str:
-            clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            whole = [python, *map(str, command)]
+            whole = [str(python), *map(str, command)]
             return subprocess.run(
-                whole, cwd=folder, env=clean, check=True, stdout=subprocess.PIPE, text=True
+                whole, cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True
             ).stdout
 
-        subprocess.run([sys.executable, "-m", "venv", f"{folder}/env"], check=True)
-        pins = ["-c", str(ROOT / "constraints.txt"), "-c", str(local), "--find-links", str(DIST)]
-        run("-m", "pip", "install", "-q", "--no-compile", *pins, wheels[project.name])
+        def install(*what: str | Path) -> None:
+            pins: tuple[str | Path, ...] = ("-c", options.pins, "-c", local)
+            found = ("--find-links", options.dist)
+            run("-m", "pip", "install", "-q", "--no-compile", *pins, *found, *what)
+
+        install(wheels[project.name])
         run("-m", "pip", "check")
         listed = json.loads(run("-m", "pip", "list", "--format", "json"))
         ours = {normalised(entry["name"]) for entry in listed} & by_name.keys()
@@ -67,23 +97,39 @@ def try_alone(project: Project, wheels: dict[str, Path], by_name: dict[str, Proj
             sys.exit(f"{project.name}: installed alone it brings {sorted(ours)}: see its pyproject")
         run("-c", f"import {project.source.name}")
         said = run(project.folder / "tests" / "smoke.py")
-    return f"{said}{project.name}: works alone ({time.monotonic() - start:.0f} s)"
+        shown = alone.examples(project.name)
+        asked = {requirement for example in shown for requirement in example.dependencies}
+        if others := [each for each in asked if normalised(each) not in by_name]:
+            install(*sorted(others))
+        for example in shown:
+            alone.run(example, folder, python=str(python), env=env)
+    took = time.monotonic() - start
+    return f"{said}{project.name}: works alone, as docs/alone shows it ({took:.0f} s)"
 
 
-def main(names: list[str]) -> None:
-    """Builds all packages, for they may need one another, and tries those named, or all."""
+def main(names: list[str], options: Options) -> None:
+    """Builds the packages named, or all, with those that they need, and tries those named."""
     by_name = {project.name: project for project in packages()}
     if unknown := set(names) - by_name.keys():
         sys.exit(f"no package {sorted(unknown)}; there are {sorted(by_name)}")
-    shutil.rmtree(DIST, ignore_errors=True)
-    wheels = {name: build(project) for name, project in by_name.items()}
+    chosen = names or list(by_name)
+    wanted = set[str]().union(*(needed(name, by_name) for name in chosen))
+    shutil.rmtree(options.dist, ignore_errors=True)
+    wheels = {name: build(by_name[name], options.dist) for name in by_name if name in wanted}
     print(*(f"built {wheel.name}" for wheel in wheels.values()), sep="\n", flush=True)
     # Two at a time: pip writes torch's files while the other environment computes.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        chosen = [by_name[name] for name in names or by_name]
-        for said in pool.map(lambda project: try_alone(project, wheels, by_name), chosen):
+        tried = [by_name[name] for name in chosen]
+        for said in pool.map(lambda project: try_alone(project, wheels, by_name, options), tried):
             print(said, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--dist", type=Path, default=Options.dist)
+    parser.add_argument("--pins", type=Path, default=Options.pins)
+    parser.add_argument("--stacked", action="store_true")
+    given = parser.parse_args()
+    # What is run in other folders is told of these.
+    main(given.names, Options(given.dist.resolve(), given.pins.resolve(), given.stacked))

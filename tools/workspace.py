@@ -77,3 +77,9 @@ def packages(root: Path = ROOT) -> list[Project]:
 def projects(root: Path = ROOT) -> list[Project]:
     """The packages and the two distributions that only this repository uses."""
     return [*packages(root), Project(root / "testkit"), Project(root / "integration")]
+
+
+def needed(name: str, by_name: dict[str, Project]) -> set[str]:
+    """The local packages that an installation of ``name`` brings along, itself included."""
+    direct = {normalised(requirement) for requirement in by_name[name].dependencies}
+    return {name}.union(*(needed(other, by_name) for other in direct & by_name.keys()))

@@ -1,6 +1,6 @@
 import pytest
 
-from tools.workspace import normalised, packages, projects
+from tools.workspace import needed, normalised, packages, projects
 
 
 @pytest.mark.parametrize("text", ["Dist_RNG", "dist-rng[x] >=0.1", "dist.rng@file:///a"])
@@ -12,6 +12,18 @@ def test_the_projects_are_the_packages_testkit_and_integration(workspace):
     names = [project.name for project in projects(workspace)]
     assert names[-2:] == ["spmd-testkit", "spmd-integration"]
     assert len(names) == len(packages(workspace)) + 2 == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "brought"),
+    [
+        ("dist-rng", {"dist-rng"}),
+        ("plan-api", {"plan-api"}),
+        ("fsdp", {"fsdp", "dbuffer", "ragged-shard", "fused-comm"}),
+    ],
+)
+def test_a_package_brings_what_it_declares_and_no_extra(workspace, name, brought):
+    assert needed(name, {project.name: project for project in packages(workspace)}) == brought
 
 
 @pytest.mark.parametrize("path", ["src/dbuffer/a.py", "include/a.h", "CMakeLists.txt", "README.md"])
