@@ -59,12 +59,14 @@ class NetworkHosts:
 
     def __exit__(self, *_: object) -> None:
         """Remove them."""
-        for host, _ in enumerate(self._names):
-            self.kill(host)
-        for process in self._processes:
-            process.wait(20)
-        for name in self._names:  # the link goes with them
-            _run_ip("netns", "del", name)
+        try:
+            for host in range(2):
+                self.kill(host)
+            for process in self._processes:
+                process.wait(20)
+        finally:
+            for name in self._names:  # the link goes with them
+                _run_ip("netns", "del", name)
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
         """The command that runs ``words`` on a host."""
@@ -109,7 +111,7 @@ class NetworkHosts:
                     text=True,
                 )
             except subprocess.CalledProcessError as error:
-                return error.stderr
+                return str(error.stderr)
         return None
 
     def sent(self, host: int) -> int:

@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from integration.errors import UsageError
 

@@ -90,9 +90,10 @@ def _join(world: World, timeout: timedelta, patience: float) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = meet(world.rank, world.size, patience)
     choose_interface(rendezvous_endpoint())
-    place = {} if store is None else {"store": store, "rank": world.rank, "world_size": world.size}
     try:
-        dist.init_process_group("gloo", timeout=timeout, **place)
+        dist.init_process_group(
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+        )
     except RuntimeError as error:
         raise UsageError(
             f"rank {world.rank} of {world.size} met the others and could not connect to them over"
