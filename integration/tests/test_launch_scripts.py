@@ -4,8 +4,11 @@ Scheduler's facts: PyTorchJob's CRD and webhook (kubeflow/training-operator, v1)
 schema (sky/utils/schemas.py), and the options in sbatch's manual.
 """
 
+import contextlib
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +165,14 @@ def together(*processes, within=120):
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(said)
 
 
+def free_port():
+    """One of 20000 to 29999, which the kernel gives to nobody by itself."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return str(port)
+
+
 def losses(out):
     return [(record.step, record.loss) for record in read_metrics(out)]
 
@@ -196,7 +207,7 @@ def test_slurm(expected, tmp_path):
         tool.chmod(0o755)
     slurm = {
         "PATH": f"{tools}:{ENVIRONMENT['PATH']}",
-        "SLURM_JOB_ID": "9641",
+        "SLURM_JOB_ID": free_port(),
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node[0-1]",
         "RANKS": "1",
@@ -237,6 +248,7 @@ def test_skypilot(expected, tmp_path):
         "RANKS": "1",
         "OUT": str(tmp_path / "run"),
         "OPTIONS": " ".join(TINY),
+        "PORT": free_port(),
     }
     words = ["bash", "-c", task["run"]]
     together(*((words, sky | {"SKYPILOT_NODE_RANK": str(node)}) for node in range(2)))
@@ -254,7 +266,7 @@ def test_kubernetes(expected, tmp_path):
     mounted = {each["name"] for each in replicas["Worker"]["template"]["spec"]["volumes"]}
     assert {each["name"] for each in pod["volumeMounts"]} == mounted
     words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     together(*((words, meeting | {"RANK": str(rank)}) for rank in range(2)))
     assert losses(tmp_path / "run") == expected
 

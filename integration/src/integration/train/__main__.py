@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
@@ -66,7 +67,7 @@ def _run_rank(config: TrainConfig) -> int:
 
         try:
             finished = Trainer(setup, world).run(stop)
-        except RuntimeError as error:
+        except (RuntimeError, CheckpointException) as error:
             lost = roll_call.explain(error) if roll_call else None
             if lost is None:
                 raise
