@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from integration.train.addresses import (
     Endpoint,
     address_towards,
     choose_interface,
+    wait_for_listener,
 )
 from integration.train.config import TrainConfig
 from integration.train.hosts import Hosts
@@ -60,6 +62,15 @@ def test_a_rank_without_a_first_one_says_where_it_looked(port):
     assert said.startswith(
         f"rank 1 of 2 met nobody at 127.0.0.1:{port} within 0.5 s (Connection refused); start"
     )
+
+
+def test_a_first_rank_that_comes_later_is_waited_for(port):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_listener, Endpoint("127.0.0.1", port), 20)
+        time.sleep(0.5)
+        assert not waiting.done()
+        with socket.create_server(("127.0.0.1", port)):
+            assert waiting.result() is None
 
 
 def test_a_port_that_is_taken_is_named(port):
