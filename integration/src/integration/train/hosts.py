@@ -1,8 +1,8 @@
 """Several hosts without torchrun: the same command on each, told how many there are.
 
 Each host's launcher looks after its own ranks and knows nothing of other hosts. The ranks of all
-meet at the first one's address (meeting.py). torchrun's agents, which talk to each other, wait for
-minutes on a host that is gone, and do not say which has not come.
+meet at the first one's address (meeting.py). torchrun's agents talk to each other instead, and what
+they say of a host that has not come is a traceback that does not name it.
 """
 
 import os
