@@ -1,6 +1,8 @@
 """The one exception that reaches a user as a sentence instead of a traceback."""
 
 EXIT_USAGE = 2
+# Other ranks are gone: to be started again as it was.
+EXIT_LOST = 1
 
 
 class UsageError(ValueError):

@@ -9,30 +9,38 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from integration.errors import EXIT_USAGE, UsageError
+from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
+from integration.train.hosts import Hosts
 from integration.train.launch import launch, leave_word
+from integration.train.roll_call import RollCall
 from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.watchdog import record_collectives
-from integration.train.world import declared_world, leave, process_group
+from integration.train.world import declared_world, has_agent, leave, process_group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 2 for a user's mistake, 143 after SIGTERM."""
+    """Run the command and return its exit code.
+
+    0; 2 for a user's mistake; 143 after SIGTERM; 1 where other ranks are gone.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse_config(arguments)
-        under_torchrun = "RANK" in os.environ
-        if config.ranks is not None and under_torchrun:
+        hosts = Hosts.of(config)
+        if config.ranks is not None and "RANK" in os.environ:
             raise UsageError(
                 f"--ranks {config.ranks} was given under torchrun, which starts the ranks;"
                 " leave it out"
             )
         if config.ranks is None or config.ranks == 1:
+            if hosts is not None:
+                hosts.declare(local=declared_world())
             return _run_rank(config)
-        prepare(config, config.ranks)
+        prepare(config, config.ranks * config.hosts)
         inner = [*arguments, "--ranks", "None"]
         return launch(inner, config.ranks, log_folder=config.out / "logs")
     except UsageError as error:
@@ -52,8 +60,9 @@ def _run_rank(config: TrainConfig) -> int:
     torch.set_num_threads(config.threads)
     stop = StopRequest()
     record_collectives(config.out)
-    with process_group(config.timeout) as world:
-        leave_word(world.rank, "started")
+    with process_group(config.timeout, join_seconds=config.join_timeout) as world:
+        leave_word("started")
+        roll_call = RollCall(world) if world.size > 1 else None
         # Imported late: a mistake in the options should not wait for TensorBoard's imports.
         from integration.train.loop import Trainer
 
@@ -65,16 +74,23 @@ def _run_rank(config: TrainConfig) -> int:
                     " step times say little",
                     stacklevel=1,
                 )
-            finished = Trainer(setup, world).run(stop)
+            try:
+                finished = Trainer(setup, world).run(stop)
+            except (RuntimeError, CheckpointException) as error:
+                lost = roll_call.explain(error) if roll_call else None
+                if lost is None:
+                    raise
+                print(f"error: {lost}", file=sys.stderr)
+                return EXIT_LOST
     return 0 if finished else EXIT_TERMINATED
 
 
 def _refuse(sentence: str) -> None:
     """Say it once: to the launcher if there is one, otherwise from the first rank."""
     world = declared_world()
-    if leave_word(world.rank, "refused", sentence):
+    if leave_word("refused", sentence):
         return
-    if not world.is_main:
+    if not world.is_main and has_agent():
         # torchrun ends the other ranks as soon as the first has exited: by SIGTERM, which must not
         # be noted any more. Speak only if it has not.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -128,10 +128,18 @@ class TrainConfig:
     """FLOP/s of one rank at best, of which MFU is a share; by default known or measured."""
     ranks: Positive | None = None
     """Start this many ranks on this machine; leave it out under torchrun."""
+    hosts: Positive = 1
+    """Start the same command on so many hosts, with --ranks of each."""
+    host_rank: Annotated[int, Field(ge=0)] = 0
+    """Which of the hosts this is, counted from 0."""
+    rendezvous: str | None = None
+    """Where ranks of several hosts meet: NAME:PORT of host 0."""
     threads: Positive = 1
     """CPU threads per rank."""
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds after which a collective that does not finish is an error."""
+    join_timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds to wait for other ranks at the start."""
 
 
 def degrees_of(config: TrainConfig) -> Degrees:

@@ -20,12 +20,17 @@ from integration.paths import make_folder
 STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
 
 
-def leave_word(rank: int, kind: str, text: str = "") -> bool:
+def started_by_launcher() -> bool:
+    """Whether this process is a rank that ``launch`` has started."""
+    return STATUS_VARIABLE in os.environ
+
+
+def leave_word(kind: str, text: str = "") -> bool:
     """Tell the launcher, if there is one, that this rank has ``started`` or was ``refused``."""
     folder = os.environ.get(STATUS_VARIABLE)
     if folder is None:
         return False
-    (Path(folder) / f"{rank}.{kind}").write_text(text)
+    (Path(folder) / f"{os.environ['LOCAL_RANK']}.{kind}").write_text(text)
     return True
 
 
@@ -97,4 +102,4 @@ def _explain(error: ChildFailedError, status: Path, ranks: int, log_folder: Path
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-__all__ = ["EXIT_USAGE", "launch", "leave_word"]
+__all__ = ["EXIT_USAGE", "launch", "leave_word", "started_by_launcher"]

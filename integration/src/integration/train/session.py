@@ -20,7 +20,7 @@ from integration.train.launch import launch, leave_word
 from integration.train.memory import forget_peak_rss
 from integration.train.setup import locked_setup
 from integration.train.stop import EXIT_TERMINATED, StopRequest
-from integration.train.world import declared_world, leave, process_group
+from integration.train.world import leave, process_group
 
 MODULE = "integration.train.session"
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return launch([path], ranks, log_folder=Path(path).with_suffix(".logs"), module=MODULE)
         return _run_rank(configs)
     except UsageError as error:
-        if not leave_word(declared_world().rank, "refused", str(error)):
+        if not leave_word("refused", str(error)):
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
@@ -67,8 +67,8 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
     from integration.train.loop import Trainer
 
     stop = StopRequest()
-    with process_group(configs[0].timeout) as world:
-        leave_word(world.rank, "started")
+    with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
+        leave_word("started")
         for config in configs:
             _stock()
             forget_peak_rss()

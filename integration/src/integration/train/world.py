@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 # Its all_gathers do not break the heap, those of stock systems neither.
 import dtensor_rules._core  # noqa: F401
+from integration.errors import UsageError
+from integration.train.addresses import INTERFACE_VARIABLE, choose_interface
+from integration.train.meeting import first_line, meet, rendezvous_endpoint
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -36,14 +39,28 @@ def declared_world() -> World:
     return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
+def has_agent() -> bool:
+    """Whether torchrun, or our launcher, has started this process and looks after it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 @contextmanager
-def process_group(timeout_seconds: float) -> Iterator[World]:
-    """Join the ranks for the length of the context; a lone process is a group of one."""
+def process_group(timeout_seconds: float, *, join_seconds: float | None = None) -> Iterator[World]:
+    """Join the ranks for the length of the context; a lone process is a group of one.
+
+    Args:
+        timeout_seconds: to wait for other ranks in collectives.
+        join_seconds: to wait for them here; by default as long.
+
+    Raises:
+        UsageError: the ranks cannot meet, or not connect to each other.
+    """
     world = declared_world()
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
+    if has_agent():
         _end_with_launcher()
-        dist.init_process_group("gloo", timeout=timeout)
+    if "RANK" in os.environ:
+        _join(world, timeout, join_seconds or timeout_seconds)
     else:
         dist.init_process_group(
             "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -65,6 +82,24 @@ def leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _join(world: World, timeout: timedelta, patience: float) -> None:
+    # Where agents have met, theirs is the store; --hosts has several, each of one host.
+    store = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = meet(world.rank, world.size, patience)
+    choose_interface(rendezvous_endpoint())
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise UsageError(
+            f"rank {world.rank} of {world.size} met the others and could not connect to them over"
+            f" interface {os.environ.get(INTERFACE_VARIABLE)} ({first_line(error)}); set"
+            f" {INTERFACE_VARIABLE} to the one by which its host reaches theirs"
+        ) from error
 
 
 def _end_with_launcher() -> None:

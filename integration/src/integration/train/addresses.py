@@ -1,0 +1,84 @@
+"""By which of its addresses, over which interface, other hosts reach this one."""
+
+import os
+import socket
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from integration.errors import UsageError
+
+# What gloo reads: without it, it listens where this machine's name resolves to, which on many
+# distributions is the loopback interface.
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+RETRY_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A name or IPv4 address with a port."""
+
+    name: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Endpoint":
+        """Return the endpoint that ``NAME:PORT`` names.
+
+        Raises:
+            UsageError: it has another form.
+        """
+        name, _, port = text.rpartition(":")
+        if not name or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise UsageError(
+                f"rendezvous {text!r} is not NAME:PORT; give a name or address of the first host"
+                " and a free port of it, as in node0:29500"
+            )
+        return cls(name, int(port))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.port}"
+
+
+def address_towards(endpoint: Endpoint) -> str | None:
+    """Return this host's address on the way to ``endpoint``; None where there is no way or name.
+
+    Nothing is sent: connecting a datagram socket only chooses its route.
+    """
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect((endpoint.name, endpoint.port))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def choose_interface(endpoint: Endpoint) -> None:
+    """Have gloo connect over the interface towards ``endpoint``, unless the environment says."""
+    address = address_towards(endpoint)
+    for name, addresses in psutil.net_if_addrs().items():
+        if address is not None and address in (each.address for each in addresses):
+            os.environ.setdefault(INTERFACE_VARIABLE, name)
+
+
+def wait_for_listener(endpoint: Endpoint, timeout: float) -> str | None:
+    """Wait until someone listens at ``endpoint``.
+
+    Args:
+        endpoint: where.
+        timeout: in seconds.
+
+    Returns:
+        None, or why not when the time was over.
+    """
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((endpoint.name, endpoint.port), timeout=left).close()
+            return None
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+    return why

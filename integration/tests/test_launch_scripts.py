@@ -1,0 +1,287 @@
+"""What launch/ gives to schedulers fits their schemas, and what they would run trains.
+
+Scheduler's facts: PyTorchJob's CRD and webhook (kubeflow/training-operator, v1), SkyPilot's task
+schema (sky/utils/schemas.py), and the options in sbatch's manual.
+"""
+
+import contextlib
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from integration.metrics import read_metrics
+
+SCRIPTS = Path(__file__).parents[1] / "launch"
+TINY = ["--model", "llama-tiny", "--system", "fsdp2", "--steps", "2", "--join-timeout", "90"]
+ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+# A JSON schema, in Python's words: a type; a set of values; a list of one; a dict of fields, of
+# which those with "!" are required; or {"*": of every field}.
+SBATCH = set(
+    re.findall(
+        r"[\w-]+",
+        """
+        account array batch begin chdir cluster-constraint clusters comment constraint container
+        contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
+        delay-boot dependency distribution error exclude exclusive export export-file
+        extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+        gpus-per-task gres gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep
+        licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
+        network nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core
+        ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe
+        parsable partition power prefer priority profile propagate qos quiet reboot requeue
+        reservation signal sockets-per-node spread-job switches test-only thread-spec
+        threads-per-core time time-min tmp tres-per-task uid use-min-nodes verbose wait
+        wait-all-nodes wckey wrap
+        """,
+    )
+)
+CONTAINER = {
+    "name!": {"pytorch"},  # the operator sets the environment of this one
+    "image!": str,
+    "command": [str],
+    "args": [str],
+    "volumeMounts": [{"name!": str, "mountPath!": str, "subPath": str, "readOnly": bool}],
+}
+CLAIM = {"claimName!": str, "readOnly": bool}
+REPLICAS = {
+    "replicas!": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "template!": {
+        "metadata": dict,
+        "spec!": {
+            "containers!": [CONTAINER],
+            "volumes": [{"name!": str, "persistentVolumeClaim": CLAIM}],
+        },
+    },
+}
+PYTORCHJOB = {
+    "apiVersion!": {"kubeflow.org/v1"},
+    "kind!": {"PyTorchJob"},
+    "metadata!": {"name!": str, "namespace": str, "labels": {"*": str}},
+    "spec!": {
+        "runPolicy": {
+            "activeDeadlineSeconds": int,
+            "backoffLimit": int,
+            "cleanPodPolicy": {"All", "Running", "None"},
+            "managedBy": str,
+            "schedulingPolicy": dict,
+            "suspend": bool,
+            "ttlSecondsAfterFinished": int,
+        },
+        "elasticPolicy": dict,
+        "nprocPerNode": str,
+        "pytorchReplicaSpecs!": {"Master!": REPLICAS, "Worker": REPLICAS},
+    },
+}
+SKY = {
+    "name": str,
+    "workdir": str,
+    "num_nodes": int,
+    "resources": {
+        **dict.fromkeys(["infra", "cloud", "region", "zone", "instance_type"], str),
+        **dict.fromkeys(["cpus", "memory", "accelerators", "image_id"], str),
+        "use_spot": bool,
+        "disk_size": int,
+        "job_recovery": str,
+    },
+    "envs": {"*": str},
+    "secrets": {"*": str},
+    "file_mounts": {"*": {"name": str, "source": str, "store": str, "mode": {"MOUNT", "COPY"}}},
+    "setup": str,
+    "run!": str,
+    "service": dict,
+    "volumes": dict,
+    "config": dict,
+}
+
+
+def violations(value, schema, where="the file"):
+    """Where a value leaves its schema."""
+    match schema:
+        case type():
+            if type(value) is not schema:
+                yield f"{where} is {value!r}, not {schema.__name__}"
+        case set():
+            if value not in schema:
+                yield f"{where} is {value!r}, none of {sorted(schema)}"
+        case [each]:
+            if not isinstance(value, list):
+                yield f"{where} is no list"
+                return
+            for index, item in enumerate(value):
+                yield from violations(item, each, f"{where}[{index}]")
+        case dict():
+            if not isinstance(value, dict):
+                yield f"{where} is no mapping"
+                return
+            known = {name.rstrip("!"): inner for name, inner in schema.items()}
+            required = {name[:-1] for name in schema if name.endswith("!")}
+            yield from (f"{where} lacks {name}" for name in sorted(required - value.keys()))
+            for name, item in value.items():
+                inner = known.get(name, known.get("*"))
+                if inner is None:
+                    yield f"{where} has no field {name}"
+                else:
+                    yield from violations(item, inner, f"{where}.{name}")
+
+
+def directives(text):
+    """The options of a batch script, as sbatch reads them: up to the first command."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            found[name] = value
+        elif line.strip() and not line.startswith("#"):
+            return found
+    return found
+
+
+def together(*processes, within=120):
+    """Run commands at the same time; each a list of words and its environment."""
+    running = [
+        subprocess.Popen(
+            words,
+            env=ENVIRONMENT | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for words, environment in processes
+    ]
+    try:
+        said = [process.communicate(timeout=within)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * len(running), "\n".join(said)
+
+
+def free_port():
+    """One of 20000 to 29999, which the kernel gives to nobody by itself."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return str(port)
+
+
+def losses(out):
+    return [(record.step, record.loss) for record in read_metrics(out)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Losses by torchrun.sh, on one host with two ranks."""
+    out = tmp_path_factory.mktemp("torchrun") / "run"
+    command = [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *TINY]
+    together((command, {"RANKS": "2"}))
+    assert len(losses(out)) == 2
+    return losses(out)
+
+
+@pytest.mark.ranks
+def test_slurm(expected, tmp_path):
+    text = (SCRIPTS / "slurm.sbatch").read_text()
+    subprocess.run(["bash", "-n", str(SCRIPTS / "slurm.sbatch")], check=True)
+    assert directives(text).keys() <= SBATCH
+    assert directives(text)["ntasks-per-node"] == "1"
+    # srun starts a task on each node of the job, with the job's environment and its own number.
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text(
+        '#!/bin/bash\n[ "$1" = --kill-on-bad-exit=1 ] || exit 9\nshift\n'
+        'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n || exit; wait -n\n'
+    )
+    (tools / "scontrol").write_text(
+        '#!/bin/bash\n[ "$*" = "show hostnames node[0-1]" ] && printf "127.0.0.1\\n127.0.0.1\\n"\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    slurm = {
+        "PATH": f"{tools}:{ENVIRONMENT['PATH']}",
+        "SLURM_JOB_ID": free_port(),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "RANKS": "1",
+    }
+    words = ["bash", str(SCRIPTS / "slurm.sbatch"), "--out", str(tmp_path / "run"), *TINY]
+    together((words, slurm))
+    assert losses(tmp_path / "run") == expected
+
+
+@pytest.mark.ranks
+def test_slurm_is_asked_to_run_a_stopped_job_again(tmp_path):
+    for name, body in {"srun": "exit $CODE", "scontrol": 'echo "$@" >> $ASKED; echo a'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    asked = tmp_path / "asked"
+    environment = ENVIRONMENT | {
+        "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a",
+        "ASKED": str(asked),
+    }
+    for code, requeues in ((2, 0), (143, 1)):
+        result = subprocess.run(
+            ["bash", str(SCRIPTS / "slurm.sbatch")], env=environment | {"CODE": str(code)}
+        )
+        assert result.returncode == code
+        assert asked.read_text().count("requeue 7\n") == requeues
+
+
+@pytest.mark.ranks
+def test_skypilot(expected, tmp_path):
+    task = yaml.safe_load((SCRIPTS / "sky.yaml").read_text())
+    assert list(violations(task, SKY)) == []
+    subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
+    sky = task["envs"] | {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "RANKS": "1",
+        "OUT": str(tmp_path / "run"),
+        "OPTIONS": " ".join(TINY),
+        "PORT": free_port(),
+    }
+    words = ["bash", "-c", task["run"]]
+    together(*((words, sky | {"SKYPILOT_NODE_RANK": str(node)}) for node in range(2)))
+    assert losses(tmp_path / "run") == expected
+
+
+@pytest.mark.ranks
+def test_kubernetes(expected, tmp_path):
+    job = yaml.safe_load((SCRIPTS / "pytorchjob.yaml").read_text())
+    assert list(violations(job, PYTORCHJOB)) == []
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert replicas["Master"]["replicas"] == 1
+    (pod,) = replicas["Worker"]["template"]["spec"]["containers"]
+    mounted = {each["name"] for each in replicas["Worker"]["template"]["spec"]["volumes"]}
+    assert {each["name"] for each in pod["volumeMounts"]} == mounted
+    words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    together(*((words, meeting | {"RANK": str(rank)}) for rank in range(2)))
+    assert losses(tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kind": "PyTorchJobs"}, "the file.kind is 'PyTorchJobs', none of ['PyTorchJob']"),
+        ({"spec": {}}, "the file.spec lacks pytorchReplicaSpecs"),
+        ({"specs": {}}, "the file has no field specs"),
+        ({"metadata": {"name": 1}}, "the file.metadata.name is 1, not str"),
+        ({"metadata": []}, "the file.metadata is no mapping"),
+    ],
+    ids=["enum", "required", "unknown", "type", "mapping"],
+)
+def test_a_file_that_leaves_its_schema_is_found(change, why):
+    job = yaml.safe_load((SCRIPTS / "pytorchjob.yaml").read_text())
+    assert list(violations(job | change, PYTORCHJOB)) == [why]
