@@ -69,7 +69,9 @@ def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
     assert " in lost_in_thought: time.sleep(1.5)\n" in lost
     for report in (waiting, lost):
         assert "group 0 (default_pg) of ranks [0, 1]: rank 1 did not come to number " in report
-        assert ", which others have started: rank 0 all_reduce of Double [5], by test_diag" in report
+        assert (
+            ", which others have started: rank 0 all_reduce of Double [5], by test_diag" in report
+        )
         assert "\nrank 0 stands at (step 7, it has not ended within 0.5 s) " in report
         assert "\nrank 1 stands at (step 7, it has not ended within 0.5 s) test_diag" in report
         assert "\nCurrent thread 0x" in report or "\nThread 0x" in report
@@ -166,8 +168,8 @@ def test_ranks_that_start_different_collectives(tmp_path):
     assert all("Timed out waiting 1000ms" in error for error in errors)
     for report in reports:
         differ = (
-            "(pair) of ranks [0, 1]: ranks differ from number 1 on: rank 0 all_reduce of Float [5], "
-            "by test_diagnosis.py:"
+            "(pair) of ranks [0, 1]: ranks differ from number 1 on: rank 0 all_reduce of "
+            "Float [5], by test_diagnosis.py:"
         )
         assert differ in report
         assert "; rank 1 all_gather of Float [5], by test_diagnosis.py:" in report
@@ -268,7 +270,9 @@ def test_standard_error_is_where_reports_go_without_a_folder(capsys):
         time.sleep(0.4)
         watch.report("somebody asks")
     told = capsys.readouterr().err
-    assert told.startswith("rank 0 of 1, a dream: it has not ended within 0.1 s\n  stands at test_d")
+    assert told.startswith(
+        "rank 0 of 1, a dream: it has not ended within 0.1 s\n  stands at test_d"
+    )
     assert "rank 0 of 1, a dream: somebody asks\n" in told
 
 
