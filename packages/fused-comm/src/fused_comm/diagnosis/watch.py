@@ -120,7 +120,7 @@ class Watch:
         self._write(str(stand), stacks=True)
         self._told = True
         with self._reaching_others():
-            self._store.set(self._key(self._rank), pickle.dumps(stand))
+            self._store.set(self._key(self._rank), pickle.dumps(stand))  # type: ignore[arg-type]
 
     def _all(self) -> dict[int, Stand]:
         """What the ranks do that answer in time."""
