@@ -26,24 +26,25 @@ def test_moves_and_gradients_are_named_by_the_plan(mode, tmp_path):
                 time.sleep(1.2)
 
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        moved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         plan = Plan(mesh).shard("<in>", Shard(0), "dp")
-        plan.redistribute("1.<in>", Shard(0), Replicate(), "dp", grad_src=Partial())
-        plan.redistribute("1.<out>", Replicate(), Shard(0), "dp")
-        for name in ("0.weight", "0.bias"):
+        plan.redistribute("1.<in>", Shard(0), Replicate(), "dp", grad_src=Replicate())
+        parallelize(moved, plan, mode=mode)
+        parallel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        plan = Plan(mesh).shard("<in>", Shard(0), "dp")
+        for name, _ in parallel.named_parameters():
             plan.annotate(f"{name}.grad", Partial(), "dp")
-        parallelize(model, plan, mode=mode, **({"guard_steps": 0} if mode == "static" else {}))
+        parallelize(parallel, plan, mode=mode)
+        parallel(torch.ones(4, 4)).sum().backward()  # learns which gradients come, and how
         out = Path(out)
-        for _ in range(2):  # in the first step plans are made, and gradients learnt
-            loss = model(torch.ones(4, 4)).sum()
-            loss.backward()
-        with Watch(0.4, folder=out / "move", patience=2) as watch:
+        with Watch(0.4, folder=out / "move", patience=2) as watch, torch.no_grad():
             watch.step("forward")
             late()
-            loss = model(torch.ones(4, 4)).sum()
+            moved(torch.ones(4, 4))
+        loss = parallel(torch.ones(4, 4)).sum()
         with Watch(0.4, folder=out / "reduce", patience=2) as watch:
-            model[0].bias.register_hook(late)
             watch.step("backward")
+            late()
             loss.backward()
         dist.barrier()
 
@@ -54,5 +55,9 @@ def test_moves_and_gradients_are_named_by_the_plan(mode, tmp_path):
     assert "plan_api < test_diagnosis.py:" in move
     assert "\n  for plan-api: 1.forward_pre:<in>:0, entry 1 of the plan (test_diagnosis.py:" in move
     assert "rank 1 did not come to number " in move
+    assert "\n  called by fused_comm < plan_api < test_diagnosis.py:" in reduce
+    assert "\n  for fused-comm: bucket of " in reduce
+    assert ", with the gradients of 1." in reduce
+    assert all(f"{at}.{name}" in reduce for at in (0, 1) for name in ("weight", "bias"))
     assert "\n  for a backward\n" in reduce
     assert "rank 1 did not come to number " in reduce
