@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
-PACKAGES = sorted(path.name for path in (ROOT / "packages").glob("*/src/*") if path.is_dir())
-OURS = re.compile(rf"(?:{'|'.join(name.upper() for name in PACKAGES)})_[A-Z_]+")
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
+OURS = re.compile(rf"\b(?:{'|'.join(name.upper() for name in PACKAGES)})_[A-Z_]+")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
 
 

@@ -29,9 +29,11 @@ def test_moves_and_gradients_are_named_by_the_plan(mode, tmp_path):
         moved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         plan = Plan(mesh).shard("<in>", Shard(0), "dp")
         plan.redistribute("1.<in>", Shard(0), Replicate(), "dp", grad_src=Replicate())
+        plan.annotate("<out>", Replicate(), "dp")
         parallelize(moved, plan, mode=mode)
         parallel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         plan = Plan(mesh).shard("<in>", Shard(0), "dp")
+        plan.annotate("<out>", Shard(0), "dp")
         for name, _ in parallel.named_parameters():
             plan.annotate(f"{name}.grad", Partial(), "dp")
         parallelize(parallel, plan, mode=mode)

@@ -76,8 +76,11 @@ def recorded() -> tuple[Recorded, ...]:
     by_group: dict[tuple[str, bool], list[Recorded]] = {}
     for entry in _compat.flight_records():
         one = _recorded(entry, now)
-        by_group.setdefault((one.group, one.paired), []).append(one)
-    newest = [one for group in by_group.values() for one in group[-_KEPT:]]
+        group = by_group.setdefault((one.group, one.paired), [])
+        if group and one.number < group[-1].number:
+            group.clear()  # they were of a group of the same name that is no more
+        group.append(one)
+    newest = [one for kept in by_group.values() for one in kept[-_KEPT:]]
     return tuple(sorted(newest, key=lambda one: -one.seconds))
 
 

@@ -92,7 +92,7 @@ def levels_of_error(error: BaseException) -> list[Level]:
     cause: BaseException | None = error
     while cause is not None:
         for frame, line in traceback.walk_tb(cause.__traceback__):
-            found.setdefault(id(frame), Level(frame, line))
+            found[id(frame)] = Level(frame, line)  # of the cause, which was first
         cause = cause.__cause__
     inner = [*found.values()][::-1]
     outer = inner[-1].frame.f_back if inner else None
