@@ -57,7 +57,7 @@ def _of_group(group: str, stands: Sequence[Stand]) -> Iterator[str]:
         for stand in stands
     }
     ranks = next(one.ranks for by_number in started.values() for one in by_number.values())
-    started = {rank: by_number for rank, by_number in started.items() if rank in ranks or not ranks}
+    started = {rank: by_number for rank, by_number in started.items() if rank in ranks}
     numbers = sorted({number for by_number in started.values() for number in by_number})
     for number in numbers:
         here = {rank: of[number] for rank, of in started.items() if number in of}

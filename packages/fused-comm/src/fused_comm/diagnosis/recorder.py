@@ -71,11 +71,14 @@ class Recorded:
 
 
 def recorded() -> tuple[Recorded, ...]:
-    """The newest collectives of each process group, in the order in which they were started."""
+    """The newest collectives of each process group there is, in the order of their start."""
     now = time.time_ns()
     by_group: dict[tuple[str, bool], list[Recorded]] = {}
     for entry in _compat.flight_records():
-        one = _recorded(entry, now)
+        process_group = _compat.group_named(entry["process_group"][0])
+        if process_group is None:
+            continue  # it is no more
+        one = _recorded(entry, dist.get_process_group_ranks(process_group), now)
         group = by_group.setdefault((one.group, one.paired), [])
         if group and one.number < group[-1].number:
             group.clear()  # they were of a group of the same name that is no more
@@ -84,14 +87,14 @@ def recorded() -> tuple[Recorded, ...]:
     return tuple(sorted(newest, key=lambda one: -one.seconds))
 
 
-def _recorded(entry: _compat.FlightRecord, now: int) -> Recorded:
+def _recorded(entry: _compat.FlightRecord, ranks: list[int], now: int) -> Recorded:
     group, description = entry["process_group"]
     paired = bool(entry["is_p2p"])
     places = [Place(at["filename"], at["line"], at["name"]) for at in entry.get("frames", ())]
     return Recorded(
         group,
         description,
-        _ranks(group),
+        tuple(ranks),
         entry["p2p_seq_id"] if paired else entry["collective_seq_id"],
         entry["profiling_name"].rpartition(":")[2],
         tuple(tuple(size) for size in entry["input_sizes"]),
@@ -100,8 +103,3 @@ def _recorded(entry: _compat.FlightRecord, now: int) -> Recorded:
         packages(places),
         paired,
     )
-
-
-def _ranks(group: str) -> tuple[int, ...]:
-    found = _compat.group_named(group)
-    return () if found is None else tuple(dist.get_process_group_ranks(found))
