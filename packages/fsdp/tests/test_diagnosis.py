@@ -34,7 +34,7 @@ def test_gathers_and_reductions_are_named_by_their_parameters(strategy, tmp_path
         with Watch(0.4, folder=out / "gather", patience=2) as watch:
             watch.step("forward")
             late()
-            loss = model(torch.ones(2, 4)).sum()
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
         with Watch(0.4, folder=out / "reduce", patience=2) as watch:
             watch.step("backward")
             loss.backward()

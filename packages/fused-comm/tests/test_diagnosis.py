@@ -19,7 +19,7 @@ def stood(script, folder, ranks=2):
 
         with Watch(0.5, folder=out, patience=3) as watch:
             watch.step("step 7")
-            return script()
+            return script(watch)
 
     given = run_ranks(run, ranks, str(folder), timeout=60)
     return [(folder / f"report-rank{rank}.txt").read_text() for rank in range(ranks)], given
@@ -27,7 +27,7 @@ def stood(script, folder, ranks=2):
 
 @pytest.mark.ranks
 def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
-    def script():
+    def script(_):
         import time
 
         import torch
@@ -81,7 +81,7 @@ def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
 
 @pytest.mark.ranks
 def test_a_bucket_of_gradients_is_named_by_its_parameters(tmp_path):
-    def script():
+    def script(watch):
         import time
 
         import torch
@@ -99,6 +99,7 @@ def test_a_bucket_of_gradients_is_named_by_its_parameters(tmp_path):
         reducer = GradReducer([("gate.weight", params[0]), ("up.weight", params[1])])
         x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
         for late in (0, 1.5):
+            watch.step("step 7")  # the first makes plans, which may take long
             if dist.get_rank() == 1:
                 time.sleep(late)
             (x @ params[0] @ params[1]).sum().backward()
@@ -118,7 +119,7 @@ def test_a_bucket_of_gradients_is_named_by_its_parameters(tmp_path):
 
 @pytest.mark.ranks
 def test_a_redistribution_of_a_dtensor_in_backward(tmp_path):
-    def script():
+    def script(watch):
         import time
 
         import torch
@@ -129,6 +130,7 @@ def test_a_redistribution_of_a_dtensor_in_backward(tmp_path):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         x = distribute_tensor(torch.ones(8), mesh, [Replicate()]).requires_grad_()
         y = x.redistribute(placements=[Shard(0)])
+        watch.step("step 7")
         z = y * distribute_tensor(torch.ones(8), mesh, [Shard(0)])
         if dist.get_rank() == 1:
             time.sleep(1.5)
@@ -147,7 +149,7 @@ def test_a_redistribution_of_a_dtensor_in_backward(tmp_path):
 
 @pytest.mark.ranks
 def test_ranks_that_start_different_collectives(tmp_path):
-    def script():
+    def script(_):
         from datetime import timedelta
 
         import torch
@@ -179,7 +181,7 @@ def test_ranks_that_start_different_collectives(tmp_path):
 @pytest.mark.ranks
 def test_ranks_whose_tensors_have_different_shapes(tmp_path):
     # gloo takes a broadcast that is too short, and ends the process where it is too long.
-    def script():
+    def script(_):
         import time
 
         import torch
