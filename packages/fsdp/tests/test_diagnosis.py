@@ -29,6 +29,7 @@ def test_gathers_and_reductions_are_named_by_their_parameters(strategy, tmp_path
         for layer in model:
             fully_shard(layer, mesh=mesh, strategy=strategy)
         fully_shard(model, mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()  # ranks agree on their groups in the first
         model[0].register_full_backward_pre_hook(late)
         out = Path(out)
         with Watch(0.4, folder=out / "gather", patience=2) as watch:
