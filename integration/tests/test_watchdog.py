@@ -30,9 +30,9 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
             time.sleep(6)
 
         try:
-            with Watchdog(Path(out), world, seconds=2) as watchdog:
-                watchdog.step(6)
-                watchdog.step(7)
+            with Watchdog(Path(out), seconds=2) as watchdog:
+                watchdog.step("step 6")
+                watchdog.step("step 7")
                 if world.rank == 1:
                     lost_in_thought()
                 else:
@@ -48,10 +48,12 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
     ]
     assert "rank 0 of 2, step 7: it has not ended within 2 s\n" in waiting
     assert f"rank 0 of 2, step 7: RuntimeError: {told}\n" in waiting
-    assert "number 2, gloo:all_reduce of ['Double'] [[5]], started " in waiting
+    assert "number 2, all_reduce of Double [5], started " in waiting
     assert "rank 1 of 2, step 7: it has not ended within 2 s\n" in lost
-    assert "number 1, gloo:all_reduce of ['Float'] [[2]], started " in lost
+    assert "number 1, all_reduce of Float [2], started " in lost
     assert " in lost_in_thought\n" in lost
+    for report in (waiting, lost):
+        assert "rank 1 did not come to number 2, which others have started: rank 0 all_r" in report
     assert lost.count("rank 1 of 2") == 1
     for rank in range(2):
         dump = pickle.loads((tmp_path / FOLDER / f"rank{rank}").read_bytes())
@@ -60,11 +62,11 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
 
 
 def test_nothing_is_written_by_a_run_that_goes_on_or_whose_user_is_mistaken(tmp_path):
-    with process_group(60) as world:
-        with Watchdog(tmp_path, world, seconds=0.2) as watchdog:
+    with process_group(60):
+        with Watchdog(tmp_path, seconds=0.2) as watchdog:
             for number in range(1, 5):
-                watchdog.step(number)
+                watchdog.step(f"step {number}")
                 time.sleep(0.1)
-        with pytest.raises(UsageError), Watchdog(tmp_path, world, seconds=60):
+        with pytest.raises(UsageError), Watchdog(tmp_path, seconds=60):
             raise UsageError("no")
     assert list(tmp_path.iterdir()) == []

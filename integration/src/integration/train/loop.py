@@ -159,7 +159,7 @@ class Trainer:
         outputs = _Outputs(config, done=self.step, enabled=is_main)
         display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
         profiler = StepProfiler(self._setup.profile_steps, config.out, self._world.rank)
-        watchdog = Watchdog(config.out, self._world, seconds=config.timeout)
+        watchdog = Watchdog(config.out, seconds=config.timeout)
         self._throughput = Throughput.of(self._setup, self._sample)
         with outputs, display, watchdog, closing(profiler):
             for notice in self._setup.notices:
@@ -167,7 +167,7 @@ class Trainer:
             if self.step:
                 display.say(f"resumed from {self._setup.resume_from} at step {self.step}")
             while self.step < config.steps:
-                watchdog.step(self.step + 1)
+                watchdog.step(f"step {self.step + 1}")
                 with profiler.step(self.step + 1):
                     record, stopping = self._timed_step(stop)
                 outputs.append(record)

@@ -301,7 +301,7 @@ class DBuffer(BufferBase):
                     finish()
             self._in_flight, self._placements = None, tuple(placements)
 
-        self._in_flight = handle = Handle(land)
+        self._in_flight = handle = Handle(land, doing)
         if not async_op:
             handle.wait()
         return handle

@@ -15,8 +15,9 @@ class Handle:
     in the same order on every rank: an all-reduce sends its second half then.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], what: Callable[[], str] | None = None) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._what = what
 
     @property
     def done(self) -> bool:
@@ -28,3 +29,7 @@ class Handle:
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def _waits_for_(self) -> str:
+        """The collective and the names of the buffer's tensors, for `fused_comm.diagnosis`."""
+        return "DBuffer: a collective" if self._what is None else self._what()

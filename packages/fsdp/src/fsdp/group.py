@@ -136,6 +136,10 @@ class Group(ABC):
         wanted = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
         return wanted and self.device.type == "cuda"
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"fsdp: the parameters {', '.join(param.name for param in self.params)}"
+
     # What modules see.
 
     def unshard(self, *, for_backward: bool = False) -> None:

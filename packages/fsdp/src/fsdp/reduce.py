@@ -145,6 +145,11 @@ class Reducer:
         self.drop()
         self._buffer = None
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        names = (param.name for i, param in enumerate(self._group.params) if i in self._have)
+        return f"fsdp: the gradients of {', '.join(names)}"
+
     def _acquire(self) -> DBuffer:
         """The buffer, held, its content to be reduced."""
         group = self._group

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -85,3 +88,46 @@ def all_to_all(
         output, tensor, received, sent, group=group, async_op=True
     )
     return work
+
+
+class FlightRecord(TypedDict):
+    """An entry of the flight recorder, as much of it as is read here."""
+
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    p2p_seq_id: int
+    is_p2p: bool
+    profiling_name: str
+    input_sizes: list[list[int]]
+    input_dtypes: list[str]
+    time_created_ns: int
+    frames: list[dict[str, Any]]
+
+
+def flight_dump() -> bytes:
+    """The flight recorder's pickle, of gloo's collectives too (since torch 2.11)."""
+    dump: bytes = c10d._dump_fr_trace()  # type: ignore[attr-defined]
+    return dump
+
+
+def flight_records() -> list[FlightRecord]:
+    """What the flight recorder has, the oldest first."""
+    entries: list[FlightRecord] = pickle.loads(flight_dump()).get("entries", [])
+    return entries
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """A process group by the name that the flight recorder has of it, if it is still there."""
+    try:
+        return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))
+    except (KeyError, RuntimeError, ValueError):
+        return None
+
+
+def connect_to_store() -> dist.Store:
+    """A connection of its own to the store of the default process group, if it has any."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    try:
+        return store.clone()  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # that of a fake process group, which is not reached by connections
+        return store

@@ -82,6 +82,11 @@ class Exchange:
         torch._foreach_copy_(into, out_of)
         return results
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        shapes = ", ".join(str(tuple(item.shape)) for item in self._items)
+        return f"fused-comm: {len(self._items)} tensors in one exchange, to be {shapes}"
+
     def _start(self, group: FlatGroup, *, cut: bool) -> dist.Work | None:
         if group.size == 1:
             self._receive.copy_(self._send)

@@ -129,6 +129,13 @@ class Flight:
         self._source = None
         self.times.waits.append((begin, time.perf_counter()))
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return (
+            f"fused-comm: bucket of {self.bucket.nbytes} bytes, {self.bucket.route}, with the "
+            f"gradients of {', '.join(self.names)}"
+        )
+
     def _named(self, call: Callable[[], _T]) -> _T:
         try:
             return call()

@@ -80,6 +80,10 @@ class _Route:
         with moving(self.step, (), ()):
             return _all_to_all(rows, self.sent, self.came, self.group)
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"plan-api: tokens sent to the ranks of their experts, {self.step.said}"
+
 
 class Dispatching:
     """Hooks of a module whose tokens are dispatched; it sees plain tensors.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +46,7 @@ class Step:
         act: as in `Op`.
         moves: by axis.
         entries: of the plan, which it comes from.
+        lines: where these were written.
     """
 
     tensor: str
@@ -53,6 +54,13 @@ class Step:
     act: Act
     moves: Mapping[str, Move]
     entries: tuple[int, ...]
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def said(self) -> str:
+        """The entries of the plan in words, for reports."""
+        numbers = " and ".join(map(str, self.entries))
+        return f"entry {numbers} of the plan" + f" ({', '.join(self.lines)})" * bool(self.lines)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,10 @@ def _steps(steps: Mapping[tuple[str, int | str, Act], list[Op]]) -> Iterable[Ste
     ):
         ops = steps[tensor, index, act]
         moves = MappingProxyType({op.axis: _move(op) for op in ops})
-        yield Step(tensor, index, act, moves, tuple(dict.fromkeys(op.entry for op in ops)))
+        yield Step(
+            tensor, index, act, moves, tuple(dict.fromkeys(op.entry for op in ops)),
+            tuple(dict.fromkeys(op.line for op in ops if op.line)),
+        )  # fmt: skip
 
 
 def _move(op: Op) -> Move:

@@ -9,7 +9,7 @@ An operation is one tensor, at one site, along one axis:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -73,6 +73,7 @@ class Op:
         grad_src: what that is before.
         entry: the number of the plan's entry that asks for it.
         options: of ORDER and CONTEXT, what else the entry says, by name.
+        line: where that entry was written.
     """
 
     path: str
@@ -87,6 +88,7 @@ class Op:
     grad_src: Placement | None
     entry: int
     options: tuple[tuple[str, Any], ...] = ()
+    line: str = field(default="", compare=False)
 
     @property
     def target(self) -> tuple[str, Moment, str, int | str, Act, str]:

@@ -63,6 +63,10 @@ class Mover:
                 return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
             return tensor.redistribute(placements=target)
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"plan-api: {self._what}, {self._step.said}"
+
     def _target(self, tensor: DTensor) -> tuple[Placement, ...]:
         if tensor.device_mesh != self._mesh:
             raise ValueError(

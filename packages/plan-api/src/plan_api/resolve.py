@@ -135,7 +135,7 @@ def _ops(entry: Entry, number: int, place: _Place) -> Iterator[Op]:
             None if entry.src is None else entry.src[at],
             None if entry.grad_dst is None else entry.grad_dst[at],
             None if entry.grad_src is None else entry.grad_src[at],
-            number, options,
+            number, options, entry.line,
         )  # fmt: skip
         yield op
         if act is Act.ORDER and place.moment is Moment.FORWARD_PRE:  # what enters is cut, too

@@ -104,6 +104,10 @@ class Copy:
             return
         self._local.untyped_storage().resize_(0)
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"plan-api: parameter {self._name!r} for its use, {self._step.said}"
+
     def _fill(self, rest: DTensor) -> None:
         with torch.no_grad():
             with moving(self._step, rest.placements, self._placements):

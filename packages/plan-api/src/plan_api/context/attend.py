@@ -99,6 +99,10 @@ class _Attention:
             out.contiguous(), self._mesh, placed, run_check=False, shape=shape, stride=stride
         )
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"plan-api: attention of {self._path}, {self._step.said}"
+
     def _check_options(self, attn_mask: torch.Tensor | None, dropout_p: float) -> None:
         if attn_mask is not None:
             raise ValueError(

@@ -98,6 +98,10 @@ class StaticMover:
         """The gradient of what was moved, moved back."""
         return self._moved(grad, self._back, self._after, self._before)
 
+    def _waits_for_(self) -> str:
+        """For `fused_comm.diagnosis`."""
+        return f"plan-api: {self.what}, {self._step.said}"
+
     def _moved(
         self,
         tensor: torch.Tensor,

@@ -1,0 +1,375 @@
+"""What is reported when ranks stand still."""
+
+import pickle
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fused_comm.diagnosis import Recorded, Stand, Watch, compare, stand_of
+from fused_comm.diagnosis.stack import Level, Place, behind
+from testkit import fake_mesh, run_ranks
+
+
+def stood(script, folder, ranks=2):
+    """The reports of ranks that run a script under a Watch of half a second, and what they gave."""
+
+    def run(out):
+        from fused_comm.diagnosis import Watch
+
+        with Watch(0.5, folder=out, patience=3) as watch:
+            watch.step("step 7")
+            return script(watch)
+
+    given = run_ranks(run, ranks, str(folder), timeout=60)
+    return [(folder / f"report-rank{rank}.txt").read_text() for rank in range(ranks)], given
+
+
+@pytest.mark.ranks
+def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
+    def script(_):
+        import time
+
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        class Normal(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+            def forward(self):
+                dist.all_reduce(self.scale.data)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.Sequential(nn.Identity(), Normal())
+
+            def forward(self):
+                self.layers[1]()
+
+        def lost_in_thought():
+            time.sleep(1.5)
+
+        model = Model()
+        if dist.get_rank() == 1:
+            lost_in_thought()
+        model()
+
+    (waiting, lost), _ = stood(script, tmp_path)
+    assert waiting.startswith("rank 0 of 2, step 7: it has not ended within 0.5 s\n  stands at ")
+    assert "\n  called by test_diagnosis.py:" in waiting
+    assert "\n  for all_reduce of parameter 'layers.1.scale'\n" in waiting
+    assert "\n  for module 'layers.1' of Model\n" in waiting
+    newest = "newest collective of group 0 (default_pg) of ranks [0, 1]: number"
+    assert newest in waiting
+    assert ", all_reduce of Double [5], started 0." in waiting
+    assert " in lost_in_thought: time.sleep(1.5)\n" in lost
+    for report in (waiting, lost):
+        assert "group 0 (default_pg) of ranks [0, 1]: rank 1 did not come to number " in report
+        assert (
+            ", which others have started: rank 0 all_reduce of Double [5], by test_diag" in report
+        )
+        assert "\nrank 0 stands at (step 7, it has not ended within 0.5 s) " in report
+        assert "\nrank 1 stands at (step 7, it has not ended within 0.5 s) test_diag" in report
+        assert "\nCurrent thread 0x" in report or "\nThread 0x" in report
+    dump = pickle.loads((tmp_path / "rank0").read_bytes())
+    assert dump["entries"][-1]["output_sizes"] == [[5]]
+
+
+@pytest.mark.ranks
+def test_a_bucket_of_gradients_is_named_by_its_parameters(tmp_path):
+    def script(watch):
+        import time
+
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        from fused_comm import GradReducer
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        params = [
+            torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+            for _ in range(2)
+        ]
+        reducer = GradReducer([("gate.weight", params[0]), ("up.weight", params[1])])
+        x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+        for late in (0, 1.5):
+            watch.step("step 7")  # the first makes plans, which may take long
+            if dist.get_rank() == 1:
+                time.sleep(late)
+            (x @ params[0] @ params[1]).sum().backward()
+            reducer.finish()
+
+    (waiting, _), _ = stood(script, tmp_path)
+    assert "\n  called by fused_comm < test_diagnosis.py:" in waiting
+    assert (
+        "bytes, all-reduce over 2, float32, with the gradients of up.weight, gate.weight\n"
+        in waiting
+    )
+    assert "  for fused-comm: bucket of " in waiting
+    assert "rank 1 did not come to number " in waiting
+    assert "newest collective of group 0 (default_pg) of ranks [0, 1]: number " in waiting
+    assert " by fused_comm < test_diagnosis.py:" in waiting
+
+
+@pytest.mark.ranks
+def test_a_redistribution_of_a_dtensor_in_backward(tmp_path):
+    def script(watch):
+        import time
+
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(8), mesh, [Replicate()]).requires_grad_()
+        y = x.redistribute(placements=[Shard(0)])
+        watch.step("step 7")
+        z = y * distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        z.sum().backward()
+
+    (waiting, _), _ = stood(script, tmp_path)
+    assert "\n  called by DTensor < test_diagnosis.py:" in waiting
+    assert (
+        "  for redistribution of a DTensor of shape (8,) from (Shard(dim=0),) to (Replicate(),) on "
+        "DeviceMesh((tp=2)" in waiting
+    )
+    assert "\n  for a backward\n" in waiting
+    assert "rank 1 did not come to number " in waiting
+    assert "rank 0 all_gather of Float [4], by DTensor < " in waiting
+
+
+@pytest.mark.ranks
+def test_ranks_that_start_different_collectives(tmp_path):
+    def script(_):
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        group = dist.new_group(timeout=timedelta(seconds=1), group_desc="pair")
+        x = torch.ones(5)
+        try:
+            if dist.get_rank() == 0:
+                dist.all_reduce(x, group=group)
+            else:
+                dist.all_gather([x, x.clone()], x, group=group)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    reports, errors = stood(script, tmp_path)
+    assert all(errors)
+    for report in reports:
+        differ = (
+            "(pair) of ranks [0, 1]: ranks differ from number 1 on: rank 0 all_reduce of "
+            "Float [5], by test_diagnosis.py:"
+        )
+        assert differ in report
+        assert "; rank 1 all_gather of Float [5], by test_diagnosis.py:" in report
+        assert "did not come" not in report
+
+
+@pytest.mark.ranks
+def test_ranks_whose_tensors_have_different_shapes(tmp_path):
+    # gloo takes a broadcast that is too short, and ends the process where it is too long.
+    def script(_):
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        dist.broadcast(torch.ones(5)[: 3 + 2 * dist.get_rank()], 0)
+        if dist.get_rank() == 1:
+            time.sleep(1.2)
+        dist.barrier()
+
+    for report in stood(script, tmp_path)[0]:
+        assert ": rank 0 broadcast of Float [3], by test_diagnosis.py:" in report
+        assert "; rank 1 broadcast of Float [5], by test_diagnosis.py:" in report
+
+
+@pytest.mark.ranks
+def test_an_error_is_told_to_those_that_wait_with_the_stack_that_it_has_ended(tmp_path):
+    def script():
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        class Loss:
+            def _waits_for_(self):
+                return "the loss of the batch"
+
+            def compute(self):
+                try:
+                    raise KeyError("no such token")
+                except KeyError as error:
+                    raise ValueError("a bad batch") from error
+
+        if dist.get_rank() == 1:
+            Loss().compute()
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        dist.all_reduce(torch.ones(2), group=group)
+
+    def run(out):
+        from fused_comm.diagnosis import Watch
+
+        try:
+            with Watch(0.5, folder=out, patience=0.5) as watch:
+                watch.step("step 7")
+                script()
+        except (ValueError, RuntimeError) as error:
+            return type(error).__name__
+        return ""
+
+    assert run_ranks(run, 2, str(tmp_path), timeout=60)[1] == "ValueError"
+    waiting, failed = [(tmp_path / f"report-rank{rank}.txt").read_text() for rank in range(2)]
+    assert failed.startswith("rank 1 of 2, step 7: ValueError: a bad batch\n  stands at ")
+    assert ' in compute: raise KeyError("no such token")\n' in failed
+    assert "\n  for the loss of the batch\n" in failed
+    assert "all ranks:" not in failed
+    assert "\nrank 1 stands at (step 7, ValueError: a bad batch) test_diagnosis.py:" in waiting
+
+
+@pytest.mark.ranks
+def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
+    def script():
+        import time
+
+        import torch.distributed as dist
+
+        from fused_comm.diagnosis import Watch
+
+        slow = dist.get_rank() == 1
+        with Watch(0.6, folder=out, patience=0) as watch:
+            if slow:
+                watch.step("slow")
+                time.sleep(1.2)
+                watch.step("the next")
+            dist.barrier()
+            if not slow:
+                watch.report("somebody asks")
+            dist.barrier()
+
+    out = str(tmp_path)
+    run_ranks(script, 2, timeout=60)
+    report = (tmp_path / "report-rank1.txt").read_text()
+    assert report.count("rank 1 of 2, slow: it has not ended within 0.6 s\n") == 1
+    report = (tmp_path / "report-rank0.txt").read_text()
+    assert report.startswith("rank 0 of 2: somebody asks\n")
+    assert "\nrank 1 gave no answer: " in report
+
+
+def test_standard_error_is_where_reports_go_without_a_folder(capsys):
+    with fake_mesh((1,)), Watch(0.1, patience=0) as watch:
+        watch.step("a dream")
+        time.sleep(0.4)
+        watch.report("somebody asks")
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "rank 0 of 1, a dream: it has not ended within 0.1 s\n  stands at test_d"
+    )
+    assert "rank 0 of 1, a dream: somebody asks\n" in told
+
+
+def test_nothing_is_said_while_all_is_well(capsys, tmp_path):
+    with fake_mesh((1,)), Watch(0.2, folder=tmp_path / "hangs") as watch:
+        for number in range(4):
+            watch.step(f"step {number}")
+            time.sleep(0.1)
+    assert not [*tmp_path.iterdir()]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("given", [{"seconds": 0}, {"seconds": 1, "patience": -1}])
+def test_times_that_cannot_be_are_refused(given):
+    with fake_mesh((1,)), pytest.raises(ValueError, match="has to be positive, patience="):
+        Watch(**given)
+
+
+def test_without_a_process_group_there_is_nothing_to_watch():
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"Watch: .*call init_process_group"):
+        Watch(1)
+    with pytest.raises(ValueError, match=r"stand_of: .*call init_process_group"):
+        stand_of([])
+    with fake_mesh((1,)), pytest.raises(ValueError, match="no levels"):
+        stand_of([])
+
+
+def test_who_cannot_say_what_it_waits_for_does_not_end_the_report():
+    class Half:
+        def _waits_for_(self):
+            return self.names
+
+        def wait(self):
+            import sys
+
+            return Level(sys._getframe(), 1)
+
+    (said,) = behind([Half().wait()])
+    assert said.startswith("Half, which cannot say more: AttributeError(")
+
+
+def _stand(rank, *calls, size=3, why="late"):
+    place = Place("train.py", 5, "main")
+    return Stand(rank, size, "step 1", why, place, ("train.py:5",), ("sums",), calls)
+
+
+def _call(number, operator="all_reduce", size=4, ranks=(0, 1, 2), group="0", paired=False):
+    return Recorded(
+        group, "world", ranks, number, operator, ((size,),), ("Float",), 1.0, ("ours",), paired
+    )
+
+
+def test_the_first_difference_of_a_group_is_told_and_not_what_follows():
+    stands = [
+        _stand(2, _call(3), _call(4, size=8), _call(5, "barrier"), _call(6)),
+        _stand(0, _call(3), _call(4), _call(5)),
+        _stand(1, _call(4), _call(5)),
+    ]
+    first, *rest = compare(stands)
+    assert first == (
+        "group 0 (world) of ranks [0, 1, 2]: ranks differ from number 4 on: rank 0 all_reduce of "
+        "Float [4], by ours; rank 1 all_reduce of Float [4], by ours; rank 2 all_reduce of "
+        "Float [8], by ours"
+    )
+    assert rest == [
+        f"rank {rank} stands at (step 1, late) train.py:5 in main (train.py:5); for sums"
+        for rank in range(3)
+    ]
+
+
+def test_sizes_may_differ_where_operators_allow_it_and_sends_have_an_order_of_their_own():
+    stands = [
+        _stand(0, _call(1, "all_to_all", 3), _call(2, "send", paired=True), size=2),
+        _stand(1, _call(1, "all_to_all", 5), _call(2, "recv", paired=True), size=2),
+    ]
+    assert compare(stands)[0].startswith("these ranks have started the same collectives")
+
+
+def test_ranks_outside_a_group_are_not_missed_in_it():
+    stands = [
+        _stand(0, _call(1, ranks=(0, 2), group="a")),
+        _stand(1),
+        _stand(2, _call(1, ranks=(0, 2), group="a"), _call(2, ranks=(0, 2), group="a")),
+    ]
+    assert compare(stands)[0] == (
+        "group a (world) of ranks [0, 2]: rank 0 did not come to number 2, which others have "
+        "started: rank 2 all_reduce of Float [4], by ours"
+    )
+
+
+def test_ranks_without_an_answer_are_named():
+    assert compare([]) == []
+    assert compare([_stand(1)])[0].startswith("ranks 0, 2 gave no answer: dead, ")
+    assert len(compare([_stand(1)])) == 2
