@@ -106,7 +106,8 @@ def test_a_profile_is_a_set_of_defaults_that_options_override():
     full = parse_options(["full"])
     assert full.steps > CompareOptions().steps
     assert full.parallel_steps > CompareOptions().parallel_steps
-    assert full.every_case and not full.share_processes
+    assert full.every_case
+    assert not full.share_processes
     assert parse_options(["full", "--steps", "5"]) == replace(full, steps=5)
     assert parse_options(full.command_line()) == full
     with pytest.raises(SystemExit):
