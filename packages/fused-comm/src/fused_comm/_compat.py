@@ -124,6 +124,14 @@ def group_named(name: str) -> dist.ProcessGroup | None:
         return None
 
 
+def collectives_of(group: dist.ProcessGroup) -> float:
+    """How many collectives of a group this rank has started; infinite where it does not count."""
+    try:
+        return group._get_sequence_number_for_group()  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # a fake process group's backend
+        return float("inf")
+
+
 def connect_to_store() -> dist.Store:
     """A connection of its own to the store of the default process group, if it has any."""
     store: dist.Store = distributed_c10d._get_default_store()

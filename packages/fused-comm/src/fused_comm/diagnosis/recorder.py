@@ -79,9 +79,11 @@ def recorded() -> tuple[Recorded, ...]:
         if process_group is None:
             continue  # it is no more
         one = _recorded(entry, dist.get_process_group_ranks(process_group), now)
+        if not one.paired and one.number > _compat.collectives_of(process_group):
+            continue  # of a group of the same name that is no more
         group = by_group.setdefault((one.group, one.paired), [])
         if group and one.number < group[-1].number:
-            group.clear()  # they were of a group of the same name that is no more
+            group.clear()  # they too
         group.append(one)
     newest = [one for kept in by_group.values() for one in kept[-_KEPT:]]
     return tuple(sorted(newest, key=lambda one: -one.seconds))
