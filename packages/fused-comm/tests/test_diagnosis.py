@@ -380,3 +380,22 @@ def test_ranks_without_an_answer_are_named():
     assert compare([]) == []
     assert compare([_stand(1)])[0].startswith("ranks 0, 2 gave no answer: dead, ")
     assert len(compare([_stand(1)])) == 2
+
+
+@pytest.mark.ranks
+def test_collectives_of_a_destroyed_group_are_not_those_of_one_of_the_same_name():
+    """torch's flight recorder keeps them, and each call has a default group in the same process."""
+
+    def reduces(count):
+        import torch
+        import torch.distributed as dist
+
+        from fused_comm.diagnosis.recorder import recorded
+
+        for _ in range(count):
+            dist.all_reduce(torch.ones(2))
+        return [one.number for one in recorded() if one.operator == "all_reduce"]
+
+    assert run_ranks(reduces, 2, 3) == [[1, 2, 3]] * 2
+    assert run_ranks(reduces, 2, 0) == [[]] * 2
+    assert run_ranks(reduces, 2, 1) == [[1]] * 2

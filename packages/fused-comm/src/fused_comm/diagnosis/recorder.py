@@ -82,7 +82,7 @@ def recorded() -> tuple[Recorded, ...]:
         if not one.paired and one.number > _compat.collectives_of(process_group):
             continue  # of a group of the same name that is no more
         group = by_group.setdefault((one.group, one.paired), [])
-        if group and one.number < group[-1].number:
+        if group and one.number < group[-1].number + (not one.paired):
             group.clear()  # they too
         group.append(one)
     newest = [one for kept in by_group.values() for one in kept[-_KEPT:]]
