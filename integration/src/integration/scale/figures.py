@@ -128,22 +128,23 @@ def draw_beginning(
     """Seconds and memory until the first step, and dispatch of a layer, by ranks."""
     panels_of = []
     for model in dict.fromkeys(one.model for one in begun):
-        panels_of.append((f"{model}: s to begin", [
+        panels_of.append((model, "s to begin", [
             (one.way, one.ranks, one.mesh + one.model_on_meta + one.distribute)
             for one in begun if one.model == model
         ]))  # fmt: skip
     if dispatched:
-        name = f"{dispatched[0].model}: host ms a layer"
-        panels_of.append((name, [(one.way, one.ranks, 1e3 * one.cost) for one in dispatched]))
+        costs = [(one.way, one.ranks, 1e3 * one.cost) for one in dispatched]
+        panels_of.append((dispatched[0].model, "ms of the host for a layer", costs))
     figure, panels = _row(theme, len(panels_of))
-    for axes, (title, values) in zip(panels, panels_of, strict=True):
+    for axes, (title, label, values) in zip(panels, panels_of, strict=True):
         dress(axes, theme, title, grid_axis="y")
+        axes.set_ylabel(label)
         for way, place in _PLACES.items():
             drawn = [one for one in values if one[0] == way]
             _line(axes, theme, place, [one[1] for one in drawn], [one[2] for one in drawn])
         _log(axes)
         _ranks(axes, [one[1] for one in values])
-    _legend(figure, theme, {one[0]: _PLACES[one[0]] for _, values in panels_of for one in values})
+    _legend(figure, theme, {one[0]: _PLACES[one[0]] for *_, values in panels_of for one in values})
     return figure
 
 
