@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 from integration.compare.options import CompareOptions
 from integration.compare.setup import prepare as prepare_comparison
@@ -11,12 +12,17 @@ from integration.models import model_shape
 from integration.systems.deepspeed import ZeroThree
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
+from testkit import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 # Two microbatches a step, and a learning rate that a schedule sets anew in each.
 OPTIONS = {"micro_batch": 2, "warmup_steps": 3, "decay_steps": 2, "learning_rate": 3e-3}
+
+
+def _linear_operator():
+    return torch.nn.functional.linear.__name__
 
 
 @needs_deepspeed
@@ -34,6 +40,7 @@ def test_it_trains_as_one_device_with_accumulation_and_a_schedule(train_runs, tm
 
     # In one call: its groups are of the first process group that a process has.
     zero, single = train(2, "deepspeed"), train(1, "single")
+    assert run_ranks(_linear_operator, 2) == [torch.nn.functional.linear.__name__] * 2
     unscheduled = train(1, "single", warmup_steps=0)
     for model, ours, one, other in zip(models, zero, single, unscheduled, strict=True):
         assert ours == pytest.approx(one, abs=model_shape(model).tolerance, rel=0)

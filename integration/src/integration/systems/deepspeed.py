@@ -7,10 +7,13 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from integration.data import Batch
@@ -53,8 +56,10 @@ class ZeroThree(System):
         """Have the engine reduce and keep the gradients, in each microbatch."""
         del last
         assert isinstance(model, EngineModel)
-        loss = loss_of(model(**batch)) / parts
-        model.engine.backward(loss)
+        # With the linear operator that keeps no gathered weight for backward, as its default is.
+        with _linear(model.linear):
+            loss = loss_of(model(**batch)) / parts
+            model.engine.backward(loss)
         return loss.detach()
 
 
@@ -62,6 +67,7 @@ class EngineModel(nn.Module):
     """A model, and the engine that runs it once there is an optimizer."""
 
     engine: Any = None
+    linear: Callable[..., Tensor]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,9 +81,12 @@ class EngineModel(nn.Module):
         os.environ["DS_ACCELERATOR"] = "cpu"
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
-        engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, dist_init_required=False, config=_CONFIG
-        )
+        # It replaces torch's linear operator for all models of the process, and for good.
+        with _linear(functional.linear):
+            engine, *_ = deepspeed.initialize(
+                model=self.model, optimizer=optimizer, dist_init_required=False, config=_CONFIG
+            )
+            self.linear = functional.linear
         # Not a child: its parameters are the model's.
         object.__setattr__(self, "engine", engine)
         return _EngineOptimizer(engine)
@@ -85,6 +94,17 @@ class EngineModel(nn.Module):
     def forward(self, **batch: Tensor) -> Any:
         """Run the engine's forward, which gathers parameters."""
         return self.engine(**batch)
+
+
+@contextmanager
+def _linear(operator: Callable[..., Tensor]) -> Iterator[None]:
+    """Have ``torch.nn.functional.linear`` be ``operator``, and afterwards what it was before."""
+    before = functional.linear
+    functional.linear = operator
+    try:
+        yield
+    finally:
+        functional.linear = before
 
 
 class _EngineOptimizer(Optimizer):
