@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
-import pickle
 import sys
 import threading
 import time
@@ -16,13 +14,12 @@ from types import TracebackType
 import torch.distributed as dist
 
 from fused_comm import _compat
+from fused_comm.diagnosis.board import Board
 from fused_comm.diagnosis.compare import compare
 from fused_comm.diagnosis.stack import levels_of_error, levels_of_thread
 from fused_comm.diagnosis.stand import Stand, stand_of
 
 __all__ = ["Watch"]
-
-_numbers = itertools.count()
 
 
 class Watch:
@@ -61,9 +58,7 @@ class Watch:
         self._seconds, self._patience = seconds, patience
         self._folder = None if folder is None else Path(folder)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._keys = f"fused_comm.diagnosis/{next(_numbers)}"
-        # A connection of its own: the other may be kept by who waits for a rank in the store.
-        self._store = _compat.connect_to_store()
+        self._board = Board()
         self._doing, self._told = "", False
         self._trains = 0
         self._changed = threading.Condition()
@@ -85,7 +80,7 @@ class Watch:
             self._changed.notify()
         if told:  # this rank goes on: what it did is no news
             with self._reaching_others():
-                self._store.delete_key(self._key(self._rank))
+                self._board.take_back()
 
     def __exit__(
         self,
@@ -114,26 +109,25 @@ class Watch:
 
         From any thread; it waits for others as long as ``patience`` says.
         """
-        self._tell(stand_of(levels_of_thread(self._trains), doing=self._doing, why=why))
-        stands = self._all()
-        if self._folder is not None or min(stands, default=self._rank) == self._rank:
+        stand = stand_of(levels_of_thread(self._trains), doing=self._doing, why=why)
+        self._tell(stand)
+        stands = self._all(stand)
+        if self._folder is not None or min(stands) == self._rank:
             self._write("\n".join(["all ranks:", *compare([*stands.values()])]))
 
     def _tell(self, stand: Stand) -> None:
         self._write(str(stand), stacks=True)
         self._told = True
         with self._reaching_others():
-            self._store.set(self._key(self._rank), pickle.dumps(stand))  # type: ignore[arg-type]
+            self._board.put(stand)
 
-    def _all(self) -> dict[int, Stand]:
-        """What the ranks do that answer in time."""
-        stands: dict[int, Stand] = {}
+    def _all(self, own: Stand) -> dict[int, Stand]:
+        """What the ranks do that answer in time, this one among them."""
+        stands = {self._rank: own}
         end = time.monotonic() + self._patience
         with self._reaching_others():
             while len(stands) < self._size:
-                for rank in set(range(self._size)) - stands.keys():
-                    if self._store.check([self._key(rank)]):
-                        stands[rank] = pickle.loads(self._store.get(self._key(rank)))
+                stands |= self._board.news(stands.keys())
                 if time.monotonic() > end:
                     break
                 time.sleep(0.05)
@@ -141,7 +135,7 @@ class Watch:
 
     @contextmanager
     def _reaching_others(self) -> Iterator[None]:
-        """Says so where the store's host is gone, as after the death of the rank that has it."""
+        """Says so where the store's host is gone, as after the death of its rank or a cut link."""
         try:
             yield
         except RuntimeError as error:
@@ -157,9 +151,6 @@ class Watch:
             print(text, file=file, flush=True)
             if stacks:
                 faulthandler.dump_traceback(file)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._keys}/{rank}"
 
     def _watch(self) -> None:
         while True:

@@ -1,0 +1,77 @@
+"""Where ranks leave word of what they do: the store of the process group."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fused_comm import _compat
+from fused_comm.diagnosis.stand import Stand
+
+__all__ = ["Board"]
+
+_ANSWER_SECONDS = 5.0
+_numbers = itertools.count()
+_Answer = TypeVar("_Answer")
+
+
+class Board:
+    """What each rank has said of itself last; all ranks make one in the same order.
+
+    Every method raises RuntimeError where the host of the store is gone, or the way to it. Such a
+    connection does not fail by itself for many minutes, and the store's client has a time-out only
+    for a key that is awaited (c10d/TCPStore.cpp). So the store is asked in a thread of its own, and
+    not again before that one has come back.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._keys = f"fused_comm.diagnosis/{next(_numbers)}"
+        # A connection of its own: the other may be kept by who waits for a rank in the store.
+        self._store = _compat.connect_to_store()
+        self._asked: Future[Any] | None = None
+
+    def put(self, stand: Stand) -> None:
+        """Leaves word of this rank."""
+        message = pickle.dumps(stand)
+        self._ask(lambda: self._store.set(self._key(self._rank), message))  # type: ignore[arg-type]
+
+    def take_back(self) -> None:
+        """Removes it: this rank goes on."""
+        self._ask(lambda: self._store.delete_key(self._key(self._rank)))
+
+    def news(self, known: Collection[int]) -> dict[int, Stand]:
+        """Returns what there is of ranks that are not known yet."""
+        return self._ask(
+            lambda: {
+                rank: pickle.loads(self._store.get(self._key(rank)))
+                for rank in range(self._size)
+                if rank not in known and self._store.check([self._key(rank)])
+            }
+        )
+
+    def _key(self, rank: int) -> str:
+        return f"{self._keys}/{rank}"
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        if self._asked is None or self._asked.done():
+            self._asked = answer = Future[_Answer]()
+
+            def ask() -> None:
+                try:
+                    answer.set_result(question())
+                except BaseException as error:  # handed to who waits for it
+                    answer.set_exception(error)
+
+            threading.Thread(target=ask, name="ask the store", daemon=True).start()
+            try:
+                return answer.result(_ANSWER_SECONDS)
+            except TimeoutError:
+                pass  # said below
+        raise RuntimeError(f"their store has not answered within {_ANSWER_SECONDS:g} s")

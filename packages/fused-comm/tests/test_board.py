@@ -1,0 +1,81 @@
+"""Ranks' word of what they do, in a store that may not answer."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fused_comm.diagnosis import board, stand_of
+from fused_comm.diagnosis.stack import levels_of_thread
+
+_HOST = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def host_of_the_store():
+    """A process that has the store of this one's process group."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", _HOST, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            yield process
+        finally:
+            process.kill()
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def stand():
+    return stand_of(levels_of_thread(threading.get_ident()), doing="a test")
+
+
+def test_a_store_that_stands_still_keeps_nobody_and_is_asked_again_when_it_goes_on(
+    host_of_the_store, stand, monkeypatch
+):
+    monkeypatch.setattr(board, "_ANSWER_SECONDS", 0.3)
+    ours = board.Board()
+    ours.put(stand)
+    assert ours.news(()) == {0: stand}
+    assert ours.news([0]) == {}
+    host_of_the_store.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"their store has not answered within 0\.3 s"):
+        ours.news(())
+    assert 0.3 <= time.monotonic() - started < 5
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="has not answered"):
+        ours.take_back()
+    assert time.monotonic() - started < 0.3, "asked although the last question is open"
+    host_of_the_store.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            ours.take_back()
+            break
+        except RuntimeError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert ours.news(()) == {}
+
+
+def test_a_store_whose_host_has_ended_is_an_error(host_of_the_store, stand):
+    ours = board.Board()
+    host_of_the_store.kill()
+    host_of_the_store.wait()
+    with pytest.raises(RuntimeError):
+        ours.news(())
