@@ -16,6 +16,7 @@ from integration.train import checkpoint
 from integration.train.retention import remove_older
 from integration.train.saver import Saver
 from integration.train.world import World, process_group
+from testkit import run_ranks
 
 IDENTITY = checkpoint.Identity(
     model={"name": "linear"}, data_fingerprint="f", sequence_length=4, global_batch=2, seed=0
@@ -140,6 +141,33 @@ def test_what_is_not_the_disks_is_not_called_so(world, tmp_path, monkeypatch):
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", broken)
     with pytest.raises(dcp.api.CheckpointException, match="KeyError: 'torch'"):
         saver(tmp_path, world, background=False).save(1, *linear())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("background", [False, True])
+def test_every_rank_ends_where_the_disk_takes_all_but_the_manifest_of_the_first(
+    background, tmp_path
+):
+    def save(run):
+        import torch.distributed as dist
+
+        def no_space(*_):
+            raise OSError(28, "No space left on device")
+
+        checkpoint._write_durably, before = no_space, checkpoint._write_durably
+        saves = saver(Path(run), World(dist.get_rank(), 2), background=background)
+        try:
+            saves.save(1, *linear(), wait=False)
+            saves.finish()
+        except UnwrittenError as error:
+            return str(error)
+        finally:
+            checkpoint._write_durably = before
+
+    first, second = run_ranks(save, 2, str(tmp_path), timeout=120)
+    assert first == second
+    assert "step 1 could not be written" in first
+    assert names(tmp_path) == []
 
 
 def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp_path):
