@@ -47,6 +47,15 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 '''
 
+LEAVE = """
+import os
+import sys
+
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -109,10 +118,14 @@ def run(
 ) -> None:
     """Runs a script by its page's command, in a folder of its own.
 
+    Behind its last line the process is ended at once: one of gloo's threads that lets go of a
+    tensor while Python finalizes aborts it (pytorch/pytorch#190489), now and then on a loaded
+    machine.
+
     Raises:
         CalledProcessError: it failed; what it printed is on this process's own output.
     """
-    (folder / SCRIPT).write_text(example.code)
+    (folder / SCRIPT).write_text(example.code + LEAVE)
     program, *words = example.command
     # As tests run: one thread a rank, or ranks would wait for one another's.
     env = {"OMP_NUM_THREADS": "1"} | env
