@@ -25,9 +25,10 @@ class Board:
     """What each rank has said of itself last; all ranks make one in the same order.
 
     Every method raises RuntimeError where the host of the store is gone, or the way to it. Such a
-    connection does not fail by itself for many minutes, and the store's client has a time-out only
-    for a key that is awaited (c10d/TCPStore.cpp). So the store is asked in a thread of its own, and
-    not again before that one has come back.
+    connection does not fail by itself for many minutes, and the store's client keeps no time-out:
+    even that of ``wait`` is the server's (c10d/TCPStore.cpp, doWait: it cancels, and waits for the
+    answer to that). So the store is asked in a thread of its own, and not again before that one has
+    come back.
     """
 
     def __init__(self) -> None:
