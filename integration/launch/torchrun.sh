@@ -5,14 +5,14 @@ set -euo pipefail
 
 hosts=${HOSTS:-1}
 rendezvous=${RENDEZVOUS:-localhost:0}
-name=${rendezvous%:*} port=${rendezvous##*:}
-# The address by which other hosts reach this one: torchrun would hand out this machine's name,
-# and decide by it who holds the store.
-address=$(python -c 'import socket, sys; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.connect((sys.argv[1], int(sys.argv[2]) or 9)); print(s.getsockname()[0])' "$name" "$port")
-first=$(python -c 'import socket, sys; print(socket.gethostbyname(sys.argv[1]))' "$name")
+seconds=${JOIN_TIMEOUT:-300}
+place="127.0.0.1 1"
+if [ "$hosts" -gt 1 ]; then
+    place=$(python -m integration.train.agent "$rendezvous" "$seconds")
+fi
+read -r address is_host <<<"$place"
 
 exec torchrun --nnodes "$hosts" --nproc-per-node "${RANKS:-1}" --max-restarts "${RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "$rendezvous" --rdzv-id "${JOB:-spmd}" \
-    --rdzv-conf "is_host=$([ "$first" = "$address" ] && echo 1 || echo 0),join_timeout=${JOIN_TIMEOUT:-300},read_timeout=${JOIN_TIMEOUT:-300}" \
+    --rdzv-conf "is_host=$is_host,join_timeout=$seconds,read_timeout=$seconds" \
     --local-addr "$address" -m integration.train "$@"

@@ -187,6 +187,34 @@ def expected(tmp_path_factory):
     return losses(out)
 
 
+@pytest.mark.parametrize(
+    ("rendezvous", "sentence"),
+    [
+        (
+            "nowhere.invalid:29500",
+            r"nobody listens at nowhere\.invalid:29500 within 1 s \(.*ame",
+        ),
+        # Of a net for documentation (RFC 5737): there is nobody, or no way to it.
+        ("192.0.2.1:29500", r"nobody listens at 192\.0\.2\.1:29500 within 1 s \(.+\); start the"),
+        ("node0", "rendezvous 'node0' is not NAME:PORT"),
+    ],
+)
+def test_torchrun_is_not_started_towards_a_rendezvous_where_nobody_is(
+    rendezvous, sentence, tmp_path
+):
+    wrong = {"HOSTS": "2", "RENDEZVOUS": rendezvous, "JOIN_TIMEOUT": "1"}
+    result = subprocess.run(
+        [str(SCRIPTS / "torchrun.sh"), "--out", str(tmp_path / "run")],
+        env=ENVIRONMENT | wrong,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert re.fullmatch(rf"error: {sentence}.*\n", result.stderr)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.ranks
 def test_slurm(expected, tmp_path):
     text = (SCRIPTS / "slurm.sbatch").read_text()

@@ -15,6 +15,7 @@ from integration.train.addresses import (
     choose_interface,
     wait_for_listener,
 )
+from integration.train.agent import place
 from integration.train.config import TrainConfig
 from integration.train.hosts import Hosts
 from integration.train.meeting import meet, ranks
@@ -42,6 +43,14 @@ def meet_in_threads(numbers, size, seconds):
 
     with ThreadPoolExecutor(len(numbers)) as pool:
         return list(pool.map(one, numbers))
+
+
+def test_an_agent_is_told_its_address_and_whether_the_rendezvous_is_on_its_host(port):
+    assert place(f"localhost:{port}", 0) == ("127.0.0.1", True)
+    # 127.0.1.1 is what many distributions give a machine's own name.
+    assert place(f"127.0.1.1:{port}", 0)[1]
+    with pytest.raises(UsageError, match=r"nobody listens at 192\.0\.2\.1:"):
+        place(f"192.0.2.1:{port}", 0.2)
 
 
 def test_all_ranks_get_one_store(port):
