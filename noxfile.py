@@ -32,7 +32,7 @@ PROJECTS = PACKAGES | {name: ROOT / name for name in ("testkit", "tools", "integ
 
 def dev_env(session: nox.Session) -> str:
     """Brings the shared environment up to date; the path of its Python."""
-    session.run(sys.executable, "-m", "tools.dev_env", str(DEV))
+    session.run(sys.executable, "-m", "tools.dev_env", str(DEV), external=True)
     return str(DEV / "bin" / "python")
 
 
@@ -101,8 +101,9 @@ def release(session: nox.Session, package: str) -> None:
     groups = nox.project.load_toml(ROOT / "pyproject.toml")
     session.install("-c", "constraints.txt", *nox.project.dependency_groups(groups, "release"))
     session.run(dev_env(session), "-m", "tools.release", package, external=True)
-    made = sorted((ROOT / "dist" / "release").glob(f"{package.replace('-', '_')}-*"))
-    session.run("twine", "check", "--strict", *(str(path) for path in made))
+    made = (ROOT / "dist" / "release").glob(f"{package.replace('-', '_')}-*")
+    uploaded = sorted(str(path) for path in made if path.suffix != ".md")  # those are the notes
+    session.run("twine", "check", "--strict", *uploaded)
 
 
 @nox.session
