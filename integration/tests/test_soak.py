@@ -90,6 +90,8 @@ def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
         if fault["kind"] == "stop":  # torchrun knows nothing of it
             assert one["noticed_by"] == f"watchdog of rank {1 - fault['rank']}"
             assert 5 < one["noticed"] < 8 + 5
+            # It waits half a minute for the end of a rank that cannot hear of it.
+            assert one["restarted"] - one["noticed"] > 5
     log = (out / "disturbed.log").read_text()
     assert "the soak told this rank to raise" in log
     assert len(re.findall(r"^resumed from ", log, re.MULTILINE)) == 3
