@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fused_comm.diagnosis import board, stand_of
+from fused_comm.diagnosis import Watch, board, stand_of
 from fused_comm.diagnosis.stack import levels_of_thread
 
 _HOST = """
@@ -79,3 +79,34 @@ def test_a_store_whose_host_has_ended_is_an_error(host_of_the_store, stand):
     host_of_the_store.wait()
     with pytest.raises(RuntimeError):
         ours.news(())
+
+
+@pytest.mark.parametrize("slow", ["writing its report", "telling others"])
+def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
+    slow, host_of_the_store, monkeypatch, tmp_path
+):
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(method):
+        def wait(self, *args, **options):
+            if threading.current_thread().name == "watch":
+                began.set()
+                go_on.wait(30)
+            return method(self, *args, **options)
+
+        return wait
+
+    owner, name = (Watch, "_write") if slow == "writing its report" else (board.Board, "put")
+    monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
+    with Watch(0.1, folder=tmp_path, patience=0) as watch:
+        watch.step("slow")
+        assert began.wait(30)
+        if slow == "telling others":
+            threading.Timer(0.3, go_on.set).start()
+            watch.step("the next")  # waits for what is being told
+            assert go_on.is_set()
+        else:
+            watch.step("the next")
+            go_on.set()
+        watch.step("and the next")
+    assert board.Board.news(watch._board, ()) == {}

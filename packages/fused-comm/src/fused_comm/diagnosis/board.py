@@ -37,6 +37,7 @@ class Board:
         # A connection of its own: the other may be kept by who waits for a rank in the store.
         self._store = _compat.connect_to_store()
         self._asked: Future[Any] | None = None
+        self._one_at_a_time = threading.Lock()
 
     def put(self, stand: Stand) -> None:
         """Leaves word of this rank."""
@@ -61,18 +62,19 @@ class Board:
         return f"{self._keys}/{rank}"
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        if self._asked is None or self._asked.done():
-            self._asked = answer = Future[_Answer]()
+        with self._one_at_a_time:
+            if self._asked is None or self._asked.done():
+                self._asked = answer = Future[_Answer]()
 
-            def ask() -> None:
+                def ask() -> None:
+                    try:
+                        answer.set_result(question())
+                    except BaseException as error:  # handed to who waits for it
+                        answer.set_exception(error)
+
+                threading.Thread(target=ask, name="ask the store", daemon=True).start()
                 try:
-                    answer.set_result(question())
-                except BaseException as error:  # handed to who waits for it
-                    answer.set_exception(error)
-
-            threading.Thread(target=ask, name="ask the store", daemon=True).start()
-            try:
-                return answer.result(_ANSWER_SECONDS)
-            except TimeoutError:
-                pass  # said below
+                    return answer.result(_ANSWER_SECONDS)
+                except TimeoutError:
+                    pass  # said below
         raise RuntimeError(f"their store has not answered within {_ANSWER_SECONDS:g} s")

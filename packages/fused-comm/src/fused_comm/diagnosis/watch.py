@@ -60,6 +60,7 @@ class Watch:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._board = Board()
         self._doing, self._told = "", False
+        self._step = 0
         self._trains = 0
         self._changed = threading.Condition()
         self._deadline: float | None = None
@@ -76,6 +77,7 @@ class Watch:
         """Says what begins now, and has ``seconds`` from here on."""
         with self._changed:
             told, self._doing, self._told = self._told, doing, False
+            self._step += 1
             self._deadline = time.monotonic() + self._seconds
             self._changed.notify()
         if told:  # this rank goes on: what it did is no news
@@ -96,7 +98,8 @@ class Watch:
         if error is not None and self.reports(error):
             why = f"{type(error).__name__}: {error}"
             try:
-                self._tell(stand_of(levels_of_error(error), doing=self._doing, why=why))
+                stand = stand_of(levels_of_error(error), doing=self._doing, why=why)
+                self._tell(stand, self._step)
             except OSError as unwritten:  # it must not take the place of what is reported
                 error.add_note(f"no report of it could be written: {unwritten}")
 
@@ -109,17 +112,21 @@ class Watch:
 
         From any thread; it waits for others as long as ``patience`` says.
         """
-        stand = stand_of(levels_of_thread(self._trains), doing=self._doing, why=why)
-        self._tell(stand)
+        with self._changed:
+            doing, step = self._doing, self._step
+        stand = stand_of(levels_of_thread(self._trains), doing=doing, why=why)
+        self._tell(stand, step)
         stands = self._all(stand)
         if self._folder is not None or min(stands) == self._rank:
             self._write("\n".join(["all ranks:", *compare([*stands.values()])]))
 
-    def _tell(self, stand: Stand) -> None:
+    def _tell(self, stand: Stand, step: int) -> None:
         self._write(str(stand), stacks=True)
-        self._told = True
-        with self._reaching_others():
-            self._board.put(stand)
+        # `step` waits for this: what is put behind its back would never be taken back.
+        with self._changed, self._reaching_others():
+            if self._step == step:
+                self._told = True
+                self._board.put(stand)
 
     def _all(self, own: Stand) -> dict[int, Stand]:
         """What the ranks do that answer in time, this one among them."""
