@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fused_comm.diagnosis import Watch, board, stand_of
 from fused_comm.diagnosis.stack import levels_of_thread
+from testkit import run_ranks
 
 _HOST = """
 import sys, time
@@ -110,3 +111,28 @@ def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
             go_on.set()
         watch.step("and the next")
     assert board.Board.news(watch._board, ()) == {}
+
+
+@pytest.mark.ranks
+def test_ranks_that_were_in_other_groups_find_each_others_words(tmp_path):
+    def alone():
+        board.Board()
+
+    def both():
+        ours = board.Board()
+        ours.put(stand_of(levels_of_thread(threading.get_ident()), doing="a test"))
+        dist.barrier()
+        found = sorted(ours.news(()))
+        again = sorted(board.Board().news(()))
+        dist.barrier()
+        return found, again
+
+    run_ranks(alone, 1)
+    assert run_ranks(both, 2) == [([0, 1], [])] * 2
+
+
+def test_what_was_said_before_a_restart_is_gone(host_of_the_store, stand):
+    """torchrun keeps its store over restarts, and the processes begin to count anew."""
+    board.Board().put(stand)
+    board._numbers.clear()
+    assert board.Board().news(()) == {}

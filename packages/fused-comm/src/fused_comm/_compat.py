@@ -132,6 +132,11 @@ def collectives_of(group: dist.ProcessGroup) -> float:
         return float("inf")
 
 
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    return distributed_c10d._get_default_group()
+
+
 def connect_to_store() -> dist.Store:
     """A connection of its own to the store of the default process group, if it has any."""
     store: dist.Store = distributed_c10d._get_default_store()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -17,7 +19,9 @@ from fused_comm.diagnosis.stand import Stand
 __all__ = ["Board"]
 
 _ANSWER_SECONDS = 5.0
-_numbers = itertools.count()
+# Of boards of a process group: a process may have been in others, with fewer ranks, before.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]
+_numbers = weakref.WeakKeyDictionary()
 _Answer = TypeVar("_Answer")
 
 
@@ -33,11 +37,16 @@ class Board:
 
     def __init__(self) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._keys = f"fused_comm.diagnosis/{next(_numbers)}"
+        number = next(_numbers.setdefault(_compat.default_group(), itertools.count()))
+        self._keys = f"fused_comm.diagnosis/{number}"
         # A connection of its own: the other may be kept by who waits for a rank in the store.
         self._store = _compat.connect_to_store()
         self._asked: Future[Any] | None = None
         self._one_at_a_time = threading.Lock()
+        # The store may be older than this process: torchrun's own is. A fake process group's takes
+        # nothing; with another that fails here, the first `put` says so.
+        with contextlib.suppress(RuntimeError):
+            self.take_back()
 
     def put(self, stand: Stand) -> None:
         """Leaves word of this rank."""
