@@ -1,9 +1,10 @@
 """DeepSpeed's ZeRO-3 trains as one device does, and refuses what its engine keeps to itself."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
-import torch
 
 from integration.compare.options import CompareOptions
 from integration.compare.setup import prepare as prepare_comparison
@@ -12,17 +13,12 @@ from integration.models import model_shape
 from integration.systems.deepspeed import ZeroThree
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
-from testkit import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 # Two microbatches a step, and a learning rate that a schedule sets anew in each.
 OPTIONS = {"micro_batch": 2, "warmup_steps": 3, "decay_steps": 2, "learning_rate": 3e-3}
-
-
-def _linear_operator():
-    return torch.nn.functional.linear.__name__
 
 
 @needs_deepspeed
@@ -40,11 +36,46 @@ def test_it_trains_as_one_device_with_accumulation_and_a_schedule(train_runs, tm
 
     # In one call: its groups are of the first process group that a process has.
     zero, single = train(2, "deepspeed"), train(1, "single")
-    assert run_ranks(_linear_operator, 2) == [torch.nn.functional.linear.__name__] * 2
     unscheduled = train(1, "single", warmup_steps=0)
     for model, ours, one, other in zip(models, zero, single, unscheduled, strict=True):
         assert ours == pytest.approx(one, abs=model_shape(model).tolerance, rel=0)
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3
+
+
+# In a process of its own: what DeepSpeed changes there stays.
+LINEAR = """
+import torch
+from torch.nn import functional
+from integration.models import model_shape
+from integration.systems.deepspeed import ZeroThree
+from integration.train.world import leave, process_group
+
+torchs, seen = functional.linear, []
+with process_group(60):
+    system, shape = ZeroThree(), model_shape("llama-tiny")
+    model = system.parallelize(shape.build(dropout=0.0), shape, 1)
+    note = lambda *_: seen.append(functional.linear)
+    layer = model.model.model.layers[0]
+    layer.register_forward_hook(note)
+    layer.register_full_backward_hook(note)
+    system.optimizer(model, torch.optim.AdamW(model.parameters()))
+    assert functional.linear is torchs
+    tokens = torch.arange(16).view(1, 16)
+    system.forward_backward(model, {"input_ids": tokens, "labels": tokens}, parts=1, last=True)
+assert functional.linear is torchs
+print([one.__name__ for one in seen], flush=True)
+leave(0)
+"""
+
+
+@needs_deepspeed
+@pytest.mark.ranks
+def test_its_linear_operator_is_there_in_its_own_forward_and_backward_only():
+    result = subprocess.run(
+        [sys.executable, "-c", LINEAR], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == str(["zero3_linear_wrap"] * 2)
 
 
 @pytest.fixture

@@ -129,8 +129,8 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     processes, logs = start(hosts, out, steps=100_000)
     wait_for_step(out, 5, processes)
     hosts.cut()
-    # The time-out of collectives is 15 s; asking the other host takes 3 more.
-    assert codes(processes, within=60) == [1, 1]
+    # The time-out of collectives is 15 s; what the other does is awaited for 10 more.
+    assert codes(processes, within=30) == [1, 1]
     for host, log in enumerate(logs):
         other = hosts.addresses[1 - host]
         assert re.search(

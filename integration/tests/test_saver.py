@@ -154,15 +154,14 @@ def test_every_rank_ends_where_the_disk_takes_all_but_the_manifest_of_the_first(
         def no_space(*_):
             raise OSError(28, "No space left on device")
 
-        checkpoint._write_durably, before = no_space, checkpoint._write_durably
         saves = saver(Path(run), World(dist.get_rank(), 2), background=background)
-        try:
-            saves.save(1, *linear(), wait=False)
-            saves.finish()
-        except UnwrittenError as error:
-            return str(error)
-        finally:
-            checkpoint._write_durably = before
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "_write_durably", no_space)
+            try:
+                saves.save(1, *linear(), wait=False)
+                saves.finish()
+            except UnwrittenError as error:
+                return str(error)
 
     first, second = run_ranks(save, 2, str(tmp_path), timeout=120)
     assert first == second

@@ -79,6 +79,11 @@ def test_an_example_that_fails_is_an_error(tmp_path):
         run(failing, tmp_path, env=dict(os.environ))
 
 
+def test_an_example_ends_behind_its_last_line_before_python_finalizes(tmp_path):
+    code = "import atexit, os\natexit.register(os._exit, 3)\nprint('the last line')\n"
+    run(Example(tmp_path, code, ("python", "example.py")), tmp_path, env=dict(os.environ))
+
+
 SCRIPT = "```python\n# /// script\n# dependencies = ['a', 'b>=1']\n# ///\nassert 1\n```\n"
 COMMAND = "```sh\npython example.py\n```\n"
 

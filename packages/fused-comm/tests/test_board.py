@@ -78,13 +78,13 @@ def test_a_store_whose_host_has_ended_is_an_error(host_of_the_store, stand):
     ours = board.Board()
     host_of_the_store.kill()
     host_of_the_store.wait()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(dist.DistNetworkError):
         ours.news(())
 
 
-@pytest.mark.parametrize("slow", ["writing its report", "telling others"])
+@pytest.mark.parametrize(("owner", "slow"), [(Watch, "_write"), (board.Board, "put")])
 def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
-    slow, host_of_the_store, monkeypatch, tmp_path
+    owner, slow, host_of_the_store, monkeypatch, tmp_path
 ):
     began, go_on = threading.Event(), threading.Event()
 
@@ -97,12 +97,11 @@ def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
 
         return wait
 
-    owner, name = (Watch, "_write") if slow == "writing its report" else (board.Board, "put")
-    monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
+    monkeypatch.setattr(owner, slow, slowly(getattr(owner, slow)))
     with Watch(0.1, folder=tmp_path, patience=0) as watch:
         watch.step("slow")
         assert began.wait(30)
-        if slow == "telling others":
+        if slow == "put":
             threading.Timer(0.3, go_on.set).start()
             watch.step("the next")  # waits for what is being told
             assert go_on.is_set()
@@ -110,11 +109,11 @@ def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
             watch.step("the next")
             go_on.set()
         watch.step("and the next")
-    assert board.Board.news(watch._board, ()) == {}
+    assert watch._board.news(()) == {}
 
 
 @pytest.mark.ranks
-def test_ranks_that_were_in_other_groups_find_each_others_words(tmp_path):
+def test_ranks_that_were_in_other_groups_find_each_others_words():
     def alone():
         board.Board()
 

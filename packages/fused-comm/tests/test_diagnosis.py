@@ -282,7 +282,8 @@ def test_standard_error_is_where_reports_go_without_a_folder(capsys):
         time.sleep(0.4)
         watch.report("somebody asks")
     told = capsys.readouterr().err
-    assert told.startswith("rank 0 of 1, a dream: it has not ended within 0.1 s\n  stands at te")
+    late = "rank 0 of 1, a dream: it has not ended within 0.1 s\n"
+    assert told.startswith(f"{late}  stands at test_diagnosis.py:")
     assert "rank 0 of 1, a dream: somebody asks\n" in told
 
 

@@ -55,6 +55,16 @@ def address_towards(endpoint: Endpoint) -> str | None:
         return str(probe.getsockname()[0])
 
 
+def is_ours(name: str) -> bool:
+    """Return whether a name or address is this host's: the kernel binds to no other."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.bind((name, 0))
+        except OSError:
+            return False
+    return True
+
+
 def choose_interface(endpoint: Endpoint) -> None:
     """Have gloo connect over the interface towards ``endpoint``, unless the environment says."""
     address = address_towards(endpoint)

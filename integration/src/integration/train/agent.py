@@ -1,17 +1,15 @@
 """``python -m integration.train.agent NAME:PORT SECONDS``: what torchrun's agent is to be told.
 
 By itself torchrun hands out this machine's name, and decides by it who holds the store. Printed are
-the address by which other hosts reach this one, and 1 where the rendezvous is here, else 0: there
-it is waited for, since of a wrong address torchrun only has a traceback.
+the address by which other hosts reach this one, and 1 where the rendezvous is here, else 0. One on
+another host is waited for, since of a wrong address torchrun only has a traceback.
 """
 
-import socket
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 
 from integration.errors import EXIT_USAGE, UsageError
-from integration.train.addresses import Endpoint, address_towards, wait_for_listener
+from integration.train.addresses import Endpoint, address_towards, is_ours, wait_for_listener
 
 
 def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
@@ -25,7 +23,7 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
         UsageError: another form, or nobody there.
     """
     endpoint = Endpoint.parse(rendezvous)
-    here = _is_ours(endpoint.name)
+    here = is_ours(endpoint.name)
     if not here and (why := wait_for_listener(endpoint, timeout)) is not None:
         raise UsageError(
             f"nobody listens at {endpoint} within {timeout:g} s ({why}); start the host of that"
@@ -34,15 +32,6 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
     address = address_towards(endpoint)
     assert address is not None, f"{endpoint} has answered"
     return address, here
-
-
-def _is_ours(name: str) -> bool:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        try:
-            probe.bind((name, 0))
-        except OSError:
-            return False
-    return True
 
 
 def main(arguments: Sequence[str]) -> int:
