@@ -59,7 +59,7 @@ class Mover:
             self.settled = spec
             return tensor
         with moving(self._step, spec.placements, target):
-            if self._back:
+            if self._back or any(map(_is_masked, spec.placements)):
                 return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
             return tensor.redistribute(placements=target)
 
@@ -104,6 +104,16 @@ def _of_plain(move: Move | None, annotates: bool) -> Placement:
     return (move.dst if annotates else move.src) or Replicate()
 
 
+def _is_masked(placement: Placement) -> bool:
+    """Whether it is the sum of an embedding whose rows are cut: a kind of its own in torch."""
+    return isinstance(placement, Partial) and type(placement) is not Partial
+
+
+def _gradient_of_masked(now: Placement) -> Placement:
+    """A sum as it comes, anything else whole: none is masked, and torch 2.15 refuses to say so."""
+    return now if isinstance(now, Partial) else Replicate()
+
+
 class _MoveBack(torch.autograd.Function):
     """A redistribution whose gradient comes back in placements of its own."""
 
@@ -118,4 +128,8 @@ class _MoveBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
-        return grad.redistribute(placements=ctx.back), None, None
+        back = [
+            _gradient_of_masked(now) if _is_masked(wanted) else wanted
+            for wanted, now in zip(ctx.back, grad.placements, strict=True)
+        ]
+        return grad.redistribute(placements=back), None, None

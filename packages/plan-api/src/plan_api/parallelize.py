@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from plan_api._compat import use_rule_for_convolution_backward
 from plan_api.agree import check_agreement
 from plan_api.attention import register_cpu_attention
 from plan_api.eager import install_eager
@@ -143,6 +144,7 @@ def parallelize(
     extras = use_extras()
     register_cpu_attention()
     register_losses()
+    use_rule_for_convolution_backward()
     fully, random = lowered.fully_sharded, "dist-rng" in extras
     place_state(model, plan.mesh, lowered.schedules, fully, src_data_rank, random)
     hooks = [site for site in lowered.sites if site.moment.of_activations]

@@ -1,0 +1,26 @@
+"""What differs between torch 2.11 and 2.15.
+
+tests/test_compat.py holds a canary: it fails when the difference is gone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
+
+__all__ = ["use_rule_for_convolution_backward"]
+
+
+def use_rule_for_convolution_backward() -> None:
+    """Has torch place convolutions' gradients by its rule, as up to 2.13, not by its strategy.
+
+    On a mesh of several axes that of 2.14 and 2.15 raises an AssertionError ("mixes None with
+    placements") where an output is not asked for, such as the gradient of the images that go into a
+    patch embedding (torch/distributed/tensor/_ops/_conv_ops.py, expand_to_full_mesh_op_strategy).
+    """
+    if TorchVersion(torch.__version__) >= "2.14":
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        propagator.op_single_dim_strategy_funcs.pop(
+            torch.ops.aten.convolution_backward.default, None
+        )

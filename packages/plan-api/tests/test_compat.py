@@ -1,0 +1,45 @@
+"""Canaries for the shims of _compat.py: each fails when its shim can go."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+# Images whose gradient nobody asks for, on two axes.
+CONVOLUTION = """
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from plan_api._compat import use_rule_for_convolution_backward
+from testkit import fake_mesh
+
+def gradient():
+    images = DTensor.from_local(torch.randn(2, 3, 8, 8), mesh, [Shard(0), Replicate()])
+    kernel = DTensor.from_local(torch.randn(4, 3, 2, 2), mesh, [Replicate()] * 2)
+    kernel.requires_grad_()
+    torch.nn.functional.conv2d(images, kernel, stride=2).to_local().sum().backward()
+    return kernel.grad.placements
+
+with fake_mesh((2, 2)) as mesh:
+    try:
+        gradient()
+        print("stock")
+    except AssertionError as error:
+        print(error)
+    use_rule_for_convolution_backward()
+    assert gradient() == (Partial(), Replicate())
+"""
+
+
+@pytest.mark.filterwarnings("default")
+def test_torch_cannot_place_the_gradients_of_a_convolution_on_two_axes():
+    # In a process of its own: what is taken off torch's registry stays off.
+    result = subprocess.run(
+        [sys.executable, "-c", CONVOLUTION], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    if TorchVersion(torch.__version__) < "2.14":
+        assert result.stdout == "stock\n"
+    else:
+        assert "mixes None with placements" in result.stdout
