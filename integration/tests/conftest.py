@@ -9,13 +9,20 @@ from testkit import run_ranks
 
 def _train(runs, *, steps):
     """Train some steps for each run's options, on this rank."""
+    import torch
     import torch.distributed as dist
 
+    import dtensor_rules
     from integration.train.config import TrainConfig
     from integration.train.loop import Trainer
     from integration.train.setup import prepare
     from integration.train.world import World
 
+    # Processes of the pool have had other tests: one by a plan on two ranks, say, but not on four.
+    enabled = torch.tensor(int(dtensor_rules.is_enabled()))
+    dist.all_reduce(enabled, dist.ReduceOp.MAX)
+    if enabled:
+        dtensor_rules.enable()
     world = World(dist.get_rank(), dist.get_world_size())
     losses = []
     for given in runs:

@@ -25,6 +25,10 @@ _on = False
 def enable() -> None:
     """Sends DTensor operators through the library from here on; a second call does nothing.
 
+    On all ranks, or on none: where a process has made two equal meshes, torch takes process groups
+    of the first that it has cached, the library those of the tensor's own, and ranks that differ
+    wait for one another for ever.
+
     With DTENSOR_RULES_CHECK=1 in the environment every call is made by torch as well, and compared.
 
     Raises:
