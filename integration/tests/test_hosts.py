@@ -109,6 +109,22 @@ def test_torchrun_meets_over_two_hosts(hosts, one_host, tmp_path):
     assert losses(out) == one_host
 
 
+def test_torchrun_says_in_a_sentence_that_a_host_does_not_come(hosts, tmp_path):
+    address = f"{hosts.addresses[0]}:{PORT + 1}"
+    process = hosts.start(
+        0,
+        [str(SCRIPTS / "torchrun.sh"), "--out", str(tmp_path / "run"), *TINY],
+        tmp_path / "host0",
+        HOSTS="2",
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        RENDEZVOUS=address,
+        JOIN_TIMEOUT="3",
+    )
+    assert codes([process], within=60) == [2]
+    said = sentence(tmp_path / "host0")
+    assert said.startswith(f"error: not all of 2 hosts came to {address} within 3 s; start the")
+
+
 def test_a_slow_link_delays_and_changes_nothing(hosts, one_host, tmp_path):
     reason = hosts.slow_down(kbit=8000)
     if reason is not None:

@@ -8,9 +8,11 @@ import contextlib
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,17 @@ def losses(out):
     return [(record.step, record.loss) for record in read_metrics(out)]
 
 
+def torchrun(out, *options, **environment):
+    """Run torchrun.sh to its end."""
+    return subprocess.run(
+        [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *options],
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Losses by torchrun.sh, on one host with two ranks."""
@@ -192,10 +205,10 @@ def expected(tmp_path_factory):
     [
         (
             "nowhere.invalid:29500",
-            r"nobody listens at nowhere\.invalid:29500 within 1 s \(.*ame",
+            r"no agent is at nowhere\.invalid:29500 within 1 s \(.*ame",
         ),
         # Of a net for documentation (RFC 5737): there is nobody, or no way to it.
-        ("192.0.2.1:29500", r"nobody listens at 192\.0\.2\.1:29500 within 1 s \(.+\); start the"),
+        ("192.0.2.1:29500", r"no agent is at 192\.0\.2\.1:29500 within 1 s \(.+\); start the"),
         ("node0", "rendezvous 'node0' is not NAME:PORT"),
     ],
 )
@@ -203,16 +216,80 @@ def test_torchrun_is_not_started_towards_a_rendezvous_where_nobody_is(
     rendezvous, sentence, tmp_path
 ):
     wrong = {"HOSTS": "2", "RENDEZVOUS": rendezvous, "JOIN_TIMEOUT": "1"}
-    result = subprocess.run(
-        [str(SCRIPTS / "torchrun.sh"), "--out", str(tmp_path / "run")],
-        env=ENVIRONMENT | wrong,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = torchrun(tmp_path / "run", **wrong)
     assert result.returncode == 2
     assert re.fullmatch(rf"error: {sentence}.*\n", result.stderr)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("JOIN_TIMEOUT", "soon", "--join-timeout"),
+        ("RANKS", "0", "--ranks"),
+        ("HOSTS", "-1", "--hosts"),
+        ("RESTARTS", "-1", "--restarts"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_one_sentence(name, value, option, tmp_path):
+    result = torchrun(tmp_path / "run", **{name: value})
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: argument {option}: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_host_that_does_not_come_to_torchrun_is_one_sentence(tmp_path):
+    address = f"localhost:{free_port()}"
+    given = {"HOSTS": "2", "RENDEZVOUS": address, "JOIN_TIMEOUT": "2"}
+    result = torchrun(tmp_path / "run", **given)
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: not all of 2 hosts came to {address} within 2 s; start the same command on each"
+        " of them, or correct HOSTS\n"
+    )
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path):
+    with socket.create_server(("localhost", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        result = torchrun(tmp_path / "run", HOSTS="2", RENDEZVOUS=address, JOIN_TIMEOUT="5")
+    assert result.returncode == 2
+    sentence = rf"error: there is no meeting at {address} \(.*EADDRINUSE.*\); correct .*\n"
+    assert re.fullmatch(sentence, result.stderr)
+
+
+@pytest.mark.ranks
+def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
+    result = torchrun(tmp_path / "run", *TINY, "--model", "none", RANKS="2")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said
+    assert all(line.startswith("error: unknown model 'none'; ") for line in said)
+
+
+@pytest.mark.ranks
+def test_torchrun_that_is_told_to_end_ends_with_a_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *TINY, "--steps", "100000"],
+        env=ENVIRONMENT | {"RANKS": "2"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not read_metrics(out):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said
+    assert list((out / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.ranks

@@ -1,7 +1,12 @@
 """Ranks that no agent has brought together: who has not come, and why nobody could."""
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,7 +54,7 @@ def test_an_agent_is_told_its_address_and_whether_the_rendezvous_is_on_its_host(
     assert place(f"localhost:{port}", 0) == ("127.0.0.1", True)
     # 127.0.1.1 is what many distributions give a machine's own name.
     assert place(f"127.0.1.1:{port}", 0)[1]
-    with pytest.raises(UsageError, match=r"nobody listens at 192\.0\.2\.1:"):
+    with pytest.raises(UsageError, match=r"no agent is at 192\.0\.2\.1:"):
         place(f"192.0.2.1:{port}", 0.2)
 
 
@@ -63,7 +68,9 @@ def test_those_who_came_say_who_did_not(port):
     first, other = meet_in_threads([0, 2], 4, 2)
     assert first.startswith(f"ranks 1, 3 of 4 did not come to 127.0.0.1:{port} within 2 s; start")
     # Whoever gives up first says it; with rank 0 its store goes.
-    assert other.startswith(("ranks 1, 3 of 4 did not come", "rank 0 of 4 ended while rank 2"))
+    assert other.startswith(
+        ("ranks 1, 3 of 4 did not come", "rank 0 of 4 ended or stood still while rank 2")
+    )
 
 
 def test_a_rank_without_a_first_one_says_where_it_looked(port):
@@ -71,6 +78,64 @@ def test_a_rank_without_a_first_one_says_where_it_looked(port):
     assert said.startswith(
         f"rank 1 of 2 met nobody at 127.0.0.1:{port} within 0.5 s (Connection refused); start"
     )
+
+
+@pytest.fixture(params=["says nothing", "speaks of something else", "hangs up"])
+def stranger(request):
+    """The port of a service that is no store."""
+    server = socket.create_server(("127.0.0.1", 0))
+    kept = []
+
+    def serve():
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                kept.append(server.accept()[0])
+                if request.param == "speaks of something else":
+                    kept[-1].sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
+                if request.param == "hangs up":
+                    kept.pop().close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield server.getsockname()[1]
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    for connection in kept:
+        connection.close()
+    thread.join()
+
+
+def test_a_service_that_is_no_store_is_no_rendezvous(stranger, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(stranger))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    began = time.monotonic()
+    (said,) = meet_in_threads([1], 2, 1.5)
+    assert said.startswith(f"rank 1 of 2 met nobody at 127.0.0.1:{stranger} within 1.5 s (someone")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("blow", "timeout", "within"), [(signal.SIGSTOP, 2, 15), (signal.SIGKILL, 60, 15)]
+)
+def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, port, monkeypatch):
+    # Of a stopped process the store's client would wait for the answer for ever.
+    monkeypatch.setattr("integration.train.meeting._LAST_ANSWER_SECONDS", 0.5)
+    code = (
+        "import time, torch.distributed as d;"
+        f"s = d.TCPStore('localhost', {port}, is_master=True, wait_for_workers=False);"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "ready\n"
+        with ThreadPoolExecutor(1) as pool:
+            began = time.monotonic()
+            waiting = pool.submit(meet_in_threads, [1], 2, timeout)
+            time.sleep(1)
+            first.send_signal(blow)
+            (said,) = waiting.result()
+        first.kill()
+    assert said.startswith("rank 0 of 2 ended or stood still while rank 1 waited for others at ")
+    assert time.monotonic() - began < within
 
 
 def test_a_first_rank_that_comes_later_is_waited_for(port):

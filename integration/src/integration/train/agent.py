@@ -1,15 +1,23 @@
-"""``python -m integration.train.agent NAME:PORT SECONDS``: what torchrun's agent is to be told.
+"""``python -m integration.train.agent``: torchrun's agent of one host, for ``launch/torchrun.sh``.
 
-By itself torchrun hands out this machine's name, and decides by it who holds the store. Printed are
-the address by which other hosts reach this one, and 1 where the rendezvous is here, else 0. One on
-another host is waited for, since of a wrong address torchrun only has a traceback.
+By itself torchrun hands out this machine's name, and decides by it who holds the store; here both
+follow from the way to the rendezvous. Of a mistake, and of a host that does not come, it only has a
+traceback.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from integration.errors import EXIT_USAGE, UsageError
-from integration.train.addresses import Endpoint, address_towards, is_ours, wait_for_listener
+from integration.train.addresses import Endpoint, address_towards, is_ours
+from integration.train.store_client import NoStore, connect, first_line
 
 
 def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
@@ -17,33 +25,104 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
 
     Args:
         rendezvous: ``NAME:PORT``.
-        timeout: seconds to wait for someone who listens there, where it is on another host.
+        timeout: seconds to wait for an agent there, where it is on another host.
 
     Raises:
         UsageError: another form, or nobody there.
     """
     endpoint = Endpoint.parse(rendezvous)
     here = is_ours(endpoint.name)
-    if not here and (why := wait_for_listener(endpoint, timeout)) is not None:
-        raise UsageError(
-            f"nobody listens at {endpoint} within {timeout:g} s ({why}); start the host of that"
-            " address, or correct RENDEZVOUS, on all hosts"
-        )
+    if not here:
+        try:
+            connect(endpoint, timeout)
+        except NoStore as why:
+            raise UsageError(
+                f"no agent is at {endpoint} within {timeout:g} s ({why}); start the host of that"
+                " address, or correct RENDEZVOUS, on all hosts"
+            ) from None
     address = address_towards(endpoint)
     assert address is not None, f"{endpoint} has answered"
     return address, here
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
-    rendezvous, seconds = arguments
+def launch(options: argparse.Namespace) -> int:
+    """Meet the other hosts and run this one's ranks.
+
+    Args:
+        options: of `main`.
+
+    Returns:
+        0; the exit code of the first rank that failed; or 128 and the signal that ended this host.
+
+    Raises:
+        UsageError: nobody is at the rendezvous, or not all hosts came in time.
+    """
+    seconds, address, here = options.join_timeout, "127.0.0.1", True
+    if options.hosts > 1:
+        address, here = place(options.rendezvous, seconds)
+    times = f"join_timeout={seconds},read_timeout={seconds}"
+    words = [
+        *("--nnodes", str(options.hosts), "--nproc-per-node", str(options.ranks)),
+        *("--max-restarts", str(options.restarts), "--local-addr", address),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", options.rendezvous),
+        *("--rdzv-id", options.job, "--rdzv-conf", f"is_host={int(here)},{times}"),
+        *("--module", "integration.train", *options.options),
+    ]
     try:
-        address, here = place(rendezvous, float(seconds))
+        run.main(words)
+    except RendezvousTimeoutError:
+        raise UsageError(
+            f"not all of {options.hosts} hosts came to {options.rendezvous} within {seconds} s;"
+            " start the same command on each of them, or correct HOSTS"
+        ) from None
+    except RendezvousConnectionError as error:
+        raise UsageError(
+            f"there is no meeting at {options.rendezvous} ({first_line(error.__cause__ or error)});"
+            " correct RENDEZVOUS, or give another port, on all hosts"
+        ) from None
+    except SignalException as error:
+        # Its ranks have been told, and waited for.
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode != EXIT_USAGE:
+            print(error, file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code: 2 for a mistake, which is one sentence then."""
+    parser = _Parser(prog="integration.train.agent", description=__doc__)
+    parser.add_argument("--hosts", type=_positive, default=1, metavar="HOSTS")
+    parser.add_argument("--ranks", type=_positive, default=1, metavar="RANKS", help="of this host")
+    parser.add_argument("--rendezvous", default="localhost:0", metavar="NAME:PORT")
+    parser.add_argument("--join-timeout", type=_positive, default=300, metavar="SECONDS")
+    parser.add_argument("--restarts", type=_count, default=0, metavar="TIMES")
+    parser.add_argument("--job", default="spmd", metavar="NAME")
+    parser.add_argument("options", nargs="*", help="behind --, of python -m integration.train")
+    try:
+        return launch(parser.parse_args(arguments))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    print(address, int(here))
-    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _count(text) < 1:
+        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from integration.errors import UsageError
-from integration.train.addresses import RETRY_SECONDS, Endpoint, wait_for_listener
+from integration.train.addresses import RETRY_SECONDS, Endpoint
+from integration.train.store_client import NoStore, connect, first_line, in_time
 
+# For what is asked last, when time is over.
+_LAST_ANSWER_SECONDS = 5.0
 _WAYS = "MASTER_ADDR and MASTER_PORT, or --rendezvous,"
 
 
@@ -45,28 +48,15 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
         UsageError: not all came, or there is nobody at the address.
     """
     endpoint = rendezvous_endpoint()
-    patience = timedelta(seconds=timeout)
+    store = _hold(endpoint, size, timeout) if rank == 0 else _reach(endpoint, rank, size, timeout)
     try:
-        # Nobody else may be there to connect to yet: who holds a store connects to it over the
-        # loopback interface, and whether others can is seen by whether they come.
-        store = dist.TCPStore(
-            "localhost" if rank == 0 else _reach(endpoint, rank, size, timeout),
-            endpoint.port,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            timeout=patience,
+        missing = in_time(
+            lambda: _sign_in(store, rank, size, timeout), timeout + _LAST_ANSWER_SECONDS
         )
-    except dist.DistError as error:
+    except (dist.DistError, TimeoutError) as error:
         raise UsageError(
-            f"rank {rank} of {size} cannot use port {endpoint.port} for the rendezvous:"
-            f" {first_line(error)}; give another port, on all hosts"
-        ) from error
-    try:
-        missing = _sign_in(store, rank, size, timeout)
-    except dist.DistError as error:
-        raise UsageError(
-            f"rank 0 of {size} ended while rank {rank} waited for others at {endpoint}; see what"
-            " it says"
+            f"rank 0 of {size} ended or stood still while rank {rank} waited for others at"
+            f" {endpoint}; see what it says"
         ) from error
     if missing:
         raise UsageError(
@@ -88,22 +78,35 @@ def _sign_in(store: dist.Store, rank: int, size: int, timeout: float) -> list[in
     return []
 
 
-def _reach(endpoint: Endpoint, rank: int, size: int, timeout: float) -> str:
-    why_not = wait_for_listener(endpoint, timeout)
-    if why_not is not None:
-        raise UsageError(
-            f"rank {rank} of {size} met nobody at {endpoint} within {timeout:g} s ({why_not});"
-            f" start rank 0 there, or mend {_WAYS} which must name its host"
+def _hold(endpoint: Endpoint, size: int, timeout: float) -> dist.Store:
+    try:
+        # Nobody else may be there to connect to yet: who holds a store connects to it over the
+        # loopback interface, and whether others can is seen by whether they come.
+        return dist.TCPStore(
+            "localhost",
+            endpoint.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
         )
-    return endpoint.name
+    except dist.DistError as error:
+        raise UsageError(
+            f"rank 0 of {size} cannot use port {endpoint.port} for the rendezvous:"
+            f" {first_line(error)}; give another port, on all hosts"
+        ) from error
+
+
+def _reach(endpoint: Endpoint, rank: int, size: int, timeout: float) -> dist.Store:
+    try:
+        return connect(endpoint, timeout)
+    except NoStore as why:
+        raise UsageError(
+            f"rank {rank} of {size} met nobody at {endpoint} within {timeout:g} s ({why});"
+            f" start rank 0 there, or mend {_WAYS} which must name its host"
+        ) from why
 
 
 def ranks(numbers: Iterable[int]) -> str:
     """Return ``rank 3`` or ``ranks 1, 3``."""
     listed = sorted(numbers)
     return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

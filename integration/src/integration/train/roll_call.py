@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from integration.train.addresses import address_towards
-from integration.train.meeting import first_line, ranks, rendezvous_endpoint
+from integration.train.meeting import ranks, rendezvous_endpoint
+from integration.train.store_client import first_line
 from integration.train.world import World
 
 _ANSWER_SECONDS = 3.0

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import dtensor_rules._core  # noqa: F401
 from integration.errors import UsageError
 from integration.train.addresses import INTERFACE_VARIABLE, choose_interface
-from integration.train.meeting import first_line, meet, rendezvous_endpoint
+from integration.train.meeting import meet, rendezvous_endpoint
+from integration.train.store_client import first_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

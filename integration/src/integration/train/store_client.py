@@ -1,0 +1,76 @@
+"""A client of torch's store at another host, in time or with a reason.
+
+torch's own client keeps no time-out where someone listens and does not answer: a stopped process,
+or a service of another kind (c10d/TCPStore.cpp: its first word waits for the answer).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from integration.train.addresses import Endpoint, wait_for_listener
+
+_LEAST_SECONDS = 1.0
+_Answer = TypeVar("_Answer")
+
+
+class NoStore(Exception):  # noqa: N818
+    """There is no store; as text, why."""
+
+
+def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
+    """Return a client of the store that someone holds at ``endpoint``, or will within ``timeout``.
+
+    Args:
+        endpoint: where.
+        timeout: in seconds.
+
+    Raises:
+        NoStore: nobody listens there, or no store does.
+    """
+    deadline = time.monotonic() + timeout
+    if (why_not := wait_for_listener(endpoint, timeout)) is not None:
+        raise NoStore(why_not)
+
+    def client() -> dist.Store:
+        patience = timedelta(seconds=timeout)
+        return dist.TCPStore(endpoint.name, endpoint.port, wait_for_workers=False, timeout=patience)
+
+    try:
+        return in_time(client, max(_LEAST_SECONDS, deadline - time.monotonic()))
+    except TimeoutError:
+        raise NoStore("someone listens and does not answer") from None
+    except dist.DistError as error:
+        raise NoStore(f"someone listens, and not as torch's store: {first_line(error)}") from error
+
+
+def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
+    """Return what ``question`` returns, or raise what it raises.
+
+    Args:
+        question: of a store; it is left to itself when time is over.
+        timeout: in seconds.
+
+    Raises:
+        TimeoutError: time is over.
+    """
+    answer = Future[_Answer]()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # handed to who waits for it
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ask the store", daemon=True).start()
+    return answer.result(timeout)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
