@@ -13,18 +13,19 @@ from integration.lines.__main__ import main
 from integration.lines.efforts import PAPER
 from integration.lines.table import line_section
 from integration.models import build_model_on_meta, model_shape
-from integration.systems import parallelize_llama
+from integration.systems.torchtitan import styles
+from integration.systems.torchtitan.decoder import attention, cut_ends
+from integration.systems.torchtitan.sharing import apply_fsdp
+from integration.systems.torchtitan.system import APPLY_TP
 
 
 def counted():
     return {(each.family, each.system): each.counted for each in count_efforts() if each.counted}
 
 
-def test_each_model_is_written_by_a_plan_and_llama_in_torchtitans_way_too():
-    assert set(counted()) == {
-        *(("llama", system) for system in ("plan", "torchtitan-style")),
-        *((family, "plan") for family in ("mixtral", "dit")),
-    }
+def test_each_model_is_written_by_a_plan_and_in_torchtitans_way():
+    ways = ("plan", "torchtitan-style")
+    assert set(counted()) == {(family, way) for family in APPLY_TP for way in ways}
 
 
 def test_the_readmes_figures_are_those_that_are_counted():
@@ -33,15 +34,26 @@ def test_the_readmes_figures_are_those_that_are_counted():
         assert f"| {' | '.join(row.cells)} |\n" in readme
 
 
-def test_torchtitans_lines_are_all_of_its_two_functions():
-    # Both run whole, so that what a tracer sees is what can be read off the file.
-    (found,) = (lines for (_, system), lines in counted().items() if system != "plan")
-    bodies = 0
-    for function in (parallelize_llama.apply_tp, parallelize_llama.apply_fsdp):
-        text = inspect.getsource(function)
-        body = text.split('"""')[2]
-        bodies += sum(bool(line.strip()) for line in body.splitlines())
-    assert found == Lines(0, bodies, 0)
+def lines_of_bodies(*functions):
+    bodies = [inspect.getsource(function).split('"""')[2].splitlines() for function in functions]
+    return sum(bool(line.strip()) for body in bodies for line in body)
+
+
+def test_torchtitans_lines_are_all_of_its_functions():
+    # All run whole, so that what a tracer sees is what can be read off the files.
+    found = {family: lines for (family, way), lines in counted().items() if way != "plan"}
+    decoder = (cut_ends, attention, apply_fsdp)
+    assert found["llama"] == Lines(0, lines_of_bodies(APPLY_TP["llama"], *decoder), 0)
+    assert found["dit"] == Lines(0, lines_of_bodies(APPLY_TP["dit"], apply_fsdp), 0)
+    assert found["mixtral"].plan == lines_of_bodies(APPLY_TP["mixtral"], *decoder)
+
+
+def test_of_mixtral_the_styles_that_torch_lacks_are_counted_too():
+    (found,) = (lines for key, lines in counted().items() if key == ("mixtral", "torchtitan-style"))
+    text = inspect.getsource(styles)
+    bodies = text[text.index("class NoParallel") :].splitlines()
+    lines = [line for line in bodies if line.startswith("        ") and "#" not in line]
+    assert found.runtime == len(lines)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])

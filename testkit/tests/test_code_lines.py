@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from testkit.code_lines import Built, built_by, code_lines, lines_run
+from testkit.code_lines import Built, body_lines, built_by, code_lines, lines_run
 
 SOURCE = '''
 import x
@@ -58,6 +58,27 @@ def module(tmp_path):
 )
 def test_comments_docstrings_and_blank_lines_are_no_code(source, lines):
     assert code_lines(source) == lines
+
+
+def test_bodies_are_without_heads_docstrings_and_what_is_outside_functions():
+    source = '''LIMIT = 3
+
+class Style:
+    """Doc."""
+
+    kind = "a"
+
+    def apply(
+        self, module
+    ):
+        """Doc."""
+        if module:  # always
+
+            return module
+
+def helper(): return 1
+'''
+    assert body_lines(source) == {12, 14, 16}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Built", "built_by", "code_lines", "lines_built", "lines_run"]
+__all__ = ["Built", "body_lines", "built_by", "code_lines", "lines_built", "lines_run"]
 
 _LAYOUT = frozenset(
     {
@@ -106,6 +106,15 @@ def code_lines(source: str) -> set[int]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found
+
+
+def body_lines(source: str) -> set[int]:
+    """Numbers of the lines that hold code in bodies of functions, methods included."""
+    bodies: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            bodies.update(range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1))
+    return bodies & code_lines(source)
 
 
 def lines_run(call: Callable[[], Any], folder: Path) -> dict[Path, set[int]]:

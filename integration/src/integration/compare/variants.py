@@ -86,9 +86,9 @@ def _experts(name: str, ranks: int, **degrees: Any) -> Variant:
     return Variant(name, "plan", ranks, Degrees(**degrees), family="mixtral")
 
 
-def _titan(name: str, ranks: int, **degrees: Any) -> Variant:
-    options = Degrees(tp=2, sp=True, loss_parallel=True, **degrees)
-    return Variant(name, "torchtitan-style", ranks, options)
+def _titan(name: str, ranks: int, family: str | None = None, **degrees: Any) -> Variant:
+    options = Degrees(tp=2, sp=True, **degrees)
+    return Variant(name, "torchtitan-style", ranks, options, family=family)
 
 
 _FSDP_EP = _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2)
@@ -129,8 +129,10 @@ PLAIN: tuple[Variant, ...] = (
     Variant("fsdp2", "fsdp2"),
     Variant("fsdp", "fsdp"),
     Variant("dtensor-tp", "dtensor-tp"),
-    _titan("titan-tp-sp-loss", 2),
-    _titan("titan-fsdp-tp-sp-loss", 4, dp_shard=2),
+    _titan("titan-tp-sp-loss", 2, loss_parallel=True),
+    _titan("titan-fsdp-tp-sp-loss", 4, dp_shard=2, loss_parallel=True),
+    _titan("titan-tp-sp", 2, "dit"),
+    _titan("titan-fsdp-tp-sp", 4, "dit", dp_shard=2),
     *(Variant(f"pp-{schedule}", "single", schedule=schedule) for schedule in SCHEDULES),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
     Variant("pp-1F1B-fsdp", "fsdp", 4, schedule="1F1B", family="llama"),

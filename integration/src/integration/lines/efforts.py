@@ -1,16 +1,18 @@
 """Lines that are counted here, from the files that runs are made by, beside the veScale paper's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import plan_api.zoo
 import testkit
 from integration.models import build_model_on_meta, model_shape
-from integration.systems import Degrees, parallelize_llama, zoo
+from integration.systems import Degrees, torchtitan, zoo
+from integration.systems.torchtitan.sharing import apply_fsdp
+from integration.systems.torchtitan.system import APPLY_TP
 from testkit import fake_mesh
-from testkit.code_lines import Built, built_by
+from testkit.code_lines import body_lines, built_by, lines_run
 
 # Of the zoo, what refuses options and names placements.
 _NO_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
@@ -81,13 +83,12 @@ def count_efforts() -> tuple[Effort, ...]:
     """Return every model's ways, ours first; no process group may exist.
 
     Models are on the meta device and meshes are fake: nothing is computed or sent. No line of a
-    model is changed and none of a library added, by either way: all three are others' own files.
+    model is changed by either way: all three are others' own files.
     """
     found = []
     for family, name in _MODELS.items():
         found.append(_effort(family, "plan", Lines(0, _lines_of_plan(name), 0), "veScale"))
-        written = Lines(0, _lines_of_titan(name), 0) if family == "llama" else None
-        found.append(_effort(family, "torchtitan-style", written, "TorchTitan"))
+        found.append(_effort(family, "torchtitan-style", _lines_of_titan(name), "TorchTitan"))
         for system in ("Megatron-LM", "Megatron-DeepSpeed"):
             found.append(_effort(family, system, None, system))
     return tuple(found)
@@ -110,20 +111,22 @@ def _lines_of_plan(name: str) -> int:
         return own.lines
 
 
-def _lines_of_titan(name: str) -> int:
+def _lines_of_titan(name: str) -> Lines:
+    folder = _folder(torchtitan)
     with fake_mesh((2, 2), ("dp_shard", "tp")) as mesh:
-        model = build_model_on_meta(model_shape(name))
+        shape = model_shape(name)
 
         def call() -> None:
-            parallelize_llama.apply_tp(model, mesh["tp"], loss_parallel=False)
-            parallelize_llama.apply_fsdp(model, mesh["dp_shard"])
+            model = build_model_on_meta(shape)
+            APPLY_TP[shape.family](model, mesh["tp"])
+            apply_fsdp(model, shape.layers, mesh["dp_shard"])
 
-        return _built(call, parallelize_llama, {"apply_tp", "apply_fsdp"}).lines
+        plan = built_by(call, folder)
+        styles = folder / "styles.py"
+        # What a style does in forward is not run here, and is needed as well.
+        runtime = body_lines(styles.read_text()) if styles in lines_run(call, folder) else ()
+    return Lines(0, plan.lines, len(runtime))
 
 
-def _built(call: Callable[[], Any], module: Any, functions: set[str]) -> Built:
-    return built_by(call, _folder(module), functions=functions)
-
-
-def _folder(module: Any) -> Path:
-    return Path(module.__file__).parent
+def _folder(module: ModuleType) -> Path:
+    return Path(str(module.__file__)).parent

@@ -46,9 +46,11 @@ class LineSection:
         """What the numbers beside each other mean."""
         return (
             "The paper's count: veScale, table 2, as model + plan + runtime = total; its DiT is"
-            " LI-DiT. torchtitan-style is TorchTitan's plan on Hugging Face's LLaMA, which today"
-            " needs no change for it; it is written in the fewest lines that the formatter allows."
-            " A dash: not written here."
+            " LI-DiT. torchtitan-style is TorchTitan's way with the same models, of which none is"
+            " changed, in the fewest lines that the formatter allows. Mixtral's runtime lines are"
+            " styles that torch lacks. DiT's attention has all heads on every rank there, since"
+            " the model names their number; to cut them it is to be changed. A dash: not written"
+            " here."
         )
 
 

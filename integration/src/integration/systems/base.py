@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from integration.data import Batch
+from integration.data import Batch, Modality
 from integration.errors import UsageError
 from integration.models import ModelShape, loss_of
 from integration.systems.clip import clip_gradients
@@ -125,4 +125,17 @@ def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
     if size % degree:
         raise UsageError(
             f"{degree} ranks do not divide {field} = {size}; use a number of ranks that does"
+        )
+
+
+def require_vocabulary(shape: ModelShape, degrees: Degrees) -> None:
+    """Refuse to cut logits of a model that has none.
+
+    Raises:
+        UsageError: naming the option and the family.
+    """
+    if degrees.loss_parallel and shape.modality is not Modality.TEXT:
+        raise UsageError(
+            f"--loss-parallel cuts logits along the vocabulary, and a {shape.family} has none;"
+            " leave it out"
         )

@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from integration.data import Modality
 from integration.errors import UsageError
 from integration.models import ModelShape
-from integration.systems.base import System, require_divisible
+from integration.systems.base import System, require_divisible, require_vocabulary
 
 
 class Planned(System):
@@ -37,11 +36,7 @@ class Planned(System):
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse degrees that do not make up the world, or cut a head or an MLP unevenly."""
         self.degrees.check(world_size)
-        if self.degrees.loss_parallel and shape.modality is not Modality.TEXT:
-            raise UsageError(
-                f"--loss-parallel cuts logits along the vocabulary, and a {shape.family} has none;"
-                " leave it out"
-            )
+        require_vocabulary(shape, self.degrees)
         if self.degrees.ep > 1:
             if shape.family != "mixtral":
                 raise UsageError(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.data import BatchPlan, require_source
+from integration.data import BatchPlan, Modality, require_source
 from integration.errors import UsageError
 from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import ModelShape, model_shape
@@ -68,7 +68,8 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
             " multiple of them"
         )
     _check_context(config)
-    if system.even_sequences and config.sequence_length % config.tp:
+    text = shape.modality is Modality.TEXT
+    if text and system.even_sequences and config.sequence_length % config.tp:
         raise UsageError(
             f"system {system.name!r} gives each rank of --tp {config.tp} an equal part of a"
             f" sequence, and --sequence-length is {config.sequence_length}; give a multiple of"

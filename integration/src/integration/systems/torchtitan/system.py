@@ -1,7 +1,7 @@
-"""TorchTitan's way on the parts of stock torch that it is made of; TorchTitan itself is not run."""
+"""The trainer's system: degrees are checked, and the functions of a model's family called."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,9 +10,24 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from integration.errors import UsageError
 from integration.models import ModelShape
-from integration.systems.base import System, require_divisible
+from integration.systems.base import System, require_divisible, require_vocabulary
 from integration.systems.degrees import Degrees
-from integration.systems.parallelize_llama import apply_fsdp, apply_tp
+from integration.systems.torchtitan import dit, llama, mixtral
+from integration.systems.torchtitan.sharing import apply_fsdp
+
+#: By family; called with a model and an axis of a mesh, those of text with ``loss_parallel`` too.
+APPLY_TP: Mapping[str, Callable[..., None]] = {
+    "llama": llama.apply_tp,
+    "mixtral": mixtral.apply_tp,
+    "dit": dit.apply_tp,
+}
+_ATTENTION = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+# Fields of the models' sizes that what is cut has to divide.
+_CUT = {
+    "llama": (*_ATTENTION, "intermediate_size"),
+    "mixtral": (*_ATTENTION, "num_local_experts"),
+    "dit": ("hidden_size",),
+}
 
 
 class TorchTitanStyle(System):
@@ -22,7 +37,7 @@ class TorchTitanStyle(System):
     takes_meta = True
     composes = True
     even_sequences = True
-    families = ("llama",)
+    families = tuple(APPLY_TP)
 
     def data_parallel_degree(self, world_size: int) -> int:
         """Return the data parallel ranks."""
@@ -62,20 +77,23 @@ class TorchTitanStyle(System):
                 f" {degrees.dp_replicate} beside --dp-shard only; give it as well, or use"
                 " --system ddp"
             )
-        for field in (*shape.cut_by_heads, "vocab_size"):
+        require_vocabulary(shape, degrees)
+        for field in _CUT[shape.family]:
             require_divisible(shape, field, degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distribute the weights in place and install the hooks."""
-        del shape, world_size
+        del world_size
         degrees = self.degrees
         sizes = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         if degrees.tp > 1:
-            apply_tp(model, mesh["tp"], loss_parallel=degrees.loss_parallel)
+            options = {"loss_parallel": True} if degrees.loss_parallel else {}
+            APPLY_TP[shape.family](model, mesh["tp"], **options)
         if degrees.dp_shard > 1:
             copied = degrees.dp_replicate > 1
-            apply_fsdp(model, mesh["dp_replicate", "dp_shard"] if copied else mesh["dp_shard"])
+            data = mesh["dp_replicate", "dp_shard"] if copied else mesh["dp_shard"]
+            apply_fsdp(model, shape.layers, data)
         return model
 
     @contextlib.contextmanager
