@@ -1,6 +1,9 @@
 """What runs of kinds of parallelism come to, from folders made up here, and the report on it."""
 
+import itertools
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,9 +16,15 @@ from integration.compare.results import Results, write_results
 from integration.compare.runner import Outcome
 from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+from integration.report.case_figure import draw_cases
 from integration.report.palette import DARK, LIGHT
-from integration.report.parallel_figure import draw_parallelism
-from integration.report.parallel_wording import parallel_finding, parallel_rows, parallel_text
+from integration.report.parallel_figure import FLOOR, draw_parallelism
+from integration.report.parallel_wording import (
+    TITLES,
+    parallel_finding,
+    parallel_rows,
+    parallel_text,
+)
 from integration.report.terminal import _parallel_table
 from integration.train.config import parse_config
 
@@ -174,6 +183,36 @@ def test_the_figure_has_a_column_for_each_model(tmp_path):
         assert titles == ["llama-tiny: largest |Δ|", "dit-tiny: largest |Δ|"]
         drawn = sum(len(points.get_offsets()) for points in columns[0].collections)
         assert drawn == len([each for each in results if each.model == "llama-tiny"])
+
+
+def test_the_curves_have_a_panel_for_each_model_and_case(tmp_path):
+    results = made_up(tmp_path)
+    for theme in (LIGHT, DARK):
+        panels = {
+            axes.get_title(loc="left"): axes for axes in draw_cases(results, theme).get_axes()
+        }
+        cases = ("random init", "dropout", "both")
+        models = ("llama-tiny", "dit-tiny")
+        assert list(panels) == [f"{model}: {case}" for model in models for case in cases]
+        for model, case in itertools.product(models, (Case.INIT, Case.DROPOUT, Case.BOTH)):
+            shown = [each for each in results if each.model == model and each.case is case]
+            (*lines, tolerance) = panels[f"{model}: {TITLES[case]}"].get_lines()
+            assert len(lines) == len(shown)
+            assert set(tolerance.get_ydata()) == {shown[0].tolerance}
+            for line, result in zip(lines, shown, strict=True):
+                found = result.deviation.differences
+                assert list(line.get_ydata()) == [max(value, FLOOR) for value in found]
+                assert line.get_color() == theme.series[int(result.stock)]
+
+
+def test_differences_of_zero_are_drawn_and_what_is_not_finite_is_left_out(tmp_path):
+    result = next(each for each in made_up(tmp_path) if each.case is Case.INIT)
+    deviation = replace(result.deviation, differences=(0.0, math.inf, 1e-6))
+    first = draw_cases([replace(result, deviation=deviation)], LIGHT).get_axes()[0]
+    zero, lost, small = first.get_lines()[0].get_ydata()
+    assert first.get_ylim()[0] < zero < 1e-7
+    assert math.isnan(lost)
+    assert small == 1e-6
 
 
 def test_results_and_terminal_hold_every_run(tmp_path, capsys):

@@ -19,6 +19,7 @@ from integration.compare.results import (
 )
 from integration.compare.setup import Comparison
 from integration.lines.table import line_section
+from integration.report.case_figure import draw_cases
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import save_png, svg_of
@@ -145,7 +146,13 @@ def _parallel_section(results: Sequence[ParallelResult], figures: Path) -> Paral
         lambda theme: draw_parallelism(results, theme),
         figures,
     )
-    return ParallelSection(parallel_text(results), results, chart)
+    curves = _chart(
+        "cases",
+        "Difference from one device by step, of every way, in the three cases of random numbers",
+        lambda theme: draw_cases(results, theme),
+        figures,
+    )
+    return ParallelSection(parallel_text(results), results, chart, curves)
 
 
 def _picture_section(result: PictureResult | None, figures: Path) -> PictureSection | None:

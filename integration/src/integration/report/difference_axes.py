@@ -53,7 +53,7 @@ def draw_differences(
         axes.set_ylim(10 ** (bottom - band if rows else bottom - 0.1), 10**top)
         _draw_lines(panel, bottom, theme)
         for tolerance in tolerances:
-            _draw_tolerance(axes, tolerance, theme)
+            draw_tolerance(axes, tolerance, theme)
         if rows:
             axes.axhspan(
                 10 ** (bottom - band), 10**bottom, color=theme.grid, alpha=0.5, linewidth=0
@@ -112,15 +112,17 @@ def _draw_one(axes: Axes, line: DifferenceLine, row: float | None) -> None:
         )
 
 
-def _draw_tolerance(axes: Axes, tolerance: float, theme: Theme) -> None:
+def draw_tolerance(axes: Axes, tolerance: float, theme: Theme, *, below: bool = False) -> None:
+    """Draw a dashed line, named above its right end, or ``below`` its left one."""
     axes.axhline(tolerance, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
     axes.annotate(
         f"tolerance {scientific(tolerance)}",
-        (1.0, tolerance),
+        (0.01 if below else 1.0, tolerance),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 4),
+        xytext=(0, -3 if below else 4),
         textcoords="offset points",
-        ha="right",
+        ha="left" if below else "right",
+        va="top" if below else "baseline",
         color=theme.ink,
         fontsize=9.5,
     )

@@ -103,6 +103,7 @@ class ParallelSection:
     text: ParallelText
     results: Sequence[ParallelResult]
     chart: Chart
+    curves: Chart
 
     @property
     def cases(self) -> list[str]:

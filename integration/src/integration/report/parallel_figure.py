@@ -13,8 +13,8 @@ from integration.report.palette import MARKERS, Theme
 from integration.report.parallel_wording import TITLES
 from integration.report.phrases import scientific
 
-# Where differences of zero are drawn.
-_FLOOR = 1e-9
+#: Where differences of zero are drawn.
+FLOOR = 1e-9
 
 
 def draw_parallelism(results: Sequence[ParallelResult], theme: Theme) -> Figure:
@@ -52,7 +52,7 @@ def _draw_case(
         if result.deviation is None or not math.isfinite(result.deviation.maximum):
             continue
         places.append(ways.index((result.way, result.stock)))
-        values.append(max(result.deviation.maximum, _FLOOR))
+        values.append(max(result.deviation.maximum, FLOOR))
         colours.append(theme.series[1] if result.stock else theme.series[0])
     title = TITLES[results[0].case] if results else ""
     axes.scatter(values, places, c=colours, marker=marker, s=22, label=title or "_")
