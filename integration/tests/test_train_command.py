@@ -207,10 +207,11 @@ def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
     assert process.wait(60) == 1
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
     report = path.read_text()
-    assert "it has not ended within 15 s\n  stands at " in report
+    assert "it has not ended within 13.5 s\n  stands at " in report
     assert "\nrank 1 gave no answer: " in report
-    # Which of a step's collectives it is depends on where the other stood still.
-    assert re.search(r"\n  newest collective of group .* number \d+, \w+ of \w+ \[", report)
+    # Which one depends on where the other stood still; that of a checkpoint has no tensors.
+    collective = r"(barrier|\w+ of \w+ \[.*\])"
+    assert re.search(rf"\n  newest collective of group .* number \d+, {collective}, st", report)
     assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
 
 

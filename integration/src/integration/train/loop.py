@@ -159,7 +159,7 @@ class Trainer:
         outputs = _Outputs(config, done=self.step, enabled=is_main)
         display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
         profiler = StepProfiler(self._setup.profile_steps, config.out, self._world.rank)
-        watchdog = Watchdog(config.out, seconds=config.timeout)
+        watchdog = Watchdog(config.out, timeout=config.timeout)
         self._throughput = Throughput.of(self._setup, self._sample)
         with outputs, display, watchdog, closing(profiler):
             for notice in self._setup.notices:

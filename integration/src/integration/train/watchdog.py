@@ -1,8 +1,8 @@
 """What each rank was doing when a run stood still: `fused_comm.diagnosis`, in the run folder.
 
 gloo notes its collectives in the flight recorder as NCCL does (c10d/FlightRecorder.hpp; torch 2.11
-to 2.15), but only NCCL writes them by itself. Here every rank does, when a step has taken longer
-than the time-out of collectives, also where it never came to a collective, and when it fails.
+to 2.15), but only NCCL writes them by itself. Here every rank does, when a step has taken nearly as
+long as the time-out of collectives, also where it never came to a collective, and when it fails.
 """
 
 import os
@@ -16,6 +16,8 @@ from integration.errors import UsageError
 FOLDER = "flight-recorder"
 _DUMP = "rank"  # the analyser takes what stands before the number as the files' prefix
 _COLLECTIVES = "2000"
+# A collective that a step begins with fails at the time-out, and that ends the watch.
+_SHARE_OF_TIMEOUT = 0.9
 
 
 def record_collectives(run: Path) -> None:
@@ -33,11 +35,11 @@ class Watchdog(Watch):
 
     Args:
         run: the run folder.
-        seconds: that a step may take; more than once, for each that takes longer.
+        timeout: of collectives, in seconds; each step that takes 0.9 of it is reported.
     """
 
-    def __init__(self, run: Path, *, seconds: float) -> None:
-        super().__init__(seconds, folder=run / FOLDER)
+    def __init__(self, run: Path, *, timeout: float) -> None:
+        super().__init__(_SHARE_OF_TIMEOUT * timeout, folder=run / FOLDER)
         if dist.get_backend() == "nccl":
             (run / FOLDER).mkdir(parents=True, exist_ok=True)  # it makes none
 
