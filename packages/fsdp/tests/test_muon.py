@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
+from fsdp.optim.tensors import subtract_
 from testkit import run_ranks
 from testkit.matrix_net import (
     Mlp,
@@ -72,7 +73,7 @@ def test_a_learning_rate_may_be_a_tensor():
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes(dtype):
-    """torch adds a tall matrix's update with other strides, and so rounds bfloat16 otherwise."""
+    """torch rounds an update of bfloat16 twice where it lies in no whole vector of the CPU."""
 
     def check():
         model = fully_shard(Net().to(dtype))
@@ -83,6 +84,18 @@ def test_other_dtypes(dtype):
     assert run_ranks(check, 2) == [wanted] * 2
     tolerance = {torch.bfloat16: 0.05, torch.float64: 0.0}[dtype]
     assert train(theirs, TorchMuon(theirs), 8) == pytest.approx(wanted, rel=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_how_a_parameter_is_cut_does_not_change_what_an_update_makes_of_it(dtype):
+    generator = torch.Generator().manual_seed(0)
+    start, update = torch.randn(2, 4810, generator=generator).to(dtype)
+    whole, cut = start.clone(), start.clone()
+    subtract_(whole, update, 0.02)
+    for part, own in zip(cut.split(13), update.split(13), strict=True):
+        subtract_(part, own, 0.02)
+    assert torch.equal(cut, whole)
+    torch.testing.assert_close(whole, (start.double() - 0.02 * update.double()).to(dtype))
 
 
 def test_a_schedule_changes_the_learning_rate_of_both_kinds():

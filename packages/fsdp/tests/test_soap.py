@@ -92,6 +92,23 @@ def test_options_on_plain_parameters(options):
     assert same_bits(wholes(ours), wholes(theirs)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_where_a_gradient_begins_in_memory_does_not_matter(dtype):
+    """It does to MKL's product of a matrix with itself, on some CPUs (AMD's with AVX-512)."""
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(4, 11 * 13, dtype=dtype, generator=generator)
+    params = [nn.Parameter(torch.zeros(11, 13, dtype=dtype)) for _ in range(4)]
+    optimizer = SOAP(params)
+    for grad in grads:
+        for begin, param in enumerate(params):
+            memory = torch.zeros(begin + grad.numel(), dtype=dtype)
+            param.grad = memory[begin:].copy_(grad).view(11, 13)
+        optimizer.step()
+    assert params[0].any()
+    for param in params[1:]:
+        assert torch.equal(param, params[0])
+
+
 def test_rotating_the_weights_rotates_the_training():
     """What Adam's own basis does not do, and blocks only where they are whole matrices."""
     generator = torch.Generator().manual_seed(0)

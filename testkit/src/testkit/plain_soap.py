@@ -47,8 +47,8 @@ class _Block:
             self.left_basis, self.right_basis = _first_basis(self.left), _first_basis(self.right)
         elif t % frequency == 0:
             rows, columns = _order(self.left, self.left_basis), _order(self.right, self.right_basis)
-            self.left_basis = _next_basis(self.left, self.left_basis[:, rows])
-            self.right_basis = _next_basis(self.right, self.right_basis[:, columns])
+            self.left_basis = _next_basis(self.left, self.left_basis, rows)
+            self.right_basis = _next_basis(self.right, self.right_basis, columns)
             self.squares = self.squares[rows, :][:, columns]
         return update
 
@@ -63,8 +63,9 @@ def _order(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return torch.argsort((basis * (square @ basis)).sum(0), descending=True, stable=True)
 
 
-def _next_basis(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    vectors: torch.Tensor = torch.linalg.qr(square @ basis).Q
+def _next_basis(square: torch.Tensor, basis: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Sorted behind the product: the bits of MKL's column depend on which of them it is."""
+    vectors: torch.Tensor = torch.linalg.qr((square @ basis)[:, order]).Q
     return vectors.contiguous()
 
 
@@ -105,12 +106,14 @@ class PlainSoap:
             update = torch.empty_like(param)
             for i, rows in enumerate(param.grad.split(size)):
                 for j, part in enumerate(rows.split(size, dim=1)):
-                    grad = part.to(dtype).contiguous()
+                    # A copy: MKL's products depend on where in 16 bytes a matrix begins.
+                    grad = part.to(dtype).clone(memory_format=torch.contiguous_format)
                     fresh = _Block(part.shape[0], part.shape[1], dtype)
                     block = self._blocks.setdefault((number, i, j), fresh)
                     own = update[i * size : (i + 1) * size, j * size : (j + 1) * size]
                     own.copy_(block.step(grad, t, *self._rest))
-            param.add_(update, alpha=-self._lr)  # strided, bfloat16 is rounded otherwise
+            # Not in bfloat16: torch's add_ then rounds twice behind the last whole vector of a CPU.
+            param.copy_(param.to(dtype).add(update, alpha=-self._lr))
 
     def zero_grad(self) -> None:
         """Of all."""

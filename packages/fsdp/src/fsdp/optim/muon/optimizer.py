@@ -20,7 +20,7 @@ from fsdp.optim.owned.matrices import Matrix, Split, SplitFunction, matrices_of
 from fsdp.optim.owned.optimizer import Group, MatrixOptimizer
 from fsdp.optim.owned.visit import visit_owners
 from fsdp.optim.owned.work import Planner, Work
-from fsdp.optim.tensors import local_of
+from fsdp.optim.tensors import local_of, subtract_
 
 __all__ = ["Muon"]
 
@@ -123,7 +123,7 @@ class Muon(MatrixOptimizer):
         def apply(job: Job, update: torch.Tensor) -> None:
             own = parts[work.param_of(job)]
             lr = adjusted_lr(float(own.group["lr"]), own.group["adjust_lr_fn"], job.matrix.shape)
-            own.param[job.matrix.part].add_(update, alpha=-lr)
+            subtract_(own.param[job.matrix.part], update, lr)
 
         room = self._bucket_bytes // torch.bfloat16.itemsize
         visit_owners(work.jobs, direction, iterate, apply, room)

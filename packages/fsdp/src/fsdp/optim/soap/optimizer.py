@@ -21,7 +21,7 @@ from fsdp.optim.soap.blocks import cut, strips_of, work_by_shape
 from fsdp.optim.soap.eigenbasis import Hyperparameters, step_block
 from fsdp.optim.soap.settings import check_even, check_options, check_own_state
 from fsdp.optim.soap.state import block_state, new_state, state_dtype
-from fsdp.optim.tensors import local_of
+from fsdp.optim.tensors import local_of, subtract_
 
 __all__ = ["SOAP"]
 
@@ -147,7 +147,7 @@ class SOAP(MatrixOptimizer):
 
         def apply(job: Job, update: torch.Tensor) -> None:
             own = parts[work.param_of(job)]
-            own.param[job.matrix.part].add_(update, alpha=-float(own.group["lr"]))
+            subtract_(own.param[job.matrix.part], update, float(own.group["lr"]))
 
         widest = max((own.grad.itemsize for own in parts.values()), default=1)
         visit_owners(work.jobs, give, compute, apply, self._bucket_bytes // widest)
@@ -168,7 +168,9 @@ class SOAP(MatrixOptimizer):
         results = torch.zeros_like(grads)
         for number, run in enumerate(columns, first):
             block = slice(run.start, run.stop)
-            update = step_block(block_state(own.state, number), grads[:, block].contiguous(), now)
+            # In memory of its own: MKL's products depend on where in 16 bytes a matrix begins.
+            grad = grads[:, block].clone(memory_format=torch.contiguous_format)
+            update = step_block(block_state(own.state, number), grad, now)
             if update is None:
                 lost.append(f"{job.matrix.name!r}, columns {run.start} to {run.stop - 1}")
             else:
