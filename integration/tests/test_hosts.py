@@ -14,7 +14,7 @@ from testkit.network_hosts import NetworkHosts, no_network_hosts
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 60
+STEPS = 100  # so many that a test which is late still finds the run under way
 TINY = ["--model", "llama-tiny", "--system", "ddp", "--checkpoint-every", "4", "--micro-batch", "2"]
 TINY += ["--timeout", "15", "--join-timeout", "90", "--no-tensorboard"]
 TRAIN = [sys.executable, "-m", "integration.train"]
@@ -145,8 +145,8 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     processes, logs = start(hosts, out, steps=100_000)
     wait_for_step(out, 5, processes)
     hosts.cut()
-    # The time-out of collectives is 15 s; what the other does is awaited for 10 more.
-    assert codes(processes, within=30) == [1, 1]
+    # After 15 s, the time-out of collectives; what others do is awaited for 10 more at most.
+    assert codes(processes, within=60) == [1, 1]
     for host, log in enumerate(logs):
         other = hosts.addresses[1 - host]
         assert re.search(
@@ -164,7 +164,7 @@ def test_a_host_that_disappears_is_named_and_the_run_goes_on_from_its_checkpoint
     wait_for_step(out, 5, processes)
     hosts.cut()
     hosts.kill(1)
-    assert codes(processes, within=30) == [1, -9]
+    assert codes(processes, within=60) == [1, -9]
     assert "error: rank 0 of 2 stopped: the host of rank 1, " in sentence(logs[0])
     reached = len(losses(out))
     assert 5 <= reached < STEPS, "the host went too late to prove anything"

@@ -20,7 +20,7 @@ from integration.train.stop import EXIT_TERMINATED
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 40
+STEPS = 100  # so many that a test which is late still finds the run under way
 TINY = ["--model", "llama-tiny", "--steps", str(STEPS), "--checkpoint-every", "4"]
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
     report = path.read_text()
     assert "it has not ended within 13.5 s\n  stands at " in report
     assert "\nrank 1 gave no answer: " in report
-    # Which one depends on where the other stood still; that of a checkpoint has no tensors.
+    # Which one depends on where the other stood still; a checkpoint's barrier has no tensors.
     collective = r"(barrier|\w+ of \w+ \[.*\])"
     assert re.search(rf"\n  newest collective of group .* number \d+, {collective}, st", report)
     assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
@@ -236,7 +236,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
         (["--data", "EMPTY"], "holds no bytes to train on"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
-        (["--warmup-steps", "30", "--decay-steps", "20"], "are more than the 40 of the run"),
+        (["--warmup-steps", "70", "--decay-steps", "40"], "are more than the 100 of the run"),
         (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
         (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
     ],

@@ -66,7 +66,7 @@ def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
     assert "\n  for module 'layers.1' of Model\n" in waiting
     newest = "newest collective of group 0 (default_pg) of ranks [0, 1]: number"
     assert newest in waiting
-    assert ", all_reduce of Double [5], started 0." in waiting
+    assert re.search(r", all_reduce of Double \[5\], started \d\.\d s ago by test_diag", waiting)
     assert " in lost_in_thought: time.sleep(1.5)\n" in lost
     for report in (waiting, lost):
         assert "group 0 (default_pg) of ranks [0, 1]: rank 1 did not come to number " in report
@@ -162,7 +162,7 @@ def test_ranks_that_start_different_collectives(tmp_path):
         import torch
         import torch.distributed as dist
 
-        group = dist.new_group(timeout=timedelta(seconds=1), group_desc="pair")
+        group = dist.new_group(timeout=timedelta(seconds=3), group_desc="pair")
         x = torch.ones(5)
         try:
             if dist.get_rank() == 0:
@@ -224,7 +224,7 @@ def test_an_error_is_told_to_those_that_wait_with_the_stack_that_it_has_ended(tm
 
         if dist.get_rank() == 1:
             Loss().compute()
-        group = dist.new_group(timeout=timedelta(seconds=1))
+        group = dist.new_group(timeout=timedelta(seconds=3))
         dist.all_reduce(torch.ones(2), group=group)
 
     def run(out):
@@ -257,10 +257,10 @@ def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
         from fused_comm.diagnosis import Watch
 
         slow = dist.get_rank() == 1
-        with Watch(0.6, folder=out, patience=0) as watch:
+        with Watch(1, folder=out, patience=0) as watch:
             if slow:
                 watch.step("slow")
-                time.sleep(1.2)
+                time.sleep(2)
                 watch.step("the next")
             dist.barrier()
             if not slow:
@@ -270,7 +270,7 @@ def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
     out = str(tmp_path)
     run_ranks(script, 2, timeout=60)
     report = (tmp_path / "report-rank1.txt").read_text()
-    assert report.count("rank 1 of 2, slow: it has not ended within 0.6 s\n") == 1
+    assert report.count("rank 1 of 2, slow: it has not ended within 1 s\n") == 1
     report = (tmp_path / "report-rank0.txt").read_text()
     assert report.startswith("rank 0 of 2: somebody asks\n")
     assert "\nrank 1 gave no answer: " in report
@@ -279,7 +279,7 @@ def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
 def test_standard_error_is_where_reports_go_without_a_folder(capsys):
     with fake_mesh((1,)), Watch(0.1, patience=0) as watch:
         watch.step("a dream")
-        time.sleep(0.4)
+        time.sleep(1)
         watch.report("somebody asks")
     told = capsys.readouterr().err
     late = "rank 0 of 1, a dream: it has not ended within 0.1 s\n"
@@ -288,10 +288,10 @@ def test_standard_error_is_where_reports_go_without_a_folder(capsys):
 
 
 def test_nothing_is_said_while_all_is_well(capsys, tmp_path):
-    with fake_mesh((1,)), Watch(0.2, folder=tmp_path / "hangs") as watch:
+    with fake_mesh((1,)), Watch(1.5, folder=tmp_path / "hangs") as watch:
         for number in range(4):
             watch.step(f"step {number}")
-            time.sleep(0.1)
+            time.sleep(0.5)
     assert not [*tmp_path.iterdir()]
     assert capsys.readouterr() == ("", "")
 
