@@ -146,7 +146,7 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     wait_for_step(out, 5, processes)
     hosts.cut()
     # After 15 s, the time-out of collectives; what others do is awaited for 10 more at most.
-    assert codes(processes, within=60) == [1, 1]
+    assert codes(processes, within=30) == [1, 1]
     for host, log in enumerate(logs):
         other = hosts.addresses[1 - host]
         assert re.search(
@@ -164,7 +164,7 @@ def test_a_host_that_disappears_is_named_and_the_run_goes_on_from_its_checkpoint
     wait_for_step(out, 5, processes)
     hosts.cut()
     hosts.kill(1)
-    assert codes(processes, within=60) == [1, -9]
+    assert codes(processes, within=30) == [1, -9]
     assert "error: rank 0 of 2 stopped: the host of rank 1, " in sentence(logs[0])
     reached = len(losses(out))
     assert 5 <= reached < STEPS, "the host went too late to prove anything"

@@ -4,15 +4,14 @@ torch's own client keeps no time-out where someone listens and does not answer: 
 or a service of another kind (c10d/TCPStore.cpp: its first word waits for the answer).
 """
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from fused_comm.diagnosis.board import ask_in_thread
 from integration.train.addresses import Endpoint, wait_for_listener
 
 _LEAST_SECONDS = 1.0
@@ -59,16 +58,7 @@ def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
     Raises:
         TimeoutError: time is over.
     """
-    answer = Future[_Answer]()
-
-    def ask() -> None:
-        try:
-            answer.set_result(question())
-        except BaseException as error:  # handed to who waits for it
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="ask the store", daemon=True).start()
-    return answer.result(timeout)
+    return ask_in_thread(question).result(timeout)
 
 
 def first_line(error: BaseException) -> str:

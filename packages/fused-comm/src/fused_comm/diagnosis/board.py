@@ -16,13 +16,31 @@ import torch.distributed as dist
 from fused_comm import _compat
 from fused_comm.diagnosis.stand import Stand
 
-__all__ = ["Board"]
+__all__ = ["Board", "ask_in_thread"]
 
 _ANSWER_SECONDS = 5.0
 # Of boards of a process group: a process may have been in others, with fewer ranks, before.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]
 _numbers = weakref.WeakKeyDictionary()
 _Answer = TypeVar("_Answer")
+
+
+def ask_in_thread(question: Callable[[], _Answer]) -> Future[_Answer]:
+    """Asks a store, which may never answer, in a daemon thread of its own.
+
+    Args:
+        question: what it returns or raises is the future's; it is never cancelled.
+    """
+    answer = Future[_Answer]()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # handed to who waits for it
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ask the store", daemon=True).start()
+    return answer
 
 
 class Board:
@@ -73,15 +91,7 @@ class Board:
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         with self._one_at_a_time:
             if self._asked is None or self._asked.done():
-                self._asked = answer = Future[_Answer]()
-
-                def ask() -> None:
-                    try:
-                        answer.set_result(question())
-                    except BaseException as error:  # handed to who waits for it
-                        answer.set_exception(error)
-
-                threading.Thread(target=ask, name="ask the store", daemon=True).start()
+                self._asked = answer = ask_in_thread(question)
                 try:
                     return answer.result(_ANSWER_SECONDS)
                 except TimeoutError:
