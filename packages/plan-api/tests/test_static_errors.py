@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Phase, Plan, parallelize, zoo
+from plan_api import Phase, Plan, generate_static, parallelize, zoo
 from testkit import CommLog, RankError, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
 
@@ -19,6 +19,11 @@ def mesh():
 
 
 REFUSED = {
+    "fully_shard": (
+        lambda plan: plan.fully_shard("up", "tp").fully_shard("", "tp"),
+        r"test_static_errors.py:\d+: fully_shard\('up', tp.*: expected mode='eager' for "
+        r"fully_shard, got mode='static'.*use mode='eager', or leave fully_shard out",
+    ),
     "src": (
         lambda plan: plan.shard("down.<in>", S0),
         r"down.forward_pre:<in>:0, to be S\(0\) along 'tp': static mode has to know what it is "
@@ -38,7 +43,8 @@ REFUSED = {
     ),
     "phases": (
         lambda plan: plan.shard("up.weight", S0).shard("up.weight", R, None, Phase.RUN),
-        "up.weight rests otherwise than it runs: static mode knows no phases",
+        r"test_static_errors.py:\d+: up.weight rests otherwise than it runs: static mode has no "
+        "phases",
     ),
     "a factory": (
         lambda plan: plan.factory("up", S0),
@@ -67,7 +73,17 @@ def test_all_that_does_not_fit_is_named_at_once(mesh):
         change(plan)
     with pytest.raises(ValueError, match="static mode") as error:
         parallelize(TwoLinears(), plan, mode="static")
-    assert len(str(error.value).splitlines()) == 1 + 4  # three of them are of up.<out>
+    assert len(str(error.value).splitlines()) == 1 + 6  # three of them are of up.<out>
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "phases", "a factory"])
+def test_generate_static_refuses_what_static_mode_does_not_support_before_it_runs(mesh, name):
+    change, said = REFUSED[name]
+    model, plan = TwoLinears(), Plan(mesh)
+    change(plan)
+    with CommLog() as log, pytest.raises(ValueError, match=said):
+        generate_static(plan, model, (torch.ones(2, 4),))
+    assert log.calls == ()
 
 
 def test_a_function_that_torch_has_not_is_refused(mesh):

@@ -241,7 +241,8 @@ class Plan(ContextEntries):
     ) -> Plan:
         """Applies the fsdp package to modules, after all other parameters are placed.
 
-        Parameters that the plan cuts along the same axes, such as experts, are left out.
+        Parameters that the plan cuts along the same axes, such as experts, are left out. It needs
+        ``mode="eager"``: `parallelize` refuses it in static mode.
 
         Args:
             path: of modules.

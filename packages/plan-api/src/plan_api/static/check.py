@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,7 @@ from plan_api.static.operators import check_operators
 from plan_api.static.site import mover_of
 from plan_api.static.tables import with_tables
 
-__all__ = ["check_static"]
+__all__ = ["check_static", "unsupported"]
 
 
 def check_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
@@ -32,12 +32,13 @@ def check_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
         mesh: the plan's.
 
     Raises:
-        StaticError: a site does not say what a tensor is before, or names a function that there is
-            not; a parameter has phases, or is of a module that stays on DTensors and of another
-            one; what a module makes is to be cut; or the rows of an embedding are, and nothing is
-            said of the sum. All of them are named.
+        StaticError: the plan has options that static mode does not support (`unsupported`); a site
+            does not say what a tensor is before, or names a function that there is not; a parameter
+            is of a module that stays on DTensors and of another one; or the rows of an embedding
+            are cut, and nothing is said of the sum. All of them are named.
     """
     problems = [
+        *unsupported(lowered),
         *check_borders(lowered.eager, lowered.sites, mesh),
         *_tied_across(model, lowered.stays),
     ]
@@ -48,21 +49,53 @@ def check_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
         sites = []
     for site in sites:
         problems += (StaticError(one, site.path) for one in _of_site(site, mesh))
-    problems += [
-        StaticError(
-            f"{name} rests otherwise than it runs: static mode knows no phases; use mode='eager'",
-            name,
-        )
-        for name, schedule in lowered.schedules.items()
-        if schedule.moves
-    ]
     if problems:
         told = "\n".join(map(str, problems))
         raise StaticError(f"the plan does not fit static mode:\n{told}", problems[0].site)
 
 
+def unsupported(lowered: Lowered) -> Iterator[StaticError]:
+    """The options of a plan that have no effect in static mode, whatever else the plan says.
+
+    Args:
+        lowered: the plan, for a model.
+
+    Yields:
+        an error for each entry that applies fully_shard, parameter with phases, context parallel
+        site, and module that shards what it makes; each names the entry's line and the remedy.
+    """
+    entries = {id(entry): (path, entry) for path, entry in lowered.fully_sharded.items()}
+    for path, entry in entries.values():
+        yield StaticError(
+            f"{entry.said}: expected mode='eager' for fully_shard, got mode='static', which would "
+            f"leave its parameters replicated; use mode='eager', or leave fully_shard out",
+            path,
+        )
+    for name, schedule in lowered.schedules.items():
+        if schedule.moves:
+            lines = ", ".join(dict.fromkeys(_lines_of(lowered, schedule.entries)))
+            yield StaticError(
+                f"{lines}{': ' if lines else ''}{name} rests otherwise than it runs: static mode "
+                f"has no phases; use mode='eager'",
+                name,
+            )
+    for site in lowered.sites:
+        for step in site.steps:
+            if step.act is Act.FACTORY and any(m.dst != Replicate() for m in step.moves.values()):
+                made = [move.dst for move in step.moves.values()]
+                yield StaticError(
+                    f"{site.name}: what it makes is to be {made}: in static mode it is what this "
+                    f"rank's code asks for; use mode='eager'",
+                    site.path,
+                )
+        yield from (StaticError(one, site.path) for one in sequences_of(site))
+
+
+def _lines_of(lowered: Lowered, entries: Collection[int]) -> Iterator[str]:
+    yield from (op.line for op in lowered.ops if op.entry in entries and op.line)
+
+
 def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
-    yield from sequences_of(site)
     if site.moment is Moment.OPERATOR:
         try:
             check_operators(site)
@@ -78,12 +111,6 @@ def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
                 StaticMover(step, mesh, site.name)
         except ValueError as error:
             yield str(error)
-        made = [move.dst for move in step.moves.values() if step.act is Act.FACTORY]
-        if any(placement != Replicate() for placement in made):
-            yield (
-                f"{site.name}: what it makes is to be {made}: in static mode it is what this "
-                f"rank's code asks for; use mode='eager'"
-            )
 
 
 def _tied_across(model: nn.Module, stays: Callable[[str], bool]) -> Iterator[StaticError]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from plan_api.context.check import sequences_of
 from plan_api.lowered import Lowered, lower
 from plan_api.parallelize import installed, parallelize
 from plan_api.plan import Plan
+from plan_api.static.check import unsupported
 from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker
 from plan_api.static.lines import Said, lines_of, numbered, sizes_of, written
@@ -58,14 +58,15 @@ def generate_static(
         a plan that `parallelize(model, plan, mode="static")` takes.
 
     Raises:
-        ValueError: the model does not take these inputs, said before anything is run or sent; or
-            nothing smaller than the whole model could stay on DTensors: names module, operator and
-            placements, as the warning would.
+        ValueError: the plan has options that static mode does not support (fully_shard, phases,
+            context parallelism, factories that shard), or the model does not take these inputs,
+            said before anything is run or sent; or nothing smaller than the whole model could stay
+            on DTensors: names module, operator and placements, as the warning would.
     """
     args, kwargs = _arguments(model, example_inputs)
-    sequences = [one for site in lower(plan, model).sites for one in sequences_of(site)]
-    if sequences:
-        raise ValueError("generate_static: the plan is none for it:\n" + "\n".join(sequences))
+    problems = [str(one) for one in unsupported(lower(plan, model))]
+    if problems:
+        raise ValueError("generate_static: the plan is none for it:\n" + "\n".join(problems))
     if fake:
         faker = Faker(plan.mesh.device_type)
         model = twin_of(model, faker.of)
