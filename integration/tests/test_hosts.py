@@ -16,7 +16,8 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 100  # so many that a test which is late still finds the run under way
 TINY = ["--model", "llama-tiny", "--system", "ddp", "--checkpoint-every", "4", "--micro-batch", "2"]
-TINY += ["--timeout", "15", "--join-timeout", "90", "--no-tensorboard"]
+TINY += ["--timeout", "15", "--no-tensorboard"]
+JOIN = ["--join-timeout", "90"]
 TRAIN = [sys.executable, "-m", "integration.train"]
 PORT = 29517
 SCRIPTS = Path(__file__).parents[1] / "launch"
@@ -34,7 +35,8 @@ def start(hosts, out, *options, steps=STEPS, ranks=1, only=(0, 1)):
         hosts.start(
             host,
             [
-                *[*TRAIN, "--out", str(out), *TINY, "--steps", str(steps), "--ranks", str(ranks)],
+                *[*TRAIN, "--out", str(out), *TINY, *JOIN, "--steps", str(steps)],
+                *["--ranks", str(ranks)],
                 *["--hosts", "2", "--host-rank", str(host)],
                 *["--rendezvous", f"{hosts.addresses[0]}:{PORT}", *options],
             ],

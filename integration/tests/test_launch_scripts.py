@@ -21,7 +21,8 @@ import yaml
 from integration.metrics import read_metrics
 
 SCRIPTS = Path(__file__).parents[1] / "launch"
-TINY = ["--model", "llama-tiny", "--system", "fsdp2", "--steps", "2", "--join-timeout", "90"]
+TINY = ["--model", "llama-tiny", "--system", "fsdp2", "--steps", "2"]
+JOIN = ["--join-timeout", "90"]  # of ranks that no agent of torchrun has brought together
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 # A JSON schema, in Python's words: a type; a set of values; a list of one; a dict of fields, of
@@ -319,7 +320,7 @@ def test_slurm(expected, tmp_path):
         "SLURM_JOB_NODELIST": "node[0-1]",
         "RANKS": "1",
     }
-    words = ["bash", str(SCRIPTS / "slurm.sbatch"), "--out", str(tmp_path / "run"), *TINY]
+    words = ["bash", str(SCRIPTS / "slurm.sbatch"), "--out", str(tmp_path / "run"), *TINY, *JOIN]
     together((words, slurm))
     assert losses(tmp_path / "run") == expected
 
@@ -354,7 +355,7 @@ def test_skypilot(expected, tmp_path):
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
         "RANKS": "1",
         "OUT": str(tmp_path / "run"),
-        "OPTIONS": " ".join(TINY),
+        "OPTIONS": " ".join([*TINY, *JOIN]),
         "PORT": free_port(),
     }
     words = ["bash", "-c", task["run"]]
@@ -372,7 +373,7 @@ def test_kubernetes(expected, tmp_path):
     (pod,) = replicas["Worker"]["template"]["spec"]["containers"]
     mounted = {each["name"] for each in replicas["Worker"]["template"]["spec"]["volumes"]}
     assert {each["name"] for each in pod["volumeMounts"]} == mounted
-    words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY]
+    words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY, *JOIN]
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     together(*((words, meeting | {"RANK": str(rank)}) for rank in range(2)))
     assert losses(tmp_path / "run") == expected

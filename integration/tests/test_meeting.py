@@ -185,13 +185,10 @@ def of(**options):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"host_rank": 1}, "--host-rank 1 is none of --hosts 1, which are counted from 0 to 0"),
-        ({"hosts": 2, "host_rank": 2}, "--host-rank 2 is none of --hosts 2"),
-        ({"hosts": 2}, "--hosts 2 needs the number of ranks of each host; give --ranks"),
-        ({"hosts": 2, "ranks": 1}, "--hosts 2 have nowhere to meet; give --rendezvous NAME:PORT"),
+        ({"hosts": 2, "rendezvous": "node0:7"}, "--hosts 2 needs the number of ranks of each host"),
         ({"hosts": 2, "ranks": 1, "rendezvous": "node0"}, "rendezvous 'node0' is not NAME:PORT"),
     ],
-    ids=["rank-of-one", "rank", "ranks", "rendezvous", "form"],
+    ids=["ranks", "form"],
 )
 def test_hosts_that_do_not_go_together_are_refused(options, sentence, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
@@ -201,8 +198,8 @@ def test_hosts_that_do_not_go_together_are_refused(options, sentence, monkeypatc
 
 def test_hosts_are_refused_where_another_has_started_the_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="--hosts 2 was given and RANK is set by what started"):
-        of(hosts=2)
+    with pytest.raises(UsageError, match="--rendezvous node0:7 was given and RANK is set by what"):
+        of(hosts=2, rendezvous="node0:7")
 
 
 def test_ranks_are_counted_host_by_host(monkeypatch):
@@ -215,7 +212,8 @@ def test_ranks_are_counted_host_by_host(monkeypatch):
     ):
         monkeypatch.setenv(name, "unset")
     monkeypatch.delenv("RANK")
-    assert of(rendezvous="node0:7") is None
+    assert of() is None
+    assert of(rendezvous="node0:7") == Hosts(1, 0, Endpoint("node0", 7))
     hosts = of(hosts=3, host_rank=2, ranks=4, rendezvous="node0:7")
     hosts.declare(local=World(rank=1, size=4))
     environ = os.environ

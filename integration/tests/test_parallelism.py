@@ -76,7 +76,8 @@ def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     assert len({each.job.session for each in jobs}) == 4
     for each in jobs:
         config = parse_config(each.job.arguments)
-        assert each.job.session == f"{config.ranks}-{config.random}"
+        assert each.job.session == f"{config.ranks}-{each.source}"
+        assert config.random == ("stock" if each.case is Case.NEITHER else each.source)
         assert (config.model, config.steps) == (each.model, 2)
         assert (config.init == "sharded") == (
             each.case.draws_weights and (each.reference is not None or "redrawn" in each.job.name)

@@ -19,8 +19,6 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
     [
         ({"pp_degree": 2}, 3, "--pp-degree 2 does not divide 3 ranks"),
         ({"pp_degree": 5, "pp_schedule": "GPipe"}, 5, "2 layers are too few for 5 pipeline stages"),
-        ({"pp_degree": 1, "pp_microbatches": 2}, 1, "--pp-microbatches is of a pipeline, and --pp"),
-        ({"pp_degree": 1, "pp_split_points": "lm_head"}, 1, "--pp-split-points is of a pipeline"),
         ({"pp_schedule": "nope"}, 2, "unknown schedule 'nope'; choose one of: GPipe, 1F1B, Inter"),
         ({"pp_microbatches": 3}, 2, "--pp-microbatches 3 do not divide --micro-batch 4"),
         ({"pp_microbatches": 1}, 2, "--pp-microbatches 1 are too few for schedule 1F1B on 2 stag"),

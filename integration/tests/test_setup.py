@@ -61,7 +61,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ),
         ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "tp": 2}, 2, "of --tp, which is 2;"),
         ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2}, 2, "does not divide"),
-        ({"system": "plan", "cp": 2, "dropout": 0.1}, 2, "attention of --cp 2 has no --dropout"),
         ({"system": "plan", "cp": 2, "sequence_length": 66}, 2, "multiple of 4"),
         ({"system": "plan", "cp": 2, "static": True}, 2, "--static does not know --cp 2"),
         ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp is for models of family llama"),
@@ -93,7 +92,6 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             2,
             "torch cannot draw weights on the shards of sys",
         ),
-        ({"system": "single", "model": "dit-tiny", "data": Path("/x")}, 1, "digits; leave it out"),
         (
             {"system": "dtensor-tp", "compile": "aot_eager"},
             2,

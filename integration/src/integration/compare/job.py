@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from integration.compare.options import CompareOptions, option_of, option_words
+from integration.data import Modality
 from integration.errors import UsageError
+from integration.models import model_shape
 from integration.train.config import NEVER_RESUME, TrainConfig
 
 _AS_THE_TRAINER: Mapping[str, str] = MappingProxyType({})
@@ -75,6 +77,8 @@ def train_config(
         "tensorboard": False,
         **choices,
     }
+    if model_shape(fields["model"]).modality is not Modality.TEXT:  # which has data of its own
+        del fields["data"], fields["sequence_length"]
     try:
         return TrainConfig(**fields)
     except ValidationError as error:

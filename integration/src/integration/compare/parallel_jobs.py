@@ -14,7 +14,6 @@ from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
 from integration.compare.random_jobs import DROPOUT, Source
 from integration.compare.variants import PLAIN, PRODUCTS, REFERENCE, STOCK, Variant, get_variant
-from integration.data import Modality
 from integration.models import model_shape
 
 FOLDER = "parallel"
@@ -139,10 +138,9 @@ def _job(
         "steps": options.parallel_steps,
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
-        "random": str(source),
+        # Where nothing is drawn, nobody draws it.
+        "random": str(Source.STOCK if case is Case.NEITHER else source),
     }
-    if model_shape(model).modality is not Modality.TEXT:
-        choices["data"] = None
     config = train_config(options, choices, spelled={"steps": "parallel_steps"})
     job = job_of(
         config,

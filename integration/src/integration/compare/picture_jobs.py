@@ -45,7 +45,6 @@ def _job(options: CompareOptions, variant: Variant, shape: DiTShape) -> Job:
     choices: dict[str, Any] = variant.choices | {
         "out": options.out / RUNS / FOLDER / f"pictures-{variant.name}",
         "model": options.picture_model,
-        "data": None,
         "steps": steps,
         "global_batch": _BATCH,
         "micro_batch": _BATCH // variant.data_parallel_degree,

@@ -135,8 +135,6 @@ def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
     }
     if options.steps > WARM_UP_STEPS:  # the last step whose time does not count
         choices["count_collectives"] = WARM_UP_STEPS
-    if shape.modality is not Modality.TEXT:
-        choices["data"] = None
     config = train_config(options, choices)
     session = variant.name if options.share_processes else None
     return job_of(config, tolerance=shape.tolerance, name=variant.name, session=session)

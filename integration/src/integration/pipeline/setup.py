@@ -28,12 +28,6 @@ def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: i
         UsageError: the options do not fit each other, the model, the system or ``world`` ranks.
     """
     if config.pp_degree == 1:
-        for option in ("pp_split_points", "pp_microbatches"):
-            if getattr(config, option) is not None:
-                raise UsageError(
-                    f"--{option.replace('_', '-')} is of a pipeline, and --pp-degree is 1; give"
-                    " --pp-degree as well"
-                )
         return system
     schedule = get_schedule(config.pp_schedule)
     if world % config.pp_degree:

@@ -36,6 +36,10 @@ class Pipelined(System):
             check_degrees(self.degrees, ranks)
         self._inner.check(ranks, shape)
 
+    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+        """Return whether it has within a stage; `parallelize_module` has attention on parts."""
+        return self._inner.name == "plan" and self._inner.dropout_on_dtensors(shape)
+
     def data_parallel_degree(self, world_size: int) -> int:
         """Return how many of a stage's ranks see different data."""
         return self._inner.data_parallel_degree(world_size // self._layout.degree)

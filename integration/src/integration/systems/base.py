@@ -70,6 +70,16 @@ class System(ABC):
         """Return into how many parts the system itself cuts a microbatch."""
         return 1
 
+    @property
+    def init_on_dtensors(self) -> bool:
+        """Whether weights of ``--init sharded`` are DTensors when they are drawn."""
+        return self.takes_deferred or self.takes_meta
+
+    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+        """Return whether the dropout of a model's layers has DTensors as inputs."""
+        del shape
+        return False
+
     def check(self, world_size: int, shape: ModelShape) -> None:  # noqa: B027
         """Refuse a world size or a model that the system cannot run, before anything starts.
 

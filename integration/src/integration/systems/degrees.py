@@ -100,6 +100,11 @@ class Degrees:
             if getattr(self, name) and self.tp == 1:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} cuts along --tp, which is 1; give --tp as well")
+        if self.cp_method != "ring" and self.cp == 1:
+            raise UsageError(
+                f"--cp-method {self.cp_method} is of context parallelism, and --cp is 1; give --cp"
+                " as well, or leave --cp-method out"
+            )
         if self.static and self.cp > 1:
             raise UsageError(
                 f"--static does not know --cp {self.cp}, context parallelism; leave one out"

@@ -73,6 +73,10 @@ class DTensorTensorParallel(System):
         del world_size
         return 1
 
+    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+        """Return whether attention drops out; between a DiT's styles tensors are plain."""
+        return shape.modality is Modality.TEXT
+
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse a degree that cuts a head, a matrix or the vocabulary unevenly."""
         for field in _CUT[shape.family]:

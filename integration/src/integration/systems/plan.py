@@ -33,6 +33,11 @@ class Planned(System):
         """Return the data parallel ranks."""
         return self.degrees.data
 
+    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+        """Return True: everything in a layer is a DTensor, or drawn as one by static mode."""
+        del shape
+        return True
+
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse degrees that do not make up the world, or cut a head or an MLP unevenly."""
         self.degrees.check(world_size)

@@ -16,6 +16,11 @@ class SingleDevice(System):
     compiles = True
     mixed_precision = True
 
+    @property
+    def init_on_dtensors(self) -> bool:
+        """No: parameters are plain tensors."""
+        return False
+
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse more than one rank."""
         del shape

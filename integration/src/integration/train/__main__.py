@@ -18,6 +18,7 @@ from integration.train.launch import launch, leave_word
 from integration.train.roll_call import RollCall
 from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
+from integration.train.validation import validate
 from integration.train.watchdog import record_collectives
 from integration.train.world import declared_world, has_agent, leave, process_group
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse_config(arguments)
+        validate(config)
         hosts = Hosts.of(config)
         if config.ranks is not None and "RANK" in os.environ:
             raise UsageError(

@@ -20,7 +20,7 @@ class Hosts:
     """The hosts of a run, and which this is.
 
     Attributes:
-        number: of hosts, more than one.
+        number: of hosts.
         rank: of this host.
         rendezvous: where all ranks meet, on host 0.
     """
@@ -31,31 +31,22 @@ class Hosts:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Hosts | None":
-        """Return the hosts that ``config`` asks for; None where there is only this one.
+        """Return the hosts of a validated ``config``; None where it names no rendezvous.
 
         Raises:
-            UsageError: the options do not go together, or someone else has started the ranks.
+            UsageError: the rendezvous has another form, or someone else has started the ranks.
         """
-        if config.host_rank >= config.hosts:
-            raise UsageError(
-                f"--host-rank {config.host_rank} is none of --hosts {config.hosts}, which are"
-                f" counted from 0 to {config.hosts - 1}"
-            )
-        if config.hosts == 1:
+        if config.rendezvous is None:
             return None
         if "RANK" in os.environ and not started_by_launcher():
             raise UsageError(
-                f"--hosts {config.hosts} was given and RANK is set by what started this process,"
-                " torchrun or another, which also knows the hosts; leave --hosts out"
+                f"--rendezvous {config.rendezvous} was given and RANK is set by what started this"
+                " process, torchrun or another, which also knows the hosts; leave --rendezvous and"
+                " --hosts out"
             )
-        if config.ranks is None and not started_by_launcher():
+        if config.hosts > 1 and config.ranks is None and not started_by_launcher():
             raise UsageError(
                 f"--hosts {config.hosts} needs the number of ranks of each host; give --ranks"
-            )
-        if config.rendezvous is None:
-            raise UsageError(
-                f"--hosts {config.hosts} have nowhere to meet; give --rendezvous NAME:PORT, a name"
-                " or address of host 0 and a free port of it, to all"
             )
         return cls(config.hosts, config.host_rank, Endpoint.parse(config.rendezvous))
 

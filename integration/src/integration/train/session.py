@@ -34,7 +34,7 @@ def read_session(path: Path) -> list[TrainConfig]:
     """Return the configurations of a session, all for one number of ranks.
 
     Raises:
-        UsageError: the file cannot be read, holds no runs, or runs on different numbers of ranks.
+        UsageError: the file cannot be read, holds no runs, or runs that cannot share processes.
     """
     try:
         runs = json.loads(path.read_text())
@@ -44,6 +44,17 @@ def read_session(path: Path) -> list[TrainConfig]:
     ranks = sorted({config.ranks or 1 for config in configs})
     if len(ranks) != 1:
         raise UsageError(f"session {path} has runs on {ranks} ranks; give one number for all")
+    for config in configs:
+        if config.hosts > 1:
+            raise UsageError(
+                f"session {path}: expected --hosts 1, got --hosts {config.hosts}; start its runs by"
+                " python -m integration.train"
+            )
+        if config.timeout != configs[0].timeout:
+            raise UsageError(
+                f"session {path}: expected one --timeout for all runs, which share a process group,"
+                f" got {configs[0].timeout} and {config.timeout}; give one"
+            )
     return configs
 
 

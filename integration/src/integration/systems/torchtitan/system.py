@@ -49,6 +49,10 @@ class TorchTitanStyle(System):
         del world_size
         return rank // self.degrees.tp
 
+    def dropout_on_dtensors(self, shape: ModelShape) -> bool:
+        """Return whether outputs of attention and MLP drop out; attention itself is on parts."""
+        return shape.family == "dit" and self.degrees.tp > 1
+
     def check(self, world_size: int, shape: ModelShape) -> None:
         """Refuse degrees that TorchTitan's plan does not have, or that the model's sizes lack."""
         degrees = self.degrees

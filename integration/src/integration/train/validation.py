@@ -1,0 +1,333 @@
+"""Validation of a run's options, before a process, a model or a file exists.
+
+An option is in effect or refused. What is refused is in three places: `RULES`, the pairs of options
+of which one takes the effect from the other; the checks below, for what depends on a system's or a
+model's attributes; and the systems' own ``check``, for degrees.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+
+from integration.data import BatchPlan, Modality
+from integration.errors import UsageError
+from integration.models import ModelShape, model_shape
+from integration.optimizers import ADAMW
+from integration.pipeline.setup import in_pipeline
+from integration.systems import SYSTEM_NAMES, System, get_system
+from integration.train.config import TrainConfig
+from integration.train.feature_checks import supported_system
+from integration.train.profiling import StepRange
+from integration.train.world import declared_world
+
+_DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
+assert MISSING not in _DEFAULTS.values()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition under which an option has an effect.
+
+    Attributes:
+        option: field of `TrainConfig` that the rule is of; it applies where that is given, which is
+            to say, is not the default.
+        other: field that decides whether the option has an effect.
+        met: whether it has.
+        expected: of the other option, as a clause.
+        remedy: what to do where the rule is not met.
+    """
+
+    option: str
+    other: str
+    met: Callable[[TrainConfig], bool]
+    expected: str
+    remedy: str
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse an option that would have no effect.
+
+        Raises:
+            UsageError: naming both options, with their values, and the remedy.
+        """
+        if getattr(config, self.option) == _DEFAULTS[self.option] or self.met(config):
+            return
+        raise UsageError(
+            f"{_spelled(config, self.option)}: expected {self.expected}, got"
+            f" {_spelled(config, self.other)}; {self.remedy}"
+        )
+
+
+def _needs_pipeline(option: str) -> Rule:
+    return Rule(
+        option,
+        "pp_degree",
+        lambda config: config.pp_degree > 1,
+        "--pp-degree of at least 2",
+        f"give --pp-degree as well, or leave {_option(option)} out",
+    )
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _spelled(config: TrainConfig, field: str) -> str:
+    """The option of a field with its value, as the command line has it."""
+    value = getattr(config, field)
+    if isinstance(value, bool):
+        return _option(field) if value else f"--no-{field.replace('_', '-')}"
+    return f"no {_option(field)}" if value is None else f"{_option(field)} {value}"
+
+
+RULES: tuple[Rule, ...] = (
+    *map(_needs_pipeline, ("pp_split_points", "pp_schedule", "pp_microbatches")),
+    Rule(
+        "dtype",
+        "pp_degree",
+        lambda config: config.pp_degree == 1,
+        "--pp-degree 1, as stages of a pipeline compute in the dtype of their weights",
+        "use --dtype fp32, or leave --pp-degree out",
+    ),
+    Rule(
+        "data",
+        "model",
+        lambda config: _trains_on_text(config),
+        "a language model, as others come with their data",
+        "leave --data out, or choose another --model",
+    ),
+    Rule(
+        "sequence_length",
+        "model",
+        lambda config: _trains_on_text(config),
+        "a language model, as others have samples of one size",
+        "leave --sequence-length out, or choose another --model",
+    ),
+    Rule(
+        "dropout",
+        "cp",
+        lambda config: config.cp == 1,
+        "--cp 1, as attention over context parallel ranks has no dropout",
+        "leave either out",
+    ),
+    Rule(
+        "init",
+        "init_from",
+        lambda config: config.init_from is None,
+        "no --init-from, which reads all weights, so that none are drawn",
+        "leave --init out",
+    ),
+    Rule(
+        "activation_checkpointing_every",
+        "activation_checkpointing",
+        lambda config: config.activation_checkpointing == "selective-layer",
+        "--activation-checkpointing selective-layer",
+        "give that, or leave --activation-checkpointing-every out",
+    ),
+    Rule(
+        "checkpoint_async",
+        "checkpoint_every",
+        lambda config: config.checkpoint_every > 0,
+        "--checkpoint-every of at least 1",
+        "give --checkpoint-every as well, or leave --checkpoint-async out",
+    ),
+    Rule(
+        "keep_checkpoints",
+        "checkpoint_every",
+        lambda config: config.checkpoint_every > 0,
+        "--checkpoint-every of at least 1",
+        "give --checkpoint-every as well, or leave --keep-checkpoints out",
+    ),
+    Rule(
+        "profile_steps",
+        "steps",
+        lambda config: StepRange.parse(config.profile_steps or "").last <= config.steps,
+        "steps of the run",
+        "give others, or more --steps",
+    ),
+    Rule(
+        "count_collectives",
+        "steps",
+        lambda config: (config.count_collectives or 0) <= config.steps,
+        "a step of the run",
+        "give another, or more --steps",
+    ),
+    Rule(
+        "host_rank",
+        "hosts",
+        lambda config: config.host_rank < config.hosts,
+        "a number below that of hosts, which are counted from 0",
+        "give --hosts as well, or leave --host-rank out",
+    ),
+    Rule(
+        "hosts",
+        "rendezvous",
+        lambda config: config.rendezvous is not None,
+        "--rendezvous NAME:PORT, where the ranks of all hosts meet",
+        "give a name or address of host 0 and a free port of it, the same on all hosts",
+    ),
+    Rule(
+        "join_timeout",
+        "rendezvous",
+        lambda config: config.rendezvous is not None or _meet_by_environment(),
+        "--rendezvous, as ranks of one launcher have met when they start",
+        "give --rendezvous as well, or leave --join-timeout out",
+    ),
+)
+
+
+def _trains_on_text(config: TrainConfig) -> bool:
+    return model_shape(config.model).modality is Modality.TEXT
+
+
+def _meet_by_environment() -> bool:
+    """Whether something else than torchrun and `launch` has started the ranks, which then meet."""
+    return "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+@dataclass(frozen=True)
+class ValidatedRun:
+    """What the options of a run were found to mean."""
+
+    system: System
+    shape: ModelShape
+    batch_plan: BatchPlan
+    profile_steps: StepRange | None
+
+
+def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun:
+    """Refuse options that do not go together or have no effect; no process, file or model is made.
+
+    An option with its default value counts as not given. Paths are not looked at: `prepare`, which
+    calls this first, does that. The command calls it before it starts ranks.
+
+    Args:
+        config: all options of a run.
+        world_size: ranks of the run; by default ``hosts`` times ``ranks`` or, where that is left
+            out, the number that the environment declares for this host.
+
+    Raises:
+        UsageError: names the options, what was expected of them, and the remedy.
+    """
+    if world_size is None:
+        world_size = config.hosts * (config.ranks or declared_world().size)
+    system = supported_system(config)
+    shape = model_shape(config.model)
+    if system.families is not None and shape.family not in system.families:
+        raise UsageError(
+            f"system {system.name!r} has no plan for model {config.model!r}; choose another of them"
+        )
+    for rule in RULES:
+        rule.check(config)
+    if not system.saves:
+        _require_plain(config)
+    system = in_pipeline(system, shape, config, world_size)
+    system.check(world_size, shape)
+    parts = system.microbatch_parts()
+    if config.micro_batch % parts:
+        raise UsageError(
+            f"--micro-batch {config.micro_batch} is cut among {parts} data parallel ranks; give a"
+            " multiple of them"
+        )
+    _check_sequences(config, system, shape)
+    _check_initial(config, system, shape)
+    _check_optimizer(config, system)
+    _check_random(config, system, shape)
+    if config.warmup_steps + config.decay_steps > config.steps:
+        raise UsageError(
+            f"{config.warmup_steps} steps of warm-up and {config.decay_steps} of decay are more"
+            f" than the {config.steps} of the run; give --steps at least their sum"
+        )
+    plan = BatchPlan(
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        degree=system.data_parallel_degree(world_size),
+    )
+    steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
+    return ValidatedRun(system, shape, plan, steps)
+
+
+def _require_plain(config: TrainConfig) -> None:
+    """Refuse what reads or writes the weights and gradients that a system keeps to itself."""
+    asked = {
+        "--pp-degree": config.pp_degree > 1,
+        "--init-from": config.init_from is not None,
+        "--fingerprint": config.fingerprint,
+        "--clip-grad-norm": config.clip_grad_norm is not None,
+        "--checkpoint-every": config.checkpoint_every > 0,
+    }
+    for option, given in asked.items():
+        if given:
+            raise UsageError(
+                f"system {config.system!r} does not take {option}; leave it out, or use --system"
+                " fsdp2"
+            )
+
+
+def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if config.cp > 1 and config.sequence_length % (2 * config.cp):
+        raise UsageError(
+            f"--cp {config.cp} gives each rank two parts of a sequence, and --sequence-length is"
+            f" {config.sequence_length}; give a multiple of {2 * config.cp}"
+        )
+    text = shape.modality is Modality.TEXT
+    if text and system.even_sequences and config.sequence_length % config.tp:
+        raise UsageError(
+            f"system {system.name!r} gives each rank of --tp {config.tp} an equal part of a"
+            f" sequence, and --sequence-length is {config.sequence_length}; give a multiple of"
+            f" {config.tp}"
+        )
+
+
+def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if config.init == "whole" or system.takes_deferred:
+        return
+    if not system.takes_meta:
+        raise UsageError(
+            f"system {system.name!r} wraps weights that are there already; use --init whole"
+        )
+    if system.draws_by_dist_rng and config.random != "dist-rng":
+        raise UsageError(
+            f"torch cannot draw weights on the shards of system {system.name!r}; use --random"
+            " dist-rng, or --init whole"
+        )
+    if not shape.redraws:
+        raise UsageError(
+            f"model {config.model!r} cannot be drawn anew on its shards by system"
+            f" {system.name!r}; use --init whole, or --system plan"
+        )
+
+
+def _check_optimizer(config: TrainConfig, system: System) -> None:
+    if config.optimizer == ADAMW:
+        return
+    if not system.any_optimizer:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).any_optimizer]
+        raise UsageError(
+            f"system {system.name!r} trains with --optimizer adamw only, not"
+            f" {config.optimizer}, which takes one of: {', '.join(fit)}"
+        )
+    if importlib.util.find_spec("fsdp") is None:
+        raise UsageError(
+            f"--optimizer {config.optimizer} needs the package fsdp, which is not installed;"
+            " install it, or use --optimizer adamw"
+        )
+
+
+def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
+    if config.random != "dist-rng":
+        return
+    if importlib.util.find_spec("dist_rng") is None:
+        raise UsageError(
+            "--random dist-rng needs the package dist-rng, which is not installed; install it, or"
+            " use --random stock"
+        )
+    draws_weights = config.init == "sharded" and system.init_on_dtensors
+    drops_out = config.dropout > 0 and system.dropout_on_dtensors(shape)
+    if not (draws_weights or drops_out):
+        raise UsageError(
+            f"--random dist-rng: expected random numbers for DTensors, which system"
+            f" {system.name!r} draws none of with {_spelled(config, 'init')} and"
+            f" {_spelled(config, 'dropout')}; leave --random out, or use --init sharded, or"
+            " --dropout, with a system that cuts what they draw"
+        )

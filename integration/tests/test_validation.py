@@ -1,0 +1,182 @@
+"""Options that do not go together or have no effect are refused before a process starts."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from integration.errors import UsageError
+from integration.train.__main__ import main
+from integration.train.config import TrainConfig
+from integration.train.session import read_session, write_session
+from integration.train.validation import RULES, validate
+
+TEXT = {"model": "llama-tiny"}
+DIT = {"model": "dit-tiny"}
+PIPELINE = {"pp_degree": 2, "ranks": 2}
+
+# An option without an effect, and what gives it one: the first is refused with both options' names
+# in the sentence, the second is accepted.
+PAIRS = {
+    "cp_method": ({"system": "plan", "cp_method": "ulysses"}, {"cp": 2, "ranks": 2}, "--cp"),
+    "pp_split_points": ({"pp_split_points": "model.layers.1"}, PIPELINE, "--pp-degree"),
+    "pp_schedule": ({"pp_schedule": "GPipe"}, PIPELINE, "--pp-degree"),
+    "pp_microbatches": ({"pp_microbatches": 4}, PIPELINE, "--pp-degree"),
+    "dtype": (PIPELINE | {"dtype": "bf16"}, {"pp_degree": 1, "ranks": 1}, "--pp-degree 2"),
+    "data": (DIT | {"data": Path("text")}, TEXT, "--model dit-tiny"),
+    "sequence_length": (DIT | {"sequence_length": 32}, TEXT, "--model dit-tiny"),
+    "dropout": (
+        {"system": "plan", "cp": 2, "ranks": 2, "dropout": 0.1},
+        {"cp": 1, "ranks": 1},
+        "--cp 2",
+    ),
+    "init": (
+        {"system": "fsdp2", "init": "sharded", "init_from": Path("weights")},
+        {"init_from": None},
+        "--init-from weights",
+    ),
+    "random": ({"random": "dist-rng"}, {"system": "plan", "init": "sharded"}, "--init whole"),
+    "activation_checkpointing_every": (
+        {"activation_checkpointing_every": 3, "activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective-layer"},
+        "--activation-checkpointing full",
+    ),
+    "checkpoint_async": ({"checkpoint_async": True}, {"checkpoint_every": 5}, "--checkpoint-every"),
+    "keep_checkpoints": ({"keep_checkpoints": 2}, {"checkpoint_every": 5}, "--checkpoint-every"),
+    "profile_steps": ({"profile_steps": "99:101"}, {"steps": 101}, "--steps 100"),
+    "count_collectives": ({"count_collectives": 101}, {"steps": 101}, "--steps 100"),
+    "host_rank": (
+        {"host_rank": 1},
+        {"hosts": 2, "rendezvous": "node0:1", "ranks": 1, "system": "ddp"},
+        "--hosts 1",
+    ),
+    "hosts": (
+        {"hosts": 2, "ranks": 1, "system": "ddp"},
+        {"rendezvous": "node0:1"},
+        "--rendezvous",
+    ),
+    "join_timeout": ({"join_timeout": 9.0}, {"rendezvous": "node0:1"}, "no --rendezvous"),
+}
+
+
+@pytest.fixture(autouse=True)
+def started_by_hand(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_option_without_effect_is_refused_with_the_one_that_takes_it(name):
+    without, beside, other = PAIRS[name]
+    with pytest.raises(UsageError) as refusal:
+        validate(TrainConfig(**TEXT | without))
+    sentence = str(refusal.value)
+    assert re.match(rf"{option(name)}\b.*; ", sentence)
+    assert other in sentence
+    validate(TrainConfig(**TEXT | without | beside))
+
+
+def test_every_rule_has_a_pair():
+    assert {rule.option for rule in RULES} <= PAIRS.keys()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_option_at_its_default_counts_as_not_given(name):
+    without, _, _ = PAIRS[name]
+    default = {each.name: each.default for each in fields(TrainConfig)}[name]
+    validate(TrainConfig(**TEXT | without | {name: default}))
+
+
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    [
+        ({"system": "single", "init": "sharded"}, False),
+        ({"system": "single", "dropout": 0.1}, False),
+        ({"system": "ddp", "dropout": 0.1, "ranks": 2}, False),
+        ({"system": "fsdp2", "dropout": 0.1, "ranks": 2}, False),
+        ({"system": "fsdp2", "init": "sharded", "ranks": 2}, True),
+        ({"system": "dtensor-tp", "dropout": 0.1, "ranks": 2}, True),
+        ({"system": "dtensor-tp", "dropout": 0.1, "ranks": 2} | DIT, False),
+        ({"system": "torchtitan-style", "tp": 2, "sp": True, "dropout": 0.1, "ranks": 2}, False),
+        (
+            {"system": "torchtitan-style", "tp": 2, "sp": True, "dropout": 0.1, "ranks": 2} | DIT,
+            True,
+        ),
+        ({"system": "plan", "tp": 2, "ranks": 2}, False),
+        ({"system": "plan", "tp": 2, "dropout": 0.1, "ranks": 2}, True),
+        (PIPELINE | {"dropout": 0.1}, False),
+        ({"system": "dtensor-tp", "pp_degree": 2, "dropout": 0.1, "ranks": 4}, False),
+        ({"system": "plan", "tp": 2, "pp_degree": 2, "dropout": 0.1, "ranks": 4}, True),
+    ],
+    ids=str,
+)
+def test_dist_rng_is_refused_where_no_dtensor_is_drawn(options, drawn):
+    config = TrainConfig(**TEXT | options | {"random": "dist-rng"})
+    if drawn:
+        validate(config)
+        return
+    with pytest.raises(UsageError, match=r"--random dist-rng: expected .*; leave --random out"):
+        validate(config)
+
+
+def test_ranks_that_meet_by_the_environment_have_a_time_to_join(monkeypatch):
+    config = TrainConfig(system="ddp", join_timeout=9.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    validate(config)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UsageError, match=r"--join-timeout .*: expected --rendezvous"):
+        validate(config)
+
+
+def test_the_number_of_ranks_is_that_of_all_hosts_or_the_environments(monkeypatch):
+    hosts = {"system": "ddp", "hosts": 2, "rendezvous": "node0:1"}
+    assert validate(TrainConfig(**hosts, ranks=1)).batch_plan.degree == 2
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert validate(TrainConfig(**hosts)).batch_plan.degree == 2
+    assert validate(TrainConfig(system="ddp"), 2).batch_plan.degree == 2
+    with pytest.raises(UsageError, match="runs on 1 rank, not 2"):
+        validate(TrainConfig(ranks=2))
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=str)
+def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsys, monkeypatch):
+    def started(*_, **__):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("integration.train.__main__.launch", started)
+    monkeypatch.setattr("integration.train.__main__.process_group", started)
+    out = str(tmp_path / "run")
+    assert main(["--pp-degree", "2", "--dtype", "bf16", "--out", out, *ranks]) == 2
+    sentence = capsys.readouterr().err
+    assert sentence.startswith("error: --dtype bf16: expected --pp-degree 1")
+    assert "got --pp-degree 2; use --dtype fp32" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_session_refuses_what_its_processes_cannot_have(tmp_path):
+    path = tmp_path / "session.json"
+    run = ["--model", "llama-tiny", "--system", "ddp", "--ranks", "1"]
+    write_session(path, [run, [*run, "--timeout", "9"]])
+    with pytest.raises(UsageError, match=r"expected one --timeout .* got .* and .*; give one"):
+        read_session(path)
+    write_session(path, [[*run, "--hosts", "2", "--rendezvous", "node0:1"]])
+    with pytest.raises(UsageError, match="expected --hosts 1, got --hosts 2"):
+        read_session(path)
+
+
+def test_validation_makes_no_process_group():
+    script = (
+        "import torch.distributed as dist; from integration.train.config import TrainConfig\n"
+        "from integration.train.validation import validate\n"
+        "validate(TrainConfig(system='fsdp2', ranks=2)); assert not dist.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=os.environ)
