@@ -1,4 +1,4 @@
-"""The collectives of a step are counted, whoever issues them, and one step alone is."""
+"""Collectives and products of a step are counted, whoever issues them, and of that step alone."""
 
 from dataclasses import asdict
 
@@ -19,6 +19,10 @@ LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) * 4
 FREQUENCIES = 16 // 2 * 4
 HIDDEN = 8 * 64 * 64 * 4  # samples, tokens, elements
 GATHERED = PARAMETERS + LAYERS  # the root's group is kept for backward
+# Of a microbatch of 4 samples of 64 tokens: six for each token and element of a matrix; and of
+# attention, two products of queries by keys in forward and five in backward.
+MATRICES = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 256
+FLOPS = 6 * MATRICES * 4 * 64 + 2 * (2 + 5) * 2 * 4 * 64**3
 EXPECTED = {
     # One bucket, beside the buffers that forward begins with, each of which exists twice.
     "ddp": {"broadcast": (1, 2 * FREQUENCIES), "all_reduce": (1, PARAMETERS)},
@@ -50,7 +54,7 @@ def _body(runs):
 def folders(tmp_path_factory):
     """Run folders of two ranks, by system: four steps, the third of which was counted."""
     out = tmp_path_factory.mktemp("collectives")
-    names = (*EXPECTED, "dtensor-tp", "plan-dp")
+    names = (*EXPECTED, "dtensor-tp", "titan-fsdp", "plan-dp")
     runs = [
         {key: value for key, value in get_variant(name).choices.items() if key != "ranks"}
         | {"model": "llama-tiny", "out": out / name, "steps": 4, "resume": "never"}
@@ -101,9 +105,19 @@ def test_a_plan_reduces_gradients_in_one_bucket_and_its_own_collectives_are_seen
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", [*EXPECTED, "titan-fsdp", "plan-dp", "dtensor-tp"])
+def test_a_rank_computes_the_products_of_half_a_batch(name, folders):
+    summary = read_summary(folders / name)
+    assert summary.product_flops == FLOPS
+    if name == "dtensor-tp":  # half of each product of all samples
+        assert (summary.accumulation, summary.micro_batch) == (2, 4)
+
+
+@pytest.mark.ranks
 def test_only_what_was_asked_for_is_counted_and_losses_stay(folders):
     counted, plain = folders / "ddp", folders / "uncounted"
     assert read_summary(plain).collectives is None
+    assert read_summary(plain).product_flops is None
     assert [each.loss for each in read_metrics(counted)] == [
         each.loss for each in read_metrics(plain)
     ]
@@ -114,12 +128,15 @@ def test_parts_of_a_step_are_added_up_and_other_steps_are_left_alone(single_rank
     for number in (1, 2, 3):
         for elements in (4, 8):
             with counter.step(number):
+                torch.ones(elements, 2) @ torch.ones(2, 3)
                 torch.distributed.all_reduce(torch.ones(elements))
                 torch.distributed.barrier()
             torch.distributed.all_reduce(torch.ones(100))  # between the parts: not counted
     assert counter.counts == [CollectiveCount("all_reduce", 2, 12 * 4)]
+    assert counter.product_flops == 2 * 12 * 2 * 3
     assert asdict(counter.counts[0]) == {"kind": "all_reduce", "calls": 2, "bytes": 48}
     assert CollectiveCounter(None).counts is None
+    assert CollectiveCounter(None).product_flops is None
 
 
 def test_the_memory_of_counting_is_not_the_runs(single_rank_group, monkeypatch):

@@ -75,6 +75,7 @@ def summary(*peaks):
         world_size=len(peaks),
         data_parallel_degree=len(peaks),
         accumulation=1,
+        micro_batch=4,
         steps=1,
         data_source="",
         peak_rss_bytes=list(peaks),

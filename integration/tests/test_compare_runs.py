@@ -51,7 +51,7 @@ for words in runs:
     if script.get("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     summary = dict(system=options["--system"], model="llama-tiny", parameters=115008,
-                   world_size=ranks, data_parallel_degree=ranks, accumulation=1,
+                   world_size=ranks, data_parallel_degree=ranks, accumulation=1, micro_batch=4,
                    steps=len(script["losses"]), data_source="text",
                    peak_rss_bytes=[2**20 * (400 + rank) for rank in range(ranks)],
                    initial_weights=script.get("weights"), first_masks=script.get("masks"))

@@ -51,6 +51,7 @@ def write_run(job, losses):
         world_size=job.ranks,
         data_parallel_degree=job.ranks,
         accumulation=1,
+        micro_batch=4,
         steps=len(losses),
         data_source="text",
         peak_rss_bytes=[2**20] * job.ranks,

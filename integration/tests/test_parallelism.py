@@ -62,6 +62,7 @@ def made_up(out, **changes):
                     world_size=each.job.ranks,
                     data_parallel_degree=1,
                     accumulation=1,
+                    micro_batch=4,
                     steps=len(LOSSES),
                     data_source="text",
                     peak_rss_bytes=[1] * each.job.ranks,

@@ -73,6 +73,7 @@ def write_run(job, losses):
         world_size=job.ranks,
         data_parallel_degree=1,
         accumulation=1,
+        micro_batch=4,
         steps=len(losses),
         data_source="scikit-learn's handwritten digits",
         peak_rss_bytes=[2**20] * job.ranks,

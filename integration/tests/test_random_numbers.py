@@ -52,6 +52,7 @@ def write_run(job, run):
         world_size=job.ranks,
         data_parallel_degree=1,
         accumulation=2,
+        micro_batch=4,
         steps=len(LOSSES),
         data_source="text",
         peak_rss_bytes=[2**20] * job.ranks,

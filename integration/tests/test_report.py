@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shlex
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -22,7 +20,7 @@ from integration.compare.setup import Comparison, DataFacts
 from integration.metrics import CollectiveCount, MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report import write_report
 from integration.report.cost_figure import draw_cost
-from integration.report.environment import cpu_model, describe_environment, git_commit, shell_lines
+from integration.report.environment import describe_environment
 from integration.report.figures import svg_of
 from integration.report.loss_figure import draw_losses
 from integration.report.palette import DARK, LIGHT, styles
@@ -35,6 +33,7 @@ COLLECTIVES = [
     CollectiveCount("all_gather", 4, 2 * 2**20),
     CollectiveCount("reduce_scatter", 1, 2**20),
 ]
+FLOPS = 7_723_000_000  # of a microbatch
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.0]
 SHIFTED = [5.0, 4.00002, 3.5, 3.24999, 3.0]
 LOST = [5.0, 4.0, math.nan, math.inf, 3.0]
@@ -71,11 +70,13 @@ def write_run(folder, system, ranks, losses):
         parameters=115008,
         world_size=ranks,
         data_parallel_degree=ranks,
-        accumulation=1,
+        accumulation=2 // ranks,
+        micro_batch=4,
         steps=len(losses),
         data_source="some text",
         peak_rss_bytes=[2**20 * (400 + 20 * rank) for rank in range(ranks)],
         collectives=COLLECTIVES if ranks > 1 else [],
+        product_flops=FLOPS * 2 // ranks,
     )
     write_summary(folder, summary)
 
@@ -137,6 +138,8 @@ def test_a_row_says_what_was_measured(good):
         "1,024",
     )
     assert (ddp.memory_mean, ddp.memory_max) == ("410 MiB", "420 MiB")
+    assert (single.microbatches, single.gigaflops) == (f"2 {TIMES} 4", "7.72")
+    assert (ddp.microbatches, ddp.gigaflops) == (f"1 {TIMES} 4", "7.72")
     assert single.collectives == "none"
     assert ddp.collectives == "4 all_gather, 2 MiB; 1 reduce_scatter, 1 MiB"
 
@@ -145,6 +148,30 @@ def test_a_failed_row_has_no_numbers(bad):
     failed = rows(bad[1])[2]
     assert failed.verdict is Verdict.FAILED
     assert {failed.final_loss, failed.maximum, failed.step_time, failed.memory_mean} == {ABSENT}
+    assert {failed.microbatches, failed.gigaflops} == {ABSENT}
+
+
+def test_where_no_products_were_counted_a_row_has_the_microbatches_alone(good):
+    work = replace(good[1][1].work, flops=None)
+    (row,) = rows([replace(good[1][1], work=work)])
+    assert (row.microbatches, row.gigaflops) == (f"1 {TIMES} 4", ABSENT)
+
+
+def test_every_form_of_the_report_shows_the_local_work(good, capsys):
+    comparison, results = good
+    html = write_report(comparison, Results(results, ()), [])
+    print_results(Results(results, ()), html, Console(width=80))
+    printed = capsys.readouterr().out
+    markdown = (html.parent / "report.md").read_text()
+    shown = Resources(html.read_text()).rows
+    found = json.loads((html.parent / "results.json").read_text())["systems"]
+    for system, count in (("single", 2), ("ddp", 1), ("fsdp2", 1)):
+        cells = f"{count} {TIMES} 4"
+        assert f"| {system} | {cells} | 7.72 |" in markdown
+        assert [system + cells + "7.72" in row.replace("\n", "") for row in shown].count(True) == 1
+        assert re.search(rf"^{system} .* {cells} +7.72 ", printed, re.MULTILINE)
+        (work,) = (each["work"] for each in found if each["system"] == system)
+        assert work == {"microbatches": count, "samples": 4, "flops": FLOPS}
 
 
 class Resources(HTMLParser):
@@ -289,42 +316,6 @@ def test_the_environment_names_what_decides_a_result(good):
     assert environment.data == "some text: 12,345 bytes, SHA-256 abc123"
 
 
-def git(folder, *arguments):
-    command = ["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """Somebody's checkout with one commit, and its name."""
-    git(tmp_path, "init")
-    git(tmp_path, "commit", "--allow-empty", "--message", "theirs")
-    return tmp_path, git(tmp_path, "rev-parse", "HEAD")
-
-
-def test_outside_of_a_checkout_there_is_no_commit(tmp_path):
-    assert git_commit(tmp_path) is None
-    assert git_commit(tmp_path / "absent") is None
-
-
-def test_the_commit_of_somebody_elses_checkout_is_not_ours(checkout):
-    folder, _ = checkout
-    assert git_commit(folder) is None
-
-
-def test_the_commit_of_our_checkout_says_whether_files_changed(checkout):
-    folder, commit = checkout
-    package = folder / "integration" / "src" / "integration"
-    package.mkdir(parents=True)
-    assert git_commit(package) == commit
-    (package / "new.py").touch()
-    assert git_commit(package) == f"{commit} with uncommitted changes"
-
-
-def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path):
-    assert cpu_model(tmp_path / "cpuinfo").startswith("unknown (")
-
-
 def test_models_have_figures_and_tables_of_their_own_and_systems_one_colour(tmp_path):
     comparison, llama = made_up(tmp_path, single=LOSSES, ddp=LOSSES, fsdp2=SHIFTED)
     dit = [replace(each, model="dit-tiny") for each in llama if each.system != "ddp"]
@@ -367,16 +358,6 @@ def test_the_templates_travel_with_the_package():
 
 def test_deviation_is_what_the_figures_draw(good):
     assert good[1][3].deviation == deviation(SHIFTED, LOSSES)
-
-
-def test_commands_break_before_options_and_mean_the_same():
-    words = ["python", "-m", "x", *("--option", "a value") * 20, "--last"]
-    text = shell_lines(words)
-    assert shlex.split(text.replace("\\\n", "")) == words
-    lines = text.splitlines()
-    assert len(lines) > 2
-    assert max(map(len, lines)) <= 96
-    assert all(line.lstrip().startswith("--") for line in lines[1:])
 
 
 def test_lines_of_code_are_counted_in_markdown_html_and_results(good):

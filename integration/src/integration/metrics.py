@@ -53,11 +53,15 @@ class RunSummary:
     """What a finished run was and what it cost.
 
     Attributes:
+        accumulation: microbatches of a step on each rank.
+        micro_batch: samples of each of them that a rank takes, alone or with the ranks that share
+            the model with it.
         peak_rss_bytes: the largest resident memory of each rank, in rank order.
         initial_weights: the SHA-256 of the weights before the first step, where it was asked for.
         first_masks: the SHA-256 of the first step's dropout masks, where it was asked for, there
             is dropout, and the run was not resumed.
         collectives: of the first rank in the step in which they were counted, if in one.
+        product_flops: of its matrix products and attention in that step.
     """
 
     system: str
@@ -66,12 +70,19 @@ class RunSummary:
     world_size: int
     data_parallel_degree: int
     accumulation: int
+    micro_batch: int
     steps: int
     data_source: str
     peak_rss_bytes: list[int]
     initial_weights: str | None = None
     first_masks: str | None = None
     collectives: list[CollectiveCount] | None = None
+    product_flops: int | None = None
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that take the same samples and divide the work of a microbatch."""
+        return self.world_size // self.data_parallel_degree
 
 
 class MetricsFile:

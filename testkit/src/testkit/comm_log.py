@@ -1,4 +1,4 @@
-"""Counts and weighs the collectives of a block of code, without changing how it is dispatched.
+"""Counts the collectives and products of a block of code, without changing how it is dispatched.
 
 Note: a collective is one call that reached a process group (one ``c10d::`` operator); a coalesced
 call is one collective with many tensors. Bytes are this rank's. "Wire" bytes are those it sends to
@@ -22,15 +22,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import TypeVar, get_args
 
 import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver
 
 from testkit.collective import Collective, Op
-from testkit.trace import read_collectives
+from testkit.trace import read_collectives, read_product_flops
 
 __all__ = ["Collective", "CommLog", "Op"]
+
+_T = TypeVar("_T")
 
 _active = threading.Lock()  # the observer is one per process
 _CALLBACK_TIME = 0.02  # seconds; a callback takes microseconds, but its thread may have to wait
@@ -63,6 +65,7 @@ class CommLog:
 
     def __init__(self) -> None:
         self._calls: tuple[Collective, ...] | None = None
+        self._product_flops: int | None = None
         self._observer: ExecutionTraceObserver | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -104,7 +107,9 @@ class CommLog:
                 self._observer.stop()
                 _let_callbacks_finish()
                 self._observer.unregister_callback()
-            self._calls = read_collectives(json.loads(self._file.read_text()))
+            trace = json.loads(self._file.read_text())
+            self._calls = read_collectives(trace)
+            self._product_flops = read_product_flops(trace)
         except Exception:
             if exc is None:  # never hide the block's own error
                 raise
@@ -118,9 +123,19 @@ class CommLog:
         Raises:
             RuntimeError: before the block has ended.
         """
-        if self._calls is None:
-            raise RuntimeError("CommLog: no record yet; read it after the `with` block has ended")
-        return self._calls
+        return _recorded(self._calls)
+
+    @property
+    def product_flops(self) -> int:
+        """FLOPs of the matrix products and the fused CPU attention that this process computed.
+
+        Of operators on DTensors those of their local tensors. Convolutions are left out.
+
+        Raises:
+            RuntimeError: before the block has ended.
+        """
+        assert self.calls is not None
+        return _recorded(self._product_flops)
 
     def counts(self, *, barriers: bool = False) -> dict[str, int]:
         """Number of collectives per op, ops that did not run left out.
@@ -198,6 +213,12 @@ class CommLog:
     def _file(self) -> Path:
         assert self._folder is not None
         return Path(self._folder.name, "trace.json")
+
+
+def _recorded(value: _T | None) -> _T:
+    if value is None:
+        raise RuntimeError("CommLog: no record yet; read it after the `with` block has ended")
+    return value
 
 
 def _let_callbacks_finish() -> None:

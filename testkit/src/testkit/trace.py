@@ -1,4 +1,4 @@
-"""Finds the collectives in an execution trace (`torch.profiler.ExecutionTraceObserver`).
+"""Finds collectives and products in an execution trace (`torch.profiler.ExecutionTraceObserver`).
 
 Nodes carry a schema, their arguments' values, shapes and dtypes, and an id given when they start;
 they are written when they end. Their parent links are not used: gloo ends its own nodes on other
@@ -7,14 +7,16 @@ threads, after which torch's link points to stale nodes. Start and end order do 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils import flop_counter
 
 from testkit.collective import Collective, Op
 
@@ -79,6 +81,7 @@ class _Call:
         name: the operator, with its namespace.
         values: argument values; a tensor is ``[id, storage, offset, numel, itemsize, device]``.
         types: argument types as written by torch, e.g. ``"GenericList[Tensor(float)]"``.
+        shapes: of the arguments in order, of what is no tensor ``[]``.
     """
 
     start: int
@@ -87,6 +90,12 @@ class _Call:
     name: str
     values: Mapping[str, Any]
     types: Mapping[str, str]
+    shapes: Sequence[Any] = ()
+
+    @property
+    def on_meta(self) -> bool:
+        tensors = (tensor for value in self.values.values() for tensor in _tensors(value, self))
+        return any(tensor[5] == "meta" for tensor in tensors)
 
     def encloses(self, other: _Call) -> bool:
         return self.thread == other.thread and self.start < other.start and self.end > other.end
@@ -110,7 +119,7 @@ def read_collectives(trace: Mapping[str, Any]) -> tuple[Collective, ...]:
     Raises:
         RuntimeError: an operator of c10d that is not known here, or a list that torch cut short.
     """
-    calls = [call for end, node in enumerate(trace["nodes"]) if (call := _read_call(end, node))]
+    calls = _read_calls(trace)
     named = [call for call in calls if isinstance(call.values.get("group_name"), str)]
     found = [call for call in calls if call.name.startswith("c10d::")]
     return tuple(
@@ -118,6 +127,50 @@ def read_collectives(trace: Mapping[str, Any]) -> tuple[Collective, ...]:
         for call in sorted(found, key=lambda call: call.start)
         if call.name.removeprefix("c10d::") not in _NO_COLLECTIVE
     )
+
+
+# Of each operator the FLOPs by the shapes of its first tensors, as torch's own counter has them.
+_PRODUCTS: dict[str, Callable[..., int]] = {
+    "aten::mm": flop_counter.mm_flop,
+    "aten::addmm": flop_counter.addmm_flop,
+    "aten::bmm": flop_counter.bmm_flop,
+    "aten::baddbmm": flop_counter.baddbmm_flop,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        flop_counter.sdpa_backward_flop_count
+    ),
+}
+_PRODUCT_TENSORS = {
+    "aten::mm": 2, "aten::addmm": 3, "aten::bmm": 2, "aten::baddbmm": 3,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 4,
+}  # fmt: skip
+
+
+def read_product_flops(trace: Mapping[str, Any]) -> int:
+    """Returns the FLOPs of the matrix products and the fused CPU attention of a trace.
+
+    Those that this process computed: an operator on DTensors is recorded too, with the shapes of
+    the whole tensors, and encloses the one on local tensors, which alone counts. Where DTensor
+    asks for the shape of a result, it encloses one on meta tensors, which computes nothing.
+
+    Args:
+        trace: the observer's file, parsed.
+    """
+    calls = sorted(
+        (call for call in _read_calls(trace) if call.name in _PRODUCTS),
+        key=lambda call: (call.thread, call.start),
+    )
+    # In the order of their starts, what a call encloses comes directly behind it.
+    return sum(
+        _PRODUCTS[call.name](*call.shapes[: _PRODUCT_TENSORS[call.name]])
+        for call, following in itertools.zip_longest(calls, calls[1:])
+        if not (following and call.encloses(following)) and not call.on_meta
+    )
+
+
+def _read_calls(trace: Mapping[str, Any]) -> list[_Call]:
+    return [call for end, node in enumerate(trace["nodes"]) if (call := _read_call(end, node))]
 
 
 def _read_call(end: int, node: Mapping[str, Any]) -> _Call | None:
@@ -135,6 +188,7 @@ def _read_call(end: int, node: Mapping[str, Any]) -> _Call | None:
         name=node["name"],
         values=dict(zip(names, inputs["values"], strict=False)),  # "*" of keyword-only arguments
         types=dict(zip(names, inputs["types"], strict=False)),
+        shapes=inputs["shapes"],
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run cost: time per step and memory."""
+"""What a run computed on a rank, and what it cost: time per step and memory."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,6 +8,29 @@ from integration.metrics import RunSummary, StepRecord
 
 # The first steps allocate, fill caches and build communicators.
 WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What the first rank computes in a step; runs of equal work are fair to compare.
+
+    Attributes:
+        microbatches: their number.
+        samples: that each of them has. Ranks that share a model, as those of tensor parallelism,
+            take the same samples, and divide their work.
+        flops: of the matrix products and the attention of one microbatch, the mean of the step in
+            which collectives were counted; None where no step was.
+    """
+
+    microbatches: int
+    samples: int
+    flops: int | None
+
+
+def local_work(summary: RunSummary) -> LocalWork:
+    """Return the local work of a finished run."""
+    count, flops = summary.accumulation, summary.product_flops
+    return LocalWork(count, summary.micro_batch, None if flops is None else flops // count)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from integration.compare.cost import Cost, cost
+from integration.compare.cost import Cost, LocalWork, cost, local_work
 from integration.compare.curves import Deviation, deviation
 from integration.compare.optimizer_jobs import OptimizerJobs
 from integration.compare.parallelism import ParallelResult
@@ -46,7 +46,7 @@ class SystemResult:
 
     Attributes:
         records: the steps that were written, also of a failed run.
-        summary, cost: absent when the run failed.
+        summary, work, cost: absent when the run failed.
         deviation: absent when it or the reference failed, and of the reference itself.
         relative_step_time: median step time over the reference's.
     """
@@ -58,6 +58,7 @@ class SystemResult:
     verdict: Verdict
     records: tuple[StepRecord, ...]
     summary: RunSummary | None
+    work: LocalWork | None
     cost: Cost | None
     deviation: Deviation | None
     relative_step_time: float | None
@@ -248,6 +249,7 @@ def _against(run: Run, reference: Run, *, is_reference: bool) -> SystemResult:
         verdict=_verdict(run, found, is_reference=is_reference),
         records=run.records,
         summary=run.summary,
+        work=None if run.summary is None else local_work(run.summary),
         cost=own_cost,
         deviation=found,
         relative_step_time=relative,

@@ -92,6 +92,8 @@ def _titan(name: str, ranks: int, family: str | None = None, **degrees: Any) -> 
 
 
 _FSDP_EP = _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2)
+_TITAN_FSDP = Variant("titan-fsdp", "torchtitan-style", 2, Degrees(dp_shard=2))
+_TITAN_TP_SP = _titan("titan-tp-sp", 2)
 
 # torch's own, whose random numbers on shards stand beside ours.
 STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
@@ -129,9 +131,9 @@ PLAIN: tuple[Variant, ...] = (
     Variant("fsdp2", "fsdp2"),
     Variant("fsdp", "fsdp"),
     Variant("dtensor-tp", "dtensor-tp"),
+    _TITAN_TP_SP,
     _titan("titan-tp-sp-loss", 2, loss_parallel=True),
     _titan("titan-fsdp-tp-sp-loss", 4, dp_shard=2, loss_parallel=True),
-    _titan("titan-tp-sp", 2, "dit"),
     _titan("titan-fsdp-tp-sp", 4, "dit", dp_shard=2),
     *(Variant(f"pp-{schedule}", "single", schedule=schedule) for schedule in SCHEDULES),
     Variant("pp-1F1B-ddp", "ddp", 4, schedule="1F1B"),
@@ -148,9 +150,11 @@ SYSTEMS: tuple[Variant, ...] = (
     STOCK[0],
     Variant("fsdp", "fsdp"),
     Variant("deepspeed", "deepspeed"),
-    STOCK[1],
-    _TP_SP,
+    _TITAN_FSDP,
     _FSDP,
+    STOCK[1],
+    _TITAN_TP_SP,
+    _TP_SP,
     _FSDP_EP,
 )
 # On more ranks than small machines should have: by name alone.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from integration.compare.cost import LocalWork
 from integration.compare.results import SystemResult, Verdict
 from integration.metrics import RunSummary
 from integration.report.phrases import ABSENT, TIMES, mebibytes, scientific
@@ -18,7 +19,8 @@ class Row:
     verdict: Verdict
     ranks: str
     degree: str
-    accumulation: str
+    microbatches: str
+    gigaflops: str
     final_loss: str
     maximum: str
     step: str
@@ -46,7 +48,8 @@ def _row(result: SystemResult) -> Row:
         verdict=result.verdict,
         ranks=str(result.ranks),
         degree=str(summary.data_parallel_degree) if summary else ABSENT,
-        accumulation=str(summary.accumulation) if summary else ABSENT,
+        microbatches=microbatches(result.work),
+        gigaflops=_gigaflops(result.work),
         final_loss=f"{result.losses[-1]:.6f}" if summary else ABSENT,
         maximum=scientific(found.maximum) if found else ABSENT,
         step=str(found.step) if found and not found.bitwise_equal else ABSENT,
@@ -59,6 +62,15 @@ def _row(result: SystemResult) -> Row:
         memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
         collectives=_collectives(summary),
     )
+
+
+def microbatches(work: LocalWork | None) -> str:
+    """Return how many microbatches a rank computes in a step, times the samples of each."""
+    return ABSENT if work is None else f"{work.microbatches} {TIMES} {work.samples}"
+
+
+def _gigaflops(work: LocalWork | None) -> str:
+    return ABSENT if work is None or work.flops is None else f"{work.flops / 1e9:.3g}"
 
 
 def _collectives(summary: RunSummary | None) -> str:

@@ -52,14 +52,19 @@ def print_results(results: Results, report: Path, console: Console) -> None:
 
 
 def _systems_table(results: Sequence[SystemResult]) -> Table:
-    numbers = ("max |Δ|", "step time", f"{TIMES} single", "memory", "calls")
-    table = _table("system", "verdict", numbers=numbers)
+    work, cost = (
+        ("micro-\nbatches", "GFLOP\nof each"),
+        ("step", f"{TIMES} single", "memory", "calls"),
+    )
+    table = _table("system", "verdict", numbers=("max |Δ|", *work, *cost))
     for row, result in zip(rows(results), results, strict=True):
         counts = result.summary.collectives if result.summary else None
         table.add_row(
             row.system,
             _verdict(row.verdict, passes=row.verdict.passes),
             row.maximum,
+            row.microbatches,
+            row.gigaflops,
             row.step_time,
             row.relative.removesuffix(TIMES),
             row.memory_mean,

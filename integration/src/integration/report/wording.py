@@ -10,9 +10,21 @@ from integration.compare.setup import Comparison
 from integration.compare.variants import REFERENCE
 from integration.report.optimizer_wording import optimizer_finding
 from integration.report.parallel_wording import parallel_finding
-from integration.report.phrases import listed, loss_unit, out_of_tolerance, scientific, size
+from integration.report.phrases import TIMES, listed, loss_unit, out_of_tolerance, scientific, size
 from integration.report.picture_wording import picture_finding
 from integration.report.random_wording import random_finding
+
+_WORK_NOTE = (
+    f"Local microbatches: those of a step on a rank {TIMES} the samples of each. GFLOP: of the"
+    " matrix products and the attention that the first rank computed of one of them, on average, in"
+    f" step {WARM_UP_STEPS}. Rows with the same of both do the same local work in a microbatch."
+    " Ranks of tensor parallelism take the same samples and divide their work: their microbatches"
+    " have as many samples as the others', there are more of them, and GFLOP are what a rank"
+    " computes of each, its part of what is divided and the whole of what is not. Of divided"
+    " experts they depend on the routing. No row has a workaround for gloo: systems of torch gather"
+    " DTensors by torch's functional all_gather, plans by dtensor-rules', which sends the same"
+    " bytes."
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class PageText:
         finding: what came out.
         subject: what was compared.
         missing: sentences on systems that were asked for and could not run.
+        work_note: what the local work of each row is, and which rows do the same.
         cost_note: how the times and the memory were measured, and their limits.
     """
 
@@ -33,6 +46,7 @@ class PageText:
     finding: str
     subject: str
     missing: tuple[str, ...]
+    work_note: str
     cost_note: str
 
 
@@ -45,6 +59,7 @@ def page_text(comparison: Comparison, results: Results) -> PageText:
         finding=whole_finding(results),
         subject=_subject(comparison, results.systems),
         missing=tuple(f"{name} is {why}." for name, why in comparison.missing.items()),
+        work_note=_WORK_NOTE,
         cost_note=_cost_note(comparison),
     )
 

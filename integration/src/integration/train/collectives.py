@@ -1,4 +1,4 @@
-"""Counts the collectives of one step, beside torch's dispatcher and not in it.
+"""Counts the collectives and products of one step, beside torch's dispatcher and not in it.
 
 A dispatch mode would send DTensors another way than the one that trains; testkit's `CommLog` reads
 torch's execution trace instead. Taking and reading the trace costs the counted step time, and no
@@ -14,7 +14,7 @@ from testkit import CommLog
 
 
 class CollectiveCounter:
-    """Counts what this rank issues in one step.
+    """Counts what this rank issues and computes in one step.
 
     Args:
         step: of which number, counted from 1; None: of none.
@@ -42,6 +42,11 @@ class CollectiveCounter:
     def peak_rss_bytes(self) -> int:
         """The peak resident memory of this process without that of counting."""
         return max(self._peak, peak_rss_bytes())
+
+    @property
+    def product_flops(self) -> int | None:
+        """FLOPs of this rank's matrix products and attention; None where no step was counted."""
+        return sum(log.product_flops for log in self._logs) if self._logs else None
 
     @property
     def counts(self) -> list[CollectiveCount] | None:

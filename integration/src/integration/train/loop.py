@@ -244,12 +244,14 @@ class Trainer:
             world_size=self._world.size,
             data_parallel_degree=setup.batch_plan.degree,
             accumulation=setup.batch_plan.accumulation,
+            micro_batch=setup.batch_plan.micro_batch,
             steps=setup.config.steps,
             data_source=self._data_source,
             peak_rss_bytes=peaks,
             initial_weights=self._initial_weights,
             first_masks=self._first_masks,
             collectives=self._collectives.counts,
+            product_flops=self._collectives.product_flops,
         )
 
 

@@ -12,8 +12,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-# Its all_gathers do not break the heap, those of stock systems neither.
-import dtensor_rules._core  # noqa: F401
 from integration.errors import UsageError
 from integration.train.addresses import INTERFACE_VARIABLE, choose_interface
 from integration.train.meeting import meet, rendezvous_endpoint
