@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,7 +101,7 @@ def test_memory_that_is_given_is_checked(mesh):
         DBuffer(*arguments, memory=held)
 
 
-@pytest.mark.parametrize("key", [3, -1, True, "c", 1.0])
+@pytest.mark.parametrize("key", [3, -1, np.int64(3), "c", 1.0])
 def test_a_tensor_that_does_not_exist(mesh, key):
     buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     for way in (buffer.view, buffer.shard, buffer.dtensor):
@@ -272,3 +273,12 @@ def test_sources_of_a_gather(mesh):
     whole = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     with pytest.raises(RuntimeError, match=r"Replicate\(\) on axis 'fsdp', wants Shard"):
         full.all_gather_(whole)
+
+
+def test_axes_and_places_are_any_integers(mesh):
+    layout = plan_layout([TensorSpec("a", 12, 1, (4, 3)), TensorSpec("b", 6)], 2)
+    buffer = DBuffer(layout, mesh, [R, S0], torch.float32, shard_axis=np.int64(-1))
+    assert (buffer.shard_axis, type(buffer.shard_axis)) == (1, int)
+    assert buffer.dtensor(np.int64(1)).shape == buffer.dtensor("b").shape == (6,)
+    with pytest.raises(ValueError, match="is no axis"):
+        DBuffer(layout, mesh, [R, S0], torch.float32, shard_axis=1.0)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,3 +65,11 @@ def test_a_device_is_asked_for_what_its_launches_depend_on(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert Geometry.of_device("cuda:0") == Geometry.L4
+
+
+def test_numbers_are_any_integers_and_become_ints():
+    geometry = Geometry(np.int64(108), np.uint16(2048))
+    assert geometry == Geometry.A100
+    assert {type(n) for n in (geometry.sm_count, geometry.max_threads_per_sm)} == {int}
+    with pytest.raises(TypeError, match="integer"):
+        Geometry(108.0, 2048)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from itertools import pairwise, permutations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -147,3 +148,30 @@ def test_every_memory_order_of_a_box_is_walked():
         region = Region.box((3, 4, 5), (1, 0, 2), (2, 3, 3)).with_memory_order(order)
         expected = draw_indices((3, 4, 5), order)[1:3, 0:3, 2:5]
         assert torch.equal(scatter(region), expected)
+
+
+def test_sizes_and_offsets_are_any_integers_and_become_ints():
+    number = np.int64
+    shape = (number(4), number(6))
+    assert Region.full(shape) == Region.full((4, 6))
+    box = Region.box(shape, (number(1), number(2)), (number(2), number(3)))
+    flat = Region.flat(shape, number(3), number(9))
+    assert (box, flat) == (Region.box((4, 6), (1, 2), (2, 3)), Region.flat((4, 6), 3, 9))
+    found = [*box.global_shape, *(end for (p,) in box.pieces for end in (p.start, p.stop))]
+    found += [end for window in flat.windows for end in (window.start, window.stop)]
+    assert {type(n) for n in found} == {int}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Region.full((4, 2.5)),
+        lambda: Region.box((4, 6), (1, 2.0), (2, 3)),
+        lambda: Region.box((4, 6), (1, 2), (2, 3.5)),
+        lambda: Region.flat((4, 6), 0, 3.5),
+    ],
+    ids=["size", "offset", "size of the box", "stop"],
+)
+def test_floats_are_refused(make):
+    with pytest.raises(TypeError, match="integer"):
+        make()

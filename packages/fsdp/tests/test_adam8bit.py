@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,3 +168,15 @@ def test_states_of_another_kind(theirs, message):
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert all(optimizer.state[param] is before[name] for name, param in model.named_parameters())
+
+
+def test_sizes_are_any_integers_and_become_ints():
+    param = nn.Parameter(torch.ones(8))
+    optimizer = Adam8bit([param], block_size=np.int64(64), min_8bit_size=np.int64(4))
+    (group,) = optimizer.param_groups
+    assert (group["block_size"], group["min_8bit_size"]) == (64, 4)
+    assert {type(group["block_size"]), type(group["min_8bit_size"])} == {int}
+    param.grad = torch.ones(8)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"block_size=64\.0; wants an integer"):
+        Adam8bit([param], block_size=64.0)

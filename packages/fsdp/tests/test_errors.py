@@ -1,5 +1,6 @@
 """Bad input: errors that say what was given, by the parameter's full name, and what to do."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp import Block, Rows, fully_shard, share_comm_ctx
 from fsdp._compat import default_reduce_dtype
-from testkit import run_ranks
+from fsdp.meshes import checked_reshard
+from testkit import fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 REDUCED = default_reduce_dtype(torch.float32, torch.bfloat16)
@@ -264,3 +266,22 @@ def test_of_the_methods():
             model[1].reset_iter_state()
 
     run_ranks(check, 1)
+
+
+def test_sizes_are_any_integers():
+    assert Rows(np.int64(8)) == Rows(8)
+    assert (type(Rows(np.int64(8)).n), type(Block(np.int64(8)).n)) == (int, int)
+    for kind in (Rows, Block):
+        with pytest.raises(TypeError, match="integer"):
+            kind(2.0)
+    with fake_mesh((4,)) as mesh:
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=np.int64(2))
+        model.set_reduce_scatter_max_input_buffers(np.int64(3))
+        with pytest.raises(TypeError, match="wants an int"):
+            model.set_reduce_scatter_max_input_buffers(3.0)
+    for wrong in (2.0, np.int64(3)):
+        with pytest.raises(ValueError, match="a number that divides the 4 ranks"):
+            checked_reshard(wrong, 4)
+    assert checked_reshard(np.int64(2), 4) == (True, 2)
+    assert checked_reshard(True, 4) == (True, None)  # which is no number here
+    assert checked_reshard(False, 4) == (False, None)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp import Block, Rows, fully_shard
 from fsdp.optim import SOAP, Muon
+from fsdp.optim.owned.matrices import rows_of
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.matrix_net import (
@@ -113,3 +115,8 @@ def test_state_of_another_layout_is_refused():
         assert len(train(rows, ours, 1)) == 1
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("split", [np.int64(2), [np.int64(5), np.int64(5)]], ids=["number", "rows"])
+def test_splits_are_any_integers(split):
+    assert rows_of(split, nn.Parameter(torch.zeros(10, 4)), "w", "Muon") == (5, 5)

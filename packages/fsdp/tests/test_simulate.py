@@ -3,6 +3,7 @@
 import time
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from fsdp.simulate import (
     simulate,
     sweep,
 )  # fmt: skip
+from fsdp.simulate.mesh import mesh_size
 from fsdp.simulate.probe import fit
 from fsdp.simulate.simulation import Job
 from ragged_shard.planner import TensorSpec, plan_layout
@@ -360,3 +362,13 @@ def test_a_module_without_parameters_of_its_own():
 def test_sizes_as_words():
     assert str(MeshSize(8, 64)) == "64 x 8 ranks"
     assert str(MeshSize(8192)) == "8,192 ranks"
+
+
+def test_sizes_of_a_mesh_are_any_integers():
+    assert mesh_size(np.int64(4)) == mesh_size(4)
+    size = mesh_size((np.int64(2), np.int64(4)))
+    assert size == mesh_size((2, 4))
+    assert {type(size.replicate), type(size.shard)} == {int}
+    for wrong in (4.0, [2.0, 4], [], [2, np.int64(0)]):
+        with pytest.raises(ValueError, match="wants the ranks that shard"):
+            mesh_size(wrong)

@@ -4,6 +4,7 @@ import copy
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -206,3 +207,9 @@ def test_a_state_dict_keeps_dtypes_and_training_goes_on():
     loaded.load_state_dict(saved)
     assert loaded.state[again.up.weight]["left.0"].dtype == torch.float32
     assert train(again, loaded, 12, 3) == wanted
+
+
+def test_the_frequency_is_any_integer():
+    SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=np.int64(5))
+    with pytest.raises(ValueError, match=r"precondition_frequency=5\.0; wants steps"):
+        SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=5.0)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -175,3 +176,10 @@ def test_what_does_not_fit_is_refused():
 
 def test_no_tensors_make_no_results():
     assert redistribute_many([], [R]) == []
+
+
+def test_dims_are_any_integers():
+    with fake_mesh((2,)) as mesh:
+        sums = [DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]) for _ in range(2)]
+        for dims in (np.int64(1), [np.int64(1), 1]):
+            assert [one.placements for one in reduce_scatter_many(sums, dims)] == [(Shard(1),)] * 2

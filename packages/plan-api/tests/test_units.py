@@ -1,5 +1,6 @@
 """Heads that an axis does not divide are refused before anything is sent, and no others."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -172,3 +173,27 @@ def test_it_is_said_of_parameters_and_survives_json(mesh):
     plan = queries(mesh) | queries(mesh, 4)
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
     assert ", unit='head_dim')" in str(plan)
+
+
+def test_sizes_are_any_integers():
+    with fake_mesh((2,), ("tp",)) as mesh:
+        plan = queries(mesh, unit=np.int64(4))
+        assert '"unit": 4' in plan.to_json()
+        model = Attention()
+        model.head_dim = np.int64(4)
+        for unit in (np.int64(4), "head_dim"):
+            with pytest.raises(ValueError, match="weight is 3 times"):
+                parallelize(model, queries(mesh, unit=unit))
+
+
+def test_axes_and_copies_are_any_integers():
+    with fake_mesh((4,), ("dp",)) as mesh:
+        by_name = Plan(mesh).shard("weight", S0, "dp").fully_shard("", "dp", replicate=2)
+        number = np.int64
+        by_number = Plan(mesh).shard("weight", S0, number(0))
+        by_number.fully_shard("", number(-1), replicate=number(2))
+        for one, other in zip(by_name.entries, by_number.entries, strict=True):
+            assert (one.axes, dict(one.options)) == (other.axes, dict(other.options))
+        assert '"replicate": 2' in by_number.to_json()
+        with pytest.raises(ValueError, match=r"not 0\.5"):
+            Plan(mesh).shard("weight", S0, [0.5])

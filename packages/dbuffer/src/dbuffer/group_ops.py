@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,7 +54,8 @@ def index_of(layout: Layout, key: int | str) -> int:
     Raises:
         ValueError: there is none, or several have the name.
     """
-    if isinstance(key, int) and not isinstance(key, bool):
+    if isinstance(key, SupportsIndex):
+        key = operator.index(key)
         if 0 <= key < len(layout.specs):
             return key
         raise ValueError(f"DBuffer: tensor {key}; wants 0 to {len(layout.specs) - 1}")

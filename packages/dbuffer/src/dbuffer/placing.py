@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -82,8 +84,8 @@ def axis_index(mesh: DeviceMesh, axis: int | str, what: str) -> int:
     names = mesh.mesh_dim_names or ()
     if isinstance(axis, str) and axis in names:
         return names.index(axis)
-    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
-        return axis % mesh.ndim
+    if isinstance(axis, SupportsIndex) and -mesh.ndim <= operator.index(axis) < mesh.ndim:
+        return operator.index(axis) % mesh.ndim
     raise ValueError(
         f"DBuffer: {what}={axis!r} is no axis of a mesh of {mesh.ndim} axes named {names}; give a "
         f"number from 0 to {mesh.ndim - 1}" + (" or a name" if names else "")

@@ -4,6 +4,7 @@ torch launches its grid-stride distributions with as many blocks as the tensor n
 than the device holds at once; which element meets which random word depends on that number.
 """
 
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -77,11 +78,14 @@ class Geometry:
     V100: ClassVar["Geometry"]
 
     def __post_init__(self) -> None:
-        """Check that such a device can launch a block of 256 threads.
+        """Check that such a device can launch a block of 256 threads; make integers plain ints.
 
         Raises:
+            TypeError: a number that is no integer.
             ValueError: there is no multiprocessor, or it holds fewer than 256 threads.
         """
+        for name in ("sm_count", "max_threads_per_sm"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
         if self.sm_count < 1 or self.max_threads_per_sm < BLOCK_SIZE:
             raise ValueError(
                 f"a GPU has at least one SM of {BLOCK_SIZE} threads, not"

@@ -14,6 +14,7 @@ Note [words of this package]
 Everything here is arithmetic on Python integers; torch is not needed.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -96,7 +97,7 @@ class Region:
     @classmethod
     def full(cls, global_shape: Sequence[int]) -> Self:
         """Return the region of a tensor that holds everything: a replica."""
-        shape = tuple(int(size) for size in global_shape)
+        shape = tuple(map(operator.index, global_shape))
         pieces = tuple(_nonempty(Piece(0, size)) for size in shape)
         return cls(shape, pieces, tuple(range(len(shape))))
 
@@ -112,15 +113,17 @@ class Region:
         Raises:
             ValueError: the box has another number of dims or does not lie inside the tensor.
         """
-        shape = tuple(int(size) for size in global_shape)
+        shape = tuple(map(operator.index, global_shape))
         if not len(shape) == len(offsets) == len(sizes):
             raise ValueError(
                 f"a box of {shape} needs {len(shape)} offsets and sizes, not {tuple(offsets)}"
                 f" and {tuple(sizes)}"
             )
         pieces = tuple(
-            _nonempty(Piece(int(offset), int(offset) + int(size)))
-            for offset, size in zip(offsets, sizes, strict=True)
+            _nonempty(Piece(offset, offset + size))
+            for offset, size in zip(
+                map(operator.index, offsets), map(operator.index, sizes), strict=True
+            )
         )
         return cls(shape, pieces, tuple(range(len(shape))))
 
@@ -131,7 +134,7 @@ class Region:
         Raises:
             ValueError: the range does not lie inside the tensor.
         """
-        return cls.full(global_shape).within(Piece(start, stop))
+        return cls.full(global_shape).within(Piece(operator.index(start), operator.index(stop)))
 
     @classmethod
     def of(cls, dtensor: Any) -> "Region":

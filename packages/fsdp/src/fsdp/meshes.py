@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -70,19 +72,20 @@ def checked_reshard(given: object, size: int) -> tuple[bool, int | None]:
     """
     if given is None or isinstance(given, bool):
         return given is not False, None
-    if not isinstance(given, int) or given < 1 or size % given:
+    number = operator.index(given) if isinstance(given, SupportsIndex) else 0
+    if number < 1 or size % number:
         raise ValueError(
             f"fully_shard: reshard_after_forward={given!r}; wants True, False, None, or a number "
             f"that divides the {size} ranks of the axis that shards"
         )
-    if given == 1:
+    if number == 1:
         warnings.warn(
             "fully_shard: reshard_after_forward=1 keeps all parameters after forward, as False "
             "does; True reshards them to all ranks",
             stacklevel=3,
         )
         return False, None
-    return True, None if given == size else given
+    return True, None if number == size else number
 
 
 def backward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:

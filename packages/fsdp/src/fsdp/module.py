@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -167,8 +168,9 @@ class FSDPModule(TorchFSDPModule):
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """How many reductions may be under way before backward waits for the oldest."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        if not isinstance(max_input_buffers, SupportsIndex):
             raise TypeError(f"max_input_buffers={max_input_buffers!r}; wants an int")
+        max_input_buffers = operator.index(max_input_buffers)
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers}; wants at least 1")
         for state in self._states(recurse):

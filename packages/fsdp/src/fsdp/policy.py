@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -24,6 +25,10 @@ class Rows:
 
     n: int = 1
 
+    def __post_init__(self) -> None:
+        """Makes the number a plain int."""
+        object.__setattr__(self, "n", operator.index(self.n))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -34,6 +39,10 @@ class Block:
     """
 
     n: int = 1
+
+    def __post_init__(self) -> None:
+        """Makes the number a plain int."""
+        object.__setattr__(self, "n", operator.index(self.n))
 
 
 @dataclass(frozen=True)

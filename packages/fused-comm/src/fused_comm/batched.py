@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -141,13 +142,17 @@ def reduce_scatter_many(tensors: Sequence[DTensor], dim: int | Sequence[int] = 0
     Raises:
         ValueError: not as many dims as tensors.
     """
-    dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
+    many = [dim] * len(tensors) if isinstance(dim, SupportsIndex) else dim
+    dims = list(map(operator.index, many))
     if len(dims) != len(tensors):
         raise ValueError(f"reduce_scatter_many: {len(dims)} dims for {len(tensors)} tensors")
     return redistribute_many(
         tensors,
         [
-            [Shard(where) if isinstance(p, Partial) else p for p in tensor.placements]
+            [
+                Shard(operator.index(where)) if isinstance(p, Partial) else p
+                for p in tensor.placements
+            ]
             for tensor, where in zip(tensors, dims, strict=True)
         ],
     )

@@ -8,8 +8,10 @@ sum. Its *target* is its parameter's placement there. Where that is Replicate th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -241,7 +243,7 @@ def expected(
 
 
 def _axis_number(mesh: DeviceMesh, axis: str | int) -> int:
-    if isinstance(axis, int):
-        return axis
+    if isinstance(axis, SupportsIndex):
+        return operator.index(axis)
     names = mesh.mesh_dim_names or ()
     return names.index(axis) if axis in names else -1  # this mesh has no such axis

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,10 +35,11 @@ def axes_of(
         return names
     if isinstance(given, DeviceMesh):
         return _of_submesh(given, mesh, what)
-    asked = (given,) if isinstance(given, (str, int)) else tuple(given)
+    asked = (given,) if isinstance(given, (str, SupportsIndex)) else tuple(given)
     found = []
     for axis in asked:
-        name = names[axis] if isinstance(axis, int) and axis < len(names) else axis
+        number = operator.index(axis) if isinstance(axis, SupportsIndex) else len(names)
+        name = names[number] if number < len(names) else axis
         if name not in names:
             close = difflib.get_close_matches(str(name), names, 1, 0.5)
             hint = f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,8 +7,9 @@ overrides an earlier one. Tensors for which a plan says nothing are whole on eve
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +78,8 @@ class Plan(ContextEntries):
                 f"shard({path!r}): operators' inputs are where their module's are; annotate() "
                 f"says where that is"
             )
+        if unit is not None and not isinstance(unit, str):
+            unit = operator.index(unit)
         options = {} if unit is None else {"unit": unit}
         return self._add(Verb.SHARD, path, mesh, placements, phase=phase, options=options)
 
@@ -261,6 +264,8 @@ class Plan(ContextEntries):
             "granularity": granularity, "reshard_after_forward": reshard_after_forward,
         }  # fmt: skip
         options |= {"flat": True} if flat else {}
+        if isinstance(replicate, SupportsIndex):
+            replicate = operator.index(replicate)
         options |= {"replicate": replicate} if replicate != 1 else {}
         return self._add(Verb.FULLY_SHARD, path, mesh, None, options=options)
 

@@ -8,9 +8,10 @@ said here by placements.
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -89,9 +90,9 @@ def _makes_heads(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a module makes the queries, keys or values of an attention that tells their size."""
     above, _, own = name.rpartition(".")
     size, weight = getattr(modules[above], "head_dim", None), getattr(modules[name], "weight", None)
-    if own not in _HEADS or not isinstance(size, int) or weight is None:
+    if own not in _HEADS or not isinstance(size, SupportsIndex) or weight is None:
         return False
-    return bool(weight.shape[0] % size == 0)
+    return bool(weight.shape[0] % operator.index(size) == 0)
 
 
 def _refuse(rule: str, style: str, model: nn.Module, pattern: str) -> None:

@@ -7,7 +7,9 @@ ends within a head torch cannot, and says so in forward, after the model is plac
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -95,8 +97,8 @@ def _size(path: str, unit: int | str, entry: Entry, model: nn.Module) -> tuple[i
     for count in range(len(parts), -1, -1):
         above = ".".join(parts[:count])
         size = getattr(model.get_submodule(above), unit, None)
-        if isinstance(size, int):
-            return size, f"{above or 'the model'}'s {unit} ({size})"
+        if isinstance(size, SupportsIndex):
+            return operator.index(size), f"{above or 'the model'}'s {unit} ({size})"
     raise ValueError(
         f"{entry.said}: neither {path} nor a module above it has an integer {unit!r}: unit= is "
         f"the name of an attribute that tells the size, or the size"

@@ -2,9 +2,10 @@
 
 import re
 
+import numpy as np
 import pytest
 
-from ragged_shard.planner import TensorSpec
+from ragged_shard.planner import TensorSpec, plan_layout
 
 MOST = 2**63 - 1
 
@@ -35,7 +36,6 @@ BAD = [
     ({"name": 3, "numel": 1}, "TensorSpec name: got 3"),
     ({"numel": -1}, "'w' numel: got -1"),
     ({"numel": 1.0}, "'w' numel: got 1.0 of type float"),
-    ({"numel": True}, "'w' numel: got True of type bool"),
     ({"numel": "8"}, "'w' numel: got '8' of type str"),
     ({"numel": 2**63}, f"'w' numel: got {2**63}"),
     ({"numel": 8, "block": 0}, "'w' block: got 0"),
@@ -54,3 +54,13 @@ BAD = [
 def test_bad_values_are_named(values, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         TensorSpec(**{"name": "w", **values})
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, np.array], ids=repr)
+def test_integers_of_other_types_become_ints(integer):
+    spec = TensorSpec("w", integer(6), integer(2), [integer(2), integer(3)])
+    assert spec == TensorSpec("w", 6, 2, (2, 3))
+    assert {type(n) for n in (spec.numel, spec.block, *spec.shape)} == {int}
+    layout = plan_layout([spec], integer(2), alignment=integer(1), node_limit=integer(100))
+    assert layout == plan_layout([TensorSpec("w", 6, 2, (2, 3))], 2, node_limit=100)
+    assert {type(n) for n in (layout.world_size, layout.alignment, layout.shard_size)} == {int}

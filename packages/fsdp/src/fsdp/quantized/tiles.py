@@ -14,8 +14,10 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, where weights have tiles 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -48,8 +50,9 @@ class Tiles:
             raise ValueError(f"Tiles: dtype={self.dtype!r}; wants one of {[*LARGEST]}")
         for key in ("rows", "cols"):
             size = getattr(self, key)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not isinstance(size, SupportsIndex) or operator.index(size) < 1:
                 raise ValueError(f"Tiles: {key}={size!r}; wants an integer of at least 1")
+            object.__setattr__(self, key, operator.index(size))
 
     def block(self, shape: Sequence[int]) -> int:
         """Elements of the flattened tensor at whose multiples no tile is cut.

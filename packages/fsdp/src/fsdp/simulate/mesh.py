@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 __all__ = ["MeshLike", "MeshSize", "mesh_size"]
 
@@ -49,7 +50,11 @@ def mesh_size(mesh: MeshLike) -> MeshSize:
         return mesh
     given: Any = mesh.values() if isinstance(mesh, Mapping) else mesh
     sizes = list(given) if isinstance(given, Iterable) else [given]
-    if len(sizes) not in (1, 2) or not all(isinstance(n, int) and n >= 1 for n in sizes):
+    if all(isinstance(size, SupportsIndex) for size in sizes):
+        sizes = [operator.index(size) for size in sizes]
+    else:
+        sizes = []
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError(
             f"simulate: mesh={mesh!r}; wants the ranks that shard, or sizes of at least 1 of "
             f"(replicate, shard)"

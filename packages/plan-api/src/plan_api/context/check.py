@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,12 +71,12 @@ def _told(module: nn.Module, attribute: str, entry: Entry) -> int:
     found: Any = module
     for name in attribute.split("."):
         found = getattr(found, name, None)
-    if not isinstance(found, int):
+    if not isinstance(found, SupportsIndex):
         raise ValueError(
             f"{entry.said}: {type(module).__name__} has no integer {attribute!r}: heads= is the "
             f"name of an attribute that tells how many key-value heads there are"
         )
-    return found
+    return operator.index(found)
 
 
 def _check_heads(

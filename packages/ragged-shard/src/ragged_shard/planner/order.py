@@ -1,5 +1,6 @@
 """The orders in which a group's tensors may lie in the buffer."""
 
+import operator
 from collections.abc import Callable, Sequence
 
 from ragged_shard.planner.spec import TensorSpec
@@ -63,8 +64,9 @@ def permutation(order: Order, specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:
     if isinstance(places, str) or not isinstance(places, Sequence):
         raise ValueError(f"{what}: got {places!r}, wants a sequence of places in the specs")
     for place in places:
-        if not isinstance(place, int) or isinstance(place, bool):
+        if not hasattr(place, "__index__"):
             raise ValueError(f"{what}: got {place!r} among the places, wants integers")
+    places = tuple(map(operator.index, places))
     if sorted(places) != list(range(len(specs))):
         wrong = sorted(set(places) ^ set(range(len(specs)))) or sorted(
             place for place in set(places) if list(places).count(place) > 1
@@ -73,4 +75,4 @@ def permutation(order: Order, specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:
             f"{what}: got {len(places)} places, of which {wrong[:5]} are missing, unknown or "
             f"double, wants each of 0 to {len(specs) - 1} once"
         )
-    return tuple(places)
+    return places

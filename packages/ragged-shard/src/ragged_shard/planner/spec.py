@@ -1,5 +1,6 @@
 """What the planner is told of a tensor: its size, and the blocks that no shard may cut."""
 
+import operator
 from dataclasses import dataclass
 from math import prod
 
@@ -31,12 +32,15 @@ class TensorSpec:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, and make the shape a plain tuple."""
+        """Check the values, and make sizes plain ints and the shape a plain tuple."""
         if not isinstance(self.name, str):
             raise ValueError(f"TensorSpec name: got {self.name!r}, wants a string")
         who = f"TensorSpec {self.name!r}"
-        check_size(f"{who} numel", self.numel, least=0)
-        check_size(f"{who} block", self.block, least=1)
+        for name, least in (("numel", 0), ("block", 1)):
+            given = getattr(self, name)
+            size = check_size(f"{who} {name}", given, least=least)
+            if size is not given:
+                object.__setattr__(self, name, size)
         if self.block > self.numel > 0:
             raise ValueError(
                 f"{who} block: got {self.block} for a tensor of {self.numel} elements, wants at "
@@ -46,31 +50,32 @@ class TensorSpec:
             return
         if not isinstance(self.shape, tuple | list):
             raise ValueError(f"{who} shape: got {self.shape!r}, wants a tuple of integers")
-        for size in self.shape:
-            check_size(f"{who} shape", size, least=0)
-        if prod(self.shape) != self.numel:
+        shape = tuple(check_size(f"{who} shape", size, least=0) for size in self.shape)
+        if prod(shape) != self.numel:
             raise ValueError(
-                f"{who} shape: got {tuple(self.shape)} of {prod(self.shape)} elements, wants "
+                f"{who} shape: got {shape} of {prod(shape)} elements, wants "
                 f"numel={self.numel} of them"
             )
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", shape)
 
 
-def check_size(what: str, value: object, *, least: int) -> int:
-    """Return ``value`` if it is an integer between ``least`` and the largest int64.
+def check_size(what: str, value: int, *, least: int) -> int:
+    """Return ``value`` as an int if it is an integer between ``least`` and the largest int64.
 
     Args:
         what: names the value in the error.
-        value: any object.
+        value: what has ``__index__`` is an integer, and a float is none.
         least: the smallest value that is right.
 
     Raises:
-        ValueError: it is not; booleans and floats are no integers here.
+        ValueError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool):
+    try:
+        size: int = operator.index(value)
+    except TypeError:
         raise ValueError(
             f"{what}: got {value!r} of type {type(value).__name__}, wants an integer; pass int(..)"
-        )
-    if not least <= value <= MOST_ELEMENTS:
-        raise ValueError(f"{what}: got {value}, wants {least} to 2**63 - 1")
-    return value
+        ) from None
+    if not least <= size <= MOST_ELEMENTS:
+        raise ValueError(f"{what}: got {size}, wants {least} to 2**63 - 1")
+    return size

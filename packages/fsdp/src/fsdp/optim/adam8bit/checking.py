@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -16,7 +17,7 @@ __all__ = ["check_grad", "check_group", "check_param", "check_state"]
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raises where an option is out of range.
+    """Raises where an option is out of range; makes integers plain ints.
 
     Raises:
         ValueError: it says which.
@@ -36,6 +37,8 @@ def check_group(group: dict[str, Any]) -> None:
         if not fits:
             wanted = wants.get(key, "a number that is not negative")
             raise ValueError(f"Adam8bit: {key}={group[key]!r}; wants {wanted}")
+    for key in ("block_size", "min_8bit_size"):
+        group[key] = operator.index(group[key])
 
 
 def check_param(param: torch.Tensor, name: str) -> None:
@@ -104,4 +107,4 @@ def check_state(
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, SupportsIndex)

@@ -12,10 +12,11 @@ Note: the words of this package.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,10 +123,11 @@ def rows_of(
     rows = param.shape[-2]
     if split is None:
         found = [rows]
-    elif isinstance(split, int):
+    elif isinstance(split, SupportsIndex):
+        split = operator.index(split)
         found = [rows // split] * split if split > 0 and rows % split == 0 else []
     else:
-        found = list(split)
+        found = [operator.index(part) for part in split]
     if sum(found) != rows or (rows and min(found) < 1):
         raise ValueError(
             f"{who}: split={split!r} of parameter {name!r}, whose matrices have {rows} rows; wants "

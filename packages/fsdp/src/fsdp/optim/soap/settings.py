@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +28,7 @@ def check_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"SOAP: {name}={group[name]}; wants 0 or more")
     if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"SOAP: betas={group['betas']}; wants two, from 0 to below 1")
-    if not isinstance(frequency, int) or frequency < 1:
+    if not isinstance(frequency, SupportsIndex) or operator.index(frequency) < 1:
         raise ValueError(f"SOAP: precondition_frequency={frequency!r}; wants steps, 1 or more")
 
 
