@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from testkit import CommLog, fake_mesh
@@ -120,3 +121,31 @@ def test_another_mesh():
         replica = DTensor.from_local(torch.ones(8, 4), other, [Replicate()] * 2, run_check=False)
         with pytest.raises(NotImplementedError, match="one mesh only"):
             redistribute_local_tensor(ragged.to_local(), spec, replica._spec)
+
+
+@pytest.mark.parametrize(
+    ("local", "remedy"),
+    [
+        (torch.ones(12), r"\.view\(3, 4\)"),
+        (torch.ones(5, 4), "construct it with distribute_tensor"),
+    ],
+    ids=["flat", "of another rank"],
+)
+def test_a_dtensor_constructed_around_another_local_shape_at_its_first_operator(local, remedy):
+    with fake_mesh((2,)) as mesh, CommLog() as log:
+        meta = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
+        spec = DTensorSpec(mesh, (RaggedShard(ROWS, (3, 5)),), tensor_meta=meta)
+        x = DTensor(local, spec, requires_grad=False)
+        right = DTensor(torch.ones(3, 4), spec, requires_grad=False)
+        for operator in (
+            lambda: x * 3,
+            lambda: x.sum(1),
+            lambda: right.clone().div_(x),
+            lambda: torch._foreach_mul([right, x], 3.0),
+            lambda: x.redistribute(placements=[Replicate()]),
+            lambda: torch.nn.functional.linear(torch.ones(2, 4), x),
+        ):
+            with pytest.raises(ValueError, match=rf"expected .* \(3, 4\) on .*, got .*{remedy}"):
+                operator()
+        assert (right * 3).to_local().shape == (3, 4)
+    log.assert_counts({})

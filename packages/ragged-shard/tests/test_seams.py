@@ -5,8 +5,7 @@ own code. When one of these tests fails, torch has changed: read its code, and s
 is still needed and still enough.
 """
 
-import subprocess
-import sys
+import inspect
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ from torch.distributed._state_dict_utils import _distribute_tensors
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_shard import RaggedShard
-from ragged_shard.install import install
-from ragged_shard.seams import replace_function, replace_method
+from ragged_shard.seams import Patches
 from testkit import fake_mesh
 
 SHAPE, STRIDE = torch.Size((8, 4)), (4, 1)
@@ -78,8 +77,8 @@ def test_stock_redistributes_to_an_unknown_placement_by_doing_nothing(mesh):
 def test_stock_says_an_unknown_shard_is_the_whole_tensor(mesh):
     shape, offset = compute_local_shape_and_global_offset(SHAPE, mesh, [Unknown()])
     assert (tuple(shape), tuple(offset)) == ((8, 4), (0, 0))
-    with pytest.raises(ValueError, match="no single box"):
-        compute_local_shape_and_global_offset(SHAPE, mesh, [RaggedShard((0,), (3, 5))])
+    shape, offset = compute_local_shape_and_global_offset(SHAPE, mesh, [RaggedShard((0,), (3, 5))])
+    assert (tuple(shape), tuple(offset)) == ((3, 4), (0, 0))
 
 
 def test_stock_saves_an_unknown_shard_as_the_whole_tensor(mesh):
@@ -141,67 +140,73 @@ def test_stock_hashes_shards_of_other_sizes_alike(mesh):
     assert (
         unknown(mesh, 3)._stable_hash_for_caching() == unknown(mesh, 5)._stable_hash_for_caching()
     )
-    ours = spec(mesh, RaggedShard((0,), (3, 5)))
+    ours = spec(mesh, RaggedShard((0,), (3, 5)))  # as two ranks have them
     three, five = (DTensor(torch.ones(n, 4), ours, requires_grad=False) for n in (3, 5))
     assert three._stable_hash_for_caching() != five._stable_hash_for_caching()
 
 
-def test_installing_twice_changes_nothing():
-    before = DTensor.__create_chunk_list__, distribute_tensor.__code__
-    install()
-    assert before == (DTensor.__create_chunk_list__, distribute_tensor.__code__)
+def test_stock_draws_random_numbers_for_an_unknown_shard(mesh):
+    region = OffsetBasedRNGTracker._distribute_region  # which accelerators alone come to
+    assert hasattr(region(None, spec(mesh, Unknown())), "__enter__")
+    with pytest.raises(RuntimeError, match="install dist-rng"):
+        region(None, spec(mesh, RaggedShard((0,), (3, 5))))
 
 
-def test_functions_that_were_imported_before_are_replaced_too():
-    code = """
-from torch.distributed.tensor import distribute_tensor
-import ragged_shard
-import inspect, torch
-from testkit import fake_mesh
-from ragged_shard import RaggedShard
-placements = [RaggedShard((0,), (3, 5))]
-with fake_mesh((2,)) as mesh:
-    placed = distribute_tensor(torch.ones(8, 4), mesh, placements, src_data_rank=None)
-assert placed.to_local().shape == (3, 4)
-assert list(inspect.signature(distribute_tensor).parameters) == [
-    "tensor", "device_mesh", "placements", "src_data_rank"
-]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("order", ["import ragged_shard, torch", "import torch, ragged_shard"])
-def test_the_seams_are_there_whichever_is_imported_first(order):
-    code = f"""
-{order}
-ragged_shard.RaggedShard
-import torch.distributed.tensor._api as api
-assert getattr(api.distribute_tensor, "__ragged_shard_seam__", False)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.fixture
+def patches():
+    patches = Patches()
+    yield patches
+    patches.restore()
 
 
 def plain(a, b=2, *, c=3):
+    """Adds."""
     return a + b + c
 
 
-def test_a_replaced_function_keeps_its_callers_its_name_and_its_signature():
-    alias = plain
-    replace_function(plain, lambda stock, *args, **kwargs: 10 * stock(*args, **kwargs))
+def test_a_replaced_function_keeps_its_callers_its_name_and_its_signature(patches):
+    alias, signature = plain, inspect.signature(plain)
+    patches.function(plain, lambda stock, *args, **kwargs: 10 * stock(*args, **kwargs))
     assert alias(1) == 60
     assert alias(1, 1, c=1) == 30
-    assert alias.__name__ == "plain"
-    replace_function(plain, lambda stock, *args: 0)  # a second time: no effect
-    assert alias(1) == 60
+    assert (alias.__name__, alias.__doc__, inspect.signature(alias)) == (
+        "plain",
+        "Adds.",
+        signature,
+    )
+    with pytest.raises(TypeError, match="replaced already"):
+        patches.function(plain, lambda stock: stock())
 
 
-def test_a_closure_is_refused():
+def everything_of(function):
+    return (
+        *(function.__code__, function.__defaults__, function.__kwdefaults__),
+        *(dict(function.__dict__), set(function.__globals__)),
+    )
+
+
+def test_a_restored_function_is_what_it_was():
+    plain.marked = "by its owner"
+    before, patches = everything_of(plain), Patches()
+    patches.function(plain, lambda stock, *args, **kwargs: 0)
+    assert plain(1) == 0
+    patches.restore()
+    assert plain(1) == 6
+    assert everything_of(plain) == before
+
+
+def test_a_closure_is_refused(patches):
     captured = 1
     with pytest.raises(TypeError, match="no plain function"):
-        replace_function(lambda: captured, lambda stock: stock())
+        patches.function(lambda: captured, lambda stock: stock())
 
 
-class Owner:
+class Base:
+    def inherited(self):
+        return 1
+
+
+class Owner(Base):
     def method(self, x):
         return x
 
@@ -210,9 +215,27 @@ class Owner:
         return x
 
 
-def test_methods_and_static_methods_are_replaced():
-    replace_method(Owner, "method", lambda stock, self, x: stock(self, x) + 1)
-    replace_method(Owner, "static", lambda stock, x: stock(x) + 2)
-    replace_method(Owner, "method", lambda stock, self, x: 0)
+def test_methods_and_static_methods_are_replaced_and_restored():
+    before, patches = dict(vars(Owner)), Patches()
+    patches.method(Owner, "method", lambda stock, self, x: stock(self, x) + 1)
+    patches.method(Owner, "static", lambda stock, x: stock(x) + 2)
+    patches.method(Owner, "inherited", lambda stock, self: stock(self) + 3)
     assert Owner().method(1) == 2
     assert Owner.static(1) == Owner().static(1) == 3
+    assert (Owner().inherited(), Base().inherited()) == (4, 1)
+    assert list(inspect.signature(Owner.method).parameters) == ["self", "x"]
+    patches.restore()
+    assert dict(vars(Owner)) == before
+
+
+def test_what_others_replaced_since_is_not_restored_and_nothing_else_is():
+    patches, table = Patches(), {"op": 1}
+    patches.method(Owner, "method", lambda stock, self, x: stock(self, x) + 1)
+    patches.item(table, "op", 2)
+    table["op"] = 3
+    with pytest.raises(RuntimeError, match=r"expected the entry of op as .* undo that first"):
+        patches.restore()
+    assert (Owner().method(1), table) == (2, {"op": 3})
+    table["op"] = 2
+    patches.restore()
+    assert (Owner().method(1), table) == (1, {"op": 1})

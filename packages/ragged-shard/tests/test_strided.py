@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,11 +20,9 @@ def test_a_factor_below_one_is_refused(factor):
         StridedRaggedShard((0,), (1, 1), factor)
 
 
-@pytest.mark.parametrize("factor", [True, 2.0, "2", None])
+@pytest.mark.parametrize("factor", [2.0, "2", None])
 def test_a_factor_that_is_no_integer_is_refused(factor):
-    with pytest.raises(
-        TypeError, match=re.escape(f"split_factor must be an integer, got {factor!r}")
-    ):
+    with pytest.raises(TypeError, match=re.escape(f"an integer for split_factor, got {factor!r}")):
         StridedRaggedShard((0,), (1, 1), factor)
 
 
@@ -88,3 +87,11 @@ def test_ranks_hold_of_the_base_what_ragged_gives_them():
     for rank in range(3):
         assert PLACEMENT.interval((6, 4), rank) == ragged.interval((6, 4), rank)
         assert PLACEMENT.local_shape((6, 4), rank) == ragged.local_shape((6, 4), rank)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor, bool], ids=repr)
+def test_a_factor_of_other_integer_types_becomes_one(integer):
+    one, none = integer(1), integer(0)
+    strided = StridedRaggedShard((none,), (one, none), one)
+    assert strided == StridedRaggedShard((0,), (1, 0), 1)
+    assert type(strided.split_factor) is int

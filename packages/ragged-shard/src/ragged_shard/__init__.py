@@ -1,14 +1,13 @@
-"""Placements that stock DTensor lacks, and the planner of their layouts.
+"""Placements that torch's DTensor lacks, and the planner of their layouts.
 
-Note: importing a placement installs the package in torch (install.py). The planner needs no torch,
-and importing `ragged_shard.planner` must not load it, so the names below are loaded at first use,
-or at once where torch is loaded already.
+Note: importing changes nothing in torch; `install` does, which the first construction of a
+placement calls. The planner needs no torch, and importing `ragged_shard.planner` must not load it,
+so the names below are loaded at first use.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 
 TYPE_CHECKING = False  # as typing has it, whose import costs the planner milliseconds
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     )
     from ragged_shard.interleaved import InterleavedShard
     from ragged_shard.ownership import Ownership
+    from ragged_shard.patches import install, is_installed, uninstall
     from ragged_shard.ragged import RaggedShard
     from ragged_shard.spec import dim_of, even_shape, local_shape
     from ragged_shard.strided import StridedRaggedShard
@@ -36,9 +36,12 @@ __all__ = [
     "dim_of",
     "even_shape",
     "fallbacks",
+    "install",
+    "is_installed",
     "local_shape",
     "reset_fallbacks",
     "strict",
+    "uninstall",
     "visualize",
 ]
 
@@ -51,9 +54,12 @@ _HOMES = {
     "dim_of": "spec",
     "even_shape": "spec",
     "fallbacks": "fallback",
+    "install": "patches",
+    "is_installed": "patches",
     "local_shape": "spec",
     "reset_fallbacks": "fallback",
     "strict": "fallback",
+    "uninstall": "patches",
     "visualize": "visualization",
 }
 
@@ -61,20 +67,10 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ragged_shard' has no attribute {name!r}")
-    _load()
-    return globals()[name]
-
-
-def _load() -> None:
-    """Imports every name into this module, and installs the seams."""
-    importlib.import_module("ragged_shard.install").install()
-    for name, home in _HOMES.items():
-        globals()[name] = getattr(importlib.import_module(f"ragged_shard.{home}"), name)
+    value: object = getattr(importlib.import_module(f"ragged_shard.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-if "torch" in sys.modules:
-    _load()

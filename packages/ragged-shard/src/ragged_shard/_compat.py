@@ -64,6 +64,11 @@ def stock_offsets(
     return tuple(offsets)
 
 
+def clear_native_cache() -> None:
+    """Clears this thread's cache of decisions in C++, which torch 2.11 to 2.15 have."""
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 def stable_hash(stock: Callable[[DTensor], str], tensor: DTensor) -> str:
     """`DTensor._stable_hash_for_caching` (2.12 and later), with the local shape and strides.
 

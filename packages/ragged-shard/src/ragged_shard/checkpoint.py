@@ -134,12 +134,15 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 
 def create_write_items(
-    stock: Callable[..., list[WriteItem]], tensor: DTensor, fqn: str, same: object
+    stock: Callable[..., list[WriteItem]],
+    tensor: DTensor,
+    fqn: str,
+    object: Any,  # noqa: A002 - torch's name, by which callers may pass it
 ) -> list[WriteItem]:
     """`DTensor.__create_write_items__`: one item per box."""
     spec = tensor._spec
     if not any_ours(spec.placements):
-        return stock(tensor, fqn, same)
+        return stock(tensor, fqn, object)
     tensor._raise_if_contains_partial_placements()
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     return [

@@ -10,13 +10,16 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from ragged_shard import _compat
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.rank_boxes import held_lengths, replicates
-from ragged_shard.spec import Placements, dim_of, ragged_axis
+from ragged_shard.spec import Placements, dim_of, local_shape, meta_of, ragged_axis
 from ragged_shard.strided import StridedRaggedShard
 
 
@@ -54,6 +57,48 @@ def check_contiguous(shape: Sequence[int], stride: Sequence[int], placements: Pl
             f"{tuple(stride)}; ragged units are runs of storage, so it must be contiguous: call "
             f".contiguous() first"
         )
+
+
+def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Raises where the local tensor of a ragged DTensor has another shape than this package's.
+
+    A DTensor that was constructed directly may have one: a flat tensor of the right elements.
+    Nothing is checked while torch traces, where sizes may be symbols.
+
+    Args:
+        name: of the operator, for the error.
+        local: the local tensor.
+        spec: of the DTensor, with any placements.
+
+    Raises:
+        ValueError: another shape, with the shape that was expected.
+    """
+    if ragged_axis(spec.placements) is None or _compat.is_tracing():
+        return
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:  # such a rank holds nothing
+        return
+    shape = tuple(meta_of(spec).shape)
+    expected = _expected_local(shape, spec.mesh, tuple(coordinate), tuple(spec.placements))
+    if tuple(local.shape) == expected:
+        return
+    remedy = "construct it with distribute_tensor or DTensor.from_local, which check it"
+    if local.numel() == math.prod(expected):
+        remedy = f"call .view{expected} on it before DTensor(...)"
+    raise ValueError(
+        f"{name}: expected a local tensor of shape {expected} on this rank, for placements "
+        f"{spec.placements} of a tensor of shape {shape}, got {tuple(local.shape)}; {remedy}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _expected_local(
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...],  # equal meshes may be of different ranks
+    placements: Placements,
+) -> tuple[int, ...]:
+    return local_shape(shape, mesh, placements)
 
 
 @lru_cache(maxsize=4096)

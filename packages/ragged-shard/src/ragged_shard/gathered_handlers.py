@@ -6,7 +6,7 @@ of ours a rule decides as for any operator; where there is none, the inputs are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,16 +29,19 @@ _SAFE = {
 Handler = Callable[[torch._ops.OpOverload, tuple[object, ...], dict[str, object]], object]
 
 
-def install(handlers: dict[torch._ops.OpOverload, Handler]) -> None:
-    """Puts a guard before every handler of torch's that needs one.
+def guarded(
+    handlers: Mapping[torch._ops.OpOverload, Handler],
+) -> dict[torch._ops.OpOverload, Handler]:
+    """A guard for every handler of torch's that needs one, by operator.
 
     Args:
         handlers: of the dispatcher, by operator; handlers of other packages are left alone.
     """
-    for op, handler in handlers.items():
-        ours = not handler.__module__.startswith("torch.") or handler.__name__ in _SAFE
-        if not ours:
-            handlers[op] = _guarded(handler)
+    return {
+        op: _guarded(handler)
+        for op, handler in handlers.items()
+        if handler.__module__.startswith("torch.") and handler.__name__ not in _SAFE
+    }
 
 
 def _guarded(handler: Handler) -> Handler:

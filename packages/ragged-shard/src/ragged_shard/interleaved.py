@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from torch.distributed.tensor.placement_types import Placement
+
+from ragged_shard.seams import ensure_installed
 
 
 class InterleavedShard(Placement):
@@ -13,7 +16,7 @@ class InterleavedShard(Placement):
     A fused QKV weight of ``3 * h`` rows is tensor-parallel as ``InterleavedShard(0, 3)``: the dim
     is read as ``(3, h)`` and ``h`` is sharded as by `torch.chunk`; a local tensor is the rank's
     rows of Q, then of K, then of V. Flattening a dim that is sharded behind another gives the same.
-    (veScale, appendix 12.)
+    (veScale, appendix 12.) As of `RaggedShard`, the first one calls `ragged_shard.install`.
 
     Args:
         dim: of the tensor; negative counts from the end and is made positive when a tensor is
@@ -30,13 +33,11 @@ class InterleavedShard(Placement):
 
     def __init__(self, dim: int, interleaves: int) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("interleaves", interleaves)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"InterleavedShard: {name} must be an integer, got {value!r}")
-        if interleaves < 1:
+        ensure_installed()
+        self.dim = _integer("dim", dim)
+        self.interleaves = _integer("interleaves", interleaves)
+        if self.interleaves < 1:
             raise ValueError(f"InterleavedShard: interleaves must be at least 1, got {interleaves}")
-        self.dim = dim
-        self.interleaves = interleaves
 
     def normalized(self, ndim: int) -> InterleavedShard:
         """The same with a positive dim, for a tensor of so many dims."""
@@ -95,3 +96,12 @@ class InterleavedShard(Placement):
 
     def __fx_repr__(self) -> tuple[str, dict[str, object]]:
         return repr(self), {"InterleavedShard": InterleavedShard}
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"InterleavedShard: expected an integer for {name}, got {value!r}"
+        ) from None

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
 
 from ragged_shard.boxes import contiguous_strides
-from ragged_shard.fit import check_contiguous, check_placements
+from ragged_shard.fit import check_contiguous, check_local, check_placements
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.rank_boxes import normalized
 from ragged_shard.spec import (
@@ -111,6 +112,49 @@ def from_torch_tensor(
                 f"{tuple(local.shape)} has strides {local.stride()}; call .contiguous() first"
             )
     return stock(ctx, local, device_mesh, placements, run_check, shape, stride, *more)
+
+
+def unwrap_to_op_info(
+    stock: Callable[..., Any],
+    dispatcher: object,
+    op_call: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Any:
+    """`OpDispatcher.unwrap_to_op_info`, checking the local tensors of ragged operands.
+
+    Torch calls it for an operator whose decision is not in the cache, so the check costs cached
+    dispatch nothing: it meets a DTensor that was constructed directly at its first operator.
+
+    Raises:
+        ValueError: a local tensor of another shape than this package's, such as a flat one.
+    """
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, DTensor):
+            check_local(str(op_call), leaf._local_tensor, leaf._spec)
+    return stock(dispatcher, op_call, args, kwargs)
+
+
+def distribute_region(
+    stock: Callable[..., Any], tracker: object, spec: DTensorSpec, *args: Any, **kwargs: Any
+) -> Any:
+    """`OffsetBasedRNGTracker._distribute_region`, behind torch's random numbers for DTensors.
+
+    Raises:
+        RuntimeError: a placement of this package, for which torch would draw the numbers of a
+            replica on every rank.
+    """
+    if any_ours(spec.placements):
+        raise random_refused("torch.distributed.tensor", spec.placements)
+    return stock(tracker, spec, *args, **kwargs)
+
+
+def random_refused(name: str, placements: Sequence[Placement]) -> RuntimeError:
+    """The error of drawing random numbers without dist-rng."""
+    return RuntimeError(
+        f"{name}: torch by itself cannot draw random numbers for placements {tuple(placements)}; "
+        f"install dist-rng and call dist_rng.install(), which draws what one device would"
+    )
 
 
 def to_local_backward(

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ragged_shard.fallback import GatheredSpec
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ops import interleaving, table
+from ragged_shard.placing import random_refused
 from ragged_shard.question import Answer, OnAxis, Question, Rule
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.spec import (
@@ -291,11 +292,7 @@ def _draws(question: Question) -> bool:
 def _refuse_random(question: Question) -> None:
     if _draws(question):
         placements = [s.placements for s in question.specs if any(map(is_ours, s.placements))]
-        raise RuntimeError(
-            f"{question.name}: stock torch cannot draw random numbers for placements "
-            f"{placements[0]}; install dist-rng and call dist_rng.install(), which draws what one "
-            f"device would"
-        )
+        raise random_refused(question.name, placements[0])
 
 
 def _refuse_in_place(question: Question, kind: type) -> None:

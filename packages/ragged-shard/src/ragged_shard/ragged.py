@@ -13,10 +13,13 @@ Note: the words of this package.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from torch.distributed.tensor.placement_types import Placement
+
+from ragged_shard.seams import ensure_installed
 
 
 class RaggedShard(Placement):
@@ -31,8 +34,11 @@ class RaggedShard(Placement):
     under ``dims=(0, 1)``. Under ``()`` the owner has the tensor's own shape, and the others the
     same with a first size of 0. (veScale-FSDP, section 4.)
 
+    The first placement that is constructed calls `ragged_shard.install`, which patches torch.
+
     Args:
-        dims: the leading dims that are cut, ``(0, 1, ..., k)``, or ``()``.
+        dims: the leading dims that are cut, ``(0, 1, ..., k)``, or ``()``; anything with
+            ``__index__`` is an integer, here and in ``local_units``.
         local_units: units per rank of the axis, zeros allowed; their sum must divide the product
             of the sizes of ``dims``.
 
@@ -50,6 +56,7 @@ class RaggedShard(Placement):
 
     def __init__(self, dims: Iterable[int], local_units: Iterable[int]) -> None:
         super().__init__()
+        ensure_installed()
         self.dims = _integers("dims", dims)
         self.local_units = _integers("local_units", local_units)
         if self.dims != tuple(range(len(self.dims))):
@@ -123,6 +130,11 @@ class RaggedShard(Placement):
         unit = self.unit_size(base_shape)
         return range(self._bounds[rank] * unit, self._bounds[rank + 1] * unit)
 
+    def first_row(self, base_shape: Sequence[int], rank: int) -> int:
+        """The index of the first row of a rank, where units are rows or the whole tensor."""
+        assert len(self.dims) <= 1, f"{self} cuts rows"
+        return self._bounds[rank] * (base_shape[0] // self.total_units)
+
     def local_shape(self, base_shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's local tensor, for a base of this shape."""
         if not self.dims:
@@ -183,10 +195,10 @@ class RaggedShard(Placement):
 
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     values = tuple(values)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"RaggedShard: {name} must be integers, got {value!r} in {values!r}")
-    return values
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"RaggedShard: expected integers for {name}, got {values!r}") from None
 
 
 def _short(values: tuple[int, ...]) -> str:

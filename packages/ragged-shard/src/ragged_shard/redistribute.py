@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ragged_shard.boxes import contiguous_strides
 from ragged_shard.fallback import note
 from ragged_shard.filled import Filled
-from ragged_shard.fit import check_placements
+from ragged_shard.fit import check_local, check_placements
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.spec import (
@@ -59,7 +59,8 @@ def redistribute_local_tensor(
         options: of torch's, handed on.
 
     Raises:
-        ValueError: the target does not fit the tensor or the mesh; nothing was sent.
+        ValueError: the target does not fit the tensor or the mesh, or the local tensor is not of
+            the current spec's local shape; nothing was sent.
         NotImplementedError: another mesh.
     """
     if not (any_ours(current_spec.placements) or any_ours(target_spec.placements)):
@@ -77,6 +78,7 @@ def redistribute_local_tensor(
     target: Placements = tuple(target_spec.placements)
     if filled is not None:
         target = put(target, filled.axis, filled.placement.ragged)
+    check_local("redistribute", local_tensor, current_spec)
     shape = meta_of(current_spec).shape
     target = _in_our_words(target, shape)
     check_placements(shape, mesh, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from ragged_shard.ragged import RaggedShard, _short
@@ -15,7 +16,7 @@ class StridedRaggedShard(RaggedShard):
     Shard(0))``: left to right that reads as if the ragged cut came first, and ``split_factor`` says
     that it came last, after dim 0 had been cut into so many pieces (as torch's ``_StridedShard``
     says it of a Shard). The ranks hold what `RaggedShard` gives them of the base; the factor is
-    checked against the mesh.
+    checked against the mesh. As of `RaggedShard`, the first one calls `ragged_shard.install`.
 
     Args:
         dims: as of `RaggedShard`.
@@ -29,10 +30,12 @@ class StridedRaggedShard(RaggedShard):
     split_factor: int
 
     def __init__(self, dims: Iterable[int], local_units: Iterable[int], split_factor: int) -> None:
-        if isinstance(split_factor, bool) or not isinstance(split_factor, int):
+        try:
+            split_factor = operator.index(split_factor)
+        except TypeError:
             raise TypeError(
-                f"StridedRaggedShard: split_factor must be an integer, got {split_factor!r}"
-            )
+                f"StridedRaggedShard: expected an integer for split_factor, got {split_factor!r}"
+            ) from None
         if split_factor < 1:
             raise ValueError(
                 f"StridedRaggedShard: split_factor must be at least 1, got {split_factor}"
