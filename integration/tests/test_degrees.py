@@ -44,5 +44,7 @@ def test_a_product_trains_as_one_device_with_weights_drawn_on_shards_and_dropout
 ):
     degrees = PRODUCTS[product]
     options = COMMON | vars(degrees) | {"model": model, "system": "plan", "init": "sharded"}
+    # One device's masks are of 4 samples, which the data parallel ranks have together.
+    options |= {"micro_batch": COMMON["micro_batch"] // degrees.data}
     (losses,) = train_runs(degrees.data * degrees.tp, [options], out=tmp_path, steps=STEPS)
     assert losses == pytest.approx(one_device(model), abs=model_shape(model).tolerance, rel=0)

@@ -95,6 +95,16 @@ def test_microbatches_have_the_shape_and_dtype_the_model_takes():
         assert torch.equal(batch["input_ids"], batch["labels"])
 
 
+def test_one_loader_yields_the_microbatches_of_all_ranks_concatenated():
+    shared = plan(global_batch=16, micro=2, degree=4)
+    whole = next(BatchLoader(corpus(16), shared.of_all_ranks(), rank=0, seed=3))
+    ranks = [next(BatchLoader(corpus(16), shared, rank=rank, seed=3)) for rank in range(4)]
+    assert len(whole) == shared.accumulation == 2
+    for microbatch, batch in enumerate(whole):
+        parts = [rank[microbatch]["input_ids"] for rank in ranks]
+        assert torch.equal(batch["input_ids"], torch.cat(parts))
+
+
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_numbers():
     with pytest.raises(
         UsageError, match=r"global batch 8 .*micro batch 3 .*degree 2.*multiple of 6"

@@ -79,7 +79,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         (
             {"system": "plan", "dp_shard": 3},
             3,
-            "--micro-batch 4 is cut among 3 data parallel ranks",
+            "global batch 8 is not micro batch 4 x accumulation x data-parallel degree 3",
         ),
         (
             {"system": "dtensor-tp", "model": "dit-tiny"},

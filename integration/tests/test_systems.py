@@ -160,3 +160,41 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             train(dist.get_rank(), 2, out, "fsdp", steps=2, resume=path, optimizer="adam8bit")
 
     run_ranks(body, 2, str(path), str(tmp_path / "other"))
+
+
+# A plan computes microbatches of as many samples on each rank as FSDP does, and as many of them.
+@pytest.mark.ranks
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+def test_microbatches_of_a_plan_are_those_of_fsdp_on_each_rank(degrees, tmp_path):
+    def body(out, degrees):
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor
+
+        from integration.train.config import TrainConfig
+        from integration.train.loop import Trainer
+        from integration.train.setup import prepare
+        from integration.train.world import World
+
+        found = []
+        for system in ({"system": "fsdp"}, {"system": "plan"} | degrees):
+            config = TrainConfig(model="llama-tiny", out=Path(out), micro_batch=2, **system)
+            trainer = Trainer(prepare(config, 2), World(dist.get_rank(), 2))
+            seen = []
+
+            def note(_, inputs, seen=seen):
+                (hidden, *_) = inputs
+                local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+                seen.append(local.detach().clone())
+
+            trainer.model.model.layers[0].register_forward_pre_hook(note)
+            loss = trainer.train_step()
+            dist.all_reduce(loss)
+            found.append((seen, float(loss) / 2, trainer._summary()))
+        return found
+
+    for fsdp, plan in run_ranks(body, 2, str(tmp_path), degrees, timeout=240):
+        assert [each.shape[0] for each in plan[0]] == [2, 2]
+        assert all(map(torch.equal, fsdp[0], plan[0]))
+        assert plan[1] == pytest.approx(fsdp[1], abs=1e-6, rel=0)
+        summary = plan[2]
+        assert (summary.data_parallel_degree, summary.accumulation) == (2, 2)

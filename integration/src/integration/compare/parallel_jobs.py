@@ -115,6 +115,16 @@ def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Para
             yield _job(options, model, Case.NEITHER, Source.DIST_RNG, variant, "whole", reference)
 
 
+def micro_batch(options: CompareOptions, variant: Variant) -> int:
+    """Return the samples of a rank's microbatch.
+
+    Dropout's masks are one device's where a plan has as many samples in a microbatch, of all ranks.
+    """
+    if variant.make().shards_batches:
+        return max(1, options.micro_batch // variant.data_parallel_degree)
+    return options.micro_batch
+
+
 def _cases(options: CompareOptions, variant: Variant) -> tuple[Case, ...]:
     if not variant.drops_out:
         return (Case.INIT,)
@@ -136,6 +146,7 @@ def _job(
         "out": options.out / RUNS / FOLDER / name,
         "model": model,
         "steps": options.parallel_steps,
+        "micro_batch": micro_batch(options, variant),
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
         # Where nothing is drawn, nobody draws it.

@@ -9,7 +9,7 @@ from integration.compare.folder import RUNS, require_replaceable
 from integration.compare.job import Job, job_of, train_config
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
-from integration.compare.parallel_jobs import ParallelJob, parallel_jobs
+from integration.compare.parallel_jobs import ParallelJob, micro_batch, parallel_jobs
 from integration.compare.picture_jobs import picture_jobs
 from integration.compare.random_jobs import RandomJob, random_jobs
 from integration.compare.variants import REFERENCE, Variant, get_variant
@@ -83,12 +83,16 @@ def prepare(options: CompareOptions) -> Comparison:
     require_replaceable(options.out, options.data)
     trained = {(variant.name, model_shape(model).modality) for variant, model in trains}
     shown = list(dict.fromkeys(model_shape(model).modality for _, model in trains))
-    trained |= {(each.variant.name, model_shape(each.model).modality) for each in parallel}
     kind = model_shape(options.optimizer_model).modality
     trained |= {(job.system, kind) for each in optimizers for job in each.jobs}
-    sets = {kind: _samples(options, kind) for kind in {kind for _, kind in trained}}
-    for name, kind in sorted(trained):
-        _require_enough_data(options, get_variant(name), sets[kind])
+    batches = {(name, kind, options.micro_batch) for name, kind in trained}
+    batches |= {
+        (each.variant.name, model_shape(each.model).modality, micro_batch(options, each.variant))
+        for each in parallel
+    }
+    sets = {kind: _samples(options, kind) for kind in {kind for _, kind, _ in batches}}
+    for name, kind, samples in sorted(batches):
+        _require_enough_data(options, get_variant(name), sets[kind], samples)
     facts = tuple(
         DataFacts(sets[kind].source, sets[kind].size, sets[kind].fingerprint) for kind in shown
     )
@@ -140,10 +144,12 @@ def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
     return job_of(config, tolerance=shape.tolerance, name=variant.name, session=session)
 
 
-def _require_enough_data(options: CompareOptions, variant: Variant, data: Samples) -> None:
+def _require_enough_data(
+    options: CompareOptions, variant: Variant, data: Samples, samples: int
+) -> None:
     plan = BatchPlan(
         global_batch=options.global_batch,
-        micro_batch=options.micro_batch,
+        micro_batch=samples,
         degree=variant.data_parallel_degree,
     )
     # Made only because its constructor knows how much a batch needs.

@@ -50,6 +50,13 @@ class BatchPlan:
         """Microbatches per rank and step."""
         return self.global_batch // (self.micro_batch * self.degree)
 
+    def of_all_ranks(self) -> "BatchPlan":
+        """Return the plan by which one loader yields the microbatches of all ranks, concatenated.
+
+        Rows ``[r * micro_batch, ...)`` of its microbatch ``m`` are microbatch ``m`` of rank ``r``.
+        """
+        return BatchPlan(self.global_batch, self.micro_batch * self.degree, 1)
+
 
 # Keeps the permutations of two seeds apart for as many epochs as anyone trains.
 EPOCHS_PER_SEED = 2**20

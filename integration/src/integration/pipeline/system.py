@@ -26,6 +26,7 @@ class Pipelined(System):
         super().__init__(inner.degrees)
         self.name = f"{inner.name}+pp"
         self.any_optimizer = inner.any_optimizer
+        self.shards_batches = inner.shards_batches
         self._inner, self._layout = inner, layout
         self._running: RankPipeline | None = None
 

@@ -41,6 +41,8 @@ class System(ABC):
     mixed_precision: bool = False
     # Whether ranks of tensor parallelism have equal parts of a sequence, or it is refused.
     even_sequences: bool = False
+    # Whether it shards microbatches itself: every rank passes those of all data parallel ranks.
+    shards_batches: bool = False
     # Whether its weights and gradients can be saved, loaded, clipped and looked at.
     saves: bool = True
     # Families of the models that it has been written for; None: any.
@@ -65,10 +67,6 @@ class System(ABC):
     def data_rank(self, rank: int, world_size: int) -> int:
         """Return which of the data parallel ranks ``rank`` is."""
         return rank % self.data_parallel_degree(world_size)
-
-    def microbatch_parts(self) -> int:
-        """Return into how many parts the system itself cuts a microbatch."""
-        return 1
 
     @property
     def init_on_dtensors(self) -> bool:

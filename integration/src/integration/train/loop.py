@@ -58,6 +58,8 @@ class Trainer:
         self._sample = data.sample(0, 0)
         # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
         rank = setup.system.data_rank(world.rank, world.size)
+        if setup.system.shards_batches:
+            plan, rank = plan.of_all_ranks(), 0
         self._loader = BatchLoader(data, plan, rank=rank, seed=config.seed)
         self._identity = checkpoint.Identity(
             model=asdict(setup.shape),

@@ -223,12 +223,6 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         _require_plain(config)
     system = in_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
-    parts = system.microbatch_parts()
-    if config.micro_batch % parts:
-        raise UsageError(
-            f"--micro-batch {config.micro_batch} is cut among {parts} data parallel ranks; give a"
-            " multiple of them"
-        )
     _check_sequences(config, system, shape)
     _check_initial(config, system, shape)
     _check_optimizer(config, system)
