@@ -65,6 +65,7 @@ def test_the_trainer_understands_every_job_as_it_was_meant(options):
         assert (config.system, config.ranks, config.out) == (job.system, job.ranks, job.folder)
         assert (config.steps, config.seed, config.data) == (7, 3, options["data"])
         assert (config.resume, config.checkpoint_every) == ("never", 0)
+        assert not config.final_checkpoint
         assert not config.tensorboard
     assert [job.ranks for job in comparison.jobs] == [1, 2, 2]
 

@@ -18,7 +18,13 @@ needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 # Two microbatches a step, and a learning rate that a schedule sets anew in each.
-OPTIONS = {"micro_batch": 2, "warmup_steps": 3, "decay_steps": 2, "learning_rate": 3e-3}
+OPTIONS = {
+    "final_checkpoint": False,
+    "micro_batch": 2,
+    "warmup_steps": 3,
+    "decay_steps": 2,
+    "learning_rate": 3e-3,
+}
 
 
 @needs_deepspeed
@@ -89,6 +95,7 @@ def installed(monkeypatch):
     [
         ({"clip_grad_norm": 1.0}, "--clip-grad-norm"),
         ({"checkpoint_every": 5}, "--checkpoint-every"),
+        ({"final_checkpoint": True}, "expected --no-final-checkpoint"),
         ({"fingerprint": True}, "--fingerprint"),
         ({"pp_degree": 2}, "--pp-degree"),
         ({"dtype": "bf16"}, "--dtype bf16"),
@@ -97,6 +104,7 @@ def installed(monkeypatch):
     ],
 )
 def test_what_it_does_not_do_is_refused(options, named, installed, tmp_path):
+    options = {"final_checkpoint": False} | options
     config = TrainConfig(system="deepspeed", model="llama-tiny", out=tmp_path / "run", **options)
     with pytest.raises(UsageError, match=named):
         prepare(config, 2)
@@ -106,7 +114,9 @@ def test_where_it_is_not_installed_it_is_refused_and_a_comparison_says_so(monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "deepspeed" else 1
     )
-    config = TrainConfig(system="deepspeed", model="llama-tiny", out=tmp_path / "run")
+    config = TrainConfig(
+        system="deepspeed", model="llama-tiny", out=tmp_path / "run", final_checkpoint=False
+    )
     with pytest.raises(UsageError, match="not installed: pip install --no-deps deepspeed"):
         prepare(config, 2)
     small = {"models": "llama-tiny", "parallelism": False, "random_numbers": False}

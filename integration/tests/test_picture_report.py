@@ -101,7 +101,7 @@ def test_the_same_batches_train_on_one_device_and_sharded_and_leave_a_checkpoint
     for job in jobs:
         config = parse_config(job.arguments)
         assert (config.model, config.steps, config.seed) == ("dit-small", 200, 3)
-        assert (config.checkpoint_every, config.resume, config.data) == (200, "never", None)
+        assert (config.final_checkpoint, config.resume, config.data) == (True, "never", None)
         assert (config.global_batch, config.micro_batch, config.threads) == (64, 64, 2)
         assert (config.warmup_steps, config.decay_steps) == (10, 100)
         assert (config.out, job.tolerance) == (job.folder, 1e-5)

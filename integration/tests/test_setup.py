@@ -137,7 +137,7 @@ def test_a_run_folder_with_an_impossible_name_is_refused(tmp_path):
 def test_a_run_folder_inside_the_data_is_refused(tmp_path, out):
     # Its files would be training data from the next start on, and a resume another run's.
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("text")
+    (tmp_path / "text" / "a.txt").write_text("text" * 200)
     with pytest.raises(UsageError, match=r"--out .* lies inside --data .*; give another --out"):
         prepare(TrainConfig(out=tmp_path / out, data=tmp_path / "text"), 1)
     assert prepare(TrainConfig(out=tmp_path / "text2", data=tmp_path / "text"), 1).notices == ()

@@ -234,6 +234,8 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
     ("options", "sentence"),
     [
         (["--data", "EMPTY"], "holds no bytes to train on"),
+        (["--data", "SHORT"], "the data has 63 bytes, fewer than the 512 of one global batch"),
+        (["--data", "SHORT", "--system", "ddp", "--ranks", "2"], "the data has 63 bytes, fewer"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
         (["--warmup-steps", "70", "--decay-steps", "40"], "are more than the 100 of the run"),
@@ -243,7 +245,9 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
     (tmp_path / "empty").mkdir()
-    options = [str(tmp_path / "empty") if option == "EMPTY" else option for option in options]
+    (tmp_path / "short").write_bytes(b"x" * 63)
+    paths = {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
+    options = [paths.get(option, option) for option in options]
     said = train(tmp_path / "run", *options, check=2)
     assert said.startswith("error: ")
     assert said.count("\n") == 1
@@ -315,3 +319,18 @@ def test_toml_and_metrics_are_plain_text(tmp_path):
     )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_finished_run_leaves_its_last_step_and_a_longer_one_goes_on_from_there(tmp_path):
+    options = ["--checkpoint-every", "2", "--warmup-steps", "2"]
+    train(tmp_path, *options, "--steps", "3")
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+    rates = [record.learning_rate for record in read_metrics(tmp_path)]
+    assert rates == [pytest.approx(5e-4), pytest.approx(1e-3), pytest.approx(1e-3)]
+    written = (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns
+    train(tmp_path, *options, "--steps", "3")
+    assert (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns == written
+    said = train(tmp_path, *options, "--steps", "5", "--no-final-checkpoint")
+    assert "step-00000003 at step 3" in said
+    assert newest_complete(tmp_path).path.name == "step-00000004"

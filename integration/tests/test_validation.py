@@ -46,7 +46,11 @@ PAIRS = {
         "--activation-checkpointing full",
     ),
     "checkpoint_async": ({"checkpoint_async": True}, {"checkpoint_every": 5}, "--checkpoint-every"),
-    "keep_checkpoints": ({"keep_checkpoints": 2}, {"checkpoint_every": 5}, "--checkpoint-every"),
+    "keep_checkpoints": (
+        {"keep_checkpoints": 2, "final_checkpoint": False},
+        {"checkpoint_every": 5},
+        "--no-final-checkpoint",
+    ),
     "profile_steps": ({"profile_steps": "99:101"}, {"steps": 101}, "--steps 100"),
     "count_collectives": ({"count_collectives": 101}, {"steps": 101}, "--steps 100"),
     "host_rank": (

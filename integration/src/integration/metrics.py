@@ -22,6 +22,7 @@ class StepRecord:
         tokens_per_second: of all ranks together.
         mfu: the share of the FLOP/s of all ranks at best that the model's own FLOPs came to.
         gradient_norm: of all gradients together before they were clipped, where they are.
+        learning_rate: of the update.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepRecord:
     gradient_norm: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def train_config(
         "timeout": options.timeout,
         "resume": NEVER_RESUME,
         "checkpoint_every": 0,
+        "final_checkpoint": False,
         "tensorboard": False,
         **choices,
     }

@@ -52,7 +52,7 @@ def _job(options: CompareOptions, variant: Variant, shape: DiTShape) -> Job:
         "weight_decay": _WEIGHT_DECAY,
         "warmup_steps": steps // 20,
         "decay_steps": steps // 2,
-        "checkpoint_every": steps,
+        "final_checkpoint": True,
     }
     config = train_config(options, choices, spelled={"steps": "picture_steps"})
     return job_of(config, tolerance=shape.tolerance, name=variant.name)

@@ -1,11 +1,11 @@
 """Training data in, microbatches out."""
 
-from integration.data.corpus import Corpus, corpus_files, load_corpus
+from integration.data.corpus import Corpus, corpus_files, corpus_size, load_corpus
 from integration.data.digits import Digits
 from integration.data.kinds import Modality, load_samples, require_source
 from integration.data.loader import BatchLoader, BatchPlan
 from integration.data.samples import Batch, Samples
-from integration.data.text import TextWindows
+from integration.data.text import TextWindows, require_bytes
 
 __all__ = [
     "Batch",
@@ -17,7 +17,9 @@ __all__ = [
     "Samples",
     "TextWindows",
     "corpus_files",
+    "corpus_size",
     "load_corpus",
     "load_samples",
+    "require_bytes",
     "require_source",
 ]

@@ -75,6 +75,17 @@ def corpus_files(path: Path | None) -> list[Path]:
     return files
 
 
+def corpus_size(path: Path | None) -> int:
+    """Return the bytes of the text that ``load_corpus`` returns, without reading it.
+
+    Raises:
+        UsageError: as ``corpus_files``.
+    """
+    files = corpus_files(path)
+    with _readable():
+        return sum(file.stat().st_size for file in files) + len(DOCUMENT_END) * (len(files) - 1)
+
+
 @contextmanager
 def _readable() -> Iterator[None]:
     try:

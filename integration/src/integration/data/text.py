@@ -35,8 +35,17 @@ class TextWindows:
         Raises:
             UsageError: with the bytes of both.
         """
-        if len(self) < samples:
-            raise UsageError(
-                f"the data has {self.size} bytes, fewer than the {samples * self.tokens} of one"
-                f" global batch ({samples} x {self.tokens}); give more data or a smaller batch"
-            )
+        require_bytes(self.size, samples, self.tokens)
+
+
+def require_bytes(size: int, samples: int, sequence_length: int) -> None:
+    """Refuse a text of ``size`` bytes that has fewer windows than a global batch has samples.
+
+    Raises:
+        UsageError: with the bytes of both.
+    """
+    if size < samples * sequence_length:
+        raise UsageError(
+            f"the data has {size} bytes, fewer than the {samples * sequence_length} of one global"
+            f" batch ({samples} x {sequence_length}); give more data or a smaller batch"
+        )

@@ -54,6 +54,7 @@ class SoakOptions:
             *("--out", str(self.out / run), "--system", self.system, "--model", self.model),
             *("--steps", str(self.steps), "--checkpoint-every", str(self.checkpoint_every)),
             *("--timeout", str(self.timeout), "--seed", str(self.seed), "--no-tensorboard"),
+            "--no-final-checkpoint",
         ]
 
 

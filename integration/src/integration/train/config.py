@@ -111,9 +111,11 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What is computed in; bf16 keeps weights and the reduction of gradients in fp32."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 saves only on SIGTERM."""
+    """Steps between checkpoints; 0 saves only at the end and on SIGTERM."""
     checkpoint_async: bool = False
     """Write those of checkpoint-every while training goes on, from a copy of the state."""
+    final_checkpoint: bool = True
+    """Write one of the last step, so that a finished run leaves its weights."""
     keep_checkpoints: Annotated[int, Field(ge=0)] = 0
     """Complete checkpoints to keep, the newest; 0 keeps all."""
     resume: str = AUTO_RESUME

@@ -55,12 +55,14 @@ class Trainer:
         )
         self._data_source = data.source
         self._tokens = config.global_batch * data.tokens  # of a step
-        self._sample = data.sample(0, 0)
         # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
         rank = setup.system.data_rank(world.rank, world.size)
         if setup.system.shards_batches:
             plan, rank = plan.of_all_ranks(), 0
         self._loader = BatchLoader(data, plan, rank=rank, seed=config.seed)
+        self._sample = data.sample(0, 0)
+        # Of the newest checkpoint in the run folder, so far as this run knows.
+        self._saved_step: int | None = None
         self._identity = checkpoint.Identity(
             model=asdict(setup.shape),
             data_fingerprint=data.fingerprint,
@@ -101,6 +103,8 @@ class Trainer:
         )
         if setup.resume_from is not None:
             checkpoint.load(setup.resume_from, self.model, self.optimizer, world)
+            if setup.resume_from.resolve().parent == (config.out / checkpoint.FOLDER).resolve():
+                self._saved_step = self.step
 
     @property
     def step(self) -> int:
@@ -148,6 +152,7 @@ class Trainer:
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the present step into the run folder; see `Saver.save`."""
+        self._saved_step = self.step
         return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
 
     def finish_saving(self) -> None:
@@ -182,6 +187,8 @@ class Trainer:
                     return False
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self.save(wait=False)
+            if config.final_checkpoint and self._saved_step != self.step:
+                self.save()
             self.finish_saving()
         summary = self._summary()
         if is_main:
@@ -210,6 +217,7 @@ class Trainer:
             seconds=seconds,
             tokens=self._tokens,
             gradient_norm=norm,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             tokens_per_second=self._tokens / seconds,
             mfu=self._throughput.mfu(seconds),
         )
@@ -284,6 +292,7 @@ class _Outputs(AbstractContextManager["_Outputs"]):
                 "tokens per second": record.tokens_per_second,
                 "MFU": record.mfu,
                 "gradient norm": record.gradient_norm,
+                "learning rate": record.learning_rate,
             }
             for name, value in optional.items():
                 if value is not None:

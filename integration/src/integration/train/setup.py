@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.data import BatchPlan, require_source
+from integration.data import BatchPlan, Modality, corpus_size, require_bytes, require_source
 from integration.errors import UsageError
 from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import ModelShape
@@ -52,6 +52,8 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     require_source(shape.modality, config.data)
     require_folder(config.out)
     require_outside(config.out, config.data)
+    if shape.modality is Modality.TEXT:
+        require_bytes(corpus_size(config.data), config.global_batch, config.sequence_length)
     resume_from, notices = _find_checkpoint(config)
     if resume_from is not None and not system.saves:
         raise UsageError(f"system {system.name!r} resumes no checkpoint; give another --out")

@@ -133,10 +133,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "keep_checkpoints",
-        "checkpoint_every",
-        lambda config: config.checkpoint_every > 0,
-        "--checkpoint-every of at least 1",
-        "give --checkpoint-every as well, or leave --keep-checkpoints out",
+        "final_checkpoint",
+        lambda config: config.checkpoint_every > 0 or config.final_checkpoint,
+        "--checkpoint-every of at least 1 or --final-checkpoint",
+        "give one of them as well, or leave --keep-checkpoints out",
     ),
     Rule(
         "profile_steps",
@@ -256,6 +256,12 @@ def _require_plain(config: TrainConfig) -> None:
                 f"system {config.system!r} does not take {option}; leave it out, or use --system"
                 " fsdp2"
             )
+    # The default is refused too: a finished run would silently leave no weights.
+    if config.final_checkpoint:
+        raise UsageError(
+            f"system {config.system!r}: expected --no-final-checkpoint, as it saves no weights, got"
+            " --final-checkpoint, the default; give --no-final-checkpoint, or use --system fsdp2"
+        )
 
 
 def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> None:
