@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.workspace import ROOT
 
-__all__ = ["Command", "commands", "pages", "problems"]
+__all__ = ["Command", "commands", "pages", "problems", "siblings"]
 
 _BLOCK = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _STARTS = re.compile(
@@ -150,19 +150,35 @@ def _options(script: Path) -> set[str]:
 
 
 def _of_pip(wanted: list[str], root: Path) -> Iterator[str]:
-    """Folders have to be projects, and name the others of ours that they need."""
-    folders = [Path(word) for word in wanted if word.startswith("./")]
+    """Folders have to be projects with these extras, and what they need has to be found."""
+    parts = [word.rstrip("]").partition("[") for word in wanted if word.startswith("./")]
+    extras = {Path(folder): names.split(",") if names else [] for folder, _, names in parts}
+    folders = list(extras)
     names = {folder.name for folder in folders}
+    if "siblings.txt" in wanted:
+        names |= siblings(root)
     ours = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
     for folder in folders:
         project = root / folder / "pyproject.toml"
         if not project.is_file():
             yield f"{folder} is no project"
             continue
-        for needed in tomllib.loads(project.read_text())["project"].get("dependencies", []):
+        metadata = tomllib.loads(project.read_text())["project"]
+        offered = metadata.get("optional-dependencies", {})
+        for extra in extras[folder]:
+            if extra not in offered:
+                yield f"{folder} has no extra {extra}"
+        brought = (each for extra in extras[folder] for each in offered.get(extra, []))
+        for needed in [*metadata.get("dependencies", []), *brought]:
             name = re.split(r"[^\w-]", needed)[0]
             if name in ours - names:
-                yield f"{folder} needs {name}, which is not on an index; name its folder before"
+                yield f"{folder} needs {name}, which is not on an index; add -c siblings.txt"
+
+
+def siblings(root: Path = ROOT) -> set[str]:
+    """The packages that siblings.txt tells pip of."""
+    lines = (root / "siblings.txt").read_text().splitlines()
+    return {line.partition(" @ ")[0] for line in lines if line and not line.startswith("#")}
 
 
 def _module(name: str, root: Path) -> bool:

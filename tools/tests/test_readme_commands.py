@@ -66,6 +66,8 @@ def test_tests_that_a_page_names_exist(page):
         ("python -m tools.plan_line", "there is no module tools.plan_line"),
         ("torchrun --nproc-per-node 2 -m integration.no", "there is no module integration.no"),
         ("pip install ./packages/fsdp", "packages/fsdp needs dbuffer, which is not on an index"),
+        ('pip install "./packages/plan-api[ragged]"', "packages/plan-api needs ragged-shard"),
+        ('pip install -c siblings.txt "./packages/fsdp[rugs]"', "packages/fsdp has no extra rugs"),
         ("pip install ./packages/nope", "packages/nope is no project"),
         ("tools/no.sh", "nobody knows how to check 'tools/no.sh'"),
     ],
@@ -79,6 +81,7 @@ def test_a_command_that_cannot_run_is_found(text, sentence):
     [
         'nox -s "compat(2.11)" -- fsdp',
         "X=1 python train.py",
+        'pip install -c siblings.txt "./packages/fsdp[rules,rng]"',
         "python packages/fsdp/benchmarks/muon.py --rounds=9",  # of a parser in a module beside it
         "pytest packages/fsdp/tests/test_muon.py::test_x -k a",
     ],
