@@ -46,6 +46,70 @@ assert DTensor.__create_chunk_list__.__module__ == "torch.distributed.tensor._ap
     )
 
 
+SNAPSHOT = """
+import sys, types  # type(), for isinstance() makes deprecated objects warn
+import torch, torch.distributed.checkpoint, torch.distributed.tensor._random
+import torch.distributed._state_dict_utils, torch.distributed.tensor._sharding_prop
+from torch.distributed.tensor import DTensor
+
+MODULES = [m for n, m in sys.modules.items() if n.startswith(("torch.distributed", "torch.serial"))]
+
+def described(value):
+    if type(value) is types.FunctionType:
+        return (value, value.__code__, value.__defaults__, str(value.__kwdefaults__),
+                sorted(value.__dict__))
+    return value
+
+def snapshot():
+    found = {}
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            if type(value) is types.ModuleType:
+                continue
+            found[module.__name__, name] = described(value)
+            if issubclass(type(value), type) and value.__module__.startswith("torch.distributed"):
+                for each, member in list(vars(value).items()):
+                    found[value.__qualname__, each] = described(member)
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    for owner in (dispatcher, propagator):
+        for name, value in vars(owner).items():
+            if isinstance(value, dict):
+                found |= {(name, str(key)): entry for key, entry in value.items()}
+            found[type(owner).__name__, "own", name] = value
+    found["safe globals"] = set(torch.serialization.get_safe_globals())
+    return found
+
+def differing(one, other):
+    return {
+        key for key in one.keys() | other.keys()
+        if one.get(key) is not other.get(key)
+        and not (isinstance(one.get(key), (tuple, set)) and one.get(key) == other.get(key))
+    }
+"""
+
+
+def test_import_changes_nothing_install_its_list_and_uninstall_takes_all_back():
+    run(
+        SNAPSHOT
+        + """
+before = snapshot()
+import ragged_shard, ragged_shard.patches
+ragged_shard.RaggedShard, ragged_shard.visualize
+assert not differing(before, snapshot()), differing(before, snapshot())
+ragged_shard.RaggedShard((0,), (3, 5))
+changed = differing(before, snapshot())
+for name in ("distribute_tensor", "redistribute_local_tensor", "_distribute_tensors",
+             "__create_chunk_list__", "unwrap_to_op_info", "propagate_op_sharding",
+             "aten.argmax.default", "_distribute_region"):
+    assert any(key[-1] == name for key in changed), (name, changed)
+assert "safe globals" in changed
+ragged_shard.uninstall()
+assert not differing(before, snapshot()), differing(before, snapshot())
+"""
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_placement_installs(kind, uninstalled):
     placement = eval(KINDS[kind], {"ragged_shard": ragged_shard})
