@@ -42,9 +42,20 @@ WRONG = {
     "a policy that is none": (_model(), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
     "an offload that is none": (_model(), {"offload_policy": True}, "OffloadPolicy"),
     "zero rows": (_model(), {"shard_placement_fn": lambda p: Rows(0)}, r"'0.weight'; wants n >= 1"),
-    "half a block": (_model(), {"shard_placement_fn": lambda p: Block(0.5)}, r"'0.weight'; wants"),
     "a number of rows": (_model(), {"shard_placement_fn": lambda p: 3}, r"gave 3 for '0.weight'"),
-    "a dim too far": (_model(), {"shard_placement_fn": lambda p: Shard(1)}, r"'0.bias', whose sh"),
+    "columns": (
+        _model(),
+        {"shard_placement_fn": lambda p: Shard(1)},
+        r"got Shard\(1\) .*'0.weight'",
+    ),
+    "columns from the end": (_model(), {"shard_placement_fn": lambda p: Shard(-1)}, "'0.weight'"),
+    "a dim too far": (
+        _model(),
+        {"shard_placement_fn": lambda p: Shard(2)},
+        r"'0.weight', whose sh",
+    ),
+    "a strategy that is none": (_model(), {"strategy": "fast"}, "expected one of .*'fast'"),
+    "a list of ignored": (_model(), {"ignored_params": []}, "expected a set .*got list"),
 }
 
 
@@ -53,10 +64,43 @@ def test_of_fully_shard(what):
     module, options, message = WRONG[what]
 
     def check():
+        params = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
         with pytest.raises(ValueError, match=message):
             fully_shard(module, **options)
+        if params:  # nothing has changed: the module can be sharded by a call that is right
+            now = dict(module.named_parameters())
+            assert all(now[name] is param for name, param in params.items())
+            if not isinstance(module, nn.ModuleList):
+                fully_shard(module)
 
     run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_a_placement_with_a_mesh_dim_0_alone_is_taken(dim):
+    class Info:
+        shard_mesh_dim = 0
+
+    class Result:
+        mesh_info = Info()
+        placement = Shard(dim)
+
+    def check():
+        Info.mesh = init_device_mesh("cpu", (2,))
+        linear = nn.Linear(3, 12, bias=False)
+        if dim == 1:
+            with pytest.raises(ValueError, match=r"expected Shard\(0\), got .*'weight'"):
+                fully_shard(linear, shard_placement_fn=lambda p: Result())
+        else:
+            fully_shard(linear, shard_placement_fn=lambda p: Result())
+            assert linear.weight.to_local().shape == (6, 3)
+
+    run_ranks(check, 2)
+
+
+def test_half_a_block_is_no_granularity():
+    with pytest.raises(TypeError, match="integer"):
+        Block(0.5)
 
 
 def test_a_mesh_of_three_axes():

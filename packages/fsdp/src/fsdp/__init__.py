@@ -10,6 +10,7 @@ from torch.distributed.fsdp import (
 from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp.clip import clip_grad_norm_
 from fsdp.module import FSDPModule
+from fsdp.optimizers import uninstall
 from fsdp.policy import Block, Granularity, Rows, Whole
 from fsdp.quantized import Tiles
 
@@ -30,4 +31,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
 ]

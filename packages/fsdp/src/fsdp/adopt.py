@@ -17,40 +17,46 @@ __all__ = ["adopt", "describe", "registered"]
 def adopt(group: PlannedGroup) -> None:
     """Makes the parameters that modules have now views of the group's SHARD buffer.
 
-    Values are copied into the buffer; where device or dtype changed, into a new one.
+    Values are copied into the buffer; where device or dtype changed, into a new one. Parameters on
+    meta stay there, as `load_state_dict` and a module-wide change bring one module after another;
+    so do those of several dtypes, until all have one.
 
     Raises:
-        RuntimeError: one is no DTensor of our placements; several dtypes in one group.
+        RuntimeError: one is no DTensor of our placements.
     """
     current: list[Any] = [registered(param) for param in group.params]
-    locals_ = [now._local_tensor for now in current]
     if all(
-        now is param.sharded and local is group.shard.shard(i)
-        for i, (param, now, local) in enumerate(zip(group.params, current, locals_, strict=True))
+        now is param.sharded and param.is_everywhere(now) and _is_own(group, i, now)
+        for i, (param, now) in enumerate(zip(group.params, current, strict=True))
     ):
+        group.mixed_dtypes = ()
         return
-    dtypes = {local.dtype for local in locals_}
-    on_meta = [local.device.type == "meta" for local in locals_]
-    if len(dtypes) != 1 or any(on_meta) != all(on_meta):
-        raise RuntimeError(
-            f"fsdp: {group.names} have become dtypes {sorted(map(str, dtypes))}, some on meta: "
-            f"{any(on_meta)}; change all parameters of a group alike"
-        )
+    arrived = [now._local_tensor for now in current if now.device.type != "meta"]
+    dtypes = {local.dtype for local in arrived or [now._local_tensor for now in current]}
+    group.mixed_dtypes = tuple(sorted(map(str, dtypes))) if len(dtypes) > 1 else ()
+    if group.mixed_dtypes:
+        return
     (dtype,) = dtypes
-    moved = group.shard.device.type == "meta" and not on_meta[0]
+    moved = group.shard.device.type == "meta" and bool(arrived)
     if dtype != group.dtype or moved:
         group.dtype = dtype
-        group.shard = group.new_shard(dtype, locals_[0].device)
+        group.shard = group.new_shard(dtype, (arrived or [current[0]._local_tensor])[0].device)
         group.forget_buffers()
     with torch.no_grad():
-        for i, (param, now, local) in enumerate(zip(group.params, current, locals_, strict=True)):
-            own = group.shard.shard(i)
-            if local is not own:
-                if local.device.type != "meta":
+        for i, (param, now) in enumerate(zip(group.params, current, strict=True)):
+            local, own = now._local_tensor, group.shard.shard(i)
+            if local.device.type != "meta" or group.shard.device.type == "meta":
+                if local is not own and local.device.type != "meta":
                     own.copy_(local)
                 now._local_tensor = own
             param.sharded = now
             param.put(param.sharded)
+
+
+def _is_own(group: PlannedGroup, i: int, now: Any) -> bool:
+    """Whether a parameter has its part of the buffer, or is still awaited on meta."""
+    awaited = now.device.type == "meta" and group.shard.device.type != "meta"
+    return awaited or now._local_tensor is group.shard.shard(i)
 
 
 def registered(param: ManagedParameter) -> DTensor:

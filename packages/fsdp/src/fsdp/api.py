@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import torch
 from torch import nn
@@ -82,6 +82,11 @@ def fully_shard(
     earlier one has. They are gathered together, in place, and their gradients reduced together.
     Build the optimizer afterwards.
 
+    In torch the first call registers one hook for all optimizers
+    (`torch.optim.optimizer.register_optimizer_step_pre_hook`), which raises where one has
+    parameters from before they were sharded; `uninstall` removes it. The first `RaggedShard` of a
+    process calls `ragged_shard.install`.
+
     Args:
         module: changed in place; several modules are gathered as one.
         mesh: of one axis that shards, or of two, (replicate, shard), for HSDP; by default of one
@@ -92,8 +97,9 @@ def fully_shard(
             divides the axis that shards. Until then modules have the sharded parameters, whose
             changes this backward does not see.
         shard_placement_fn: of each parameter, the run of elements that no rank boundary may cut:
-            `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(d)`` means
-            slices of dim 0. torch's ``ShardPlacementResult`` says a mesh, too.
+            `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(0)`` means
+            slices of dim 0; other dims are refused. torch's ``ShardPlacementResult`` says a mesh,
+            too.
         quantize_fn: of each parameter, the `Tiles` as which it is gathered, a byte an element and a
             scale a tile, and computed with; None leaves it as it is. The parameter itself stays in
             its dtype, and gets the gradients of what was computed with. By default no rank boundary
@@ -117,6 +123,15 @@ def fully_shard(
         raise ValueError(f"fully_shard: mp_policy={mp_policy!r}; wants a MixedPrecisionPolicy")
     if not isinstance(offload_policy, OffloadPolicy):
         raise ValueError(f"fully_shard: offload_policy={offload_policy!r}; wants an OffloadPolicy")
+    if strategy not in get_args(Strategy):
+        raise ValueError(
+            f"fully_shard: strategy: expected one of {get_args(Strategy)}, got {strategy!r}"
+        )
+    if ignored_params is not None and not isinstance(ignored_params, set | frozenset):
+        raise ValueError(
+            f"fully_shard: ignored_params: expected a set of parameters, got "
+            f"{type(ignored_params).__name__}; pass set(...)"
+        )
     mesh = checked_mesh(mesh)
     reshard, backward_size = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)

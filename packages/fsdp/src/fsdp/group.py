@@ -64,6 +64,7 @@ class Group(ABC):
         self.streams = Streams(torch.device("cpu"))  # the root's, once it is known
         self.reducer = Reducer(self)
         self.unsharded = self.keeps_memory = False
+        self.mixed_dtypes: tuple[str, ...] = ()  # of parameters put in place of the sharded ones
         self.reshard_after_forward = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -182,6 +183,11 @@ class Group(ABC):
         Raises:
             RuntimeError: naming the parameter.
         """
+        if self.mixed_dtypes:
+            raise RuntimeError(
+                f"fsdp: expected one dtype of {self.names}, got {', '.join(self.mixed_dtypes)}; "
+                f"change or load all parameters of a group alike"
+            )
         for param in self.params:
             for place in param.places:
                 if place.get() is not param.sharded:
@@ -198,9 +204,11 @@ class Group(ABC):
             RuntimeError: naming the parameters that are on meta.
         """
         if self.on_meta:
+            awaited = [repr(p.name) for p in self.params if p.sharded.device.type == "meta"]
             raise RuntimeError(
-                f"fsdp: {self.names} are on the meta device; call model.to_empty(device=...) and "
-                f"initialize them, or load a state dict, before the first forward"
+                f"fsdp: {', '.join(awaited)} are on the meta device; call "
+                f"model.to_empty(device=...) and initialize them, or load a state dict, before "
+                f"the first forward"
             )
 
     def show(self, i: int, sharded: nn.Parameter) -> None:

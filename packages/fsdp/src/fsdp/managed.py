@@ -95,7 +95,7 @@ def managed_parameters(
     quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> list[ManagedParameter]:
-    """The parameters of modules, tied ones once, moved to the device.
+    """The parameters of modules, tied ones once, moved to the device once all are valid.
 
     Raises:
         ValueError: one belongs to another group already; a granularity that is none, or that cuts
@@ -113,7 +113,7 @@ def managed_parameters(
         chosen = shard_placement_fn(param) if shard_placement_fn is not None else None
         granularity, its_mesh = placement_and_mesh(chosen, mesh, name)
         checked_mesh(its_mesh)
-        _move(param, device, name)
+        _check_device(param, device, name)
         extension = is_extension(param, name)
         placed = None
         if isinstance(param, DTensor) and not extension:
@@ -133,6 +133,8 @@ def managed_parameters(
         )  # fmt: skip
         managed.append(made)
     for made in managed:
+        if not _is_there(made.given, device):
+            made.given.data = made.given.data.to(device)
         mark_stale(made.given, made.name)
     return managed
 
@@ -145,12 +147,13 @@ def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
                 buffer.data = buffer.data.to(device)
 
 
-def _move(param: nn.Parameter, device: torch.device, name: str) -> None:
-    if param.device.type == "meta" or param.device == device:
-        return
-    if isinstance(param, DTensor):
+def _is_there(param: nn.Parameter, device: torch.device) -> bool:
+    return param.device.type == "meta" or param.device == device
+
+
+def _check_device(param: nn.Parameter, device: torch.device, name: str) -> None:
+    if isinstance(param, DTensor) and not _is_there(param, device):
         raise ValueError(
             f"fully_shard: parameter {name!r} is a DTensor on {param.device} and the mesh of "
             f"{device}; wants both on one kind of device"
         )
-    param.data = param.data.to(device)

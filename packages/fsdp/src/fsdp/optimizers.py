@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["mark_stale", "stale_name", "watch_optimizers"]
+__all__ = ["mark_stale", "stale_name", "uninstall", "watch_optimizers"]
 
 _STALE = "_fsdp_name"  # on a parameter that optimizers must not have: what it is in the model
 
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_watching = False
+_handle: RemovableHandle | None = None
 
 
 def mark_stale(param: torch.Tensor, name: str) -> None:
@@ -29,10 +30,20 @@ def stale_name(param: torch.Tensor) -> str | None:
 
 def watch_optimizers() -> None:
     """Looks at every optimizer once, before its first step; from the first fully_shard on."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_check)
+    global _handle
+    if _handle is None:
+        _handle = register_optimizer_step_pre_hook(_check)
+
+
+def uninstall() -> None:
+    """Takes back what `fully_shard` has changed in torch: a hook before optimizers' steps.
+
+    Sharded models stay as they are; the next `fully_shard` registers the hook again.
+    """
+    global _handle
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

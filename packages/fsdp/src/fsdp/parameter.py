@@ -90,8 +90,13 @@ class ManagedParameter:
             place.put(param)
 
     def registered(self) -> nn.Parameter | None:
-        """What its first place holds."""
-        return self.places[0].get()
+        """What its places hold: of several the one that was put there, if one was."""
+        held = [place.get() for place in self.places]
+        return next((param for param in held if param is not self.sharded), held[0])
+
+    def is_everywhere(self, param: object) -> bool:
+        """Whether all its places hold a parameter."""
+        return all(place.get() is param for place in self.places)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class PlannedGroup(Group):
         self.shard = self.new_shard(self.dtype, device)  # owned by us, SHARD
         for i, param in enumerate(self.params):
             trained = param.given.requires_grad
-            if not self.on_meta:
+            if self.shard.device.type != "meta":
                 self._fill(i, param.local())
             sharded = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
             sharded._local_tensor = self.shard.shard(i)  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ class PlannedGroup(Group):
     @property
     def on_meta(self) -> bool:
         """As of `Group`."""
-        return self.shard.device.type == "meta"
+        return any(param.sharded.device.type == "meta" for param in self.params)
 
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
         """A SHARD buffer; on the host if shards are offloaded, on meta if parameters are there."""

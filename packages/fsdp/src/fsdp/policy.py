@@ -67,13 +67,13 @@ def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
 
     Args:
         granularity: what a ``shard_placement_fn`` returned. None is ``Block(1)``; torch's
-            ``Shard(d)`` keeps slices of the first dim whole, as FSDP2 does by default: a flat
-            buffer cannot hold columns.
+            ``Shard(0)`` keeps slices of the first dim whole, as FSDP2 does by default.
         shape: of the tensor.
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: it is none of these, is below 1, or names a dim that the tensor lacks.
+        ValueError: it is none of these, is below 1, or shards another dim than the first: a flat
+            buffer has no columns.
     """
     numel = math.prod(shape)
     if granularity is None:
@@ -92,6 +92,12 @@ def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
             raise ValueError(
                 f"fully_shard: shard_placement_fn gave {granularity} for {name!r}, whose shape "
                 f"{tuple(shape)} has no such dim; return a dim that exists, or Block(n)"
+            )
+        if granularity.dim not in (0, -len(shape)):
+            raise ValueError(
+                f"fully_shard: shard_placement_fn: expected Shard(0), got "
+                f"Shard({granularity.dim}) for parameter {name!r} of shape {tuple(shape)}; "
+                f"return Shard(0), Rows(n), Block(n) or Whole(), or use torch's fully_shard for it"
             )
         wanted = math.prod(shape[1:])
     else:
