@@ -26,6 +26,7 @@ from dist_rng.region import Piece, Region
 WORLD_SIZES = (2, 8, 64)
 COLUMNS = 10_000  # of the matrix that stands for the other dims
 SMALL = 10_000
+REPEATS = 5
 NUMEL = 100_000_000
 NANOSECONDS_PER_SKIPPED_WORD = 0.15
 
@@ -99,8 +100,8 @@ def shard(whole: Region, dim: int, rank: int, world: int) -> Region:
 def whole_times(op: Op, whole: Region) -> tuple[float, float]:
     """Seconds for one device's tensor: torch's and ours."""
     tensor, generator = torch.ones(whole.global_shape, dtype=op.dtype), torch.Generator()
-    torch_time = measure(1, partial(op.torch_fill, tensor)).best
-    return torch_time, measure(2, partial(cpu.fill, tensor, whole, op.draw, generator)).best
+    torch_time = measure(REPEATS, partial(op.torch_fill, tensor)).best
+    return torch_time, measure(REPEATS, partial(cpu.fill, tensor, whole, op.draw, generator)).best
 
 
 def sharded(op: Op, numel: int, worlds: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Row]:
@@ -112,7 +113,7 @@ def sharded(op: Op, numel: int, worlds: tuple[int, ...], dims: tuple[int, ...]) 
             for rank in sorted({0, world // 2, world - 1}):
                 region = shard(whole, dim, rank, world)
                 local = torch.ones(region.grid_shape, dtype=op.dtype)
-                times = measure(5, partial(cpu.fill, local, region, op.draw, generator))
+                times = measure(REPEATS, partial(cpu.fill, local, region, op.draw, generator))
                 skipped = (whole.numel - region.numel) * op.words
                 share = 1.15 * min(torch_time, own_time) / world
                 goal = share + NANOSECONDS_PER_SKIPPED_WORD * 1e-9 * skipped

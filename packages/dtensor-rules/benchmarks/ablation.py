@@ -4,12 +4,11 @@ Torch has a cache of sharding decisions of its own, in C++: what the parts in Py
 for with calls of Python.
 """
 
-import contextlib
 import functools
 
 from blocks import LocalEdges, PlacedEdges, llama, step_of
 from python_dispatch import in_python
-from timing import interleaved
+from timing import interleaved, off
 
 import dtensor_rules
 from testkit import fake_mesh
@@ -17,7 +16,7 @@ from testkit import fake_mesh
 RANKS, CALLS, ROUNDS = 8, 3, 10
 # By name, in the order in which parts are added: what is entered around the steps.
 VARIANTS = {
-    "stock": contextlib.nullcontext,
+    "stock": off,
     "rules, in Python": functools.partial(in_python, cached=False),
     "rules and cache, in Python": functools.partial(in_python, cached=True),
     "rules and cache, in C++": dtensor_rules.enabled,
@@ -30,7 +29,7 @@ def rows(variants=VARIANTS):
         steps = {
             name: (context, step_of(llama, PlacedEdges(mesh))) for name, context in variants.items()
         }
-        steps["local"] = (contextlib.nullcontext, step_of(llama, LocalEdges(mesh)))
+        steps["local"] = (off, step_of(llama, LocalEdges(mesh)))
         best = {k: v / 1000 for k, v in interleaved(steps, calls=CALLS, rounds=ROUNDS).items()}
     local = best.pop("local")
     first = next(iter(best.values())) - local

@@ -4,10 +4,11 @@
 
 Without the planner a group is cut evenly, wherever that falls, and Adam8bit moves parameters whose
 blocks are cut to whole ones and back in each step; FSDP2, which cuts each parameter evenly, has
-neither. A step is forward, backward and Adam8bit of blocks of 2048, on gloo ranks of one thread.
-Ways take turns, step by step, in the same processes. Times are of the processor, which others on
-the machine disturb least, of rank 0 with the threads that send; a ratio is the median of those of
-the rounds. Bytes are those that all ranks send in the optimizer's step, together.
+neither. All ways use the backend's own collectives, as FSDP2 does. A step is forward, backward and
+Adam8bit of blocks of 2048, on gloo ranks of one thread. Ways take turns, step by step, in the same
+processes. Times are of the processor, which others on the machine disturb least, of rank 0 with the
+threads that send; a ratio is the median of those of the rounds. Bytes are those that all ranks send
+in the optimizer's step, together.
 
 Source: veScale-FSDP, section 6.4 and table 2, of 32 GPUs.
 """
@@ -34,7 +35,9 @@ MODEL, BLOCK, BASE = "LLaMA 6 M", 2048, "fsdp"
 
 
 def sharded(package, granularity=None):
-    options = {} if granularity is None else {"shard_placement_fn": lambda param: granularity}
+    options = {}
+    if granularity is not None:
+        options = {"shard_placement_fn": lambda param: granularity, "strategy": "native"}
     model = build(MODEL)
     for layer in model.model.layers:
         package.fully_shard(layer, **options)

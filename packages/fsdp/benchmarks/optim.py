@@ -1,9 +1,9 @@
 """What `nox -s bench -- fsdp --optim` runs: steps of Adam8bit and of torch's fused AdamW.
 
 Both step the same fsdp-sharded parameters with the same gradients, in turns, on 2 and 4 gloo ranks
-of one thread; torchao's AdamW8bit, where it is installed, steps those of FSDP2. Ranks share this
-machine's cores, so times are of the processor that a rank used, the least of all rounds, and what
-counts is the ratio.
+of one thread; torchao's AdamW8bit, where it is installed, steps those of FSDP2, in the first four
+rounds alone, and its times are of three. Ranks share this machine's cores, so times are of the
+processor that a rank used, the least of all rounds, and what counts is the ratio.
 """
 
 import importlib.util

@@ -1,9 +1,11 @@
 """What `nox -s bench -- fsdp` runs: steps of Hugging Face models under DDP, FSDP1, FSDP2 and ours.
 
 All ways in one run, in turns, each in processes of its own, for the peak of their memory: 2 gloo
-ranks of one thread, or NCCL ranks where there are GPUs. A step is forward, backward, AdamW. Ranks
-share this machine's cores, so ratios are what counts; time of the CPU, which others on the machine
-disturb least, is shown beside.
+ranks of one thread, or NCCL ranks where there are GPUs. A step is forward, backward, and AdamW with
+torch's defaults for all: on a CPU a loop over parameters, which on DTensors are FSDP2's and ours.
+Each rank has its own batch, of equal size in all ways, "alone" too. Ranks share this machine's
+cores, so ratios are what counts; time of the CPU, which others on the machine disturb least, is
+shown beside.
 """
 
 import argparse

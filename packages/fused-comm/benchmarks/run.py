@@ -174,11 +174,17 @@ def as_ddp():
     for way in ways.values():
         for _ in range(3):
             way()
+    counts = {}
+    for name, way in ways.items():
+        with CommLog() as log:
+            way()
+        counts[name] = sum(log.counts().values())
     best = timed(ways, lambda name: None, repeats=4 * REPEATS)
     return [
         {
             "case": f"16 layers of 256 as DDP: {name}",
             "ms": round(ms, 2),
+            "collectives": counts[name],
             "this / DDP": round(ms / best["DDP"], 2),
         }
         for name, ms in best.items()

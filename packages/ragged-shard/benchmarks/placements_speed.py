@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ragged_shard import RaggedShard
-from testkit import fake_mesh, run_ranks
+from testkit import CommLog, fake_mesh, run_ranks
 
 ROUNDS = 15
 DISPATCH_ROUNDS = 200
@@ -55,13 +55,15 @@ def dispatch_rows():
 def redistribution_rows():
     """Milliseconds for 4 M float32 elements on two gloo ranks, the slower rank's."""
     rows = []
-    for name, (ragged, shard) in run_ranks(_redistributions, 2, timeout=300)[0].items():
+    for name, (ragged, shard, sent) in run_ranks(_redistributions, 2, timeout=300)[0].items():
         rows.append(
             {
                 "case": f"redistribute {name}",
                 "shard_ms": round(shard, 2),
                 "ragged_ms": round(ragged, 2),
                 "ratio": round(ragged / shard, 3),
+                "collectives, shard": sent["stock"],
+                "collectives, ragged": sent["ours"],
             }
         )
     return rows
@@ -80,7 +82,7 @@ def _redistributions():
     }
     result = {}
     for name, (ours, stock) in pairs.items():
-        times = {}
+        times, sent = {}, {}
         for kind, (source, target) in (("ours", ours), ("stock", stock)):
             tensor = distribute_tensor(whole, mesh, [source], src_data_rank=None)
             samples = []
@@ -92,7 +94,10 @@ def _redistributions():
             slowest = torch.tensor(statistics.median(samples))
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[kind] = 1000 * slowest.item()
-        result[name] = (times["ours"], times["stock"])
+            with CommLog() as log:
+                tensor.redistribute(placements=[target])
+            sent[kind] = ", ".join(f"{n} {op}" for op, n in log.counts().items()) or "none"
+        result[name] = (times["ours"], times["stock"], sent)
     return result
 
 
