@@ -25,6 +25,7 @@ from integration.report.parallel_wording import (
     parallel_rows,
     parallel_text,
 )
+from integration.report.phrases import TIMES
 from integration.report.terminal import _parallel_table
 from integration.train.config import parse_config
 
@@ -173,6 +174,7 @@ def test_a_row_has_a_cell_for_each_case(tmp_path):
     assert [cell.maximum for cell in tp.cells] == ["5e-6", "5e-6", "5e-6", "\N{EN DASH}"]
     assert tp.cells[0].mean == "2.5e-6"
     assert (tp.ranks, tp.tolerance, tp.judged, tp.passes) == ("2", "1e-5", True, True)
+    assert tp.microbatches == f"1 {TIMES} 4"
     assert not rows["llama-tiny", "fsdp2 (stock)"].judged
     assert [cell.maximum for cell in rows["dit-tiny", "pp-1F1B"].cells][-1] == "5e-6"
 
@@ -222,6 +224,7 @@ def test_results_and_terminal_hold_every_run(tmp_path, capsys):
     write_results(tmp_path / "results.json", Results((), (), (), results), {})
     found = json.loads((tmp_path / "results.json").read_text())
     assert len(found["parallelism"]) == len(results)
+    assert {each["work"]["samples"] for each in found["parallelism"]} == {4}
     Console(width=100).print(_parallel_table(results))
     lines = [
         line for line in capsys.readouterr().out.splitlines() if "plan-dp-tp-sp-static" in line
@@ -231,6 +234,7 @@ def test_results_and_terminal_hold_every_run(tmp_path, capsys):
         "llama-tiny",
         "plan-dp-tp-sp-static",
         "4",
+        *["1", TIMES, "4"],
         *["\N{EN DASH}"] * 2,
         "5e-6",
         "\N{EN DASH}",

@@ -157,7 +157,7 @@ def comparison(out, random):
     options = CompareOptions(out=out, systems="ddp")
     jobs = random_jobs(options)
     single, ddp = (
-        SystemResult(name, "llama-tiny", 1, 0.0, verdict, (), None, None, found, None, None)
+        SystemResult(name, "llama-tiny", 1, 0.0, verdict, (), None, None, None, found, None, None)
         for name, verdict, found in (
             ("single", Verdict.REFERENCE, None),
             ("ddp", Verdict.EQUAL, deviation(REFERENCE, REFERENCE)),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from integration.compare.cost import LocalWork, local_work
 from integration.compare.curves import Deviation, deviation
 from integration.compare.parallel_jobs import Case, ParallelJob
 from integration.compare.random_jobs import Source
@@ -35,6 +36,7 @@ class ParallelResult:
         name: of its folder.
         way: how the way to train is called.
         stock: whether it is torch's own.
+        work: absent when it failed.
         deviation: from one device; absent when either failed.
         final_loss: absent when it failed.
     """
@@ -48,6 +50,7 @@ class ParallelResult:
     stock: bool
     tolerance: float
     verdict: ParallelVerdict
+    work: LocalWork | None
     deviation: Deviation | None
     final_loss: float | None
     failure: Failure | None
@@ -90,6 +93,7 @@ def _result(job: ParallelJob, run: Run, reference: Run) -> ParallelResult:
         stock=stock,
         tolerance=job.job.tolerance,
         verdict=_verdict(run, found, job.job.tolerance, stock=stock),
+        work=None if run.summary is None else local_work(run.summary),
         deviation=found,
         final_loss=run.losses[-1] if run.summary is not None else None,
         failure=run.failure,

@@ -6,7 +6,15 @@ from itertools import groupby
 
 from integration.compare.parallel_jobs import Case
 from integration.compare.parallelism import ParallelResult, ParallelVerdict
-from integration.report.phrases import ABSENT, listed, loss_unit, out_of_tolerance, scientific
+from integration.report.phrases import (
+    ABSENT,
+    TIMES,
+    listed,
+    loss_unit,
+    out_of_tolerance,
+    scientific,
+)
+from integration.report.rows import microbatches
 
 # What each case is called above a column.
 TITLES = {
@@ -39,6 +47,7 @@ class ParallelRow:
     """One model, trained one way: a cell per case, in the order of ``Case``.
 
     Attributes:
+        microbatches: local ones of a step, ready to print.
         judged: whether it is ours, and has a verdict.
         tolerance: what is accepted, ready to print.
     """
@@ -46,6 +55,7 @@ class ParallelRow:
     model: str
     way: str
     ranks: str
+    microbatches: str
     judged: bool
     tolerance: str
     cells: tuple[Cell, ...]
@@ -98,7 +108,10 @@ def parallel_text(results: Sequence[ParallelResult]) -> ParallelText:
         ),
         note=(
             "Each case: the largest difference of a loss from one device's, and the mean; in nats"
-            " per token, for a DiT in squared error per pixel."
+            " per token, for a DiT in squared error per pixel. Local microbatches are those of a"
+            f" step on a rank {TIMES} the samples of each. Under a plan the data parallel ranks"
+            " together have the samples of one device's microbatch, for which dropout's masks are"
+            " drawn. Times are not compared here."
         ),
     )
 
@@ -110,6 +123,7 @@ def _row(results: Sequence[ParallelResult]) -> ParallelRow:
         model=first.model,
         way=f"{first.way} (stock)" if first.stock else first.way,
         ranks=str(first.ranks),
+        microbatches=microbatches(next((each.work for each in results if each.work), None)),
         judged=not first.stock,
         tolerance=scientific(first.tolerance),
         cells=tuple(_cell(by_case.get(case)) for case in Case),

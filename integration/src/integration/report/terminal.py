@@ -101,11 +101,11 @@ def _optimizer_table(results: Sequence[OptimizerResult]) -> Table:
 
 def _parallel_table(results: Sequence[ParallelResult]) -> Table:
     numbers = tuple(TITLES[case] for case in Case)
-    table = _table("model", "trained by", numbers=("ranks", *numbers))
+    table = _table("model", "trained by", numbers=("ranks", "micro-\nbatches", *numbers))
     for row in parallel_rows(results):
         style = "" if row.passes else "bold red"
         cells = [Text(cell.maximum, "" if cell.passes else "bold red") for cell in row.cells]
-        table.add_row(row.model, Text(row.way, style), row.ranks, *cells)
+        table.add_row(row.model, Text(row.way, style), row.ranks, row.microbatches, *cells)
     return table
 
 
