@@ -67,7 +67,7 @@ def random_text(results: Sequence[RandomResult]) -> RandomText:
             f" dtensor-tp over {ranks} ranks, where random numbers are drawn on shards. With random"
             " init these are the weights: each rank draws its part of parameters that are sharded"
             f" already. With dropout they are the masks of attention (p = {DROPOUT}), from equal"
-            " weights. Ranks take the microbatches that one device takes. Each was done once as stock"
+            " weights. Ranks take one device's microbatches. Each was done once as stock"
             " DTensor draws and once with dist-rng installed."
             " Where the numbers are equal, what remains of a difference is the order of reductions."
         ),
