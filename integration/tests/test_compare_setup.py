@@ -14,7 +14,8 @@ from integration.compare.setup import prepare
 from integration.compare.variants import SYSTEMS, get_variant
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import model_shape
-from integration.train.config import parse_config
+from integration.systems import get_system
+from integration.train.config import degrees_of, parse_config
 
 
 @pytest.fixture
@@ -145,6 +146,22 @@ def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
             assert job.job.tolerance == 1e-5
     names = [job.name for job in comparison.all_jobs]
     assert len(set(names)) == len(names)
+
+
+def test_native_systems_share_no_process_with_what_changes_torch(options):
+    """A package that is switched off again leaves its extension modules loaded."""
+    comparison = prepare(
+        CompareOptions(**options | {"parallelism": True, "systems": "ddp,plan-tp"})
+    )
+    sessions = {}
+    for job in (*comparison.jobs, *(each.job for each in comparison.parallel_jobs)):
+        config = parse_config(job.arguments)
+        ours = (
+            config.random == "dist-rng" or not get_system(config.system, degrees_of(config)).native
+        )
+        sessions.setdefault(job.session, set()).add(ours)
+    assert all(len(kinds) == 1 for kinds in sessions.values()), sessions
+    assert set.union(*sessions.values()) == {False, True}
 
 
 def test_optimizers_are_compared_at_last_and_their_batches_are_checked_before(options):

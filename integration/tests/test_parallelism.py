@@ -75,10 +75,13 @@ def made_up(out, **changes):
 
 def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     jobs = jobs_of(tmp_path)
-    assert len({each.job.session for each in jobs}) == 4
+    assert len({each.job.session for each in jobs}) == 5
     for each in jobs:
         config = parse_config(each.job.arguments)
-        assert each.job.session == f"{config.ranks}-{each.source}"
+        native = each.source is Source.STOCK or (
+            each.case is Case.NEITHER and config.system not in ("plan", "fsdp")
+        )
+        assert each.job.session == f"{config.ranks}-{'stock' if native else 'dist-rng'}"
         assert config.random == ("stock" if each.case is Case.NEITHER else each.source)
         assert (config.model, config.steps) == (each.model, 2)
         assert (config.init == "sharded") == (

@@ -65,7 +65,8 @@ class ParallelJob:
 def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
     """Return the runs that ``options`` ask for, references first; none where they are left out.
 
-    Those on one number of ranks, and of one source, share processes.
+    Those on one number of ranks, and of one source, share processes; native systems share those of
+    stock torch, in which nothing of this repository is loaded.
 
     Raises:
         UsageError: a model or a number does not do.
@@ -153,10 +154,11 @@ def _job(
         "random": str(Source.STOCK if case is Case.NEITHER else source),
     }
     config = train_config(options, choices, spelled={"steps": "parallel_steps"})
+    native = case is Case.NEITHER and variant.make().native
     job = job_of(
         config,
         tolerance=model_shape(model).tolerance,
         name=variant.name,
-        session=f"{variant.ranks}-{source}",
+        session=f"{variant.ranks}-{Source.STOCK if native else source}",
     )
     return ParallelJob(model, case, source, variant, job, reference)

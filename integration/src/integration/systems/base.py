@@ -43,6 +43,8 @@ class System(ABC):
     even_sequences: bool = False
     # Whether it shards microbatches itself: every rank passes those of all data parallel ranks.
     shards_batches: bool = False
+    # Whether no package of this repository has a part in it.
+    native: bool = True
     # Whether its weights and gradients can be saved, loaded, clipped and looked at.
     saves: bool = True
     # Families of the models that it has been written for; None: any.

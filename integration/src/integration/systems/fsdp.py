@@ -23,6 +23,7 @@ class FullyShardedBuffers(System):
     """``fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp"
+    native = False
     takes_meta = True
     draws_by_dist_rng = True
     any_optimizer = True

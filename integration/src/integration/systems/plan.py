@@ -21,6 +21,7 @@ class Planned(System):
     """
 
     name = "plan"
+    native = False
     composes = True
     takes_deferred = True
     shards_batches = True
