@@ -54,7 +54,7 @@ def _body(runs):
 def folders(tmp_path_factory):
     """Run folders of two ranks, by system: four steps, the third of which was counted."""
     out = tmp_path_factory.mktemp("collectives")
-    names = (*EXPECTED, "dtensor-tp", "titan-fsdp", "plan-dp")
+    names = (*EXPECTED, "dtensor-tp", "titan-fsdp", "plan-dp", "plan-fsdp")
     runs = [
         {key: value for key, value in get_variant(name).choices.items() if key != "ranks"}
         | {"model": "llama-tiny", "out": out / name, "steps": 4, "resume": "never"}
@@ -105,12 +105,18 @@ def test_a_plan_reduces_gradients_in_one_bucket_and_its_own_collectives_are_seen
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [*EXPECTED, "titan-fsdp", "plan-dp", "dtensor-tp"])
-def test_a_rank_computes_the_products_of_half_a_batch(name, folders):
+@pytest.mark.parametrize("name", [*EXPECTED, "titan-fsdp", "plan-dp", "plan-fsdp"])
+def test_every_data_parallel_rank_computes_the_same_microbatch(name, folders):
     summary = read_summary(folders / name)
+    assert (summary.accumulation, summary.micro_batch) == (1, 4)
     assert summary.product_flops == FLOPS
-    if name == "dtensor-tp":  # half of each product of all samples
-        assert (summary.accumulation, summary.micro_batch) == (2, 4)
+
+
+@pytest.mark.ranks
+def test_a_tensor_parallel_rank_computes_half_of_twice_as_many_microbatches(folders):
+    summary = read_summary(folders / "dtensor-tp")
+    assert (summary.accumulation, summary.micro_batch) == (2, 4)
+    assert summary.product_flops == 2 * FLOPS // 2
 
 
 @pytest.mark.ranks
