@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path)
     )
     assert first == again != ours
     assert read_summary(tmp_path / "ours").world_size == 2
+
+
+SCRIPT = Path(__file__).with_name("torch_after_a_run.py")
+
+
+@pytest.mark.parametrize("system", ["plan", "fsdp"])
+def test_a_native_run_after_one_with_packages_has_torchs_own_functions(system, tmp_path):
+    options = ["--model", "mixtral-tiny", "--system", system, "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    between, after = done.stdout.splitlines()[-2:]
+    assert int(between) > 0, "nothing was changed: the test is empty"
+    assert after == ""
 
 
 def test_a_run_that_makes_no_sense_is_one_sentence(tmp_path):

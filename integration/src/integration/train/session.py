@@ -6,6 +6,7 @@ memory is counted anew for each run, with groups and caches of earlier ones in i
 numbers do not stay.
 """
 
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,13 @@ from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.world import leave, process_group
 
 MODULE = "integration.train.session"
+# By package, the inverse of what a run switches on.
+_UNDO = {
+    "dist_rng": "uninstall",
+    "dtensor_rules": "disable",
+    "fsdp": "uninstall",
+    "ragged_shard": "uninstall",
+}
 
 
 def write_session(path: Path, runs: Sequence[Sequence[str]]) -> None:
@@ -81,7 +89,7 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
     with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
         leave_word("started")
         for config in configs:
-            _stock()
+            restore_torch()
             forget_peak_rss()
             torch.set_num_threads(config.threads)
             with locked_setup(config, world) as setup:
@@ -91,12 +99,12 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
     return 0
 
 
-def _stock() -> None:
-    """Switch off what an earlier run has switched on for the whole process."""
-    if dist_rng := sys.modules.get("dist_rng"):
-        dist_rng.uninstall()
-    if dtensor_rules := sys.modules.get("dtensor_rules"):
-        dtensor_rules.disable()
+def restore_torch() -> None:
+    """Take back what an earlier run has changed in torch for the whole process."""
+    gc.collect()  # a placement that its model still has could not be taken back
+    for package, undo in _UNDO.items():
+        if module := sys.modules.get(package):
+            getattr(module, undo)()
 
 
 if __name__ == "__main__":
