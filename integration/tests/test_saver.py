@@ -218,7 +218,7 @@ def test_the_newest_stay(world, tmp_path, background):
 @pytest.mark.ranks
 def test_one_saved_in_the_background_resumes_at_other_numbers_of_ranks(train_runs, tmp_path):
     (whole,) = train_runs(2, [{"system": "fsdp"}], out=tmp_path, steps=5)
-    first = {"system": "fsdp", "checkpoint_async": True}
+    first = {"system": "fsdp", "checkpoint_async": True, "checkpoint_every": 3}
     train_runs(2, [first], out=tmp_path / "a", steps=3)
     (path,) = (tmp_path / "a" / checkpoint.FOLDER).glob("step-*")
     options = {"system": "fsdp", "resume": str(path)}
