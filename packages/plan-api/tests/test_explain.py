@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, diff, explain
@@ -47,6 +48,18 @@ def test_rich_draws_the_same(mesh, model, capsys, monkeypatch):
     assert "forward_pre" in drawn
     assert "overridden" in drawn
     assert explanation.table().row_count == len(explanation.rows)
+
+
+def test_a_table_is_not_cut_where_there_is_no_terminal(mesh, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    inner = nn.Module()
+    inner.a_projection_with_quite_a_long_name = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a_block_with_a_name_that_fills_a_line_of_a_narrow_terminal": inner})
+    plan = Plan(mesh).shard(r".*long_name\.weight", S0, "tp")
+    found = plan.explain(model)
+    drawn = capsys.readouterr().out
+    assert found.rows[0].site in drawn
+    assert found.rows[0].line in drawn
 
 
 def test_a_plan_survives_json(mesh, model):

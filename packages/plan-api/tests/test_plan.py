@@ -32,7 +32,9 @@ def test_a_mesh_without_names_has_numbers():
         ((S0, S0), ("tp", 1), "name one axis twice"),
         (S0, None, "1 placements for 2 axes"),
         ((S0, R), "tp", "2 placements for 1 axes"),
-        ("S(0)", "tp", "'S' is no placement"),
+        ("S(0)", "tp", r"expected a placement .*, got 'S\(0\)'$"),
+        (0, "tp", r"got 0; did you mean Shard\(0\)\?"),
+        ((R, 1), ("dp", "tp"), r"got 1; did you mean Shard\(1\)\?"),
         (Shard(-1), "tp", "count dims from the front"),
     ],
 )

@@ -88,12 +88,28 @@ def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
     lines = str(caught.value).splitlines()[1:]
     assert all(line.startswith("test_resolve.py:") for line in lines)
     said = [line.split("): ", 1)[1] for line in lines]
-    assert said[0].startswith("no parameter or buffer has this name; did you mean 'layers.2.up.w")
-    assert said[1].startswith("no module has this name; did you mean 'layers.2.down'")
+    assert said[0].startswith("no parameter or buffer has this name; did you mean 'layers.0.up.w")
+    assert said[1].startswith("no module has this name; did you mean 'layers.0.down'")
     assert said[2] == "layers.0.up.bias has shape (8,): there is no dim 1"
     assert said[3] == ("forward of layers.0 (Block) has no argument 'maks'; did you mean 'mask'?")
     assert said[4] == "forward of layers.0 (Block) has 2 arguments: x, mask"
     assert said[5] == "no parameter or buffer has this name"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        (r"0\.wieght", "'0.weight'?"),
+        (r"2\.wieght", "'2.weight'?"),
+        (r"1\.weight", "'0.weight'?"),
+        (r"\d+\.biass", "'0.bias'?"),
+    ],
+)
+def test_a_typo_suggests_the_nearest_name(mesh, pattern, meant):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="did you mean") as caught:
+        lower(Plan(mesh).shard(pattern, S0, "tp"), model)
+    assert str(caught.value).endswith(f"did you mean {meant}")
 
 
 def test_phases_are_operations_of_parameters(mesh, model):

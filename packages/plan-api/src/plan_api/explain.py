@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,6 +15,9 @@ from plan_api.lowered import lower
 from plan_api.plan import Plan
 from plan_api.resolve import state_of
 from plan_api.shapes import local_shape
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Diff", "Explanation", "Row", "diff", "explain", "show"]
 
@@ -58,7 +62,7 @@ class Explanation:
         ]
         return "\n".join([*lines, *map(str, self.overrides)])
 
-    def table(self) -> object:
+    def table(self) -> Table:
         """A `rich.table.Table`.
 
         Raises:
@@ -125,7 +129,12 @@ def show(found: Explanation) -> None:
     if find_spec("rich"):
         from rich.console import Console
 
-        Console().print(found.table())
+        console, table = Console(), found.table()
+        if not console.is_terminal:  # a file or a pipe has no width, and rich takes 80 columns
+            unlimited = console.options.update(max_width=1_000_000)
+            needed = console.measure(table, options=unlimited).maximum
+            console.width = max(console.width, needed)
+        console.print(table)
     else:
         print(found)
 

@@ -235,14 +235,34 @@ def _plain(path: TensorPath) -> str:
 
 
 def _meant(wanted: str, names: Iterable[str]) -> str:
-    numbered = {re.sub(r"\d+", "0", name): name for name in names if name}
-    close = difflib.get_close_matches(wanted, list(numbered), 3, 0.6)
+    """A question for the names that are nearest to a wanted one; "" if none is near."""
+    nearest: dict[str, tuple[float, str]] = {}  # of layers that differ by number only one
+    for name in filter(None, names):
+        found, form = (_likeness(wanted, name), name), re.sub(r"\d+", "0", name)
+        if form not in nearest or found[0] > nearest[form][0]:
+            nearest[form] = found
+    best = max((likeness for likeness, _ in nearest.values()), default=0.0)
+    ranked = sorted(nearest.values(), key=lambda found: -found[0])
+    close = [name for likeness, name in ranked if likeness >= max(0.6, best - 0.1)][:3]
     if not close:
-        tails = {name.rpartition(".")[2]: name for name in numbered}
-        close = [
-            tails[one]
-            for one in difflib.get_close_matches(wanted.rpartition(".")[2], tails, 3, 0.6)
-        ]
-    if not close:
-        return ""
-    return "; did you mean " + " or ".join(repr(numbered[one]) for one in close) + "?"
+        tails: dict[str, str] = {}
+        for _, name in nearest.values():
+            tails.setdefault(name.rpartition(".")[2], name)
+        last = wanted.rpartition(".")[2]
+        close = [tails[one] for one in difflib.get_close_matches(last, tails, 3, 0.6)]
+    return "; did you mean " + " or ".join(map(repr, close)) + "?" if close else ""
+
+
+def _likeness(wanted: str, name: str) -> float:
+    """Of two names, 0 to 1: the mean over their parts between dots where they have as many.
+
+    Compared as a whole, a wrong number costs a character and a typo in a word several.
+    """
+    parts, others = wanted.split("."), name.split(".")
+    if len(parts) != len(others):
+        parts, others = [wanted], [name]
+    ratios = [
+        difflib.SequenceMatcher(None, part, other).ratio()
+        for part, other in zip(parts, others, strict=True)
+    ]
+    return sum(ratios) / len(ratios)
