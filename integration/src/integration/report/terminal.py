@@ -52,10 +52,8 @@ def print_results(results: Results, report: Path, console: Console) -> None:
 
 
 def _systems_table(results: Sequence[SystemResult]) -> Table:
-    work, cost = (
-        ("micro-\nbatches", "GFLOP\nof each"),
-        ("step", f"{TIMES} single", "memory", "calls"),
-    )
+    work = ("micro-\nbatch", "GFLOP")
+    cost = ("step,\nms", f"{TIMES}\nsingle", "MiB", "calls")
     table = _table("system", "verdict", numbers=("max |Δ|", *work, *cost))
     for row, result in zip(rows(results), results, strict=True):
         counts = result.summary.collectives if result.summary else None
@@ -65,9 +63,9 @@ def _systems_table(results: Sequence[SystemResult]) -> Table:
             row.maximum,
             row.microbatches,
             row.gigaflops,
-            row.step_time,
+            row.step_time.removesuffix(" ms"),
             row.relative.removesuffix(TIMES),
-            row.memory_mean,
+            row.memory_mean.removesuffix(" MiB"),
             ABSENT if counts is None else str(sum(each.calls for each in counts)),
         )
     return table
