@@ -112,6 +112,14 @@ def test_a_typo_suggests_the_nearest_name(mesh, pattern, meant):
     assert str(caught.value).endswith(f"did you mean {meant}")
 
 
+def test_a_typo_in_a_long_name_does_not_suggest_another_module(mesh):
+    weights = {"projection_weight": nn.Parameter(torch.ones(4))}
+    model = nn.ModuleDict({name: nn.ParameterDict(weights) for name in "qkv"})
+    plan = Plan(mesh).shard(r"q\.projection_wieght", S0, "tp")
+    with pytest.raises(ValueError, match=r"did you mean 'q\.projection_weight'\?$"):
+        lower(plan, model)
+
+
 def test_phases_are_operations_of_parameters(mesh, model):
     plan = (
         Plan(mesh)
