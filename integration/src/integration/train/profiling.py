@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
@@ -78,16 +79,16 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write what was seen, if the run ends before the range does."""
-        if self._profiler is None:
+        profiler, self._profiler = self._profiler, None  # it cannot be stopped a second time
+        if profiler is None:
             return
-        self._profiler.stop()
+        profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._file("pt.trace.json")))
+        profiler.export_chrome_trace(str(self._file("pt.trace.json")))
         self._file("memory.txt").write_text(live_tensors())
         if torch.cuda.is_initialized():
             torch.cuda.memory._dump_snapshot(str(self._file("memory.pickle")))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._profiler = None
 
     def _start(self) -> None:
         if torch.cuda.is_initialized():
@@ -111,7 +112,8 @@ def live_tensors() -> str:
     total: Counter[str] = Counter()
     for tensor in gc.get_objects():
         # Not isinstance, which asks proxies for their class, and some raise.
-        if not issubclass(type(tensor), Tensor) or issubclass(type(tensor), DTensor):
+        # FakeTensors, which compiled graphs keep, have no memory.
+        if not issubclass(type(tensor), Tensor) or issubclass(type(tensor), DTensor | FakeTensor):
             continue
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             continue
