@@ -91,7 +91,8 @@ class Degrees:
         degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
         total = math.prod(degrees.values())
         if total != world_size:
-            product = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+            given = [f"{name} {size}" for name, size in degrees.items() if size > 1]
+            product = " x ".join(given) or "no degree"
             raise UsageError(
                 f"{product} makes {total} ranks and there are {world_size}; give degrees whose"
                 " product is the number of ranks"

@@ -65,7 +65,8 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
 def weights_hash(model: nn.Module) -> str:
     """Return the SHA-256 of all weights, in the order of their names; gathers them all."""
     digest = hashlib.sha256()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    # Without cpu_offload, by which FSDP1 of parameters on the CPU frees what it has just gathered.
+    options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=options)
     for name in sorted(weights):
         weight = weights[name]

@@ -7,6 +7,7 @@ hooks of `fully_shard`, of a plan and of `parallelize_module` find what they loo
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -49,13 +50,15 @@ def recompute_activations(layers: Sequence[nn.Module], mode: Recompute, *, every
     # Under torch.compile no context at all is other than torch's own empty one.
     options = {"context_fn": _selective_contexts} if mode == "selective-op" else {}
     for layer in layers[:: every if mode == "selective-layer" else 1]:
-        layer.forward = _recomputed(layer.forward, options)
+        forward = _recomputed(type(layer).forward, options)
+        # Bound as methods are, so that a copy of the layer runs its own.
+        layer.forward = MethodType(forward, layer)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)  # plans look the names of arguments up
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, layer, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
 

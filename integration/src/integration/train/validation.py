@@ -125,6 +125,13 @@ RULES: tuple[Rule, ...] = (
         "give that, or leave --activation-checkpointing-every out",
     ),
     Rule(
+        "activation_checkpointing",
+        "zero3",
+        lambda config: not (config.zero3 and config.activation_checkpointing == "selective-op"),
+        "no --zero3, whose gathers in backward are copies that selective-op did not see in forward",
+        "use --activation-checkpointing full, or leave --zero3 out",
+    ),
+    Rule(
         "checkpoint_async",
         "checkpoint_every",
         lambda config: config.checkpoint_every > 0,
@@ -137,6 +144,13 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.checkpoint_every > 0 or config.final_checkpoint,
         "--checkpoint-every of at least 1 or --final-checkpoint",
         "give one of them as well, or leave --keep-checkpoints out",
+    ),
+    Rule(
+        "fingerprint",
+        "compile",
+        lambda config: config.compile == "none" or config.dropout == 0,
+        "--compile none with --dropout, as compiled layers do not show their masks",
+        "leave one of the three out",
     ),
     Rule(
         "profile_steps",
