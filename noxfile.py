@@ -54,6 +54,14 @@ def tests(session: nox.Session, project: str) -> None:
     session.run(str(pytest), *workers, f"--junit-xml={report}", str(folder), *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """The slow tier: tests that take minutes, one after another; arguments go to pytest."""
+    pytest = Path(dev_env(session)).with_name("pytest")
+    folders = [str((folder / "tests").relative_to(ROOT)) for folder in PROJECTS.values()]
+    session.run(str(pytest), "-m", "nightly", *folders, *session.posargs)
+
+
 @nox.session
 @nox.parametrize("torch", [nox.param(version, id=version) for version in OTHER_TORCHES])
 def compat(session: nox.Session, torch: str) -> None:

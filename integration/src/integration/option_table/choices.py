@@ -1,0 +1,381 @@
+"""The trainer's options that change execution, each with the observation that proves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from integration.option_table.observation import STEPS, Observed
+
+_SEQUENCE, _VOCABULARY = 64, 256
+_CLIP = 1e-2
+
+# Of every run: small, and of the folder only what an option asks for.
+BASE: Mapping[str, Any] = {
+    "model": "llama-tiny",
+    "steps": STEPS,
+    "count_collectives": 2,
+    "micro_batch": 2,
+    "global_batch": 8,
+    "peak_flops": 1e12,
+    "resume": "never",
+    "tensorboard": False,
+    "final_checkpoint": False,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an option, with what else has to be given for it.
+
+    Attributes:
+        name: as the command line has it.
+        evidence: what is observed, as a clause.
+        proof: whether it was, from the observations of all ranks and all options of the run.
+        options: fields of `TrainConfig`.
+    """
+
+    name: str
+    evidence: str
+    proof: Callable[[tuple[Observed, ...], Mapping[str, Any]], bool] = field(compare=False)
+    options: Mapping[str, Any] = field(compare=False)
+
+
+def _each(proof: Callable[[Observed], bool]) -> Callable[..., bool]:
+    """The proof that every rank's observation has to pass."""
+    return lambda ranks, options: all(proof(rank) for rank in ranks)
+
+
+def _has(seen: Observed, *kinds: str) -> bool:
+    return all(seen.collectives.get(kind, 0) > 0 for kind in kinds)
+
+
+def _is_sharded(seen: Observed) -> bool:
+    # Norms and what does not divide evenly are a few percent of the tiny models.
+    return seen.held < 0.7 * seen.parameters
+
+
+def _fully_sharded(seen: Observed) -> bool:
+    return _is_sharded(seen) and _has(seen, "all_gather", "reduce_scatter")
+
+
+def _sends_gradients(seen: Observed) -> bool:
+    # HSDP of package fsdp reduces by sends and receives on gloo.
+    return seen.collectives.get("all_reduce", 0) >= 4 * seen.held or _has(seen, "send", "recv")
+
+
+def _replicated(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    copies = sum(rank.held for rank in ranks) / ranks[0].parameters
+    return copies >= 2 and all(map(_sends_gradients, ranks))
+
+
+def _head(seen: Observed) -> tuple[int, int]:
+    """Tokens of a sequence and columns of the vocabulary that the output layer has here."""
+    assert seen.head_shape is not None
+    return seen.head_shape[1], seen.head_shape[2]
+
+
+def _plan(name: str, evidence: str, proof: Callable[[Observed], bool], **options: Any) -> Choice:
+    return Choice(f"--system plan {name}", evidence, _each(proof), {"system": "plan", **options})
+
+
+PARALLELISM: tuple[Choice, ...] = (
+    Choice(
+        "--system ddp",
+        "two copies of the parameters; gradients are reduced",
+        _replicated,
+        {"system": "ddp"},
+    ),
+    *(
+        Choice(
+            f"--system {name}",
+            "half of the parameters; all-gathers and reduce-scatters",
+            _each(_fully_sharded),
+            {"system": name},
+        )
+        for name in ("fsdp1", "fsdp2")
+    ),
+    Choice(
+        "--system fsdp",
+        "half of the parameters; sends and receives of the others, as the strategy for gloo is",
+        _each(lambda seen: _is_sharded(seen) and _has(seen, "send", "recv")),
+        {"system": "fsdp"},
+    ),
+    Choice(
+        "--system dtensor-tp",
+        "half of the parameters",
+        _each(_is_sharded),
+        {"system": "dtensor-tp"},
+    ),
+    Choice(
+        "--system torchtitan-style --dp-shard 2",
+        "half of the parameters; all-gathers and reduce-scatters",
+        _each(_fully_sharded),
+        {"system": "torchtitan-style", "dp_shard": 2},
+    ),
+    Choice(
+        "--system torchtitan-style --tp 2 --sp",
+        "half of the parameters; all-gathers and reduce-scatters of activations",
+        _each(_fully_sharded),
+        {"system": "torchtitan-style", "tp": 2, "sp": True},
+    ),
+    Choice(
+        "--system plan --dp-replicate 2",
+        "two copies of the parameters; gradients are reduced",
+        _replicated,
+        {"system": "plan", "dp_replicate": 2},
+    ),
+    _plan(
+        "--dp-shard 2",
+        "half of the parameters, by `fully_shard`",
+        lambda seen: seen.is_fsdp and _is_sharded(seen),
+        dp_shard=2,
+        zero3=False,
+    ),
+    _plan(
+        "--dp-shard 2 --zero3",
+        "half of the parameters without `fully_shard`; all-gathers and reduce-scatters",
+        lambda seen: not seen.is_fsdp and _fully_sharded(seen),
+        dp_shard=2,
+        zero3=True,
+    ),
+    _plan("--tp 2", "half of the parameters", _is_sharded, tp=2),
+    _plan(
+        "--tp 2 --sp",
+        "half of the parameters; all-gathers and reduce-scatters of activations",
+        _fully_sharded,
+        tp=2,
+        sp=True,
+    ),
+    _plan(
+        "--tp 2 --loss-parallel",
+        "the output layer leaves half of the vocabulary's logits on each rank",
+        lambda seen: _head(seen)[1] == _VOCABULARY // 2,
+        tp=2,
+        loss_parallel=True,
+    ),
+    *(
+        _plan(
+            f"--cp 2 --cp-method {method}",
+            "the output layer gets half of each sequence",
+            lambda seen: _head(seen)[0] == _SEQUENCE // 2,
+            cp=2,
+            cp_method=method,
+        )
+        for method in ("ring", "all-gather", "ulysses")
+    ),
+    _plan(
+        "--static",
+        "modules compute on plain tensors",
+        lambda seen: not seen.head_is_dtensor,
+        static=True,
+    ),
+    _plan(
+        "--no-static",
+        "modules compute on DTensors",
+        lambda seen: seen.head_is_dtensor,
+        static=False,
+    ),
+    _plan(
+        "--dp-shard 2 --ep 2",
+        "all-to-alls of tokens; half of the parameters",
+        lambda seen: _is_sharded(seen) and _has(seen, "all_to_all"),
+        dp_shard=2,
+        ep=2,
+        model="mixtral-tiny",
+    ),
+    *(
+        Choice(
+            f"--pp-degree 2 --pp-schedule {schedule}",
+            "a stage's parameters; sends and receives",
+            _each(lambda seen: _is_sharded(seen) and _has(seen, "send", "recv")),
+            {"system": "single", "pp_degree": 2, "pp_schedule": schedule},
+        )
+        for schedule in ("GPipe", "1F1B")
+    ),
+)
+
+
+def _mixed(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    found = {rank.head_dtype for rank in ranks} - {None}
+    # Master weights, and so the moments of plain AdamW, stay in fp32.
+    moments = set(ranks[0].state_dtypes)
+    return found == {torch.bfloat16} and ("optimizer" in options or moments == {torch.float32})
+
+
+def _recomputes(share: float) -> Callable[..., bool]:
+    """The proof that this share of activation functions is computed again, on all ranks."""
+
+    def proof(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+        if "compile" in options:
+            # Graphs compute cheap operators again by themselves, so no less than the share is.
+            return all(rank.recomputation[1] >= share * rank.recomputation[0] for rank in ranks)
+        once = sum(rank.recomputation[0] for rank in ranks)
+        again = sum(rank.recomputation[1] for rank in ranks)
+        return again == share * once > 0
+
+    return proof
+
+
+def _clips(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    before = [record.gradient_norm for record in ranks[0].records]
+    return all(norm is not None and norm > _CLIP for norm in before) and all(
+        rank.clipped_norm <= _CLIP * (1 + 1e-3) for rank in ranks
+    )
+
+
+def _accumulates(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    summary = ranks[0].summary
+    assert summary is not None
+    microbatches = options["global_batch"] // (
+        options["micro_batch"] * summary.data_parallel_degree
+    )
+    samples = options["micro_batch"] if "pp_degree" in options else 1  # each passes by itself
+    return bool(max(rank.head_calls for rank in ranks) == microbatches * samples)
+
+
+def _saves(*steps: int) -> Callable[..., bool]:
+    folders = {f"checkpoints/step-{step:08d}" for step in steps}
+    return lambda ranks, options: folders <= set(ranks[0].files)
+
+
+def _fingerprints(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    summary = ranks[0].summary
+    assert summary is not None
+    return summary.initial_weights == ranks[0].weights is not None and (
+        summary.first_masks is not None or "dropout" not in options
+    )
+
+
+def _drops_out(seen: Observed) -> bool:
+    if seen.graphs:  # compiled layers show operators only
+        return any(name in seen.operators for name in ("aten::bernoulli_", "aten::native_dropout"))
+    return 0.05 < seen.dropped < 0.15
+
+
+POLICIES: tuple[Choice, ...] = (
+    Choice(
+        "--dtype bf16",
+        "the output layer computes in bfloat16; AdamW's moments are float32",
+        _mixed,
+        {"dtype": "bf16"},
+    ),
+    Choice(
+        "--activation-checkpointing full",
+        "every activation function is computed twice",
+        _recomputes(1),
+        {"activation_checkpointing": "full"},
+    ),
+    Choice(
+        "--activation-checkpointing selective-op",
+        "every activation function is computed twice",
+        _recomputes(1),
+        {"activation_checkpointing": "selective-op"},
+    ),
+    Choice(
+        "--activation-checkpointing selective-layer",
+        "that of every second layer is",
+        _recomputes(0.5),
+        {"activation_checkpointing": "selective-layer"},
+    ),
+    Choice(
+        "--compile aot_eager",
+        "graphs are made, without graph breaks",
+        _each(lambda seen: seen.graphs > 0 and seen.graph_breaks == 0),
+        {"compile": "aot_eager"},
+    ),
+    Choice(
+        "--optimizer adam8bit",
+        "moments of one byte",
+        _each(lambda seen: seen.optimizer == "Adam8bit" and torch.uint8 in seen.state_dtypes),
+        {"optimizer": "adam8bit"},
+    ),
+    Choice(
+        "--optimizer muon",
+        "the optimizer is Muon",
+        _each(lambda seen: seen.optimizer == "Muon"),
+        {"optimizer": "muon"},
+    ),
+    Choice(
+        f"--clip-grad-norm {_CLIP}",
+        "gradients have this norm when the optimizer takes them, and had a larger one",
+        _clips,
+        {"clip_grad_norm": _CLIP},
+    ),
+    Choice(
+        "--global-batch 16 --micro-batch 2",
+        "the output layer is called once for each microbatch",
+        _accumulates,
+        {"global_batch": 16, "micro_batch": 2},
+    ),
+    Choice(
+        "--init sharded",
+        "the system gets a model that has no weights yet",
+        _each(lambda seen: seen.built_on != ("cpu",)),
+        {"init": "sharded"},
+    ),
+    Choice(
+        "--dropout 0.1 --random dist-rng",
+        "a tenth of the attention's weights are zero",
+        _each(_drops_out),
+        {"dropout": 0.1, "random": "dist-rng"},
+    ),
+    Choice(
+        "--dropout 0.1",
+        "a tenth of the attention's weights are zero",
+        _each(_drops_out),
+        {"dropout": 0.1, "random": "stock"},
+    ),
+    Choice(
+        "--final-checkpoint",
+        "a checkpoint of the last step",
+        _saves(STEPS),
+        {"final_checkpoint": True},
+    ),
+    Choice(
+        "--checkpoint-every 1",
+        "a checkpoint of each step",
+        _saves(*range(1, STEPS + 1)),
+        {"checkpoint_every": 1},
+    ),
+    Choice(
+        "--checkpoint-every 1 --checkpoint-async",
+        "a checkpoint of each step",
+        _saves(*range(1, STEPS + 1)),
+        {"checkpoint_every": 1, "checkpoint_async": True},
+    ),
+    Choice(
+        "--warmup-steps 2",
+        "the learning rate grows over two steps",
+        lambda ranks, options: (
+            [record.learning_rate for record in ranks[0].records] == [5e-4, 1e-3, 1e-3]
+        ),
+        {"warmup_steps": 2},
+    ),
+    Choice(
+        "--fingerprint",
+        "the summary has a hash of the initial weights, and of masks where there is dropout",
+        _fingerprints,
+        {"fingerprint": True},
+    ),
+    Choice(
+        "--profile-steps 3:3",
+        "a trace of the third step, with its operators",
+        lambda ranks, options: (
+            "profile/rank0.pt.trace.json" in ranks[0].files and bool(ranks[0].operators)
+        ),
+        {"profile_steps": "3:3"},
+    ),
+)
+
+CHOICES: tuple[Choice, ...] = (*PARALLELISM, *POLICIES)
+
+
+def ranks_of(options: Mapping[str, Any]) -> int:
+    """Returns the ranks on which ``options`` run: the product of the degrees, and at least two."""
+    degrees: list[int] = [options.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp", "tp")]
+    return max(2, math.prod(degrees))

@@ -1,0 +1,245 @@
+"""What one rank of a training run is seen to do."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
+
+from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
+
+if TYPE_CHECKING:
+    from integration.train.config import TrainConfig
+    from integration.train.world import World
+
+# Collectives are counted in the second step and operators in the third: what the first does once
+# has happened, and the two recorders do not see each other.
+STEPS = 3
+_COUNTED, _PROFILED = 2, 3
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What this rank did and had in a run of `STEPS` steps.
+
+    Attributes:
+        parameters: elements of the whole model.
+        held: elements of parameters that this rank has after the run.
+        weights: SHA-256 of the whole initial weights.
+        built_on: types of devices on which the parameters were when the system got the model; the
+            type ``"fake"`` where they were drawn later.
+        is_fsdp: whether the model is an `FSDPModule`.
+        head_dtype: in which the output layer computed; None: this rank does not have it.
+        head_shape: of the output layer's result on this rank.
+        head_is_dtensor: whether that is a DTensor.
+        head_calls: of the output layer in one step.
+        collectives: bytes of one step by kind.
+        operators: calls of operators in one step, by name.
+        activations: calls of activation functions in the forward of one step; 0 where layers are
+            compiled, as for the next two.
+        activations_again: those in its backward.
+        dropped: the share of elements that dropout has made zero in one step.
+        graphs: that torch.compile made.
+        graph_breaks: of torch.compile.
+        optimizer: the class's name.
+        state_dtypes: of the optimizer's state.
+        clipped_norm: of all gradients when the optimizer took the last of them.
+        records: the lines of ``metrics.jsonl``, on the first rank.
+        summary: of the run, on the first rank.
+        files: of the run folder, relative, on the first rank.
+    """
+
+    parameters: int
+    held: int
+    weights: str | None
+    built_on: tuple[str, ...]
+    is_fsdp: bool
+    head_dtype: torch.dtype | None
+    head_shape: tuple[int, ...] | None
+    head_is_dtensor: bool
+    head_calls: int
+    collectives: dict[str, int]
+    operators: dict[str, int]
+    activations: int
+    activations_again: int
+    dropped: float
+    graphs: int
+    graph_breaks: int
+    optimizer: str
+    state_dtypes: tuple[torch.dtype, ...]
+    clipped_norm: float
+    records: tuple[StepRecord, ...]
+    summary: RunSummary | None
+    files: tuple[str, ...]
+
+    @property
+    def recomputation(self) -> tuple[int, int]:
+        """Activation functions computed in forward, and again in backward, in one step."""
+        if self.activations:
+            return self.activations, self.activations_again
+        once = self.operators["aten::silu_backward"]
+        return once, self.operators["aten::silu"] - once
+
+
+@dataclass
+class _Modules:
+    """What the output layer and activation functions are seen to do, by steps before this one."""
+
+    head: Counter[int] = field(default_factory=Counter)
+    result: Tensor | None = None
+    forward: Counter[int] = field(default_factory=Counter)
+    backward: Counter[int] = field(default_factory=Counter)
+
+    def watch(self, trainer: Any, model: nn.Module) -> None:
+        """Counts calls in ``model``; of activation functions only where layers are not compiled."""
+
+        def note_head(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.head[trainer.step] += 1
+            self.result = result.detach()
+
+        def note_activation(module: nn.Module, args: Any, result: Tensor) -> None:
+            in_backward = torch._C._current_graph_task_id() != -1
+            (self.backward if in_backward else self.forward)[trainer.step] += 1
+
+        compiled = trainer._setup.config.compile != "none"
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "lm_head":
+                module.register_forward_hook(note_head)
+            elif name.rpartition(".")[2] == "act_fn" and not compiled:
+                module.register_forward_hook(note_activation)
+
+
+class _Zeroed(TorchFunctionMode):
+    """Counts the elements of this rank that ``torch.nn.functional.dropout`` makes zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = self._after = 0
+
+    @property
+    def share(self) -> float:
+        """Of those that were not zero before."""
+        return 1 - self._after / self._before if self._before else 0.0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not dropout:
+            return func(*args, **(kwargs or {}))
+        self._before += int(_local(args[0].detach()).count_nonzero())
+        result = func(*args, **(kwargs or {}))
+        self._after += int(_local(result.detach()).count_nonzero())
+        return result
+
+
+def observe(config: TrainConfig, world: World) -> Observed:
+    """Runs a training on this rank and reports what it did; all ranks call it.
+
+    Args:
+        config: of `STEPS` steps, whose collectives are counted in step 2.
+        world: of the default process group.
+
+    Raises:
+        UsageError: the configuration is refused.
+    """
+    from torch._dynamo.utils import counters
+
+    from integration.train.loop import Trainer
+    from integration.train.parallel import weights_hash
+    from integration.train.setup import prepare
+    from integration.train.stop import StopRequest
+
+    torch._dynamo.reset()
+    counters.clear()
+    setup = prepare(config, world.size)
+    built_on: set[str] = set()
+    parallelize = setup.system.parallelize
+
+    def parallelize_and_note(model: nn.Module, *args: Any) -> nn.Module:
+        built_on.update(_device_type(param) for param in model.parameters())
+        return parallelize(model, *args)
+
+    setup.system.parallelize = parallelize_and_note  # type: ignore[method-assign, assignment]
+
+    modules, operators, norms = _Modules(), Counter[str](), list[float]()
+
+    zeroed = _Zeroed()
+
+    class ObservedTrainer(Trainer):
+        def _backward(self) -> Tensor:
+            if self.step == 0 and config.compile == "none":
+                with zeroed:
+                    return super()._backward()
+            if self.step + 1 != _PROFILED or config.profile_steps:
+                return super()._backward()
+            with torch.profiler.profile() as profile:
+                loss = super()._backward()
+            operators.update(event.name for event in profile.events())
+            return loss
+
+    trainer = ObservedTrainer(setup, world)
+    modules.watch(trainer, trainer.model)
+    weights = None
+    if config.pp_degree == 1:  # a stage has some of them
+        weights = weights_hash(trainer.model)
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(setup.system.clip(trainer.model, float("inf"))))
+    )
+    assert trainer.run(StopRequest())
+    if config.profile_steps:  # torch has one profiler at a time
+        trace = json.loads((config.out / f"profile/rank{world.rank}.pt.trace.json").read_text())
+        operators.update(event.get("name", "") for event in trace["traceEvents"])
+    result = modules.result
+    local = result.to_local() if isinstance(result, DTensor) else result
+    state = [each for of in trainer.optimizer.state.values() for each in of.values()]
+    return Observed(
+        parameters=trainer._parameters,
+        held=sum(_local(param).numel() for param in trainer.model.parameters()),
+        weights=weights,
+        built_on=tuple(sorted(built_on)),
+        is_fsdp=isinstance(trainer.model, FSDPModule),
+        head_dtype=None if local is None else local.dtype,
+        head_shape=None if local is None else tuple(local.shape),
+        head_is_dtensor=isinstance(result, DTensor),
+        head_calls=modules.head[_COUNTED],
+        collectives={each.kind: each.bytes for each in trainer._collectives.counts or ()},
+        operators=dict(operators),
+        activations=modules.forward[_COUNTED],
+        activations_again=modules.backward[_COUNTED],
+        dropped=zeroed.share,
+        graphs=counters["stats"]["unique_graphs"],
+        graph_breaks=sum(counters["graph_break"].values()),
+        optimizer=type(trainer.optimizer).__name__,
+        state_dtypes=tuple({_local(each).dtype: None for each in state if _is_array(each)}),
+        clipped_norm=norms[-1],
+        records=tuple(read_metrics(config.out)) if world.is_main else (),
+        summary=read_summary(config.out) if world.is_main else None,
+        files=_files(config.out) if world.is_main else (),
+    )
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
+
+
+def _device_type(param: Tensor) -> str:
+    from torch._subclasses import FakeTensor
+
+    return "fake" if isinstance(param, FakeTensor) else param.device.type
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_array(state: object) -> bool:
+    return isinstance(state, Tensor) and state.ndim > 0
