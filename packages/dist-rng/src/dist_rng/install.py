@@ -92,6 +92,7 @@ def _init_helper(stock: Any) -> Any:
     """``torch.distributed.tensor.rand`` and ``randn``: allocate, then draw."""
     draws: dict[Any, Distribution] = {torch.rand: Uniform(), torch.randn: Normal()}
 
+    @wraps(stock)
     def helper(init_op: Any, size: Any, *args: Any, **kwargs: Any) -> DTensor:
         if init_op not in draws:
             return stock(init_op, size, *args, **kwargs)  # type: ignore[no-any-return]
@@ -149,22 +150,19 @@ def _any_on_any_rank(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _attention(stock: Any) -> Any:
     """``scaled_dot_product_attention`` with dropout: refused where a fused kernel counts."""
 
+    # The original takes is_causal by position too (nn.MultiheadAttention does): pass on the call
+    # as it came, and only look at two of its arguments.
     @wraps(stock)
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        **options: Any,
-    ) -> Tensor:
-        if dropout_p > 0.0 and isinstance(query, DTensor) and query._local_tensor.is_cuda:
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        query = args[0] if args else kwargs.get("query")
+        dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if isinstance(query, DTensor) and query._local_tensor.is_cuda and dropout_p > 0.0:
             raise ValueError(
                 f"scaled_dot_product_attention on a DTensor with dropout_p={dropout_p}: the fused"
                 " CUDA kernels number their random draws by the local batch and head, so a shard"
                 " cannot draw one device's mask; use dropout_p=0, or write attention as matmul,"
                 " softmax and nn.Dropout"
             )
-        return stock(query, key, value, attn_mask, dropout_p, **options)  # type: ignore[no-any-return]
+        return stock(*args, **kwargs)  # type: ignore[no-any-return]
 
     return scaled_dot_product_attention

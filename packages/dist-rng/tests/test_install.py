@@ -1,0 +1,131 @@
+"""install(): what it replaces in torch takes exactly the calls that the original takes."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor._api as dtensor_api
+from torch import nn
+
+import dist_rng
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_QUERY, _KEY, _VALUE = torch.randn(3, 2, 4, 8, 16).unbind(0)
+
+# What is replaced, and calls of it: by position, by keyword, with defaults.
+PATCHED: dict[str, tuple[Any, str, list[Call]]] = {
+    "scaled_dot_product_attention": (
+        nn.functional,
+        "scaled_dot_product_attention",
+        [
+            ((_QUERY, _KEY, _VALUE), {}),
+            ((_QUERY, _KEY, _VALUE, None, 0.0, True), {}),
+            ((_QUERY, _KEY, _VALUE, None, 0.5, True), {"scale": 0.3}),
+            ((_QUERY, _KEY, _VALUE, torch.ones(8, 8).tril().bool()), {"dropout_p": 0.5}),
+            (
+                (),
+                {
+                    "query": _QUERY,
+                    "key": _KEY,
+                    "value": _VALUE,
+                    "attn_mask": None,
+                    "dropout_p": 0.5,
+                    "is_causal": True,
+                    "scale": 0.3,
+                    "enable_gqa": False,
+                },
+            ),
+        ],
+    ),
+    "orthogonal_": (
+        nn.init,
+        "orthogonal_",
+        [
+            ((torch.empty(4, 6),), {}),
+            ((torch.empty(4, 6), 2.0, None), {}),
+            ((), {"tensor": torch.empty(4, 6), "gain": 2.0, "generator": None}),
+        ],
+    ),
+    "sparse_": (
+        nn.init,
+        "sparse_",
+        [
+            ((torch.empty(6, 4), 0.5), {}),
+            ((torch.empty(6, 4), 0.5, 0.1, None), {}),
+            ((), {"tensor": torch.empty(6, 4), "sparsity": 0.5, "std": 0.1, "generator": None}),
+        ],
+    ),
+    "_no_grad_trunc_normal_": (
+        nn.init,
+        "_no_grad_trunc_normal_",
+        [
+            ((torch.empty(4, 6), 0.0, 1.0, -2.0, 2.0), {}),
+            ((torch.empty(4, 6), 0.0, 1.0, -2.0, 2.0, None), {}),
+            ((), {"tensor": torch.empty(4, 6), "mean": 0.0, "std": 1.0, "a": -1.0, "b": 1.0}),
+        ],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def stock() -> Iterator[None]:
+    """Start with torch as it is by itself, and leave what was installed before."""
+    before = dist_rng.is_installed()
+    dist_rng.uninstall()
+    yield
+    dist_rng.uninstall()
+    if before:
+        dist_rng.install()
+
+
+def _result(function: Callable[..., torch.Tensor], call: Call) -> torch.Tensor:
+    args, kwargs = call
+    torch.manual_seed(7)
+    return function(*args, **kwargs).clone()
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_replaced_function_takes_the_calls_of_the_original(name: str) -> None:
+    owner, attribute, calls = PATCHED[name]
+    original = getattr(owner, attribute)
+    expected = [_result(original, call) for call in calls]
+    dist_rng.install()
+    replaced = getattr(owner, attribute)
+    assert replaced is not original
+    for call, value in zip(calls, expected, strict=True):
+        torch.testing.assert_close(_result(replaced, call), value, rtol=0, atol=0)
+    dist_rng.uninstall()
+    assert getattr(owner, attribute) is original
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (dtensor_api, "_dtensor_init_helper"),
+        (nn.init, "orthogonal_"),
+        (nn.init, "sparse_"),
+        (nn.init, "_no_grad_trunc_normal_"),
+    ],
+)
+def test_a_replaced_function_has_the_signature_of_the_original(owner: Any, name: str) -> None:
+    expected = inspect.signature(getattr(owner, name))
+    dist_rng.install()
+    assert inspect.signature(getattr(owner, name)) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_multihead_attention_without_weights_is_torchs_on_plain_tensors(training: bool) -> None:
+    module = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True).train(training)
+    x = torch.randn(2, 5, 16)
+
+    def attend() -> torch.Tensor:
+        torch.manual_seed(7)
+        attended: torch.Tensor = module(x, x, x, need_weights=False)[0]
+        return attended
+
+    expected = attend()
+    dist_rng.install()
+    torch.testing.assert_close(attend(), expected, rtol=0, atol=0)
