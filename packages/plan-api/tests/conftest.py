@@ -43,7 +43,7 @@ def model():
 
 @pytest.fixture
 def mesh(monkeypatch):
-    """A fake mesh of data and tensor parallel axes; other packages stay as they are."""
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    """A fake mesh of data and tensor parallel axes; of other packages fused-comm is found."""
+    monkeypatch.setattr(extras, "find_spec", lambda name: name == "fused_comm" or None)
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         yield mesh

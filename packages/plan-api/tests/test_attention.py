@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api.attention import register_cpu_attention
+from plan_api.patches import install_patches
 
 SHAPE = (4, 4, 6, 8)  # batch, heads, sequence, features
 PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
@@ -13,7 +13,7 @@ PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 
 @pytest.fixture(autouse=True)
 def registered():
-    register_cpu_attention()
+    install_patches(())
 
 
 def inputs(mesh, placements):

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import installed, parallelize, zoo
-from plan_api.losses import register_losses
+from plan_api.patches import install_patches
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +31,7 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
     def check():
         import dtensor_rules
 
-        register_losses()
+        install_patches(())
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         weight = torch.rand(CLASSES)
         found = []
@@ -63,7 +63,7 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
 
 def test_more_ranks_than_classes_and_half_precision():
     def check():
-        register_losses()
+        install_patches(())
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (4,))
         logits, targets = torch.randn(8, 3), torch.randint(3, (8,))
@@ -84,7 +84,7 @@ def test_more_ranks_than_classes_and_half_precision():
 
 def test_sums_are_reduced_and_plain_targets_are_the_same_on_all_ranks():
     def check():
-        register_losses()
+        install_patches(())
         mesh = init_device_mesh("cpu", (2,))
         logits, targets = batch(8)
         half = distribute_tensor(logits / 2, mesh, [R]).to_local()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, parallelize
-from plan_api.losses import register_losses
+from plan_api.patches import install_patches
 from testkit import TORCH_RELEASE, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -33,7 +33,7 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
     def check():
         import dtensor_rules
 
-        register_losses()
+        install_patches(())
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         dtensor_rules.disable()
         with dtensor_rules.enabled() if rules else contextlib.nullcontext():
@@ -64,7 +64,7 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
 
 def test_uneven_and_empty_shards_weights_sums_and_half_precision():
     def check():
-        register_losses()
+        install_patches(())
         mesh = init_device_mesh("cpu", (4,))
         torch.manual_seed(0)
         found = []

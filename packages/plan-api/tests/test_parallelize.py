@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, explain, gradients, installed, parallelize
+from plan_api import Plan, explain, extras, installed, parallelize
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -92,7 +92,7 @@ def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
 def test_gradients_are_placed_whatever_part_of_the_model_was_called(
     mesh, model, monkeypatch, fused
 ):
-    monkeypatch.setattr(gradients, "find_spec", lambda name: fused)
+    monkeypatch.setattr(extras, "find_spec", lambda name: fused and name == "fused_comm")
     parallelize(model, tensor_parallel(mesh))
     x = distribute_tensor(torch.ones(4, 4), mesh, [S0, R], src_data_rank=None)
     with contextlib.nullcontext() if fused else pytest.warns(UserWarning, match="one by one"):

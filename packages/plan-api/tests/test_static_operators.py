@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, parallelize
-from plan_api.losses import register_losses
+from plan_api.patches import install_patches
 from testkit import fake_mesh, run_ranks
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -101,7 +101,7 @@ def test_cross_entropy_has_dtensors_bits_and_one_devices_values(classes):
     """With ignored rows on one rank only, weights of classes, and all reductions."""
 
     def check():
-        register_losses()
+        install_patches(())
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         found = {}
         for name, placements in CUTS.items():

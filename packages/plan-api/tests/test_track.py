@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from plan_api import Plan, gradients, parallelize, track, watch
+from plan_api import Plan, extras, parallelize, track, watch
 from plan_api.track import Collective, Phase
 from testkit import CommLog, run_ranks
 
@@ -106,7 +106,7 @@ def test_the_line_is_that_of_the_entry_forward_and_backward(model, step):
 
 
 def test_a_gradient_that_is_reduced_alone_is_named(mesh, model, monkeypatch):
-    monkeypatch.setattr(gradients, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     parallelize(model, sequence_parallel(mesh))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.warns(UserWarning, match="one by one"), track(model) as record:
@@ -302,19 +302,24 @@ def test_a_hook_that_moves_nothing_tells_nobody(mesh):
         watch.set_watcher(None)
 
 
+def _found(fused):
+    """Finds packages as installed, fused-comm only if it is to be."""
+    return lambda name, find=extras.find_spec: find(name) if fused or name != "fused_comm" else None
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("fused", [True, False], ids=["fused-comm", "one by one"])
 def test_collectives_are_those_that_reach_the_process_groups(fused):
     """In number and in bytes, functional ones and c10d's own, with all that other packages do."""
 
     def check():
-        before, gradients.find_spec = gradients.find_spec, lambda name: fused
+        before, extras.find_spec = extras.find_spec, _found(fused)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         plan = Plan(mesh).shard("<in>", S0, "dp").shard("2.<out>", S0, "tp")
         plan.shard(r"0\.(weight|bias)", S0, "tp").shard(r"2\.weight", S1, "tp")
         parallelize(model, plan)
-        gradients.find_spec = before
+        extras.find_spec = before
         optimizer = torch.optim.AdamW(model.parameters())
 
         def step():

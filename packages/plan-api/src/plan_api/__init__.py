@@ -6,7 +6,7 @@ from plan_api.deferred import deferred_init
 from plan_api.entry import Entry
 from plan_api.explain import Diff, Explanation, diff, explain
 from plan_api.lowered import Lowered, lower
-from plan_api.parallelize import Installed, installed, parallelize
+from plan_api.parallelize import Installed, installed, parallelize, uninstall
 from plan_api.phase import Phase
 from plan_api.plan import Plan
 from plan_api.static.compare import Difference, StaticError
@@ -34,6 +34,7 @@ __all__ = [
     "lower",
     "parallelize",
     "track",
+    "uninstall",
     "view",
     "zoo",
 ]

@@ -13,20 +13,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["register_cpu_attention"]
+__all__ = ["ATTENTION", "register_cpu_attention"]
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-_registered = False
+ATTENTION = (_FORWARD, _BACKWARD)
 
 
 def register_cpu_attention() -> None:
-    """Registers both operators, once; a call with a mask is refused, with the remedy."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
+    """Registers both operators; a call with a mask is refused, with the remedy."""
     register_sharding(_FORWARD)(_forward)
     register_sharding(_BACKWARD)(_backward)
 

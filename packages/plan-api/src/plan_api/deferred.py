@@ -8,6 +8,7 @@ the whole tensor would have there (veScale, appendix 12).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from plan_api.shapes import cut, local_shape
 
-__all__ = ["Tape", "deferred_init", "tape_of"]
+__all__ = ["Tape", "deferred_init", "made_from", "tape_of"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Placements = tuple[Placement, ...]
@@ -95,6 +96,14 @@ class Tape:
     @property
     def _latest(self) -> torch.Tensor:
         return next(reversed(self._seeded.values()))
+
+    def seeds(self) -> Iterator[str]:
+        """Hashes of the generator's states from which something is drawn, in order."""
+        starts = sorted(self._seeded)
+        for start, end in zip(starts, [*starts[1:], len(self._calls)], strict=True):
+            if any(map(_is_random, self._calls[start:end])):
+                state = self._seeded[start].numpy().tobytes()
+                yield hashlib.sha256(state).hexdigest()[:16]
 
     def replay(
         self,
@@ -268,6 +277,19 @@ def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) ->
 def tape_of(model: nn.Module) -> Tape | None:
     """The tape of a model that was made by `deferred_init`."""
     return _tapes.get(model)
+
+
+def made_from(model: nn.Module) -> Iterator[str]:
+    """What a model of `deferred_init` is made from, as text that all ranks have to share."""
+    if (tape := tape_of(model)) is not None:
+        yield from (f"deferred_init: random numbers from seed state {one}" for one in tape.seeds())
+
+
+def _is_random(call: _Call) -> bool:
+    """Whether it draws; functions that are recorded as one call are initialisers that do."""
+    if not isinstance(call.func, torch._ops.OpOverload):
+        return True
+    return torch.Tag.nondeterministic_seeded in call.func.tags
 
 
 def _simple(placements: _Placements) -> _Placements:

@@ -1,32 +1,70 @@
-"""The other packages, where they are installed."""
+"""The optional packages that `parallelize` uses, chosen by ``use=``."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-__all__ = ["use_extras"]
+__all__ = ["choose_extras", "enable_extra"]
 
 _log = logging.getLogger("plan_api")
 
+# By the name of the package: its module, and the extra of this package that brings it.
+_KNOWN = {
+    "dist-rng": ("dist_rng", "rng"),
+    "dtensor-rules": ("dtensor_rules", "rules"),
+    "fused-comm": ("fused_comm", "comm"),
+}
 
-def use_extras() -> tuple[str, ...]:
-    """Switches on what is installed, process-wide, and says so.
 
-    dist-rng: random numbers are those of one device. dtensor-rules: operators cost less.
+def choose_extras(use: Sequence[str] | None) -> tuple[str, ...]:
+    """The optional packages to use, in a fixed order; imports and changes nothing.
+
+    Args:
+        use: names of packages; None: all that are installed.
+
+    Raises:
+        ValueError: a name is unknown, or its package is not installed.
     """
-    used = []
-    if find_spec("dist_rng"):
+    if use is None:
+        found = tuple(name for name, (module, _) in _KNOWN.items() if find_spec(module))
+        _log.info("plan-api uses %s", ", ".join(found) or "torch alone")
+        return found
+    names = ", ".join(map(repr, _KNOWN))
+    if isinstance(use, str):
+        raise ValueError(f"parallelize: use= expected a sequence of {names}, got {use!r}")
+    for name in use:
+        if name not in _KNOWN:
+            raise ValueError(f"parallelize: use= expected names among {names}, got {name!r}")
+        module, extra = _KNOWN[name]
+        if not find_spec(module):
+            raise ValueError(
+                f"parallelize: use= expected installed packages, got {name!r}, which is not: "
+                f"pip install 'plan-api[{extra}]', or leave it out"
+            )
+    return tuple(name for name in _KNOWN if name in use)
+
+
+def enable_extra(name: str) -> Callable[[], None] | None:
+    """Switches a package on for the process.
+
+    Args:
+        name: of an installed package.
+
+    Returns:
+        what switches it off again; None where it was on already, or switches nothing on.
+    """
+    if name == "dist-rng":
         import dist_rng
 
-        dist_rng.install()
-        used.append("dist-rng")
-    if find_spec("dtensor_rules"):
+        if not dist_rng.is_installed():
+            dist_rng.install()
+            return dist_rng.uninstall
+    if name == "dtensor-rules":
         import dtensor_rules
 
-        dtensor_rules.enable()
-        used.append("dtensor-rules")
-    if find_spec("fused_comm"):
-        used.append("fused-comm")
-    _log.info("plan-api uses %s", ", ".join(used) or "torch alone")
-    return tuple(used)
+        if not dtensor_rules.is_enabled():
+            dtensor_rules.enable()
+            return dtensor_rules.disable
+    return None

@@ -7,7 +7,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,8 @@ class Gradients:
         waits: whether gradients stay whole until backward is through (ZeRO-1); otherwise they are
             sent as they come.
         fired: of the model's sites; those that the first step has not passed are named once.
-        bucket_mb: of gradients that are sent together.
+        bucket_mb: of gradients that fused-comm sends together; None: they are sent one by one.
+        warns: whether to warn of gradients that are sent one by one.
         without: the first names of parameters whose gradients somebody else reduces.
     """
 
@@ -46,8 +46,10 @@ class Gradients:
         model: nn.Module,
         waits: bool,
         fired: Fired,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         without: Collection[str] = (),
+        *,
+        warns: bool = False,
     ) -> None:
         self._params: list[torch.Tensor] = []
         self._waits, self._bucket_mb, self._without = waits, bucket_mb, without
@@ -55,7 +57,7 @@ class Gradients:
         self._reducer: GradReducer | None = None
         self._synchronises = True
         self._queued = False
-        self._warned = False
+        self._warns = warns
         self._handles: list[RemovableHandle] = []
         if any(param.is_meta for param in model.parameters()):
             self._handles.append(model.register_forward_pre_hook(self._begin_once))
@@ -99,7 +101,7 @@ class Gradients:
         if not named:
             return
         self._params = [param for _, param in named]
-        if self._reduces() and find_spec("fused_comm"):
+        if self._reduces() and self._bucket_mb is not None:
             from fused_comm import GradReducer
 
             self._reducer = GradReducer(named, bucket_mb=self._bucket_mb)
@@ -155,8 +157,8 @@ class Gradients:
                 _log.warning("the first step did not pass these sites of the plan: %s", sites)
 
     def _reduce_each(self) -> None:
-        if not self._warned:
-            self._warned = True
+        if self._warns:
+            self._warns = False
             warnings.warn(
                 "plan-api reduces gradients one by one; with fused-comm they go in few "
                 "collectives: pip install plan-api[comm]",

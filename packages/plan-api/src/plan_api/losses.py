@@ -28,12 +28,12 @@ from plan_api.cross_entropy import (
     nll_loss_backward,
 )
 
-__all__ = ["register_losses"]
+__all__ = ["loss_handlers"]
 
 
-def register_losses() -> None:
-    """Puts the operators into DTensor's table of handlers; a second call changes nothing."""
-    aten, table = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
+def loss_handlers() -> dict[Any, Callable[..., Any]]:
+    """The handler of each operator, for DTensor's table of handlers."""
+    aten = torch.ops.aten
     handlers: dict[Any, Callable[..., Any]] = {
         aten._log_softmax.default: _log_softmax,
         aten._log_softmax_backward_data.default: _log_softmax_backward,
@@ -42,9 +42,7 @@ def register_losses() -> None:
         aten.nll_loss2d_forward.default: _nll_loss,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
-    for operator, handler in (handlers | mean_losses.handlers()).items():
-        if table.get(operator) is not handler:
-            table[operator] = handler
+    return handlers | mean_losses.handlers()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +33,7 @@ def generate_static(
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     fake: bool = False,
+    use: Sequence[str] | None = None,
 ) -> Plan:
     """Makes a plan for static mode of one for Eager, by running steps of Eager.
 
@@ -53,6 +54,8 @@ def generate_static(
         fake: runs on FakeTensors, which take no memory, and sends nothing; model and inputs may be
             on ``meta``. Only shapes tell then whether static mode goes wrong; numbers are left to
             the guard of `parallelize`.
+        use: the optional packages to use while it runs, as of `parallelize`, whose patches it
+            installs.
 
     Returns:
         a plan that `parallelize(model, plan, mode="static")` takes.
@@ -76,13 +79,13 @@ def generate_static(
         asked = plan | Plan(plan.mesh)
         for pattern in staying:
             asked.eager(pattern)
-        made, lowered, seen = _settled(asked, model, args, kwargs)
+        made, lowered, seen = _settled(asked, model, args, kwargs, use)
         try:
-            made = _tried(made, sizes_of(lowered, seen), model, args, kwargs)
+            made = _tried(made, sizes_of(lowered, seen), model, args, kwargs, use)
         except StaticError as error:
             wider = around(error.site, model, staying)
             if wider is None:
-                told = why(plan, model, "", args, kwargs)
+                told = why(plan, model, "", args, kwargs, use)
                 raise ValueError(
                     f"generate_static: {error.site or 'the model'} cannot run on local tensors: "
                     f"{error}\n{told}"
@@ -92,7 +95,7 @@ def generate_static(
         for pattern, reason in staying.items():
             _log.warning(
                 "generate_static: %s stays on DTensors: on local tensors %s\n%s",
-                pattern, reason, why(plan, model, pattern, args, kwargs),
+                pattern, reason, why(plan, model, pattern, args, kwargs, use),
             )  # fmt: skip
         return made
 
@@ -119,12 +122,16 @@ def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], 
 
 
 def _settled(
-    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
 ) -> tuple[Plan, Lowered, Record]:
     """The plan with what steps of Eager show, until they show nothing new."""
     made = plan
     for _ in range(_RUNS):
-        eager = parallelize(twin_of(model), made, src_data_rank=None)
+        eager = parallelize(twin_of(model), made, src_data_rank=None, use=use)
         lowered = installed(eager).lowered
         installed(eager).remove()
         seen = record(eager, lowered, plan.mesh, args, kwargs)
@@ -140,6 +147,7 @@ def _tried(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
 ) -> Plan:
     """The plan, with lines of sizes that code says as of the whole, where it goes wrong without.
 
@@ -151,7 +159,9 @@ def _tried(
         static = twin_of(model)
         with_sizes = plan | written(Plan(plan.mesh), used, model)
         try:
-            parallelize(static, with_sizes, mode="static", guard_steps=0, src_data_rank=None)
+            parallelize(
+                static, with_sizes, mode="static", guard_steps=0, src_data_rank=None, use=use
+            )
             found = installed(static).check(*args, **kwargs)
         except StaticError as error:
             more = _next(sizes, used, error.site)

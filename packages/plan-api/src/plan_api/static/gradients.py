@@ -37,6 +37,7 @@ class LeafGradients(Gradients):
         said: how gradients are placed where that is not as their parameters, by parameter and axis.
         fired: as in `Gradients`.
         bucket_mb: as in `Gradients`.
+        warns: as in `Gradients`.
     """
 
     def __init__(
@@ -45,14 +46,16 @@ class LeafGradients(Gradients):
         leaves: Sequence[Leaf],
         said: Mapping[str, Mapping[str, Placement]],
         fired: Fired,
-        bucket_mb: float,
+        bucket_mb: float | None,
+        *,
+        warns: bool,
     ) -> None:
         self._said = said
         self._on_dtensors = [leaf for leaf in leaves if not leaf.shown]
         self._deliveries = [
             _Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves if leaf.shown
         ]
-        super().__init__(model, False, fired, bucket_mb)
+        super().__init__(model, False, fired, bucket_mb, warns=warns)
 
     def renew(self, model: nn.Module) -> None:
         """Begins again: parameters are others, or have another dtype, than they were."""

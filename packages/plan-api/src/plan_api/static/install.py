@@ -20,6 +20,7 @@ from plan_api.hooks import Fired, install
 from plan_api.indices import install_indices
 from plan_api.ir import Act, Moment
 from plan_api.lowered import Lowered
+from plan_api.options import Options
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of
@@ -42,11 +43,13 @@ class StaticParts:
         handles: of its hooks.
         gradients: what reduces them.
         guard: what compares it with Eager.
+        leaves: what modules find in place of parameters.
     """
 
     handles: tuple[RemovableHandle, ...]
     gradients: Gradients
     guard: Guard
+    leaves: tuple[Leaf, ...]
 
 
 def install_static(
@@ -54,8 +57,7 @@ def install_static(
     lowered: Lowered,
     mesh: DeviceMesh,
     fired: Fired,
-    bucket_mb: float,
-    guard_steps: int,
+    options: Options,
 ) -> StaticParts:
     """Makes modules find local tensors, and installs hooks that move them.
 
@@ -64,11 +66,12 @@ def install_static(
         lowered: the plan, checked by `check_static`.
         mesh: the plan's.
         fired: is told which sites are passed.
-        bucket_mb: as `parallelize` has it.
-        guard_steps: as `parallelize` has it.
+        options: of `parallelize`.
     """
     leaves = leaves_of(model, lowered.stays)
-    gradients = LeafGradients(model, leaves, _of_gradients(lowered.sites), fired, bucket_mb)
+    gradients = LeafGradients(
+        model, leaves, _of_gradients(lowered.sites), fired, options.fused_mb, warns=options.warns
+    )
     handles: list[RemovableHandle] = []
     passed = Passed()
     for path in lowered.eager:
@@ -93,10 +96,10 @@ def install_static(
         if not lowered.stays(path):
             handles += install_indices(model.get_submodule(path), counted, mesh, path)
     step_on_leaves(leaves)
-    guard = Guard(model, lowered, mesh, leaves, gradients, passed, guard_steps)
+    guard = Guard(model, lowered, mesh, leaves, gradients, passed, options.guard_steps)
     begin = _begin(leaves, gradients, passed)  # before the guard looks at them
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-    return StaticParts((*handles, *guard.handles), gradients, guard)
+    return StaticParts((*handles, *guard.handles), gradients, guard, tuple(leaves))
 
 
 def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:

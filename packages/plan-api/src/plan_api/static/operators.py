@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -111,9 +111,12 @@ def _functions(name: str, where: str) -> list[Operator]:
 
 
 def _dropout(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
-    if not find_spec("dist_rng"):
+    if "dist_rng" not in sys.modules:
         return F.dropout
-    from dist_rng import Region, dropout
+    from dist_rng import Region, dropout, is_installed
+
+    if not is_installed():
+        return F.dropout
 
     regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
 

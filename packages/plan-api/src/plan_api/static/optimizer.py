@@ -21,10 +21,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from plan_api.static.leaves import Leaf
 
-__all__ = ["mend_steps", "step_on_leaves"]
+__all__ = ["mend_steps", "remove_step_hooks", "step_on_leaves"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -36,7 +37,7 @@ _ELEMENTWISE = frozenset(
 _leaves: weakref.WeakValueDictionary[int, Leaf] = weakref.WeakValueDictionary()
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Lent] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
-_registered = False
+_hooks: list[RemovableHandle] = []
 
 
 @dataclass(slots=True)  # not frozen, for that takes longer to make
@@ -72,16 +73,24 @@ class _Lent:
 def step_on_leaves(leaves: Iterable[Leaf]) -> None:
     """Lets every elementwise optimizer, made or yet to be made, step on these.
 
+    The first call registers hooks for the steps of all optimizers of the process
+    (`remove_step_hooks`).
+
     Args:
         leaves: of parameters; as long as they live.
     """
-    global _registered
     for leaf in leaves:
         _leaves[id(leaf.param)] = leaf
-    if not _registered:
-        _registered = True
-        register_optimizer_step_pre_hook(_lend)
-        register_optimizer_step_post_hook(_give_back)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_lend))
+        _hooks.append(register_optimizer_step_post_hook(_give_back))
+
+
+def remove_step_hooks() -> None:
+    """Lets optimizers step on DTensors again."""
+    mend_steps()
+    while _hooks:
+        _hooks.pop().remove()
 
 
 def mend_steps() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ def why(
     pattern: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
 ) -> str:
     """The operators in modules for which DTensor moves tensors, and lines that would avoid it.
 
@@ -75,8 +76,9 @@ def why(
         pattern: of the modules; "" for all.
         args: of the model.
         kwargs: of the model.
+        use: as of `parallelize`.
     """
-    eager = parallelize(twin_of(model), plan, src_data_rank=None)
+    eager = parallelize(twin_of(model), plan, src_data_rank=None, use=use)
     with track(eager) as record, kept(eager), torch.enable_grad():
         result = eager(*args, **kwargs)
         gradients(result, [param for param in eager.parameters() if param.requires_grad])

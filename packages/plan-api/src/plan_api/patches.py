@@ -1,0 +1,76 @@
+"""What `parallelize` changes in torch for the whole process, and the inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from plan_api._compat import use_rule_for_convolution_backward
+from plan_api.attention import ATTENTION, register_cpu_attention
+from plan_api.extras import enable_extra
+from plan_api.losses import loss_handlers
+from plan_api.static.optimizer import remove_step_hooks
+
+__all__ = ["install_patches", "uninstall_patches"]
+
+_active = ExitStack()
+_registered = False
+
+
+def install_patches(extras: Iterable[str]) -> None:
+    """Switches packages on, and registers this package's rules for DTensor operators, once.
+
+    Args:
+        extras: installed packages, by name.
+    """
+    global _registered
+    for name in extras:
+        if (disable := enable_extra(name)) is not None:
+            _active.callback(disable)
+    if not _registered:
+        _registered = True
+        _active.enter_context(_operator_rules())
+
+
+def uninstall_patches() -> None:
+    """Restores torch, and switches off what `install_patches` found switched off."""
+    global _registered
+    _registered = False
+    _active.close()
+    remove_step_hooks()
+
+
+@contextmanager
+def _operator_rules() -> Iterator[None]:
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = loss_handlers()
+    tables = [dispatcher._custom_op_handlers, *_tables(dispatcher.sharding_propagator)]
+    operators = [*handlers, *ATTENTION, torch.ops.aten.convolution_backward.default]
+    before = [{one: table[one] for one in operators if one in table} for table in tables]
+    try:
+        register_cpu_attention()
+        use_rule_for_convolution_backward()
+        dispatcher._custom_op_handlers.update(handlers)
+        yield
+    finally:
+        for table, had in zip(tables, before, strict=True):
+            for operator in operators:
+                table.pop(operator, None)
+            table.update(had)
+        _forget_placements(dispatcher.sharding_propagator)
+
+
+def _tables(propagator: Any) -> list[dict[Any, Any]]:
+    """The propagator's registries by operator; their names differ between torch 2.11 and 2.15."""
+    return [one for name, one in vars(propagator).items() if type(one) is dict and "op_" in name]
+
+
+def _forget_placements(propagator: Any) -> None:
+    """Clears what torch has cached of operators' placements on this thread, in Python and C++."""
+    clear: Callable[[], None] = propagator.propagate_op_sharding.cache_clear
+    clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
