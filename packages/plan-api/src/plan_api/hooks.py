@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
+from plan_api.at_site import error_at
 from plan_api.containers import map_tensors, replace_part
 from plan_api.fuse import Site
 from plan_api.ir import Moment
@@ -124,7 +125,13 @@ def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable
                 continue
             if type(old) is DTensor and old._spec is mover.settled:
                 continue
-            new = map_tensors(old, mover)
+            try:
+                new = map_tensors(old, mover)
+            except Exception as error:
+                named = error_at(error, site, (place, name), old)
+                if named is error:
+                    raise
+                raise named from error
             if new is old:
                 continue
             changed = True
@@ -151,7 +158,13 @@ def _post_hook(
         for index, mover in movers:
             if type(moved) is DTensor and moved._spec is mover.settled and index == 0:
                 continue
-            moved = replace_part(moved, index, mover, site.name)
+            try:
+                moved = replace_part(moved, index, mover, site.name)
+            except Exception as error:
+                named = error_at(error, site, (index,), moved)
+                if named is error:
+                    raise
+                raise named from error
         return moved
 
     return hook
