@@ -40,6 +40,22 @@ PAIRS = {
         "--init-from weights",
     ),
     "random": ({"random": "dist-rng"}, {"system": "plan", "init": "sharded"}, "--init whole"),
+    "fingerprint": (
+        {"fingerprint": True, "dropout": 0.1, "compile": "aot_eager"},
+        {"compile": "none"},
+        "--compile aot_eager",
+    ),
+    "activation_checkpointing": (
+        {
+            "system": "plan",
+            "dp_shard": 2,
+            "ranks": 2,
+            "zero3": True,
+            "activation_checkpointing": "selective-op",
+        },
+        {"zero3": False},
+        "--zero3",
+    ),
     "activation_checkpointing_every": (
         {"activation_checkpointing_every": 3, "activation_checkpointing": "full"},
         {"activation_checkpointing": "selective-layer"},
