@@ -86,7 +86,11 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             3,
             "3 ranks do not divide hidden_size = 32",
         ),
-        ({"system": "fsdp2", "model": "dit-tiny", "init": "sharded"}, 2, "cannot be drawn anew on"),
+        (
+            {"system": "fsdp2", "model": "dit-tiny", "init": "sharded"},
+            2,
+            "cannot be drawn again on",
+        ),
         (
             {"system": "fsdp", "init": "sharded"},
             2,

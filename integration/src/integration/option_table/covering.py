@@ -46,13 +46,22 @@ def run_options(choices: Sequence[Choice]) -> dict[str, Any]:
     return options | {"ranks": ranks_of(options)}
 
 
-@functools.cache
-def completed(choices: tuple[Choice, ...]) -> tuple[Choice, ...] | str:
-    """Returns ``choices`` with a kind of parallelism by which they are accepted together.
+@dataclass(frozen=True)
+class Completion:
+    """Choices with a kind of parallelism, as validation takes them.
 
-    Returns:
-        the choices, in the table's order; or, where no kind accepts them, the first refusal.
+    Attributes:
+        run: the choices of a run, in the table's order; empty where they are refused.
+        refusal: the error's sentence; None: they are accepted.
     """
+
+    run: tuple[Choice, ...]
+    refusal: str | None
+
+
+@functools.cache
+def completed(choices: tuple[Choice, ...]) -> Completion:
+    """Adds to ``choices`` the first kind of parallelism by which they are accepted together."""
     refusals = []
     for more in [(), *((kind,) for kind in PARALLELISM if kind not in choices)]:
         run = tuple(choice for choice in CHOICES if choice in (*choices, *more))
@@ -65,10 +74,10 @@ def completed(choices: tuple[Choice, ...]) -> tuple[Choice, ...] | str:
         except UsageError as error:
             refusals.append(str(error))
         else:
-            return run
+            return Completion(run, None)
     words = {word for choice in choices for word in choice.name.split() if word.startswith("--")}
     named = (text for text in refusals if any(word in text for word in words - {"--system"}))
-    return next(named, refusals[0])
+    return Completion((), next(named, refusals[0]))
 
 
 @functools.cache
@@ -77,8 +86,7 @@ def pairs() -> tuple[Pair, ...]:
     found = []
     for two in combinations(CHOICES, 2):
         if merged(two) is not None:
-            run = completed(two)
-            found.append(Pair(*two, run if isinstance(run, str) else None))
+            found.append(Pair(*two, completed(two).refusal))
     return tuple(found)
 
 
@@ -104,10 +112,10 @@ def covering_runs() -> tuple[tuple[Choice, ...], ...]:
             fits = all(frozenset((best, one)) in accepted for one in run)
             fits = fits and ranks_of(run_options((*run, best))) <= MOST_RANKS
             together = tuple(choice for choice in CHOICES if choice in (*run, best))
-            if fits and not isinstance(completed(together), str):
+            if fits and completed(together).run:
                 run.append(best)
-        whole = completed(tuple(choice for choice in CHOICES if choice in run))
-        assert not isinstance(whole, str)
+        whole = completed(tuple(choice for choice in CHOICES if choice in run)).run
+        assert whole
         for two in combinations(whole, 2):
             missing.pop(frozenset(two), None)
         runs.append(whole)

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import dropout
-from torch.overrides import TorchFunctionMode
 
 from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 # has happened, and the two recorders do not see each other.
 STEPS = 3
 _COUNTED, _PROFILED = 2, 3
+# An operator of attention and of its backward: the fused one, and with dropout the one in parts.
+_ATTENTION = (
+    (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    ("aten::_softmax", "aten::_softmax_backward_data"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Observed:
         optimizer: the class's name.
         state_dtypes: of the optimizer's state.
         clipped_norm: of all gradients when the optimizer took the last of them.
+        background_saves: checkpoints that were written while training went on.
         records: the lines of ``metrics.jsonl``, on the first rank.
         summary: of the run, on the first rank.
         files: of the run folder, relative, on the first rank.
@@ -77,17 +86,23 @@ class Observed:
     optimizer: str
     state_dtypes: tuple[torch.dtype, ...]
     clipped_norm: float
+    background_saves: int
     records: tuple[StepRecord, ...]
     summary: RunSummary | None
     files: tuple[str, ...]
 
     @property
     def recomputation(self) -> tuple[int, int]:
-        """Activation functions computed in forward, and again in backward, in one step."""
+        """Operators of layers computed in forward, and again in backward, in one step.
+
+        Activation functions; in compiled layers, whose graphs compute those again by themselves,
+        attention.
+        """
         if self.activations:
             return self.activations, self.activations_again
-        once = self.operators["aten::silu_backward"]
-        return once, self.operators["aten::silu"] - once
+        name = next(each for each in _ATTENTION if each[1] in self.operators)
+        once = self.operators[name[1]]
+        return once, self.operators[name[0]] - once
 
 
 @dataclass
@@ -118,29 +133,6 @@ class _Modules:
                 module.register_forward_hook(note_activation)
 
 
-class _Zeroed(TorchFunctionMode):
-    """Counts the elements of this rank that ``torch.nn.functional.dropout`` makes zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before = self._after = 0
-
-    @property
-    def share(self) -> float:
-        """Of those that were not zero before."""
-        return 1 - self._after / self._before if self._before else 0.0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not dropout:
-            return func(*args, **(kwargs or {}))
-        self._before += int(_local(args[0].detach()).count_nonzero())
-        result = func(*args, **(kwargs or {}))
-        self._after += int(_local(result.detach()).count_nonzero())
-        return result
-
-
 def observe(config: TrainConfig, world: World) -> Observed:
     """Runs a training on this rank and reports what it did; all ranks call it.
 
@@ -154,6 +146,7 @@ def observe(config: TrainConfig, world: World) -> Observed:
     from torch._dynamo.utils import counters
 
     from integration.train.loop import Trainer
+    from integration.train.masks import DropoutMasks
     from integration.train.parallel import weights_hash
     from integration.train.setup import prepare
     from integration.train.stop import StopRequest
@@ -172,12 +165,12 @@ def observe(config: TrainConfig, world: World) -> Observed:
 
     modules, operators, norms = _Modules(), Counter[str](), list[float]()
 
-    zeroed = _Zeroed()
+    masks = DropoutMasks()
 
     class ObservedTrainer(Trainer):
         def _backward(self) -> Tensor:
             if self.step == 0 and config.compile == "none":
-                with zeroed:
+                with masks:
                     return super()._backward()
             if self.step + 1 != _PROFILED or config.profile_steps:
                 return super()._backward()
@@ -194,7 +187,8 @@ def observe(config: TrainConfig, world: World) -> Observed:
     trainer.optimizer.register_step_pre_hook(
         lambda *_: norms.append(float(setup.system.clip(trainer.model, float("inf"))))
     )
-    assert trainer.run(StopRequest())
+    with mock.patch.object(dcp, "async_save", wraps=dcp.async_save) as saves:
+        assert trainer.run(StopRequest())
     if config.profile_steps:  # torch has one profiler at a time
         trace = json.loads((config.out / f"profile/rank{world.rank}.pt.trace.json").read_text())
         operators.update(event.get("name", "") for event in trace["traceEvents"])
@@ -215,12 +209,13 @@ def observe(config: TrainConfig, world: World) -> Observed:
         operators=dict(operators),
         activations=modules.forward[_COUNTED],
         activations_again=modules.backward[_COUNTED],
-        dropped=zeroed.share,
+        dropped=masks.share,
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(counters["graph_break"].values()),
         optimizer=type(trainer.optimizer).__name__,
         state_dtypes=tuple({_local(each).dtype: None for each in state if _is_array(each)}),
         clipped_norm=norms[-1],
+        background_saves=saves.call_count,
         records=tuple(read_metrics(config.out)) if world.is_main else (),
         summary=read_summary(config.out) if world.is_main else None,
         files=_files(config.out) if world.is_main else (),

@@ -22,11 +22,16 @@ class DropoutMasks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._digest = hashlib.sha256()
-        self._calls = 0
+        self._calls = self._zeroed = self._eligible = 0
 
     def hexdigest(self) -> str | None:
         """Return the SHA-256 of the masks and their shapes; None where nothing was dropped out."""
         return self._digest.hexdigest() if self._calls else None
+
+    @property
+    def share(self) -> float:
+        """Of the elements that were not zero before, those that were zeroed."""
+        return self._zeroed / self._eligible if self._eligible else 0.0
 
     def __torch_function__(
         self,
@@ -48,6 +53,8 @@ class DropoutMasks(TorchFunctionMode):
         mask = _zeros(result) & ~before
         self._digest.update(repr(tuple(mask.shape)).encode() + mask.numpy().tobytes())
         self._calls += 1
+        self._zeroed += int(mask.sum())
+        self._eligible += int((~before).sum())
         return result
 
 

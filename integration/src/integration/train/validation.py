@@ -307,7 +307,7 @@ def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> No
         )
     if not shape.redraws:
         raise UsageError(
-            f"model {config.model!r} cannot be drawn anew on its shards by system"
+            f"model {config.model!r} cannot be drawn again on its shards by system"
             f" {system.name!r}; use --init whole, or --system plan"
         )
 

@@ -22,7 +22,7 @@ def adopt(group: PlannedGroup) -> None:
     so do those of several dtypes, until all have one.
 
     Raises:
-        RuntimeError: one is no DTensor of our placements.
+        RuntimeError: one is not a DTensor with this package's placements.
     """
     current: list[Any] = [registered(param) for param in group.params]
     if all(

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, parallelize
-from plan_api.at_site import error_at
 from plan_api.fuse import Move, Site, Step
+from plan_api.hooks import error_at
 from plan_api.ir import Act, Moment
 
 R, S0 = Replicate(), Shard(0)
@@ -21,7 +21,7 @@ def test_an_error_of_a_result_names_entry_line_and_shape(mesh, mode):
     with pytest.raises(ValueError, match="no part 1") as raised:
         model(torch.ones(4, 2))
     told = str(raised.value)
-    assert "at 0.forward, for entry 1 of the plan (test_at_site.py:" in told
+    assert "at 0.forward, for entry 1 of the plan (test_hook_errors.py:" in told
     assert "redist <out>:1 dp=R" in told
     assert "Tensor of (" in told
     assert isinstance(raised.value.__cause__, ValueError)
