@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 # has happened, and the two recorders do not see each other.
 STEPS = 3
 _COUNTED, _PROFILED = 2, 3
-# An operator of attention and of its backward: the fused one, and with dropout the one in parts.
-_ATTENTION = (
-    (
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    ),
-    ("aten::_softmax", "aten::_softmax_backward_data"),
+# Attention's backward, of which a layer has one: the fused operator, or with dropout its last part.
+_ATTENTION_BACKWARD = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_softmax_backward_data",
 )
 
 
@@ -96,13 +93,13 @@ class Observed:
         """Operators of layers computed in forward, and again in backward, in one step.
 
         Activation functions; in compiled layers, whose graphs compute those again by themselves,
-        attention.
+        the reciprocal roots of a layer's two normalizations, which graphs keep unless told.
         """
         if self.activations:
             return self.activations, self.activations_again
-        name = next(each for each in _ATTENTION if each[1] in self.operators)
-        once = self.operators[name[1]]
-        return once, self.operators[name[0]] - once
+        once = 2 * sum(self.operators.get(name, 0) for name in _ATTENTION_BACKWARD)
+        # Beside the layers' there is one in front of the output layer.
+        return once, self.operators["aten::rsqrt"] - once - self.head_calls
 
 
 @dataclass
