@@ -45,6 +45,9 @@ def _losses(examples, folder):
     import torch
     from torch.distributed.tensor import DTensor
 
+    from integration.train.session import restore_torch
+
+    restore_torch()  # ranks of the pool have had different tests, and have to be alike
     # The source of functions has to be found, as that of a script's is.
     code = "\n".join(examples)
     name = f"<guide {hash(code)}>"

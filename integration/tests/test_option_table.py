@@ -9,8 +9,12 @@ from integration.option_table.choices import CHOICES
 from integration.option_table.covering import covering_runs, pairs, run_options
 from testkit import run_ranks
 
-# torch says so of every mesh without a CUDA device.
-pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete")
+pytestmark = [
+    # torch says so of every mesh without a CUDA device.
+    pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete"),
+    # Native FSDP2 says so of a root whose logits tensor parallelism has reshaped.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+]
 
 
 def _observe(options):

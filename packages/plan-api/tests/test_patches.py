@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
 
 from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
@@ -79,3 +81,17 @@ def test_removed_models_have_dtensors_and_no_hooks(mode):
         assert all(isinstance(param, DTensor) for param in model.parameters())
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             model(torch.ones(4, 4))
+
+
+def test_rules_of_losses_are_back_behind_torchs_loss_parallel():
+    """Which removes the handlers of these operators when it ends."""
+    with fake_mesh((2,), ("tp",)) as mesh:
+        logits = distribute_tensor(torch.randn(4, 6), mesh, [Shard(1)], src_data_rank=None)
+        parallelize(TwoLinears(), Plan(mesh))
+        with loss_parallel():
+            pass
+        parallelize(TwoLinears(), Plan(mesh))
+        with CommDebugMode() as collectives:
+            torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
+    gathers = collectives.comm_counts[torch.ops.c10d_functional.all_gather_into_tensor]
+    assert gathers == 0

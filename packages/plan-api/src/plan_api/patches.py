@@ -22,7 +22,7 @@ _registered = False
 
 
 def install_patches(extras: Iterable[str]) -> None:
-    """Switches packages on, and registers this package's rules for DTensor operators, once.
+    """Switches packages on, and registers this package's rules for DTensor operators.
 
     Args:
         extras: installed packages, by name.
@@ -33,7 +33,12 @@ def install_patches(extras: Iterable[str]) -> None:
             _active.callback(disable)
     if not _registered:
         _registered = True
-        _active.enter_context(_operator_rules())
+        _active.enter_context(_restored_rules())
+        register_cpu_attention()
+        use_rule_for_convolution_backward()
+    # Each time: torch's `loss_parallel` removes the handlers of its operators when it ends.
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(loss_handlers())
 
 
 def uninstall_patches() -> None:
@@ -45,16 +50,13 @@ def uninstall_patches() -> None:
 
 
 @contextmanager
-def _operator_rules() -> Iterator[None]:
+def _restored_rules() -> Iterator[None]:
+    """Restores the rules of DTensor operators that this package registers."""
     dispatcher: Any = DTensor._op_dispatcher
-    handlers = loss_handlers()
     tables = [dispatcher._custom_op_handlers, *_tables(dispatcher.sharding_propagator)]
-    operators = [*handlers, *ATTENTION, torch.ops.aten.convolution_backward.default]
+    operators = [*loss_handlers(), *ATTENTION, torch.ops.aten.convolution_backward.default]
     before = [{one: table[one] for one in operators if one in table} for table in tables]
     try:
-        register_cpu_attention()
-        use_rule_for_convolution_backward()
-        dispatcher._custom_op_handlers.update(handlers)
         yield
     finally:
         for table, had in zip(tables, before, strict=True):
