@@ -1,0 +1,185 @@
+"""`fsdp.integrations`: Hugging Face's Trainer trains, saves and resumes as with native FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp import integrations
+from ragged_shard import RaggedShard
+from testkit import run_ranks
+
+SCRIPT = Path(__file__).with_name("trainer_runs.py")
+BY_ACCELERATE = ["sharded", "full", "efficient"]
+BY_TRANSFORMERS = ["loaded", "loaded, from shards", "made"]
+BY_TRANSFORMERS += ["loaded, experts", "loaded, experts, from shards"]
+BIT_FOR_BIT = [*BY_ACCELERATE, *(f"{name}, resumed" for name in BY_ACCELERATE)]
+BIT_FOR_BIT += ["weights only", *BY_TRANSFORMERS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What two ranks of ``trainer_runs.py`` have found; a hang ends in the time-out."""
+    folder = tmp_path_factory.mktemp("trainer")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(SCRIPT), str(folder)]
+    # What accelerate and transformers would otherwise take from the machine.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads((folder / "runs.json").read_text())
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIT_FOR_BIT)
+def test_losses_and_what_is_saved_are_those_of_native_fsdp2(runs, name):
+    native, ours = runs["native"][name], runs["fsdp"][name]
+    assert (native["placement"], ours["placement"]) == ("Shard", "RaggedShard")
+    assert len(ours["losses"]) == 4
+    for what in ("losses", "eval", "weights", "saved", "generated"):
+        assert ours.get(what) == native.get(what), what
+    # Only the norm of all gradients is summed in another order, as the shards are others.
+    assert ours["norms"] == pytest.approx(native["norms"], rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_ACCELERATE)
+def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(runs, name):
+    stopped, whole = runs["fsdp"][f"{name}, resumed"], runs["fsdp"][name]
+    assert stopped["losses"] == whole["losses"]
+    assert stopped["weights"] == whole["weights"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights only", "loaded", "loaded, tied", "loaded, experts"])
+def test_what_the_trainer_saves_is_the_model_on_one_device(runs, name):
+    ours = runs["fsdp"][name]
+    assert ours["saved"] == ours["weights"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_tied_weights_are_one_parameter_of_one_group(runs):
+    """FSDP2 reduces the gradients of both places and adds them; here they are added first."""
+    native, ours = runs["native"]["loaded, tied"], runs["fsdp"]["loaded, tied"]
+    assert ours["losses"] == pytest.approx(native["losses"], rel=1e-6)
+    assert ours["weights"].keys() == native["weights"].keys()
+    assert ours["weights"]["lm_head.weight"] == ours["weights"]["model.embed_tokens.weight"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_cannot_work_is_an_error_on_every_rank(runs):
+    first, second = runs["refused"]
+    assert first == second
+    assert "save_only_model=True" in first["optimizer"]  # transformers' own
+    assert "expected a model that transformers or accelerate has sharded" in first["by hand"]
+    assert "'model.embed_tokens.weight'" in first["by hand"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_after_uninstall_models_are_sharded_by_torch(runs):
+    assert runs["uninstalled"] == "Shard"
+
+
+@pytest.fixture
+def installed():
+    integrations.install()
+    yield
+    integrations.uninstall()
+
+
+def _attributes():
+    import transformers.core_model_loading as loading
+    import transformers.distributed.fsdp as sharding
+    from transformers.distributed import mixin
+
+    owners = (torch_fsdp, loading, sharding, mixin, mixin.DistributedMixin)
+    return [dict(vars(owner)) for owner in owners]
+
+
+def test_uninstall_takes_back_what_install_lists():
+    before = _attributes()
+    integrations.install()
+    integrations.install()  # does nothing
+    changed = {
+        name
+        for old, new in zip(before, _attributes(), strict=True)
+        for name in old
+        if old[name] is not new[name]
+    }
+    assert changed == {
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "apply_fully_sharded_data_parallelism",
+        "DtensorShardOperation",
+        "set_param_for_module",
+        "gather_sharded_state_dict_for_save",
+    }
+    assert all(name in integrations.install.__doc__ for name in changed)
+    integrations.uninstall()
+    integrations.uninstall()
+    assert _attributes() == before
+
+
+def test_pipeline_stages_find_the_state_of_a_module(installed):
+    assert torch_fsdp.fully_shard.state(torch.nn.Linear(2, 2)) is None
+
+
+def test_a_transformers_without_this_sharding_is_refused_before_anything_changes(monkeypatch):
+    from transformers.distributed import mixin
+
+    monkeypatch.delattr(mixin, "apply_fully_sharded_data_parallelism")
+    before = _attributes()
+    with pytest.raises(RuntimeError, match=r"expected a transformers .* 5.20 or newer, got"):
+        integrations.install()
+    assert _attributes() == before
+
+
+@pytest.mark.ranks
+def test_the_loader_reads_a_ranks_rows_of_tensors_and_of_single_experts():
+    def check(units):
+        from transformers import core_model_loading as loading
+
+        integrations.install()
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            whole = torch.arange(48.0).view(4, 6, 2)
+            param = distribute_tensor(whole, mesh, [RaggedShard((0,), units)])
+            local = param.to_local()
+            read = loading.DtensorShardOperation(param).shard_tensor
+            assert torch.equal(read(whole), local)
+            experts = [read(whole[row], tensor_idx=row) for row in range(4)]
+            mine = [expert for expert in experts if expert is not None]
+            if local.numel():
+                assert torch.equal(torch.stack(mine), local)
+            else:  # an empty one, for what stacks them
+                assert [tuple(expert.shape) for expert in mine] == [(0, 2)]
+            # half of each expert's rows, as two checkpoint tensors are joined along a whole dim
+            half = [read(whole[row, :3], tensor_idx=row) for row in range(4)]
+            assert sum(part is not None for part in half) == len(mine)
+            # A tensor of another size has another number of dims: a mismatched key on each rank,
+            # also on the one that has as many rows as it.
+            for rows in (2, 3, 5):
+                assert read(torch.zeros(rows, 6, 2)).ndim == 4
+            with pytest.raises(ValueError, match=r"one of several along a dim that is sharded"):
+                read(torch.zeros(2, 6, 2), tensor_idx=0)
+            even = distribute_tensor(whole, mesh, [Shard(0)])  # transformers' own
+            operation = loading.DtensorShardOperation(even)
+            assert torch.equal(operation.shard_tensor(whole), even.to_local())
+        finally:
+            integrations.uninstall()
+
+    for units in [(3, 1), (4, 0)]:
+        run_ranks(check, 2, units)
