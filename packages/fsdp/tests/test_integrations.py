@@ -183,3 +183,45 @@ def test_the_loader_reads_a_ranks_rows_of_tensors_and_of_single_experts():
 
     for units in [(3, 1), (4, 0)]:
         run_ranks(check, 2, units)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_beside_tensor_parallelism_of_transformers_losses_are_those_of_fsdp2(tmp_path):
+    def check(source):
+        import torch.distributed as dist
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        if dist.get_rank() == 0:
+            config = LlamaConfig(use_cache=False, vocab_size=50, num_attention_heads=4, **sizes)
+            LlamaForCausalLM(config).save_pretrained(source)
+        dist.barrier()
+        found = []
+        tokens = torch.arange(16).view(2, 8)
+        for package in ("native", "fsdp"):
+            if package == "fsdp":
+                integrations.install()
+            model = LlamaForCausalLM.from_pretrained(
+                source, distributed_config=DistributedConfig(fsdp_size=2, tp_size=2)
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                loss = model(tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            model.save_pretrained(f"{source}-{package}")
+        integrations.uninstall()
+        assert isinstance(next(model.parameters()).placements[0], RaggedShard)
+        assert found[:3] == found[3:]
+        native, ours = (
+            LlamaForCausalLM.from_pretrained(f"{source}-{package}").state_dict()
+            for package in ("native", "fsdp")
+        )
+        assert all(torch.equal(ours[name], value) for name, value in native.items())
+
+    run_ranks(check, 4, str(tmp_path / "source"), timeout=200)

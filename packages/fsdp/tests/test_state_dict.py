@@ -176,3 +176,28 @@ def test_on_meta_a_full_state_dict_is_loaded_from_rank_0():
         torch.testing.assert_close(model(x), wanted(x))
 
     run_ranks(check, 2)
+
+
+def test_tensors_of_a_state_dict_have_storages_of_their_own_in_the_groups_memory(tmp_path):
+    """So `torch.save` writes no group for each parameter, and nobody takes two of them for tied."""
+
+    def check(path):
+        model = fsdp.fully_shard(nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]))
+        first, second = model.state_dict(), model.state_dict()
+        locals_ = [value.to_local() for value in first.values()]
+        storages = [local.untyped_storage() for local in locals_]
+        assert [s.nbytes() for s in storages] == [local.nbytes for local in locals_]
+        filled = [s.data_ptr() for s in storages if s.nbytes()]
+        assert len(set(filled)) == len(filled) > 1
+        for name, param in model.named_parameters():
+            mine, again = first[name].to_local(), second[name].to_local()
+            assert mine.data_ptr() == param.to_local().data_ptr()
+            assert mine.untyped_storage()._cdata == again.untyped_storage()._cdata
+            mine.fill_(3.0)
+            assert bool((param.to_local() == 3.0).all())
+        torch.save(locals_[0], f"{path}-{dist.get_rank()}")
+
+    run_ranks(check, 2, str(tmp_path / "local"))
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 2000  # 144 bytes, and what torch writes around them
