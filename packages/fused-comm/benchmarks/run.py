@@ -154,7 +154,7 @@ def as_ddp():
     ours, theirs = model(), torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=1)
     copyless = model()
     # Four layers a bucket, as DDP has them: it closes one when that exceeds the size.
-    options = {"group": dist.group.WORLD, "op": "avg", "bucket_mb": 1.05}
+    options = {"group": dist.group.WORLD, "bucket_mb": 1.05}
     reducers = {
         "GradReducer": (ours, GradReducer(ours.parameters(), **options)),
         "GradReducer, zero_copy": (

@@ -1,5 +1,8 @@
 """Several backwards, gradients that are missing, and gradients that stay."""
 
+import functools
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +118,10 @@ def test_zeroed_in_place_is_zeroed(zero_copy):
     assert run_ranks(check, 2) == [True] * 2
 
 
+SECOND_BACKWARD = "a second backward began without finish"
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{SECOND_BACKWARD}")
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_several_backwards_before_one_finish(zero_copy):
     """Whatever came after its bucket was launched goes in a second round."""
@@ -139,8 +146,53 @@ def test_several_backwards_before_one_finish(zero_copy):
     assert run_ranks(check, 2) == [True] * 2
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_second_backward_without_finish_warns_once(finished):
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = model(mesh)
+        reducer = GradReducer(params)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(4):
+                loss(params, batch(mesh, step)).backward()
+                if finished or step % 2:
+                    reducer.finish()
+        return [str(one.message) for one in caught if SECOND_BACKWARD in str(one.message)]
+
+    for messages in run_ranks(check, 2):
+        assert len(messages) == (0 if finished else 1)
+        assert all("no_sync()" in message for message in messages)
+
+
+def test_a_second_backward_of_other_parameters_does_not_warn():
+    """As of two networks, each with a loss, and one finish() for both; warnings are errors."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,))
+        params = model(mesh, count=4)
+        reducer = GradReducer(params)
+        for step in range(3):
+            x = batch(mesh, step)
+            for half in (params[:2], params[2:]):
+                loss(half, x).backward()
+            reducer.finish()
+            expected = [*reference(params[:2], [x]), *reference(params[2:], [x])]
+            assert close(full(params), expected)
+            for param in params:
+                param.grad = None
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_and_tied_weights(reentrant):
+def test_checkpointed_layers_and_tied_weights(reentrant, captured):
+    """Captured parameters, as a module's, get their gradients in backwards within backward."""
+
+    def layer(param, x):
+        return torch.tanh(x @ param)
+
     def check():
         mesh = init_device_mesh("cpu", (2,))
         params = model(mesh, count=2)
@@ -151,9 +203,12 @@ def test_checkpointed_layers_and_tied_weights(reentrant):
             x = batch(mesh, step).requires_grad_()
             hidden = x
             for param in tied:
-                hidden = checkpoint(
-                    lambda h, p: torch.tanh(h @ p), hidden, param, use_reentrant=reentrant
+                call = (
+                    (functools.partial(layer, param), hidden)
+                    if captured
+                    else (layer, param, hidden)
                 )
+                hidden = checkpoint(*call, use_reentrant=reentrant)
             hidden.square().sum().backward()
             reducer.finish()
             whole = [p.detach().full_tensor().requires_grad_() for p in params]

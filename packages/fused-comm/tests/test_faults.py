@@ -36,7 +36,7 @@ def mesh():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"op": "mean"}, "op='mean' must be 'sum' or 'avg'"),
+        ({"op": "mean"}, "expected op='sum', 'avg' or None, got 'mean'"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be more than 0"),
         ({"zero_copy": True, "accumulate_dtype": torch.float32}, "leave accumulate_dtype out"),
     ],

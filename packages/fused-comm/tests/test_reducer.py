@@ -159,7 +159,8 @@ def test_buckets_are_sent_while_backward_goes_on():
     assert run_ranks(check, 2) == [first + second] * 2
 
 
-def test_plain_tensors_are_reduced_as_ddp_does_it():
+@pytest.mark.parametrize("options", [{}, {"op": "avg"}], ids=["default", "avg"])
+def test_plain_tensors_are_averaged_as_ddp_does_it(options):
     def check():
         torch.manual_seed(0)
         ours, ddp = (
@@ -168,7 +169,7 @@ def test_plain_tensors_are_reduced_as_ddp_does_it():
         )
         ddp.load_state_dict(ours.state_dict())
         ddp = torch.nn.parallel.DistributedDataParallel(ddp)
-        reducer = GradReducer(ours.named_parameters(), group=dist.group.WORLD, op="avg")
+        reducer = GradReducer(ours.named_parameters(), group=dist.group.WORLD, **options)
         results = []
         for step in range(3):
             torch.manual_seed(10 * step + dist.get_rank())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class Options:
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype | None
     fuse_axes: bool
-    averaged: bool
+    op: Literal["sum", "avg"] | None
     plain: FlatGroup | None
     timeout: datetime.timedelta | None
 
@@ -82,7 +83,9 @@ def agree_on(
 def entry_of(number: int, reduction: Reduction, options: Options) -> Entry:
     """What goes into a bucket, with its route, for which all ranks have to call."""
     dtype = options.reduce_dtype or options.accumulate_dtype or reduction.dtype
-    averaged = reduction.averaged or options.averaged
+    # DistributedDataParallel's mean for plain tensors; a DTensor's Partial says what it is.
+    op = options.op or ("avg" if reduction.mesh is None else "sum")
+    averaged = reduction.averaged or op == "avg"
     if reduction.mesh is not None:
         route = route_of(reduction, dtype, averaged, options.fuse_axes, options.timeout)
     else:

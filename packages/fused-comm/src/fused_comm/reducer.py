@@ -38,21 +38,22 @@ class GradReducer:
     """Reduces the gradients of parameters to their parameters' placements.
 
     Keep it as long as it is to work. Call `finish()` after backward and before anything reads
-    gradients. A gradient that is Partial along mesh axes is summed over them: all-reduced where the
-    parameter is replicated, reduce-scattered where it is sharded (veScale, section 6.3). Until then
-    `.grad` may be None.
+    gradients; a second backward without it warns, once. A gradient that is Partial along mesh axes
+    is summed over them: all-reduced where the parameter is replicated, reduce-scattered where it is
+    sharded (veScale, section 6.3). Until then `.grad` may be None.
 
     Args:
         params: parameters, or pairs of name and parameter as `model.named_parameters()` gives
             them, in the same order on all ranks. Those that need no gradient are left alone.
-        group: over which the gradients of plain tensors are summed, as DDP does it.
+        group: over which the gradients of plain tensors are reduced.
         bucket_mb: megabytes (2**20 bytes) of a bucket at most; a larger gradient has its own.
         reduce_dtype: of the sums, on every axis; by default that of the gradient.
         accumulate_dtype: in which gradients are added up while they are not synchronised, and
             reduced, if `reduce_dtype` says nothing else; by default the gradient's own.
         fuse_axes: several axes in one collective; False: one after another, for comparison.
-        op: ``"sum"``, or ``"avg"``: the sum divided by the number of ranks. Of
-            `Partial("avg")` it is always the mean.
+        op: ``"sum"``, or ``"avg"``: the sum divided by the number of ranks. By default the mean
+            for plain tensors, as DistributedDataParallel's, and the gradient's `Partial` for
+            DTensors. Of `Partial("avg")` it is always the mean.
         zero_copy: gradients that are all-reduced live in their buckets, where backward adds them
             up; nothing is copied, and the buckets stay allocated. Sums have the gradients' dtype
             then. What is reduce-scattered is cut, and copied as ever.
@@ -73,13 +74,13 @@ class GradReducer:
         reduce_dtype: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         fuse_axes: bool = True,
-        op: Literal["sum", "avg"] = "sum",
+        op: Literal["sum", "avg"] | None = None,
         zero_copy: bool = False,
         allocate: Allocate = allocate,
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        if op not in ("sum", "avg"):
-            raise ValueError(f"GradReducer: op={op!r} must be 'sum' or 'avg'")
+        if op not in ("sum", "avg", None):
+            raise ValueError(f"GradReducer: expected op='sum', 'avg' or None, got {op!r}")
         if zero_copy and accumulate_dtype is not None:
             raise ValueError(
                 "GradReducer: with zero_copy gradients are added up in their buckets, in their own "
@@ -90,7 +91,7 @@ class GradReducer:
         self._gradients = gradients_of(params, accumulate_dtype)
         self._numbers = {id(one.param): number for number, one in enumerate(self._gradients)}
         self._options = Options(
-            int(bucket_mb * 2**20), reduce_dtype, accumulate_dtype, fuse_axes, op == "avg",
+            int(bucket_mb * 2**20), reduce_dtype, accumulate_dtype, fuse_axes, op,
             None if group is None else plain_group(group), timeout,
         )  # fmt: skip
         self._everyone = agreed_group(self._gradients, self._options.plain, timeout)
@@ -102,6 +103,7 @@ class GradReducer:
         self._skipped: frozenset[str | int] = frozenset()
         self._synchronises = True
         self._step = Step()
+        self._warned = False  # of a second backward without finish()
         self._last: list[Flight] = []
         self._hooked: set[int] = set()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -236,8 +238,10 @@ class GradReducer:
             self._gradients[number].set_aside()
             return
         step, plan = self._step, self._plan()
+        step.watch_backward()
         if number in step.order:
             step.again = True
+            self._warned = self._warned or step.warn_if_ended()
             return
         step.order[number] = None
         if not plan.buckets:
