@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, parallelize
+from plan_api.errors import add_site
 from plan_api.fuse import Move, Site, Step
-from plan_api.hooks import error_at
 from plan_api.ir import Act, Moment
 
 R, S0 = Replicate(), Shard(0)
@@ -24,7 +24,8 @@ def test_an_error_of_a_result_names_entry_line_and_shape(mesh, mode):
     assert "at 0.forward, for entry 1 of the plan (test_hook_errors.py:" in told
     assert "redist <out>:1 dp=R" in told
     assert "Tensor of (" in told
-    assert isinstance(raised.value.__cause__, ValueError)
+    assert type(raised.value) is ValueError
+    assert told.count("\nat 0.forward") == 1
 
 
 def test_an_error_of_torch_s_names_the_argument_alone(mesh):
@@ -41,13 +42,15 @@ def test_an_error_of_torch_s_names_the_argument_alone(mesh):
     assert "dp=S(3)" in told
     assert "entry 0" not in told
     assert "(6, 2)" in told
-    assert raised.value.__cause__ is not None
+    assert told.count("\nat ") == 1
 
 
-def test_an_error_that_is_caught_by_its_class_keeps_it():
+def test_an_error_that_is_caught_by_its_class_keeps_its_message():
     step = Step("<in>", 0, Act.REDIST, {"dp": Move(S0)}, (0,), ("train.py:3",))
     full = torch.OutOfMemoryError("full")
-    named = error_at(full, Site("0", Moment.FORWARD_PRE, (step,)), (0, "x"), torch.ones(4, 2))
-    assert named is full
-    assert "0.forward_pre, for entry 0 of the plan (train.py:3)" in named.__notes__[0]
-    assert "(4, 2)" in named.__notes__[0]
+    for _ in range(2):  # it may pass several hooks
+        add_site(full, Site("0", Moment.FORWARD_PRE, (step,)), (0, "x"), torch.ones(4, 2))
+    assert str(full) == "full"
+    (note,) = full.__notes__
+    assert "0.forward_pre, for entry 0 of the plan (train.py:3)" in note
+    assert "(4, 2)" in note

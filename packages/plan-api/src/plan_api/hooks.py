@@ -11,20 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors, replace_part
-from plan_api.fuse import Site, Step
-from plan_api.ir import Moment, short
+from plan_api.errors import add_site
+from plan_api.fuse import Site
+from plan_api.ir import Moment
 
 __all__ = [
-    "Fired", "Moves", "argument_at", "error_at", "given_at", "install", "places_of", "replaced_at",
+    "Fired", "Moves", "argument_at", "given_at", "install", "places_of", "replaced_at",
 ]  # fmt: skip
-
-# Exactly these are made again. Others, as torch.OutOfMemoryError or those with which torch traces,
-# are caught by their class, and get a note instead.
-_MADE_AGAIN = (ValueError, TypeError, RuntimeError, IndexError, AssertionError)
 
 
 class Fired:
@@ -132,10 +128,8 @@ def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable
             try:
                 new = map_tensors(old, mover)
             except Exception as error:
-                named = error_at(error, site, (place, name), old)
-                if named is error:
-                    raise
-                raise named from error
+                add_site(error, site, (place, name), old)
+                raise
             if new is old:
                 continue
             changed = True
@@ -165,48 +159,8 @@ def _post_hook(
             try:
                 moved = replace_part(moved, index, mover, site.name)
             except Exception as error:
-                named = error_at(error, site, (index,), moved)
-                if named is error:
-                    raise
-                raise named from error
+                add_site(error, site, (index,), moved)
+                raise
         return moved
 
     return hook
-
-
-def error_at(error: Exception, site: Site, part: tuple[int | str, ...], value: Any) -> Exception:
-    """An error of a hook, saying where in the plan it comes from.
-
-    Args:
-        error: what was raised.
-        site: of the hook.
-        part: place and name of the argument or result that was moved.
-        value: that argument or result.
-
-    Returns:
-        one of the same class to be raised from it, or the error itself with a note.
-    """
-    steps = [step for step in site.moved if step.index in part] or site.moved
-    asked = "; ".join(f"{step.said}: {_asked(step)}" for step in steps)
-    where = f"at {site.name}, for {asked}; got {_described(value)}"
-    if type(error) in _MADE_AGAIN:
-        return type(error)(f"{error}\n{where}")
-    error.add_note(where)
-    return error
-
-
-def _asked(step: Step) -> str:
-    moves = ", ".join(f"{axis}={short(move.dst)}" for axis, move in step.moves.items())
-    return f"{step.act.value} {step.tensor}:{step.index} {moves}"
-
-
-def _described(value: Any) -> str:
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return ", ".join(map(_tensor, tensors)) or type(value).__name__
-
-
-def _tensor(tensor: torch.Tensor) -> str:
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, DTensor):
-        return f"a DTensor of {shape}, placed {', '.join(map(short, tensor.placements))}"
-    return f"a torch.Tensor of {shape}"

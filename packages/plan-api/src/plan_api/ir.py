@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Act", "Moment", "Op", "short"]
+__all__ = ["Act", "Moment", "Op", "short", "spelled"]
 
 
 class Moment(Enum):
@@ -116,3 +116,12 @@ def short(placement: Placement) -> str:
     if type(placement) is Partial:
         return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
     return str(placement)
+
+
+def spelled(placement: Placement) -> str:
+    """As a script says it: ``Replicate()``, ``Shard(0)``, ``Partial()``, ``Partial("avg")``."""
+    if type(placement) is Shard:
+        return f"Shard({placement.dim})"
+    if type(placement) is Partial:
+        return "Partial()" if placement.reduce_op == "sum" else f'Partial("{placement.reduce_op}")'
+    return repr(placement)

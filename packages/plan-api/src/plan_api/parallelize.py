@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.agree import check_agreement
+from plan_api.axes import axis_names
 from plan_api.deferred import made_from
 from plan_api.eager import install_eager
+from plan_api.forward_errors import install_forward_errors
 from plan_api.fully import apply_fully_shard, fully_sharded_names
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired
@@ -201,7 +203,11 @@ def parallelize(
         apply_fully_shard(model, fully, lowered.schedules, plan.mesh)
         waits = any(schedule.waits for schedule in lowered.schedules.values())
         gradients = Gradients(model, waits, fired, options.fused_mb, others, warns=options.warns)
-    handles = (*handles, *refuse_router_loss(model, lowered, mode))
+    handles = (
+        *handles,
+        *refuse_router_loss(model, lowered, mode),
+        *install_forward_errors(model, lowered.sites, axis_names(plan.mesh), mode),
+    )
     _installed[model] = Installed(
         plan, mode, lowered, fired, gradients, options.extras, guard, handles, leaves
     )

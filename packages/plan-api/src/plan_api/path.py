@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Kind", "TensorPath", "parse"]
+__all__ = ["Kind", "TensorPath", "numbered", "parse", "quoted"]
 
 _ACTIVATION = re.compile(r"(?P<module>.*?)(?:\\?\.)?<(?P<kind>in|out|op)(?::(?P<index>[^<>]+))?>")
 _GRADIENT = re.compile(r"(?P<name>.+?)\\?\.grad")
@@ -88,6 +88,24 @@ def parse(text: str, of_modules: bool = False) -> TensorPath:
     if not text:
         raise ValueError("path '' names nothing: give a parameter, or <in> or <out> of a module")
     return _checked(TensorPath(text, text, Kind.STATE))
+
+
+def numbered(path: str) -> str:
+    """A pattern of this path and all that differ from it in numbers only."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", re.escape(path).replace(r"\.", ".")).replace(
+        ".", r"\."
+    )
+
+
+def quoted(pattern: str, tensor: str = "") -> str:
+    """A path of an entry as a script says it.
+
+    Args:
+        pattern: of modules.
+        tensor: in angle brackets; "" where modules are meant.
+    """
+    text = f"{pattern}.{tensor}" if pattern and tensor else pattern + tensor
+    return f'r"{text}"' if "\\" in text else f'"{text}"'
 
 
 def _number(index: str) -> int | str:

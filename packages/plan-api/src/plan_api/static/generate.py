@@ -11,11 +11,12 @@ from torch import nn
 
 from plan_api.lowered import Lowered, lower
 from plan_api.parallelize import installed, parallelize
+from plan_api.path import numbered
 from plan_api.plan import Plan
 from plan_api.static.check import unsupported
 from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker
-from plan_api.static.lines import Said, lines_of, numbered, sizes_of, written
+from plan_api.static.lines import Said, lines_of, sizes_of, written
 from plan_api.static.record import Record, record
 from plan_api.static.stays import around, why, widened
 from plan_api.static.twin import twin_of

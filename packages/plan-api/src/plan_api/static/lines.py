@@ -14,13 +14,13 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.entry import Entry
 from plan_api.ir import Act, Moment
 from plan_api.lowered import Lowered
-from plan_api.path import Kind
+from plan_api.path import Kind, numbered
 from plan_api.plan import Plan
 from plan_api.resolve import is_inside
 from plan_api.static.record import Call, Passed, Placements, Record
 from plan_api.verb import Verb
 
-__all__ = ["Said", "lines_of", "numbered", "sizes_of", "written"]
+__all__ = ["Said", "lines_of", "sizes_of", "written"]
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,6 @@ def _stays(entry: Entry) -> bool:
     of_script = kind is Kind.INPUT and not entry.path.pattern
     counts = entry.verb in (Verb.INDEX, Verb.DISPATCH)
     return kind in (Kind.STATE, Kind.MODULE) or of_script or counts
-
-
-def numbered(path: str) -> str:
-    """A pattern of this path and all that differ from it in numbers only."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", re.escape(path).replace(r"\.", ".")).replace(
-        ".", r"\."
-    )
 
 
 def _write(plan: Plan, one: Said, pattern: str) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from plan_api.parallelize import installed, parallelize
+from plan_api.path import numbered
 from plan_api.plan import Plan
 from plan_api.resolve import is_inside
 from plan_api.static.compare import gradients, kept
-from plan_api.static.lines import numbered
 from plan_api.static.twin import twin_of
 from plan_api.track import Collective, Phase, Record, track
 
