@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, parallelize
 from plan_api.errors import add_site
 from plan_api.fuse import Move, Site, Step
 from plan_api.ir import Act, Moment
+from testkit.models import TwoLinears
 
 R, S0 = Replicate(), Shard(0)
 
@@ -54,3 +55,60 @@ def test_an_error_that_is_caught_by_its_class_keeps_its_message():
     (note,) = full.__notes__
     assert "0.forward_pre, for entry 0 of the plan (train.py:3)" in note
     assert "(4, 2)" in note
+
+
+def test_an_error_in_backward_names_the_entry_and_the_gradient(mesh):
+    plan = Plan(mesh).shard("<in>", S0, "dp").redistribute("0.<out>", R, R, "tp", grad_dst=Shard(7))
+    loss = parallelize(nn.Sequential(nn.Linear(2, 2)), plan)(torch.ones(4, 2)).sum()
+    with pytest.raises((RuntimeError, IndexError, ValueError, AssertionError)) as raised:
+        loss.backward()
+    told = str(raised.value)
+    assert "at the backward of 0.forward, for entry 1 of the plan (test_hook_errors.py:" in told
+    assert "tp=R; got a DTensor of (4, 2), placed " in told
+
+
+def test_an_error_in_backward_of_static_mode_names_the_entry_and_the_gradient(mesh):
+    plan = Plan(mesh).redistribute("up.<out>", R, R, "tp", grad_src=R, grad_dst=S0)
+    model = parallelize(TwoLinears(), plan, mode="static", guard_steps=0)
+    loss = model(torch.ones(3, 4)).sum()
+    with pytest.raises(ValueError, match="to be cut into 2") as raised:
+        loss.backward()
+    told = str(raised.value)
+    assert "at the backward of up.forward, for entry 0 of the plan (test_hook_errors.py:" in told
+    assert "got a torch.Tensor of (3, " in told
+
+
+def test_an_error_of_a_module_on_local_tensors_names_its_entry(mesh):
+    plan = Plan(mesh).annotate("0.<in>", Partial(), "tp").local("0", R, "tp")
+    model = parallelize(nn.Sequential(nn.Identity()), plan)
+    with pytest.raises(ValueError, match="part of a sum") as raised:
+        model(torch.ones(4, 2))
+    told = str(raised.value)
+    assert "at 0, for entry 1 of the plan (test_hook_errors.py:" in told
+    assert "a DTensor of (4, 2), placed R, P" in told
+
+
+def test_an_error_of_an_operator_of_static_mode_names_its_entry(mesh):
+    class Takes(nn.Module):
+        def forward(self, x):
+            return x.view(4, 3)
+
+    plan = Plan(mesh).annotate("0.<op:view>", Shard(1), "tp")
+    model = parallelize(nn.Sequential(Takes()), plan, mode="static", guard_steps=0)
+    with pytest.raises(ValueError, match="a size of 3 cannot be cut into 2") as raised:
+        model(torch.ones(4, 3))
+    assert "at 0.op, for entry 0 of the plan (test_hook_errors.py:" in str(raised.value)
+
+
+def test_an_error_of_attention_over_sequences_names_its_entry(mesh):
+    class Attends(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    plan = Plan(mesh).shard("<in>", Shard(2), "tp").context("0", "tp")
+    model = parallelize(nn.Sequential(Attends()), plan)
+    with pytest.raises(ValueError, match=r"dropout_p=0\.5") as raised:
+        model(torch.ones(2, 2, 4, 4))
+    told = str(raised.value)
+    assert "at attention of 0, for entry 1 of the plan (test_hook_errors.py:" in told
+    assert "a DTensor of (2, 2, 4, 4), placed R, S(2)" in told

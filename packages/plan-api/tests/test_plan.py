@@ -34,6 +34,7 @@ def test_a_mesh_without_names_has_numbers():
         ((S0, R), "tp", "2 placements for 1 axes"),
         ("S(0)", "tp", r"expected a placement .*, got 'S\(0\)'$"),
         (0, "tp", r"got 0; did you mean Shard\(0\)\?"),
+        (None, "tp", r"got None; did you mean Replicate\(\)\?"),
         ((R, 1), ("dp", "tp"), r"got 1; did you mean Shard\(1\)\?"),
         (Shard(-1), "tp", "count dims from the front"),
     ],

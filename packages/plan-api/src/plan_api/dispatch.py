@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.axes import axis_names
+from plan_api.errors import At, tells_backward
 from plan_api.fuse import Step
 from plan_api.hooks import given_at, replaced_at
 from plan_api.watch import moving
@@ -60,6 +61,7 @@ class _Route:
         choices: pairs of a token.
         group: by name.
         step: of the plan.
+        at: the same, for messages of backward.
     """
 
     order: torch.Tensor
@@ -69,6 +71,7 @@ class _Route:
     choices: int
     group: str
     step: Step
+    at: At
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows, sorted by expert, brought to the experts' ranks."""
@@ -202,7 +205,7 @@ class Dispatching:
         here = numbers.repeat_interleave(came, output_size=sum(from_ranks))
         route = _Route(
             order, order.argsort(), sent, from_ranks, index.shape[1], self._group,
-            self._dispatch.step,
+            self._dispatch.step, At(f"the backward of {self._path}", self._dispatch.step),
         )  # fmt: skip
         return route, here.unsqueeze(1)
 
@@ -218,12 +221,13 @@ class _Sent(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: torch.Tensor, anchor: torch.Tensor, route: _Route
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.route, ctx.features = route, tokens.shape[1:]
+        ctx.route, ctx.features, ctx.at = route, tokens.shape[1:], route.at
         ctx.set_materialize_grads(False)
         rows = tokens.index_select(0, route.order // route.choices)
         return route.there(rows), anchor.clone()
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         route: _Route = ctx.route
         grad, link = grads
@@ -242,10 +246,11 @@ class _Returned(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, link: torch.Tensor, route: _Route, *unused: torch.Tensor
     ) -> torch.Tensor:
-        ctx.route, ctx.unused = route, unused
+        ctx.route, ctx.unused, ctx.at = route, unused, route.at
         return route.home(rows).index_select(0, route.back)
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         route: _Route = ctx.route
         rows = route.there(grads[0].index_select(0, route.order))

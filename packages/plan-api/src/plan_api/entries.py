@@ -19,6 +19,8 @@ from plan_api.verb import Verb
 
 __all__ = ["Entries"]
 
+_UNPLACED = (Verb.EAGER, Verb.FULLY_SHARD)  # of modules, with all that is in them
+
 
 class Entries:
     """All calls on a plan, in their order.
@@ -56,7 +58,7 @@ class Entries:
         what = f"{verb.value}({path!r})"
         parsed = parse(path, verb.of_modules)
         axes = axes_of(mesh, self.mesh, what)
-        placed = () if dst is None else per_axis(dst, axes, what)
+        placed = () if verb in _UNPLACED else per_axis(dst, axes, what)
 
         def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
             return None if placements is None else per_axis(placements, axes, what)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from plan_api.fuse import Site, Step
 from plan_api.ir import short
 
-__all__ = ["At", "add_sentence", "add_site", "asked", "described", "is_told"]
+__all__ = ["At", "add_sentence", "add_site", "asked", "described", "is_told", "tells_backward"]
 
 # Exactly these. Others, as torch.OutOfMemoryError or those with which torch traces, may make their
 # message themselves, and get a note instead.
@@ -91,6 +91,21 @@ class At:
                 raise
 
         return called
+
+
+def tells_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function, whose errors say it of ``ctx.at``, an `At` or None."""
+
+    @functools.wraps(backward)
+    def called(ctx: Any, *grads: Any) -> Any:
+        try:
+            return backward(ctx, *grads)
+        except Exception as error:
+            if ctx.at is not None:
+                ctx.at.add_to(error, grads)
+            raise
+
+    return called
 
 
 def _sentence(where: str, steps: Sequence[Step], value: Any) -> str:

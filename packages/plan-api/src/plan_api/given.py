@@ -30,7 +30,9 @@ def check_counts(what: str, path: str, placements: Placements) -> None:
         raise ValueError(f"{what}: {placements} is not one Shard of the module's parameters")
 
 
-def per_axis(placements: Placements, axes: tuple[str, ...], what: str) -> tuple[Placement, ...]:
+def per_axis(
+    placements: Placements | None, axes: tuple[str, ...], what: str
+) -> tuple[Placement, ...]:
     """A placement for each axis.
 
     Raises:
@@ -60,6 +62,7 @@ def _listed(placements: Any, what: str) -> tuple[Placement, ...]:
         if not isinstance(one, Placement):
             dim = isinstance(one, int) and not isinstance(one, bool) and one >= 0
             meant = f"; did you mean Shard({one})?" if dim else ""
+            meant = "; did you mean Replicate()?" if one is None else meant
             raise ValueError(
                 f"{what}: expected a placement of torch.distributed.tensor, such as Shard(0), "
                 f"Replicate() or Partial(), got {one!r}{meant}"

@@ -24,6 +24,7 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.dispatch import Dispatch, Dispatching
 from plan_api.entry import Entry
+from plan_api.errors import At
 from plan_api.fuse import Step, fuse
 from plan_api.hooks import argument_at, given_at, places_of, replaced_at
 from plan_api.ir import Act, Op
@@ -90,7 +91,10 @@ def install_indices(
             handles.append(_before(module, lambda _, *given, one=one: one.renumber(*given)))
             continue
         sending = Dispatching(one.dispatch, one.at, one.own, one.axes, mesh, path)
-        handles += [_before(module, sending.enter), _after(module, sending.leave)]
+        at = At(path, one.dispatch.step)
+        handles += [
+            _before(module, at.telling(sending.enter)), _after(module, at.telling(sending.leave)),
+        ]  # fmt: skip
     attributes = _Attributes({name: own for one in indices for name, own in one.attributes.items()})
     return [*handles, _before(module, attributes.lend), _after(module, attributes.take_back)]
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axis_names
+from plan_api.errors import At, tells_backward
 from plan_api.fuse import Move, Step
 from plan_api.ir import Act, short
 from plan_api.watch import moving
@@ -32,6 +33,7 @@ class Mover:
         self._step = step
         self._mesh = mesh
         self._what = f"{site}:{step.tensor}:{step.index}"
+        self._in_backward = At(f"the backward of {site}", step)
         self._annotates = step.act is Act.ANNOTATE
         self._moves = {axes.index(axis): move for axis, move in step.moves.items()}
         # Of a plain tensor: the same on all ranks of an axis, if nothing else is said.
@@ -60,7 +62,8 @@ class Mover:
             return tensor
         with moving(self._step, spec.placements, target):
             if self._back or any(map(_is_masked, spec.placements)):
-                return _MoveBack.apply(tensor, target, self._grad_dst(spec.placements))  # type: ignore[no-any-return, no-untyped-call]
+                back = self._grad_dst(spec.placements)
+                return _MoveBack.apply(tensor, target, back, self._in_backward)  # type: ignore[no-any-return, no-untyped-call]
             return tensor.redistribute(placements=target)
 
     def _waits_for_(self) -> str:
@@ -119,17 +122,22 @@ class _MoveBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: DTensor, target: tuple[Placement, ...], back: tuple[Placement, ...]
+        ctx: Any,
+        tensor: DTensor,
+        target: tuple[Placement, ...],
+        back: tuple[Placement, ...],
+        at: At,
     ) -> torch.Tensor:
-        ctx.back = back
+        ctx.back, ctx.at = back, at
         moved = tensor.redistribute(placements=target)
         return tensor.view_as(tensor) if moved is tensor else moved  # which may not be an argument
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         back = [
             _gradient_of_masked(now) if _is_masked(wanted) else wanted
             for wanted, now in zip(ctx.back, grad.placements, strict=True)
         ]
-        return grad.redistribute(placements=back), None, None
+        return grad.redistribute(placements=back), None, None, None

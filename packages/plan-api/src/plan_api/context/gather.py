@@ -17,6 +17,7 @@ from plan_api.context.kernel import Partial, kernel_of
 from plan_api.context.merge import Merged, accumulator
 from plan_api.context.order import Piece, pieces_over_all
 from plan_api.context.setting import Setting
+from plan_api.errors import tells_backward
 from plan_api.static.moves import local_move
 
 __all__ = ["gathered_attention"]
@@ -54,10 +55,11 @@ class _Gathered(torch.autograd.Function):
             merged.add(piece, part.out, part.lse)
         out, lse = merged.result()
         ctx.save_for_backward(query, whole, out, lse)
-        ctx.setting = setting
+        ctx.setting, ctx.at = setting, setting.in_backward
         return out
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, whole, out, lse = ctx.saved_tensors
         setting: Setting = ctx.setting

@@ -18,6 +18,7 @@ from plan_api.context.kernel import Partial, kernel_of
 from plan_api.context.merge import Merged, accumulator
 from plan_api.context.order import Piece, piece_between
 from plan_api.context.setting import Setting
+from plan_api.errors import tells_backward
 
 __all__ = ["ring_attention"]
 
@@ -78,10 +79,11 @@ class _Ring(torch.autograd.Function):
                 block, spare = coming.wait()
         out, lse = merged.result()
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.setting = setting
+        ctx.setting, ctx.at = setting, setting.in_backward
         return out
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         setting: Setting = ctx.setting

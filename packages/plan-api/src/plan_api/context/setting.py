@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.context.order import Order
+from plan_api.errors import At
 
 __all__ = ["Setting"]
 
@@ -22,6 +23,7 @@ class Setting:
         causal: whether each query sees the keys up to itself only.
         scale: of products before the softmax; None: by the root of the number of features.
         where: the module, for messages.
+        in_backward: the step of the plan, for messages of backward; None: there is no plan.
     """
 
     mesh: DeviceMesh
@@ -30,6 +32,7 @@ class Setting:
     causal: bool
     scale: float | None
     where: str
+    in_backward: At | None = None
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from plan_api.context.setting import Setting
+from plan_api.errors import At, tells_backward
 from plan_api.static.moves import LocalMove, local_move
 
 __all__ = ["check_heads", "ulysses_attention"]
@@ -35,15 +36,15 @@ def ulysses_attention(
     """
     for what, heads in (("heads", query.shape[_HEADS]), ("key-value heads", key.shape[_HEADS])):
         check_heads(what, heads, setting)
-    mesh, axis, where = setting.mesh, setting.axis, setting.where
+    mesh, axis, where, at = setting.mesh, setting.axis, setting.where, setting.in_backward
     to_heads = local_move(Shard(_SEQUENCE), Shard(_HEADS), mesh, axis, where)
     to_sequence = local_move(Shard(_HEADS), Shard(_SEQUENCE), mesh, axis, where)
-    query, key, value = (_moved(one, to_heads, to_sequence) for one in (query, key, value))
+    query, key, value = (_moved(one, to_heads, to_sequence, at) for one in (query, key, value))
     out = torch._C._nn.scaled_dot_product_attention(
         query, key, value, is_causal=setting.causal, scale=setting.scale,
         enable_gqa=key.shape[_HEADS] != query.shape[_HEADS],
     )  # fmt: skip
-    return _moved(out, to_sequence, to_heads)
+    return _moved(out, to_sequence, to_heads, at)
 
 
 def check_heads(what: str, heads: int, setting: Setting) -> None:
@@ -57,17 +58,20 @@ def check_heads(what: str, heads: int, setting: Setting) -> None:
         )
 
 
-def _moved(tensor: torch.Tensor, there: LocalMove, back: LocalMove) -> torch.Tensor:
-    result: torch.Tensor = _Moved.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+def _moved(tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: At | None) -> torch.Tensor:
+    result: torch.Tensor = _Moved.apply(tensor, there, back, at)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: LocalMove, back: LocalMove) -> torch.Tensor:
-        ctx.back = back
+    def forward(
+        ctx: Any, tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: At | None
+    ) -> torch.Tensor:
+        ctx.back, ctx.at = back, at
         return there(tensor)
 
     @staticmethod
+    @tells_backward
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return ctx.back(grads[0]), None, None
+        return ctx.back(grads[0]), None, None, None

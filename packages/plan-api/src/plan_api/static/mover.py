@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axis_names
+from plan_api.errors import At
 from plan_api.fuse import Move, Step
 from plan_api.ir import short
 from plan_api.static.moves import LocalMove, local_move
@@ -50,6 +51,7 @@ class StaticMover:
         self._passed = passed
         self.what = f"{site}:{step.tensor}:{step.index}"
         self._step = step
+        self.in_backward = At(f"the backward of {site}", step)
         axes = axis_names(mesh)
         there: list[_Along] = []
         back: list[_Along] = []
@@ -154,7 +156,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return ctx.mover.backward(grads[0]), None
+        mover: StaticMover = ctx.mover
+        try:
+            return mover.backward(grads[0]), None
+        except Exception as error:
+            mover.in_backward.add_to(error, grads)
+            raise
 
 
 def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalMove]:
