@@ -1,9 +1,7 @@
 """Checkpoints in the background, and which stay."""
 
-import json
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from torch import nn
 
 from integration.errors import UnwrittenError
 from integration.train import checkpoint
+from integration.train.checksum import file_checksum
 from integration.train.retention import remove_older
 from integration.train.saver import Saver
 from integration.train.world import World, process_group
@@ -202,7 +201,7 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
     size = f'"__0_0.distcp": {(path / "__0_0.distcp").stat().st_size}'
     flipped = size[:-1] + str(9 - int(size[-1]))
     manifest.write_text(manifest.read_text().replace(size, flipped))
-    assert "is truncated: __0_0.distcp has" in passed_over()
+    assert "manifest.json does not have its own checksum" in passed_over()
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -240,7 +239,11 @@ def write_folder(path, step):
     if not path.name.endswith(".partial"):
         files = {f"__{rank}_0.distcp": 8 for rank in range(2)}
         manifest = checkpoint.Manifest(step, 1, IDENTITY, files)
-        (path / checkpoint.MANIFEST).write_text(json.dumps(asdict(manifest)))
+        (path / checkpoint.MANIFEST).write_text(checkpoint.manifest_text(manifest))
+
+
+def sums_of(draft):
+    return {path.name: file_checksum(path) for path in draft.partial.iterdir()}
 
 
 def write_run(run, steps):
@@ -315,7 +318,7 @@ def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp
         with monkeypatch.context() as patch:
             kill_at(patch, kills)
             try:
-                draft.commit()
+                draft.commit(sums_of(draft))
                 remove_older(run, step, 1)
             except Killed:
                 killed = True
@@ -330,7 +333,7 @@ def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp
         # The run that goes on writes the same again, beside what is left.
         shutil.rmtree(draft.partial, ignore_errors=True)
         write_folder(draft.partial, step)
-        draft.commit()
+        draft.commit(sums_of(draft))
         remove_older(run, step, 1)
         assert steps_kept(run) == sorted({step, *(s for s in there if s > step)})
     assert kills > 1

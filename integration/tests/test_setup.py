@@ -27,7 +27,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(payload)
     manifest = checkpoint.Manifest(step, 1, IDENTITY, {"__0_0.distcp": 8})
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(asdict(manifest)))
+    (folder / checkpoint.MANIFEST).write_text(checkpoint.manifest_text(manifest))
     return folder
 
 
@@ -169,8 +169,20 @@ def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_
     write_checkpoint(tmp_path, 3)
     setup = prepare(TrainConfig(out=tmp_path), 1)
     assert setup.resume_from == expected
-    (notice,) = setup.notices
+    notice, _ = setup.notices
     assert notice.endswith("step-00000009 is truncated: __0_0.distcp has 7 bytes instead of 8")
+
+
+def test_a_checkpoint_from_before_checksums_is_resumed_and_said_to_be_unverified(tmp_path):
+    path = write_checkpoint(tmp_path, 6)
+    old = asdict(checkpoint.read_manifest(path))
+    del old["checksums"]
+    (path / checkpoint.MANIFEST).write_text(json.dumps(old, indent=2))
+    for resume in ("auto", str(path)):
+        setup = prepare(TrainConfig(out=tmp_path, resume=resume), 1, checkpoint.verify)
+        assert setup.resume_from == path
+        (notice,) = setup.notices
+        assert notice == f"{path} was written without checksums; its contents are not verified"
 
 
 def test_automatic_resume_does_not_start_over_where_every_checkpoint_is_damaged(tmp_path):

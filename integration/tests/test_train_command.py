@@ -170,6 +170,25 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
     assert losses(out) == losses(undisturbed)
 
 
+def test_a_flipped_bit_is_named_and_automatic_resume_takes_the_checkpoint_before(
+    undisturbed, tmp_path
+):
+    out = tmp_path / "copy"
+    shutil.copytree(undisturbed, out)
+    newest = out / "checkpoints" / f"step-{STEPS:08d}"
+    shard = sorted(newest.glob("*.distcp"))[-1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 4
+    shard.write_bytes(content)
+    options = ["--system", "ddp", "--ranks", "2"]
+    named = train(out, *options, "--resume", str(newest), check=2)
+    assert f"checkpoint {newest} is damaged: {shard.name} has checksum" in named
+    automatic = train(out, *options)
+    assert f"passed over: checkpoint {newest} is damaged: {shard.name}" in automatic
+    assert f"at step {STEPS - 4}" in automatic
+    assert losses(out) == losses(undisturbed)
+
+
 def test_training_features_together(tmp_path):
     options = ["--system", "fsdp2", "--ranks", "2", "--steps", "8", "--checkpoint-every", "2"]
     features = [

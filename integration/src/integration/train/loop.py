@@ -102,7 +102,13 @@ class Trainer:
             timeout=config.timeout,
         )
         if setup.resume_from is not None:
-            checkpoint.load(setup.resume_from, self.model, self.optimizer, world)
+            checkpoint.load(
+                setup.resume_from,
+                self.model,
+                self.optimizer,
+                world,
+                verified=setup.resume_verified,
+            )
             if setup.resume_from.resolve().parent == (config.out / checkpoint.FOLDER).resolve():
                 self._saved_step = self.step
 

@@ -81,7 +81,7 @@ class Saver:
         else:
             written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             assert isinstance(written, Future)
-            self._pending = draft, self._commits.submit(self._complete, draft, written)
+            self._pending = draft, self._commits.submit(self._complete, draft, writer, written)
         return draft.final
 
     def finish(self) -> None:
@@ -123,13 +123,13 @@ class Saver:
 
     def _write(self, draft: Draft, state: dict[str, Any], writer: Writer) -> None:
         dcp.save(state, storage_writer=writer)
-        self._complete(draft)
+        self._complete(draft, writer)
 
-    def _complete(self, draft: Draft, written: Future[Any] | None = None) -> None:
+    def _complete(self, draft: Draft, writer: Writer, written: Future[Any] | None = None) -> None:
         if written is not None:
             written.result()
         # Rank 0's writing ends when that of all ranks has.
         if self._world.is_main:
-            draft.commit()
+            draft.commit(writer.checksums)
             if self._keep:
                 remove_older(self._run, draft.step, self._keep)

@@ -27,6 +27,7 @@ class Setup:
     Attributes:
         resume_from: the checkpoint to continue from, complete when it was looked at.
         notices: sentences for the user.
+        resume_verified: whether the checksums of that checkpoint were verified, too.
     """
 
     config: TrainConfig
@@ -37,10 +38,20 @@ class Setup:
     notices: tuple[str, ...]
     profile_steps: StepRange | None = None
     initial: InitialWeights | None = None
+    resume_verified: bool = False
 
 
-def prepare(config: TrainConfig, world_size: int) -> Setup:
+def prepare(
+    config: TrainConfig,
+    world_size: int,
+    verification: checkpoint.Verification = checkpoint.unverified,
+) -> Setup:
     """Check ``config`` for ``world_size`` ranks, reading only; nothing is written.
+
+    Args:
+        config: of the run.
+        world_size: ranks of it.
+        verification: of the contents of a checkpoint to resume.
 
     Raises:
         UsageError: as `validate`; or the data, run folder or checkpoint is unfit.
@@ -54,12 +65,20 @@ def prepare(config: TrainConfig, world_size: int) -> Setup:
     require_outside(config.out, config.data)
     if shape.modality is Modality.TEXT:
         require_bytes(corpus_size(config.data), config.global_batch, config.sequence_length)
-    resume_from, notices = _find_checkpoint(config)
+    resume_from, notices = _find_checkpoint(config, verification)
     if resume_from is not None and not system.saves:
         raise UsageError(f"system {system.name!r} resumes no checkpoint; give another --out")
     initial = InitialWeights.open(config, shape) if config.init_from else None
     return Setup(
-        config, system, shape, run.batch_plan, resume_from, notices, run.profile_steps, initial
+        config,
+        system,
+        shape,
+        run.batch_plan,
+        resume_from,
+        notices,
+        run.profile_steps,
+        initial,
+        resume_verified=verification is not checkpoint.unverified,
     )
 
 
@@ -75,10 +94,12 @@ def locked_setup(config: TrainConfig, world: World) -> Iterator[Setup]:
     """
     prepare(config, world.size)
     with folder_lock(config.out, world):
-        yield prepare(config, world.size)
+        yield prepare(config, world.size, checkpoint.verify_together(world))
 
 
-def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]:
+def _find_checkpoint(
+    config: TrainConfig, verification: checkpoint.Verification
+) -> tuple[Path | None, tuple[str, ...]]:
     out = config.out
     has_run = (out / METRICS_FILE).exists()
     if config.resume == NEVER_RESUME:
@@ -89,11 +110,11 @@ def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]
         return None, ()
     if config.resume != AUTO_RESUME:
         path = Path(config.resume)
-        checkpoint.read_manifest(path)
+        manifest = checkpoint.read_manifest(path, verification)
         if has_run and path.resolve().parent != (out / checkpoint.FOLDER).resolve():
             raise UsageError(f"{out} already holds another run than {path}'s; give another --out")
-        return path, ()
-    found = checkpoint.newest_complete(out)
+        return path, _unchecked(path, manifest)
+    found = checkpoint.newest_complete(out, verification)
     if found.path is None and found.passed_over:
         raise UsageError(
             f"{out} holds no complete checkpoint to resume ({found.passed_over[0]});"
@@ -105,4 +126,12 @@ def _find_checkpoint(config: TrainConfig) -> tuple[Path | None, tuple[str, ...]]
             f"{out} holds a finished run without a checkpoint; give another --out, or remove it"
         )
     notices = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    if found.path is not None:
+        notices += _unchecked(found.path, checkpoint.read_manifest(found.path))
     return found.path, notices
+
+
+def _unchecked(path: Path, manifest: checkpoint.Manifest) -> tuple[str, ...]:
+    if manifest.checksums:
+        return ()
+    return (f"{path} was written without checksums; its contents are not verified",)
