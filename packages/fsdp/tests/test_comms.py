@@ -117,13 +117,34 @@ def test_reductions_in_a_group_of_their_own():
     run_ranks(check, 2)
 
 
+def test_memory_of_the_process_group_no_longer_beside_a_custom_gather():
+    def check():
+        model = shard(fsdp, stack())
+        modules = [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
+        for one in modules:
+            one.set_allocate_memory_from_process_group_for_comm(True)
+            one.set_custom_all_gather(Gather())
+            one.set_allocate_memory_from_process_group_for_comm(False)
+        with CommLog() as log:
+            losses(model, steps=1)
+        # reductions are the strategy's again, which on gloo sends and receives
+        assert log.counts()["all_gather"] == 7
+        assert log.counts()["send"] == 4
+        assert "reduce_scatter" not in log.counts()
+
+    run_ranks(check, 2)
+
+
 def test_what_does_not_go_together():
     def check():
         model = shard(fsdp, stack())
         model.set_custom_all_gather(Gather())
-        with pytest.raises(ValueError, match="were set by set_custom_all_gather"):
+        with pytest.raises(ValueError, match="Gather were set by set_custom_all_gather"):
             model.set_allocate_memory_from_process_group_for_comm(True)
         model.set_allocate_memory_from_process_group_for_comm(False)  # is so already
+        exchanged = shard(fsdp, stack(), strategy="exchange")
+        with pytest.raises(ValueError, match="got 'exchange'"):
+            exchanged.set_allocate_memory_from_process_group_for_comm(True)
         with pytest.raises(RuntimeError, match=r"'3.weight'.* are on cpu; symmetric memory"):
             model.set_symm_mem_for_comm()
 

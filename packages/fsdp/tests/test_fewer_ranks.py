@@ -30,6 +30,25 @@ def test_backward_gathers_over_fewer_ranks():
         assert sorted(ranks) == [2, 2, 2, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_later_setting_takes_the_place_of_the_number(keeps):
+    def check():
+        model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")
+        first = model(batch(0))
+        model.set_reshard_after_forward(True)  # what forward has kept is let go
+        model.set_keep_unsharded_storage(keeps)
+        first.sum().backward()
+        wanted = losses(shard(fsdp, stack(), strategy="native"))
+        model.zero_grad()
+        assert torch.equal(losses(model), wanted)
+        with CommLog() as log:
+            model(batch(0)).sum().backward()
+        gathers = [call for call in log.calls if call.op == "all_gather"]
+        return {call.output_bytes // call.input_bytes for call in gathers}
+
+    assert run_ranks(check, 4, timeout=120) == [{4}] * 4
+
+
 def test_granularities_and_strategies():
     def check():
         options = {"shard_placement_fn": lambda p: Rows(3) if p.ndim == 2 else None}

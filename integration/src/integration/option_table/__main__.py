@@ -3,47 +3,84 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from integration.option_table.choices import CHOICES, PARALLELISM, Choice
-from integration.option_table.covering import covering_runs, pairs, run_options
+from integration.option_table import covering
+from integration.option_table.choices import CHOICES, PARALLELISM
+from integration.option_table.fully_shard import choices as sharding
+from integration.option_table.pairwise import Choice, Pair
 
-_INTRODUCTION = """# Options of the trainer
+_INTRODUCTION = """# Options
+
+Of every option that changes how a step is executed: the observation that proves that it is in
+effect. Any two options of a table are in effect together, or refused with a sentence before
+anything is sent. This page is written by `python -m integration.option_table`, from the data of the
+tests.
+
+## The trainer
 
 Every option of `python -m integration.train` that changes how a step is executed, with the
-observation that proves that it is in effect. Any two of them are in effect together, or refused
-before a process starts, with exit code 2 and a sentence.
+observation that proves that it is in effect. What is refused is so before a process starts, with
+exit code 2.
 
 `integration/tests/test_option_table.py` observes all accepted pairs in {runs} runs of `llama-tiny`
 and `mixtral-tiny`: {short} on 2 ranks with the other tests, {long} on 4 ranks in
-`nox -s nightly`. This page is written by `python -m integration.option_table`, from the data of
-those tests.
+`nox -s nightly`.
+"""
+
+_FULLY_SHARD = """
+## fully_shard
+
+Every option of `fsdp.fully_shard` and of the methods of the modules that it has sharded.
+`integration/tests/test_option_table_fully_shard.py` observes all accepted pairs in {runs} runs of a
+small model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox -s nightly`. In
+each of them gradients are compared with one device's. What is refused is a `ValueError`.
 """
 
 
 def page() -> str:
     """Returns the page, as Markdown."""
-    runs = covering_runs()
-    short = sum(run_options(run)["ranks"] == 2 for run in runs)
-    parts = [_INTRODUCTION.format(runs=len(runs), short=short, long=len(runs) - short)]
-    parts.append("## What proves an option\n")
-    parts.append(_table(("option", "observed in a run that has it"), map(_row, CHOICES)))
-    parts.append("\n## What is refused\n")
-    refused: dict[str, list[str]] = {}
-    for pair in pairs():
-        if pair.refusal is not None:
-            refused.setdefault(pair.refusal, []).append(
-                f"`{pair.first.name}` with `{pair.second.name}`"
-            )
-    rows = (("<br>".join(names), sentence) for sentence, names in refused.items())
-    parts.append(_table(("options", "sentence"), rows))
+    parts = [
+        _counted(
+            _INTRODUCTION,
+            [each["ranks"] for each in map(covering.run_options, covering.covering_runs())],
+        )
+    ]
+    parts += _tables(CHOICES, covering.pairs())
     kinds = ", ".join(f"`{choice.name}`" for choice in PARALLELISM[:3])
     parts.append(
         f"\nOptions that give one option two values, such as {kinds}, are no pair. Those that name"
         " no system are accepted where any kind of parallelism takes both.\n"
     )
-    return "\n".join(parts)
+    parts.append(
+        _counted(
+            _FULLY_SHARD,
+            [each["ranks"] for each in map(sharding.run_options, sharding.covering_runs())],
+        )
+    )
+    parts += _tables(sharding.CHOICES, sharding.pairs())
+    return "\n".join(parts) + "\n"
+
+
+def _counted(text: str, ranks: Sequence[int]) -> str:
+    """A paragraph with the number of runs, and of those on two ranks."""
+    short = sum(each == 2 for each in ranks)
+    return text.format(runs=len(ranks), short=short, long=len(ranks) - short)
+
+
+def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:
+    yield "### What proves an option\n"
+    yield _table(("option", "observed in a run that has it"), map(_row, choices))
+    yield "\n### What is refused\n"
+    refused: dict[str, list[str]] = {}
+    for pair in pairs:
+        if pair.refusal is not None:
+            refused.setdefault(pair.refusal, []).append(
+                f"`{pair.first.name}` with `{pair.second.name}`"
+            )
+    rows = (("<br>".join(names), sentence) for sentence, names in refused.items())
+    yield _table(("options", "sentence"), rows)
 
 
 def _row(choice: Choice) -> tuple[str, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from integration.option_table.observation import STEPS, Observed
+from integration.option_table.pairwise import Choice
 
 _SEQUENCE, _VOCABULARY = 64, 256
 _CLIP = 1e-2
@@ -26,23 +26,6 @@ BASE: Mapping[str, Any] = {
     "tensorboard": False,
     "final_checkpoint": False,
 }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One value of an option, with what else has to be given for it.
-
-    Attributes:
-        name: as the command line has it.
-        evidence: what is observed, as a clause.
-        proof: whether it was, from the observations of all ranks and all options of the run.
-        options: fields of `TrainConfig`.
-    """
-
-    name: str
-    evidence: str
-    proof: Callable[[tuple[Observed, ...], Mapping[str, Any]], bool] = field(compare=False)
-    options: Mapping[str, Any] = field(compare=False)
 
 
 def _each(proof: Callable[[Observed], bool]) -> Callable[..., bool]:

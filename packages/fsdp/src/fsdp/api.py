@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, overload
 
 import torch
@@ -17,7 +17,7 @@ from fsdp import _compat
 from fsdp.extension import ExtensionGroup
 from fsdp.group import Group
 from fsdp.grouping import alike
-from fsdp.managed import managed_modules, managed_parameters, move_buffers
+from fsdp.managed import managed_modules, managed_parameters, move_buffers, take
 from fsdp.meshes import backward_mesh, checked_mesh, checked_reshard, device_of
 from fsdp.module import FSDPModule, make_fsdp
 from fsdp.optimizers import watch_optimizers
@@ -95,11 +95,12 @@ def fully_shard(
             backward. None: of all but the root. A number: they are cut over so many ranks after
             forward, those next to each other in the mesh, which alone gather in backward; it
             divides the axis that shards. Until then modules have the sharded parameters, whose
-            changes this backward does not see.
+            changes this backward does not see. Parameters that are DTensors, or that say
+            themselves what is gathered of them, take no number.
         shard_placement_fn: of each parameter, the run of elements that no rank boundary may cut:
             `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(0)`` means
             slices of dim 0; other dims are refused. torch's ``ShardPlacementResult`` says a mesh,
-            too.
+            too. Tensors with ``fsdp_pre_all_gather`` are sharded into equal chunks of dim 0.
         quantize_fn: of each parameter, the `Tiles` as which it is gathered, a byte an element and a
             scale a tile, and computed with; None leaves it as it is. The parameter itself stays in
             its dtype, and gets the gradients of what was computed with. By default no rank boundary
@@ -114,7 +115,8 @@ def fully_shard(
 
     Raises:
         ValueError: nothing to shard by, a wrong mesh, granularity or option; a granularity that
-            cuts tiles; a parameter that another call has.
+            cuts tiles; a parameter that another call has. No parameter was changed then, and
+            nothing was sent.
 
     Source: veScale-FSDP, sections 3 and 5; torch/distributed/fsdp/_fully_shard/_fully_shard.py.
     """
@@ -133,14 +135,18 @@ def fully_shard(
             f"{type(ignored_params).__name__}; pass set(...)"
         )
     mesh = checked_mesh(mesh)
-    reshard, backward_size = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
     ignored = ignored_params or set()
     managed = managed_modules(modules)
     params = managed_parameters(managed, mesh, device, shard_placement_fn, quantize_fn, ignored)
+    backward_sizes: dict[DeviceMesh | None, int | None] = {}
+    if reshard and reshard_after_forward not in (None, True):
+        backward_sizes = {p.mesh: _backward_size(p, reshard_after_forward) for p in params}
+    take(params, device)
     move_buffers(managed, device)
     groups = [
-        _group(same, device, mp_policy, offload_policy, strategy, backward_size)
+        _group(same, device, mp_policy, offload_policy, strategy, backward_sizes)
         for same in alike(params, mp_policy)
     ]
     for group in groups:
@@ -187,8 +193,12 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) != len(modules):
         raise ValueError("share_comm_ctx: wants modules that fully_shard was called on")
+    streams = states[0].context.streams
     for state in states:
-        state.context.streams = states[0].context.streams
+        state.context.streams = streams
+        for below in state.context.all_states or [state]:
+            for group in below.groups:
+                group.streams = streams
 
 
 def _roots(module: object) -> tuple[nn.Module, ...]:
@@ -225,7 +235,7 @@ def _group(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     strategy: Strategy,
-    backward_size: int | None,
+    backward_sizes: Mapping[DeviceMesh | None, int | None],
 ) -> Group:
     """The group of parameters that are alike."""
     first, mesh = params[0], params[0].mesh
@@ -234,13 +244,25 @@ def _group(
     arguments = (params, mesh, device, policy, offload_policy, strategy)
     if first.extension:
         return ExtensionGroup(*arguments)
-    smaller = None
-    if backward_size is not None:
-        if any(param.placed is not None for param in params):
-            raise ValueError(
-                f"fully_shard: reshard_after_forward={backward_size} and parameter "
-                f"{first.name!r} that is a DTensor of other axes; wants True or False"
-            )
-        _, backward_size = checked_reshard(backward_size, mesh.size(mesh.ndim - 1))
-        smaller = backward_mesh(mesh, backward_size) if backward_size else None
+    size = backward_sizes.get(mesh)
+    smaller = None if size is None else backward_mesh(mesh, size)
     return PlannedGroup(*arguments, backward_mesh=smaller)
+
+
+def _backward_size(param: ManagedParameter, number: object) -> int | None:
+    """The ranks over which a parameter is sharded between forward and backward; None: all.
+
+    Raises:
+        ValueError: the number does not divide those of its own mesh; it is placed on other axes, or
+            says itself what is gathered of it.
+    """
+    assert param.mesh is not None, "managed_parameters gives one"
+    _, size = checked_reshard(number, param.mesh.size(param.mesh.ndim - 1))
+    if size is not None and (param.placed is not None or param.extension):
+        kind = "a DTensor" if param.placed is not None else "a tensor with fsdp_pre_all_gather"
+        raise ValueError(
+            f"fully_shard: reshard_after_forward: expected True or False for parameter "
+            f"{param.name!r}, which is {kind}, got {number}; give one of these, or shard its "
+            f"module in a call of its own"
+        )
+    return size

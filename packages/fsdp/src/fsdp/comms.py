@@ -75,15 +75,28 @@ class Comms:
         """Stages by torch's own allocating collectives, or no longer.
 
         Raises:
-            ValueError: a user has set others, which allocate as they like.
+            ValueError: a user has set others, which allocate as they like; the strategy's are
+                sends and receives.
         """
         set_before = (self.all_gather_comm, self.reduce_scatter_comm)
-        if set_before != (None, None) and set_before != self._staging:
-            if gather is None:
-                return
+        if gather is None or reduce is None:
+            if self.all_gather_comm is self._staging[0]:
+                self.all_gather_comm = None
+            if self.reduce_scatter_comm is self._staging[1]:
+                self.reduce_scatter_comm = None
+            self._staging = None, None
+            return
+        if self._strategy == "exchange":
             raise ValueError(
-                f"fsdp: {set_before} were set by set_custom_all_gather and "
-                f"set_custom_reduce_scatter; they say themselves where memory comes from"
+                "fsdp: expected strategy 'auto' or 'native' for memory of the process group or "
+                "symmetric memory, got 'exchange', which sends and receives without staging; give "
+                "fully_shard another strategy"
+            )
+        if set_before != (None, None) and set_before != self._staging:
+            kinds = " and ".join(type(one).__name__ for one in set_before if one is not None)
+            raise ValueError(
+                f"fsdp: {kinds} were set by set_custom_all_gather or set_custom_reduce_scatter, "
+                f"and say themselves where memory comes from; leave one of the two out"
             )
         self._staging = self.all_gather_comm, self.reduce_scatter_comm = gather, reduce
 

@@ -88,6 +88,17 @@ class Group(ABC):
     def adopt(self) -> None:
         """Takes over parameters that a module-wide change has put in place of ours."""
 
+    # What can be changed.
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Whether parameters are freed after forward, of all ranks but for the own shard."""
+        self.reshard_after_forward = reshard
+
+    @property
+    def reshards_to_fewer(self) -> bool:
+        """Whether parameters are sharded over fewer ranks between forward and backward."""
+        return False
+
     # What it is.
 
     def new_buffer(self, dtype: torch.dtype) -> DBuffer:

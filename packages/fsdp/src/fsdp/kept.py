@@ -41,6 +41,11 @@ class Keeper:
         self._kept_at: Any = None  # event: `_near` is filled
         self.has = False
 
+    @property
+    def in_use(self) -> bool:
+        """Whether what was gathered is of what was kept."""
+        return self._wide is not None and self._wide.held
+
     def gather(self) -> Handle:
         """Starts to gather what was kept into the FULL buffer's memory, which nobody holds."""
         assert self._near is not None

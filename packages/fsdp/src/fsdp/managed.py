@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp._compat import placement_and_mesh
+from fsdp.chunks import chunk_rows
 from fsdp.extension import is_extension
 from fsdp.inner import inner_block, placed_of
 from fsdp.meshes import checked_mesh
@@ -28,6 +30,7 @@ __all__ = [
     "managed_parameters",
     "move_buffers",
     "sharded_before",
+    "take",
 ]
 
 
@@ -95,11 +98,11 @@ def managed_parameters(
     quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
 ) -> list[ManagedParameter]:
-    """The parameters of modules, tied ones once, moved to the device once all are valid.
+    """The parameters of modules, tied ones once, as they are: `take` moves them.
 
     Raises:
-        ValueError: one belongs to another group already; a granularity that is none, or that cuts
-            tiles; one cannot be quantised.
+        ValueError: one belongs to another group already; a granularity that is none, that cuts
+            tiles, or that equal chunks of dim 0 do not keep; one cannot be quantised.
     """
     managed = []
     for one in found_parameters(modules, ignored):
@@ -131,12 +134,18 @@ def managed_parameters(
             name, param, one.places, block, its_mesh, placed, tiles,
             extension=extension, whole=whole,
         )  # fmt: skip
+        if extension:
+            _check_chunks(made, its_mesh, granularity)
         managed.append(made)
+    return managed
+
+
+def take(managed: Sequence[ManagedParameter], device: torch.device) -> None:
+    """Moves parameters to the device, and marks them as sharded: there is no way back."""
     for made in managed:
         if not _is_there(made.given, device):
             made.given.data = made.given.data.to(device)
         mark_stale(made.given, made.name)
-    return managed
 
 
 def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
@@ -145,6 +154,24 @@ def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != device:
                 buffer.data = buffer.data.to(device)
+
+
+def _check_chunks(param: ManagedParameter, mesh: DeviceMesh, granularity: object) -> None:
+    """Refuses a granularity that the equal chunks of an extension's dim 0 do not keep.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    ranks = mesh.size(mesh.ndim - 1)
+    rows = chunk_rows(param.shape[0], ranks, 0)
+    chunk = rows * math.prod(param.shape[1:])
+    if chunk % param.block:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: expected None or Shard(0) for parameter "
+            f"{param.name!r}, a {type(param.given.data).__name__} that says itself what is "
+            f"gathered of it and is sharded into equal chunks, got {granularity!r} for chunks of "
+            f"{rows} rows of {tuple(param.shape)}"
+        )
 
 
 def _is_there(param: nn.Parameter, device: torch.device) -> bool:

@@ -56,7 +56,7 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed after forward."""
+        """Whether parameters are freed after forward, in place of what `fully_shard` was given."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward: {reshard_after_forward!r}; wants True or False"
@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
-                group.reshard_after_forward = reshard_after_forward
+                group.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -76,8 +76,17 @@ class FSDPModule(TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory when resharded, as CUDA graphs want.
 
-        It says nothing where ``reshard_after_forward`` is a number.
+        Raises:
+            ValueError: ``reshard_after_forward`` is a number: the memory would stay, for which
+                larger shards are kept in its place.
         """
+        for group in self._groups(recurse):
+            if keep and group.reshards_to_fewer:
+                raise ValueError(
+                    f"set_keep_unsharded_storage: expected reshard_after_forward True or False of "
+                    f"{group.names}, got a number of ranks; give fully_shard one of these, or call "
+                    f"set_reshard_after_forward before"
+                )
         for group in self._groups(recurse):
             group.keeps_memory = keep
 
@@ -143,6 +152,8 @@ class FSDPModule(TorchFSDPModule):
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: {factor!r}; wants a positive number")
         for group in self._groups(recurse=False):
+            group.reducer.check_not_partly_reduced("set_gradient_divide_factor")
+        for group in self._groups(recurse=False):
             group.reducer.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -151,6 +162,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether collectives only sum, and the mean is taken here."""
+        for group in self._groups(recurse=False):
+            group.reducer.check_not_partly_reduced("set_force_sum_reduction_for_comms")
         for group in self._groups(recurse=False):
             group.reducer.sum_only = enable
 
@@ -167,8 +180,11 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way before backward waits for the oldest."""
-        if not isinstance(max_input_buffers, SupportsIndex):
+        """How many reductions may be under way before backward waits for the oldest.
+
+        The root's first forward takes the largest number of all modules below it, as torch does.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, SupportsIndex):
             raise TypeError(f"max_input_buffers={max_input_buffers!r}; wants an int")
         max_input_buffers = operator.index(max_input_buffers)
         if max_input_buffers < 1:
@@ -208,7 +224,8 @@ class FSDPModule(TorchFSDPModule):
         """Stages what is sent in memory of the process group's own, which NCCL may send faster.
 
         Raises:
-            ValueError: another `AllGather` or `ReduceScatter` was set.
+            ValueError: another `AllGather` or `ReduceScatter` was set, or ``strategy="exchange"``
+                sends and receives.
         """
         for group in self._groups(recurse=False):
             axis = group.mesh.get_group(group.mesh.ndim - 1)

@@ -66,6 +66,17 @@ class PlannedGroup(Group):
             name=lambda: self.names,
         )  # fmt: skip
 
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """As of `Group`: a number of ranks, if there was one, no longer counts."""
+        super().set_reshard_after_forward(reshard)
+        self.backward_mesh = None
+        self.gatherer.forget_kept()
+
+    @property
+    def reshards_to_fewer(self) -> bool:
+        """As of `Group`."""
+        return self.backward_mesh is not None
+
     def pieces(self, grads: Mapping[int, torch.Tensor]) -> Mapping[int | str, torch.Tensor]:
         """As of `Group`; of TP parameters placed as those are, all moved in one collective."""
         moving: dict[int, DTensor] = {}

@@ -39,7 +39,7 @@ class Reducer:
         self._have: set[int] = set()  # parameters whose gradients are in the buffer
         self._handle: Handle | None = None
         self._event: Any = None  # the reduction was issued after this
-        self._post_scale = 1.0
+        self._pre_scale = self._post_scale = 1.0  # of what goes into the buffer, and of its sum
         # (shard_size,), reduce dtype, ours: reduced over shards and not over replicas
         self._partial: torch.Tensor | None = None
         self._partial_have: set[int] = set()
@@ -69,13 +69,11 @@ class Reducer:
         grads = self._group.pieces(found)
         if self.under_way:  # of an earlier call of the same module
             self.finish()
-        buffer, pre_scale = self._buffer, self._scales()[0]
         if self._have:
-            assert buffer is not None
-            buffer.add_from(grads, alpha=pre_scale)
+            assert self._buffer is not None
+            self._buffer.add_from(grads, alpha=self._pre_scale)
         else:
-            buffer = self._acquire()
-            buffer.copy_from(grads, scale=pre_scale)
+            self._acquire().copy_from(grads, scale=self._pre_scale)
         self._have |= set(found)
 
     def reduce(self) -> None:
@@ -92,7 +90,9 @@ class Reducer:
             return
         buffer = self._buffer
         assert buffer is not None
-        self._post_scale = self._scales()[1]
+        # What is divided by may have been set since the first gradient was taken.
+        buffer.set_placements(self._terms)
+        self._post_scale = self._scale / self._pre_scale
         placed = group.streams.record()
         with group.streams.on(group.streams.reduce):
             group.streams.wait(placed)
@@ -151,36 +151,65 @@ class Reducer:
         return f"fsdp: the gradients of {', '.join(names)}"
 
     def _acquire(self) -> DBuffer:
-        """The buffer, held, its content to be reduced."""
+        """The buffer, held, for gradients to be reduced."""
         group = self._group
         if self._buffer is None:
             self._buffer = group.new_buffer(group.reduce_dtype)
         self._buffer.acquire()
-        average = self._average
-        self._buffer.set_placements([Partial("avg" if average else "sum")] * group.mesh.ndim)
+        self._buffer.set_placements(self._terms)
+        self._pre_scale = self._scale_before()
         return self._buffer
+
+    def check_not_partly_reduced(self, what: str) -> None:
+        """Refuses another division of gradients that are reduced over shards and not replicas.
+
+        Args:
+            what: the method that asks.
+
+        Raises:
+            ValueError: there are such gradients.
+        """
+        if self._partial is not None:
+            raise ValueError(
+                f"{what}: expected no gradients that wait for their all-reduce "
+                f"(set_requires_all_reduce(False)), got those of {self._group.names}; call it "
+                f"before the first backward of a step"
+            )
+
+    @property
+    def _terms(self) -> list[Partial]:
+        """What the buffer's content is along each axis."""
+        return [Partial("avg" if self._average else "sum")] * self._group.mesh.ndim
 
     @property
     def _average(self) -> bool:
         half, sums = self._group.reduce_dtype == torch.float16, self._group.sums_gradients
         return self.divide_factor is None and not self.sum_only and not half and not sums
 
-    def _scales(self) -> tuple[float, float]:
-        """Factors before and after the reduction.
+    @property
+    def _factor(self) -> float:
+        """What sums are divided by; means by nothing more."""
+        if self._average:
+            return 1.0
+        ranks = 1 if self._group.sums_gradients else self._group.mesh.size()
+        return self.divide_factor or float(ranks)
+
+    @property
+    def _scale(self) -> float:
+        """Of a gradient, before and after the reduction together."""
+        return 1.0 / self._factor
+
+    def _scale_before(self) -> float:
+        """The part of it that comes before the reduction.
 
         float16 overflows in sums and underflows in quotients, so it is divided half before and
         half after, by powers of two first (as FSDP2's _get_gradient_divide_factors).
         """
-        if self._average:
-            return 1.0, 1.0
-        ranks = 1 if self._group.sums_gradients else self._group.mesh.size()
-        factor = self.divide_factor or float(ranks)
-        if self._group.reduce_dtype != torch.float16:
-            return 1.0, 1.0 / factor
         before = 1
-        while factor % before == 0 and factor / before > before:
-            before *= 2
-        return 1.0 / before, before / factor
+        if self._group.reduce_dtype == torch.float16:
+            while self._factor % before == 0 and self._factor / before > before:
+                before *= 2
+        return 1.0 / before
 
     def _give(self, shard: torch.Tensor, have: list[int]) -> None:
         """Gives the sharded parameters their gradients, or adds to those that they have.

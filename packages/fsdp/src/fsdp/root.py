@@ -21,6 +21,7 @@ def become_root(root: State) -> None:
     Raises:
         RuntimeError: a module below ran first; several modules at once cannot be the root;
             parameters were replaced since.
+        ValueError: a setting of the root was changed on a module below; ranks differ.
     """
     from fsdp.state import state_of
 
@@ -30,6 +31,10 @@ def become_root(root: State) -> None:
             f"that holds them; call fully_shard on the model too, and run that"
         )
     module = root.modules[0]
+    for name, child in module.named_modules():
+        state = state_of(child)
+        if state is not None and state is not root:
+            _check_settings(name, state, root)
     states: list[State] = []
     for name, child in module.named_modules():
         state = state_of(child)
@@ -43,6 +48,7 @@ def become_root(root: State) -> None:
         states.append(state)
     context = root.context
     context.all_states = states
+    context.most_in_flight = max(state.context.most_in_flight for state in states)
     for state in states:
         state.context = context
         for group in state.groups:
@@ -56,6 +62,25 @@ def become_root(root: State) -> None:
             if not group.unsharded:
                 group.adopt()
     _verify(states)
+
+
+def _check_settings(name: str, state: State, root: State) -> None:
+    """Refuses settings of a module below the root that the root alone has.
+
+    Raises:
+        ValueError: naming the module and the method.
+    """
+    here, there = state.context, root.context
+    for method, changed in (
+        ("set_is_last_backward", there.is_last_backward and not here.is_last_backward),
+        ("set_manual_backward_finalization", here.ends_by_hand and not there.ends_by_hand),
+        ("set_post_optim_event", here.post_optim_event not in (None, there.post_optim_event)),
+    ):
+        if changed:
+            raise ValueError(
+                f"{method}: expected the root, got {name!r}, which is below it; call it on the "
+                f"module whose forward runs first"
+            )
 
 
 def _verify(states: list[State]) -> None:

@@ -70,9 +70,9 @@ class State:
             self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
         first = self.phase is not Phase.FORWARD
-        self.phase = Phase.FORWARD
-        if first:
+        if first:  # what it refuses, it refuses again
             args, kwargs = self._begin_forward(args, kwargs)
+        self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         upcoming = None
         if first and not hooks.in_backward():

@@ -69,12 +69,13 @@ class Gatherer:
     def release(self, *, after_forward: bool) -> None:
         """Gives the memory back, after what the current stream has been given to do."""
         assert self._buffer is not None
-        if self._keeper is not None:
-            self._keeper.release(keep=after_forward)
-        elif not self._group.keeps_memory:
+        group, keeper = self._group, self._keeper
+        if keeper is not None and (keeper.in_use or not group.keeps_memory):
+            keeper.release(keep=after_forward and group.backward_mesh is not None)
+        elif not group.keeps_memory:
             self._buffer.release()
         else:
-            self._free = self._group.streams.record()
+            self._free = group.streams.record()
 
     def forget_kept(self) -> None:
         """Lets go of what forward has kept for backward."""

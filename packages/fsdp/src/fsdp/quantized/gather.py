@@ -117,7 +117,7 @@ class TileGatherer(Gatherer):
         if plain:
             torch._foreach_copy_([target for target, _ in plain], [own for _, own in plain])
         if self._keeper is not None:
-            self._keeper.release(keep=True)
+            self._keeper.release(keep=self._group.backward_mesh is not None)
         else:
             buffer.release()
         return whole

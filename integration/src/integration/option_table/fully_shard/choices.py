@@ -1,0 +1,396 @@
+"""The options of `fsdp.fully_shard` and its modules' methods, each with its proof."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from integration.option_table import pairwise
+from integration.option_table.fully_shard.apply import (
+    BLOCK,
+    BLOCKS,
+    FACTOR,
+    HOOK_SCALE,
+    WIDTH,
+    build,
+    ranks_of,
+)
+from integration.option_table.fully_shard.observation import Observed
+from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
+from testkit import Collective, fake_mesh
+
+_MATRICES = [f"blocks.{i}.{of}.weight" for i in range(BLOCKS) for of in ("up", "down")]
+_ELEMENTS = 2 * WIDTH * WIDTH  # of each
+_HALF = torch.float16
+_MOST = 10  # choices of a run, so that what fails is found
+
+
+def _each(proof: Callable[[Observed, Mapping[str, Any]], bool]) -> Callable[..., bool]:
+    """The proof that every rank's observation has to pass."""
+    return lambda ranks, options: all(proof(rank, options) for rank in ranks)
+
+
+def _choice(name: str, evidence: str, proof: Callable[..., bool], **options: Any) -> Choice:
+    return Choice(name, evidence, _each(proof), options)
+
+
+def _method(
+    name: str, value: str, evidence: str, proof: Callable[..., bool], **more: Any
+) -> Choice:
+    options = {name: {"True": True, "False": False, "2": 2}.get(value, value)}
+    return _choice(f"{name}({value})", evidence, proof, **options, **more)
+
+
+def _sizes(calls: tuple[Collective, ...], dtype: str) -> int:
+    return sum(call.input_bytes + call.output_bytes for call in calls if call.dtype == dtype)
+
+
+def _kinds(calls: tuple[Collective, ...]) -> set[str]:
+    return {call.op for call in calls}
+
+
+def _copies(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    names = set(ranks[0].held) - set(ranks[0].plain)
+    whole = ranks[0].parameters - sum(ranks[0].held[name] for name in ranks[0].plain)
+    return sum(rank.held[name] for rank in ranks for name in names) == 2 * whole
+
+
+def _blocks(size: int) -> Callable[..., bool]:
+    """The proof that all ranks hold a multiple of a size of the matrices."""
+    return lambda seen, options: not any(seen.held[name] % size for name in _MATRICES)
+
+
+def _is_native(seen: Observed, options: Mapping[str, Any]) -> bool:
+    gathers = seen.first_forward if "set_custom_all_gather" not in options else ()
+    reductions = seen.backward if "set_custom_reduce_scatter" not in options else ()
+    found = {call.op for call in (*gathers, *reductions) if call.dtype != "int64"}
+    return bool(found) and not found & {"send", "recv"}
+
+
+def _is_exchange(seen: Observed, options: Mapping[str, Any]) -> bool:
+    sent = seen.first_forward if "set_custom_all_gather" not in options else seen.backward
+    return "send" in _kinds(sent)
+
+
+def _factor(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> float:
+    """By which gradients are larger than the mean's."""
+    found = len(ranks) / FACTOR if "set_gradient_divide_factor" in options else 1.0
+    return found * HOOK_SCALE if "set_all_reduce_hook" in options else found
+
+
+def gradients_are_right(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    """Whether gradients are one device's, as far as the dtypes allow, times what was asked for."""
+    wanted = _factor(ranks, options)
+    rounded = any(name in options for name in ("quantize_fn", "param_dtype"))
+    rounded = rounded or options.get("parameters") == "extension"
+    error = 0.1 if rounded else 0.01
+    return all(
+        abs(rank.grads.scale / wanted - 1) < error and rank.grads.error < error for rank in ranks
+    )
+
+
+ARGUMENTS: tuple[Choice, ...] = (
+    Choice(
+        "mesh of (replicate, shard)",
+        "two copies of the parameters; the gradients of all ranks' batches",
+        _copies,
+        {"mesh": "two axes"},
+    ),
+    _choice(
+        "reshard_after_forward=True",
+        "modules have the sharded parameters after forward",
+        lambda seen, options: seen.sharded_after_forward,
+        reshard_after_forward=True,
+    ),
+    _choice(
+        "reshard_after_forward=False",
+        "modules have the unsharded parameters after forward",
+        lambda seen, options: not seen.sharded_after_forward and seen.resident > 0,
+        reshard_after_forward=False,
+    ),
+    _choice(
+        "reshard_after_forward=2",
+        "on four ranks backward gathers over two",
+        lambda seen, options: seen.sharded_after_forward and seen.near_ranks == {2},
+        reshard_after_forward=2,
+        mesh="four ranks",
+    ),
+    _choice(
+        "shard_placement_fn: Rows(2)",
+        "each rank has pairs of rows of a matrix",
+        _blocks(2 * WIDTH),
+        shard_placement_fn="rows",
+    ),
+    _choice(
+        f"shard_placement_fn: Block({BLOCK})",
+        f"no rank's part of a matrix begins or ends within {BLOCK} elements",
+        lambda seen, options: all(
+            seen.held[name] % BLOCK == 0 or (_ELEMENTS - seen.held[name]) % BLOCK == 0
+            for name in _MATRICES
+        ),
+        shard_placement_fn="block",
+    ),
+    _choice(
+        "shard_placement_fn: Whole()",
+        "each rank has a matrix or nothing of it",
+        _blocks(_ELEMENTS),
+        shard_placement_fn="whole",
+    ),
+    _choice(
+        "shard_placement_fn: Shard(0)",
+        "each rank has rows of a matrix",
+        _blocks(WIDTH),
+        shard_placement_fn="shard",
+    ),
+    _choice(
+        "quantize_fn: Tiles(2, 4)",
+        "what is gathered are bytes",
+        lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
+        quantize_fn="tiles",
+    ),
+    _choice(
+        "mp_policy param_dtype=bfloat16",
+        "Linears return bfloat16",
+        lambda seen, options: seen.compute_dtype == torch.bfloat16,
+        param_dtype=torch.bfloat16,
+    ),
+    _choice(
+        "mp_policy param_dtype=bfloat16, cast_forward_inputs=False",
+        "a block gets a float32 argument as it is",
+        lambda seen, options: seen.input_dtype == torch.float32,
+        param_dtype=torch.bfloat16,
+        cast_forward_inputs=False,
+    ),
+    _choice(
+        "mp_policy reduce_dtype=float16",
+        "reduced shards are float16; float16 is sent in backward",
+        lambda seen, options: (
+            seen.reduce_dtypes == (_HALF,) and _sizes(seen.backward, "float16") > 0
+        ),
+        reduce_dtype=_HALF,
+    ),
+    _choice(
+        "mp_policy output_dtype=float64",
+        "the model returns float64",
+        lambda seen, options: seen.output_dtype == torch.float64,
+        output_dtype=torch.float64,
+    ),
+    _choice(
+        "offload_policy=CPUOffloadPolicy()",
+        "shards and gradients are on the host, as they are on a mesh of hosts without it; on a GPU"
+        " by `packages/fsdp/tests/test_cuda.py`",
+        lambda seen, options: seen.devices == ("cpu",),
+        offload_policy=True,
+    ),
+    _choice(
+        "ignored_params",
+        "the parameter stays a plain one",
+        lambda seen, options: seen.plain == ("blocks.1.gain",),
+        ignored_params=True,
+    ),
+    _choice(
+        'strategy="native"',
+        "all-gathers and reduce-scatters, no sends",
+        _is_native,
+        strategy="native",
+    ),
+    _choice(
+        'strategy="exchange"',
+        "sends and receives",
+        _is_exchange,
+        strategy="exchange",
+    ),
+    _choice(
+        "a parameter with fsdp_pre_all_gather",
+        "what is gathered are bytes",
+        lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
+        parameters="extension",
+    ),
+    _choice(
+        "a parameter that is a DTensor of another axis",
+        "it is sharded over both axes",
+        lambda seen, options: "tp" in seen.axes and "shard" in seen.axes,
+        parameters="DTensor",
+    ),
+)
+
+METHODS: tuple[Choice, ...] = (
+    _method(
+        "set_reshard_after_backward",
+        "False",
+        "modules have the unsharded parameters after backward, and the next forward gathers none",
+        lambda seen, options: not seen.sharded_after_backward and not seen.forward,
+    ),
+    _method(
+        "set_keep_unsharded_storage",
+        "True",
+        "the memory of unsharded parameters stays after backward",
+        lambda seen, options: seen.resident_between > 0,
+    ),
+    _method(
+        "set_unshard_in_backward",
+        "False",
+        "the embedding is not gathered for backward",
+        lambda seen, options: not seen.unsharded_in_backward,
+    ),
+    _choice(
+        "set_modules_to_forward_prefetch",
+        "the first block's forward finds the last one gathered, or about to be",
+        lambda seen, options: 3 in seen.ahead_in_forward,
+        set_modules_to_forward_prefetch=True,
+    ),
+    _choice(
+        "set_modules_to_backward_prefetch",
+        "the last block's backward finds the first one gathered, or about to be",
+        lambda seen, options: 1 in seen.ahead_in_backward,
+        set_modules_to_backward_prefetch=True,
+    ),
+    _method(
+        "set_is_last_backward",
+        "False",
+        "a reduction is under way after backward, where one was begun",
+        lambda seen, options: seen.waiting > 0 or "set_requires_gradient_sync" in options,
+    ),
+    _choice(
+        "set_manual_backward_finalization(True)",
+        "a reduction is under way after backward, and none after `finalize_backward`",
+        lambda seen, options: seen.waiting_at_end > 0,
+        set_manual_backward_finalization=True,
+    ),
+    _method(
+        "set_requires_gradient_sync",
+        "False",
+        "no gradients after the first of two microbatches; its backward sends less",
+        lambda seen, options: (
+            seen.first_grads == _ignored(options)
+            and _bytes(seen.first_backward) < _bytes(seen.backward)
+        ),
+    ),
+    _method(
+        "set_requires_all_reduce",
+        "False",
+        "no gradients after the first of two microbatches; its backward sends less",
+        lambda seen, options: (
+            seen.first_grads == _ignored(options)
+            and _bytes(seen.first_backward) < _bytes(seen.backward)
+        ),
+        mesh="two axes",
+    ),
+    Choice(
+        f"set_gradient_divide_factor({FACTOR})",
+        "gradients are the sum of all ranks', divided by it",
+        gradients_are_right,
+        {"set_gradient_divide_factor": True},
+    ),
+    _choice(
+        "set_force_sum_reduction_for_comms(True)",
+        "collectives are asked for sums",
+        lambda seen, options: not any(one.average for one in seen.reductions),
+        set_force_sum_reduction_for_comms=True,
+    ),
+    _method(
+        "set_reduce_scatter_unused_params",
+        "True",
+        "a parameter that was not used has a gradient",
+        lambda seen, options: seen.unused_grad,
+    ),
+    _method(
+        "set_reduce_scatter_max_input_buffers",
+        "2",
+        "two reductions are under way at once",
+        lambda seen, options: seen.in_flight == 2,
+    ),
+    Choice(
+        "set_all_reduce_hook",
+        f"gradients are {HOOK_SCALE:g} times as large, as the hook makes them",
+        gradients_are_right,
+        {"set_all_reduce_hook": True},
+    ),
+    _choice(
+        "set_custom_all_gather",
+        "it is called",
+        lambda seen, options: seen.custom_gathers > 0,
+        set_custom_all_gather=True,
+    ),
+    _choice(
+        "set_custom_reduce_scatter",
+        "it is called",
+        lambda seen, options: seen.custom_reductions > 0,
+        set_custom_reduce_scatter=True,
+    ),
+    _choice(
+        "set_allocate_memory_from_process_group_for_comm(True)",
+        "the process group is asked for memory",
+        lambda seen, options: seen.staged > 0,
+        set_allocate_memory_from_process_group_for_comm=True,
+    ),
+    _method(
+        "set_separate_reduce_scatter_group",
+        "True",
+        "reductions are in another process group than the mesh's",
+        lambda seen, options: (
+            bool(seen.reductions) and seen.mesh_group not in {one.group for one in seen.reductions}
+        ),
+    ),
+)
+
+CHOICES: Run = (*ARGUMENTS, *METHODS)
+
+
+def _bytes(calls: tuple[Collective, ...]) -> int:
+    return sum(call.input_bytes for call in calls)
+
+
+def _ignored(options: Mapping[str, Any]) -> int:
+    """Parameters whose gradients nobody reduces."""
+    return 1 if "ignored_params" in options else 0
+
+
+def run_options(choices: Run) -> dict[str, Any]:
+    """Returns all options of a run of ``choices``, the number of ranks included."""
+    options = merged(choices) or {}
+    return options | {"ranks": ranks_of(options)}
+
+
+@functools.cache
+def completed(choices: Run) -> Completion:
+    """Calls `fully_shard` and the methods with ``choices`` on a mesh without processes."""
+    with _ranks():
+        try:
+            build(run_options(choices), blocks=1)
+        except ValueError as error:
+            return Completion((), str(error))
+    return Completion(choices, None)
+
+
+def _ranks() -> AbstractContextManager[Any]:
+    """Four ranks without processes; meshes of two have the first ones."""
+    return nullcontext() if dist.is_initialized() else fake_mesh((4,))
+
+
+@functools.cache
+def pairs() -> tuple[Pair, ...]:
+    """Returns every two choices that can be given together, with what they are refused with."""
+    with _ranks():
+        return pairwise.pairs(CHOICES, completed)
+
+
+@functools.cache
+def covering_runs() -> tuple[Run, ...]:
+    """Returns runs in which each accepted pair of choices occurs, and so each choice."""
+    with _ranks():
+        return pairwise.covering_runs(CHOICES, completed, _can_be_observed)
+
+
+def _can_be_observed(run: Run) -> bool:
+    """Whether a run is small, and a strategy has something to do beside a user's collectives."""
+    options = merged(run) or {}
+    if len(run) > _MOST:
+        return False
+    custom = {"set_custom_all_gather", "set_custom_reduce_scatter"}
+    return "strategy" not in options or not custom <= set(options)

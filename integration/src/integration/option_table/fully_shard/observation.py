@@ -1,0 +1,351 @@
+"""What one rank of a model under `fully_shard` is seen to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from integration.option_table.fully_shard.apply import WORDS, Net, Reduction, Sharded, build
+from testkit import Collective, CommLog
+
+_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Grads:
+    """This rank's gradients beside those of one device.
+
+    Attributes:
+        scale: by which they are larger.
+        error: the norm of what else differs, as a share.
+    """
+
+    scale: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What this rank did in the second of two steps, each of two microbatches.
+
+    Attributes:
+        parameters: elements of the whole model.
+        held: elements that this rank has of each parameter between steps.
+        plain: parameters that are no DTensors.
+        axes: of a matrix of a block.
+        devices: of shards and gradients.
+        compute_dtype: of what a Linear of a block returns.
+        input_dtype: of an argument as the block gets it.
+        output_dtype: of the model's.
+        first_forward: collectives of the first microbatch's forward.
+        forward: collectives of the second's.
+        first_backward: of the first microbatch's backward.
+        backward: of the second's.
+        resident: memory of a block's unsharded parameter, in bytes, after forward.
+        resident_between: after a step's backward.
+        sharded_after_forward: whether a block has its sharded parameters after forward.
+        sharded_after_backward: after backward.
+        unsharded_in_backward: whether the embedding was gathered for its backward alone.
+        ahead_in_forward: parts of the model that the first block's forward finds gathered, or
+            about to be.
+        ahead_in_backward: the same, of the last block's backward.
+        in_flight: reductions that are under way when the first block's backward runs.
+        waiting: reductions that are under way when the first microbatch's backward is through.
+        waiting_at_end: those when the second's is.
+        first_grads: parameters that have gradients after the first microbatch.
+        unused_grad: whether the unused parameter has a gradient.
+        grads: all gradients of the step.
+        reduce_dtypes: of the shards that an all-reduce hook has seen.
+        custom_gathers: calls of the user's all-gather.
+        custom_reductions: of the user's reduce-scatter.
+        staged: allocations of torch's collectives with memory of the process group.
+        reductions: of both microbatches, by whatever reduces.
+        near_ranks: over how many ranks backward has gathered what forward has kept.
+        mesh_group: that of the mesh.
+    """
+
+    parameters: int
+    held: dict[str, int]
+    plain: tuple[str, ...]
+    axes: tuple[str, ...]
+    devices: tuple[str, ...]
+    compute_dtype: torch.dtype
+    input_dtype: torch.dtype
+    output_dtype: torch.dtype
+    first_forward: tuple[Collective, ...]
+    forward: tuple[Collective, ...]
+    first_backward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    resident: int
+    resident_between: int
+    sharded_after_forward: bool
+    sharded_after_backward: bool
+    unsharded_in_backward: bool
+    ahead_in_forward: tuple[int, ...]
+    ahead_in_backward: tuple[int, ...]
+    in_flight: int
+    waiting: int
+    waiting_at_end: int
+    first_grads: int
+    unused_grad: bool
+    grads: Grads
+    reduce_dtypes: tuple[torch.dtype, ...]
+    custom_gathers: int
+    custom_reductions: int
+    staged: int
+    reductions: frozenset[Reduction]
+    near_ranks: frozenset[int]
+    mesh_group: str
+
+
+@dataclass
+class _Watch:
+    """What hooks in a model see; of the last forward and backward."""
+
+    sharded: Sharded
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[Any]:
+        parts: list[Any] = self.sharded.model.parts
+        return parts
+
+    def install(self) -> None:
+        """Registers hooks, which run after those of `fully_shard`."""
+        first, last = self.parts[1], self.parts[3]
+        first.down.register_forward_hook(self._in_first_block)
+        last.down.register_forward_hook(
+            lambda module, args, out: self._on_grad(
+                out, lambda: self._note("ahead_in_backward", self.ahead())
+            )
+        )
+        self.parts[0].register_forward_hook(
+            lambda module, args, out: self._on_grad(
+                out, lambda: self._note("embed_in_backward", not _is_sharded(module.weight))
+            )
+        )
+        first.register_forward_pre_hook(
+            lambda module, args: self._note("input_dtype", args[1].dtype)
+        )
+
+    def _in_first_block(self, module: Any, args: Any, out: Tensor) -> None:
+        local = out.to_local() if isinstance(out, DTensor) else out
+        self._note("compute_dtype", local.dtype)
+        self._note("ahead_in_forward", self.ahead())
+        self._note("weight", self.parts[1].down.weight)
+        self._on_grad(out, lambda: self._note("in_flight", self.in_flight()))
+
+    def _on_grad(self, out: Tensor, note: Callable[[], None]) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: note())
+
+    def _note(self, name: str, value: Any) -> None:
+        self.values[name] = value
+
+    def _groups(self, part: Any) -> list[Any]:
+        return list(part._get_fsdp_state().groups)
+
+    def ahead(self) -> tuple[int, ...]:
+        """Parts that are gathered, or about to be."""
+        return tuple(
+            i
+            for i, part in enumerate(self.parts)
+            if all(group.unsharded or group.gatherer.under_way for group in self._groups(part))
+        )
+
+    def in_flight(self) -> int:
+        """Groups whose gradients are being reduced."""
+        return sum(
+            group.reducer.under_way
+            for part in (*self.parts, self.sharded.model)
+            for group in self._groups(part)
+        )
+
+    def resident(self) -> int:
+        """Bytes of the unsharded parameter that the first block has computed with."""
+        weight = self.values["weight"]
+        local = weight._local_tensor if isinstance(weight, DTensor) else weight
+        return int(local.untyped_storage().size())
+
+    def is_sharded(self) -> bool:
+        """Whether the first block has its sharded parameters."""
+        return _is_sharded(self.parts[1].down.weight)
+
+
+def observe(options: Mapping[str, Any]) -> Observed:
+    """Trains two steps under the options of a run and reports what this rank did.
+
+    Raises:
+        ValueError: the options are refused.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_comms
+
+    from dbuffer import collectives_for
+    from fsdp import comms
+    from fsdp.kept import Keeper
+
+    reductions: list[Reduction] = []
+    near: set[int] = set()
+
+    class Named:
+        """The collectives of a group, whose reductions are noted."""
+
+        def __init__(self, own: Any) -> None:
+            self._own = own
+
+        def reduce_scatter(self, flat: Tensor, axis: Any, *, average: bool) -> Any:
+            reductions.append(Reduction(axis.group.group_name, average))
+            return self._own.reduce_scatter(flat, axis, average=average)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._own, name)
+
+    def named(*args: Any) -> Any:
+        return Named(collectives_for(*args))
+
+    def reduce(comm: Any, **options: Any) -> Any:
+        average = options["op"] == dist.ReduceOp.AVG
+        reductions.append(Reduction(options["group"].group_name, average))
+        return reduce_staged(comm, **options)
+
+    def gather(keeper: Any) -> Any:
+        near.add(keeper._mesh.size(1))
+        return gather_kept(keeper)
+
+    allocate, gather_kept = torch_comms.ProcessGroupAllocMixin.allocate, Keeper.gather
+    staging = torch_comms.ProcessGroupAllocReduceScatter
+    reduce_staged = staging.__call__
+    with (
+        mock.patch.object(comms, "collectives_for", named),
+        mock.patch.object(Keeper, "gather", gather),
+        mock.patch.object(staging, "__call__", reduce),
+        mock.patch.object(
+            torch_comms.ProcessGroupAllocMixin, "allocate", autospec=True, side_effect=allocate
+        ) as staged,
+    ):
+        sharded = build(options)
+        watch = _Watch(sharded)
+        watch.install()
+        _step(sharded, watch, options, 0)
+        sharded.model.zero_grad()
+        sharded.hooked.clear()
+        seen = _step(sharded, watch, options, 1)
+    model = sharded.model
+    named_params = dict(model.named_parameters())
+    seen |= {name: watch.values[name] for name in
+             ("compute_dtype", "input_dtype", "ahead_in_forward", "ahead_in_backward",
+              "in_flight")}  # fmt: skip
+    mesh = named_params["head.weight"].device_mesh
+    return Observed(
+        parameters=sum(param.numel() for param in named_params.values()),
+        held={name: _local(param).numel() for name, param in named_params.items()},
+        plain=tuple(name for name, param in named_params.items() if not _is_sharded(param)),
+        axes=named_params["blocks.1.up.weight"].device_mesh.mesh_dim_names,
+        devices=tuple({
+            str(_local(tensor).device)
+            for param in named_params.values()
+            for tensor in (param, param.grad)
+            if tensor is not None
+        }),
+        grads=_grads(named_params, sharded, 1),
+        reduce_dtypes=tuple(set(sharded.hooked)),
+        custom_gathers=sharded.comms.gathers,
+        custom_reductions=len(sharded.comms.reductions),
+        staged=staged.call_count,
+        reductions=frozenset((*reductions, *sharded.comms.reductions)),
+        near_ranks=frozenset(near),
+        mesh_group=mesh.get_group(mesh.ndim - 1).group_name,
+        **seen,
+    )  # fmt: skip
+
+
+def _step(sharded: Sharded, watch: _Watch, options: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Two microbatches, of which the first is set to reduce nothing, or not to wait."""
+    model, seen = sharded.model, dict[str, Any]()
+    for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
+        if name in options:
+            getattr(model, name)(False)
+    with CommLog() as log:
+        out = model(*_batch(step, 0, dist.get_rank()))
+    seen["first_forward"] = _sent(log)
+    if {"set_is_last_backward", "set_manual_backward_finalization"} & set(options):
+        _loss(out).backward()  # not recorded, which works that are under way do not bear
+        seen["first_backward"] = ()
+    else:
+        with CommLog() as log:
+            _loss(out).backward()
+        seen["first_backward"] = _sent(log)
+    seen["waiting"] = watch.in_flight()
+    seen["first_grads"] = sum(param.grad is not None for param in model.parameters())
+    for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
+        if name in options:
+            getattr(model, name)(True)
+    with CommLog() as log:
+        out = model(*_batch(step, 1, dist.get_rank()))
+    seen["forward"], seen["output_dtype"] = _sent(log), out.dtype
+    seen["resident"], seen["sharded_after_forward"] = watch.resident(), watch.is_sharded()
+    embed_before = _is_sharded(model.embed.weight)
+    with CommLog() as log:
+        _loss(out).backward()
+        seen["waiting_at_end"] = watch.in_flight()
+        if "set_manual_backward_finalization" in options:
+            model.finalize_backward()
+    seen["backward"] = _sent(log)
+    seen["unsharded_in_backward"] = embed_before and watch.values["embed_in_backward"]
+    assert watch.in_flight() == 0
+    seen["resident_between"] = watch.resident()
+    seen["sharded_after_backward"] = watch.is_sharded()
+    model.reshard()
+    for part in watch.parts:
+        part.reshard()
+    seen["unused_grad"] = watch.parts[2].unused.grad is not None
+    return seen
+
+
+def _batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(100 * step + 10 * micro + rank)
+    return torch.randint(0, WORDS, (_ROWS,)), torch.rand(_ROWS, 1) + 0.5
+
+
+def _loss(out: Tensor) -> Tensor:
+    return out.float().square().mean()
+
+
+def _grads(params: Mapping[str, Any], sharded: Sharded, step: int) -> Grads:
+    """Compares gradients with those of one device that has the batches of all ranks."""
+    alone, ranks = Net(), dist.get_world_size()
+    for rank in range(ranks):
+        for micro in range(2):
+            (_loss(alone(*_batch(step, micro, rank))) / ranks).backward()
+    found, wanted = [], []
+    ignored = {id(param) for param in sharded.ignored}
+    for name, param in alone.named_parameters():
+        grad = params[name].grad
+        if grad is None or param.grad is None or id(params[name]) in ignored:
+            continue
+        found.append(grad.full_tensor().float().flatten())
+        wanted.append(param.grad.flatten())
+    one, two = torch.cat(found), torch.cat(wanted)
+    scale = float(one @ two / (two @ two))
+    return Grads(scale, float((one - scale * two).norm() / one.norm()))
+
+
+def _sent(log: CommLog) -> tuple[Collective, ...]:
+    """What reached other ranks."""
+    return tuple(call for call in log.calls if call.op != "barrier" and call.group_size != 1)
+
+
+def _is_sharded(param: Tensor) -> bool:
+    """Whether it is a parameter of `fully_shard`'s between steps."""
+    return isinstance(param, DTensor) and "shard" in (param.device_mesh.mesh_dim_names or ())
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
