@@ -14,35 +14,51 @@ from fsdp.policy import Block, Granularity, Rows, Whole
 __all__ = ["fully_shard"]
 
 
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    granularity: str | None = None,
-    reshard_after_forward: bool | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
-) -> None:
-    """`fsdp.fully_shard` with one granularity for all parameters.
+class _FullyShard:
+    """The entry point: called for each module, after `check` for each entry of a plan."""
 
-    Args:
-        module: to be sharded.
-        mesh: of the axes that shard it.
-        granularity: of all parameters, as "rows(32)", "block(1024)" or "whole"; None is the
-            default.
-        reshard_after_forward: as of `fsdp.fully_shard`.
-        ignored_params: as of `fsdp.fully_shard`.
+    def check(self, *, granularity: str | None) -> None:
+        """Refuses a text that is no granularity.
 
-    Raises:
-        ValueError: another text.
-    """
-    chosen = None if granularity is None else _granularity(granularity)
-    api.fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=None if chosen is None else lambda param: chosen,
-        ignored_params=set(ignored_params),
-    )
+        Raises:
+            ValueError: saying which there are.
+        """
+        if granularity is not None:
+            _granularity(granularity)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        granularity: str | None = None,
+        reshard_after_forward: bool | None = None,
+        ignored_params: Collection[nn.Parameter] = (),
+    ) -> None:
+        """`fsdp.fully_shard` with one granularity for all parameters.
+
+        Args:
+            module: to be sharded.
+            mesh: of the axes that shard it.
+            granularity: of all parameters, as "rows(32)", "block(1024)" or "whole"; None is the
+                default.
+            reshard_after_forward: as of `fsdp.fully_shard`.
+            ignored_params: as of `fsdp.fully_shard`.
+
+        Raises:
+            ValueError: another text.
+        """
+        chosen = None if granularity is None else _granularity(granularity)
+        api.fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=None if chosen is None else lambda param: chosen,
+            ignored_params=set(ignored_params),
+        )
+
+
+fully_shard = _FullyShard()
 
 
 def _granularity(text: str) -> Granularity:
@@ -52,4 +68,9 @@ def _granularity(text: str) -> Granularity:
             f"fully_shard: granularity={text!r}; wants 'rows(n)', 'block(n)' or 'whole'"
         )
     kind, count = found[1], int(found[2] or 1)
+    if count < 1 or (kind == "whole" and found[2] is not None):
+        raise ValueError(
+            f"fully_shard: granularity={text!r}; wants 'rows(n)' or 'block(n)' with n >= 1, or "
+            f"'whole'"
+        )
     return Whole() if kind == "whole" else Rows(count) if kind == "rows" else Block(count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -18,8 +18,8 @@ from plan_api.resolve import is_inside
 from plan_api.schedule import Schedule
 
 __all__ = [
-    "GROUP", "apply_fully_shard", "check_copies", "find_fully_shard", "fully_sharded_names",
-    "placed_until_sharded",
+    "GROUP", "apply_fully_shard", "check_fully_shard", "check_phases", "find_fully_shard",
+    "fully_sharded_names", "placed_until_sharded",
 ]  # fmt: skip
 
 GROUP = "plan_api.fully_shard"
@@ -29,7 +29,8 @@ def find_fully_shard(entry: Entry) -> Callable[..., Any]:
     """The function that a package has registered as ``plan_api.fully_shard``.
 
     It is called as ``fully_shard(module, mesh=, granularity=, reshard_after_forward=)``, with
-    ``ignored_params=`` where the plan itself cuts parameters along the mesh's axes.
+    ``ignored_params=`` where the plan itself cuts parameters along the mesh's axes. Its
+    ``check(granularity=)``, if it has one, raises ValueError for a text that it does not know.
 
     Args:
         entry: that asks for it, for messages.
@@ -80,8 +81,62 @@ def apply_fully_shard(
         find_fully_shard(entry)(model.get_submodule(path), mesh=own, **options)
 
 
-def check_copies(entry: Entry, mesh: DeviceMesh) -> None:
-    """Refuse copies that the ranks of an entry do not make up.
+def check_fully_shard(entry: Entry, mesh: DeviceMesh) -> None:
+    """Refuses what the package cannot do, before anything is changed.
+
+    Raises:
+        ValueError: a granularity that is none, or copies that the ranks do not make up.
+        ModuleNotFoundError: no package offers fully_shard.
+    """
+    check = getattr(find_fully_shard(entry), "check", None)
+    if check is not None:
+        try:
+            check(granularity=dict(entry.options).get("granularity"))
+        except ValueError as error:
+            raise ValueError(f"{entry.said}: {error}") from None
+    _check_copies(entry, mesh)
+
+
+def check_phases(
+    model: nn.Module,
+    fully: Mapping[str, Entry],
+    schedules: Mapping[str, Schedule],
+    entries: Sequence[Entry],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses parameters of fully sharded modules that have phases along the same axes.
+
+    Args:
+        model: any.
+        fully: as of `apply_fully_shard`.
+        schedules: as of `apply_fully_shard`.
+        entries: the plan's.
+        mesh: the plan's.
+
+    Raises:
+        ValueError: names the parameter and both entries.
+    """
+    axes = axis_names(mesh)
+    for name, schedule in schedules.items():
+        inside = [path for path in fully if is_inside(name, path)]
+        if not inside:
+            continue
+        entry = fully[max(inside, key=len)]
+        both = [
+            axis
+            for axis in entry.axes
+            if schedule.rest[axes.index(axis)] != schedule.run[axes.index(axis)]
+        ]
+        if both:
+            phases = "; ".join(entries[number].said for number in schedule.entries)
+            raise ValueError(
+                f"{entry.said}: expected no phases along {', '.join(both)} for {name}, which "
+                f"fully_shard gathers and shards there itself, got {phases}; leave out one of them"
+            )
+
+
+def _check_copies(entry: Entry, mesh: DeviceMesh) -> None:
+    """Refuses copies that the ranks of an entry do not make up.
 
     Raises:
         ValueError: naming the axes, their ranks and the copies.

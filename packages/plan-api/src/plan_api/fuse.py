@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.entry import Entry
 from plan_api.ir import Act, Moment, Op
 
 __all__ = ["Move", "Override", "Site", "Step", "fuse", "last_words"]
@@ -16,10 +17,10 @@ __all__ = ["Move", "Override", "Site", "Step", "fuse", "last_words"]
 
 @dataclass(frozen=True)
 class Override:
-    """Two operations that decide the same: the later one holds."""
+    """Two operations, or entries of fully_shard, that decide the same: the later one holds."""
 
-    earlier: Op
-    later: Op
+    earlier: Op | Entry
+    later: Op | Entry
 
     def __str__(self) -> str:
         return f"{self.earlier} is overridden by {self.later}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from torch import nn
 
 from plan_api.context.check import check_context
 from plan_api.entry import Entry
-from plan_api.fully import check_copies, find_fully_shard
+from plan_api.fully import check_fully_shard, check_phases
 from plan_api.fuse import Override, Site, fuse, last_words
 from plan_api.indices import Indices, indices_of
 from plan_api.ir import Op
@@ -63,6 +64,10 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
         ModuleNotFoundError: it asks for fully_shard, and no package offers it.
     """
     ops, overrides = last_words(resolve(plan, model))
+    asked = fully_sharded(plan, model)
+    for entries in asked.values():
+        two = pairwise(entries)
+        overrides += [Override(*each) for each in two if each[0] != each[1]]
     if overrides and strict:
         lines = "\n".join(map(str, overrides))
         raise ValueError(f"the plan overrides itself, under strict=True:\n{lines}")
@@ -70,10 +75,10 @@ def lower(plan: Plan, model: nn.Module, *, strict: bool = False) -> Lowered:
     placed = schedules(tensors, ops, plan.mesh)
     if plan.cover:
         _check_cover(placed, model)
-    fully = fully_sharded(plan, model)
-    for entry in fully.values():
-        find_fully_shard(entry)
-        check_copies(entry, plan.mesh)
+    fully = {name: entries[-1] for name, entries in asked.items()}
+    for entry in dict.fromkeys(fully.values()):
+        check_fully_shard(entry, plan.mesh)
+    check_phases(model, fully, placed, plan.entries, plan.mesh)
     check_regions(ops)
     check_context(ops, plan.entries, model, plan.mesh)
     check_units(ops, plan.entries, model, tensors, placed, plan.mesh)

@@ -67,6 +67,11 @@ class Plan(ContextEntries):
             ValueError: the path, an axis, or the number of placements is wrong; see the message.
         """
         kind = parse(path).kind
+        if not isinstance(phase, Phase):
+            raise ValueError(
+                f"shard({path!r}): phase: expected a plan_api.Phase, such as Phase.RUN, got "
+                f"{phase!r}"
+            )
         if kind is not Kind.STATE:
             for what, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
                 if given:
@@ -79,7 +84,13 @@ class Plan(ContextEntries):
                 f"says where that is"
             )
         if unit is not None and not isinstance(unit, str):
+            if isinstance(unit, bool) or not isinstance(unit, SupportsIndex):
+                raise ValueError(
+                    f"shard({path!r}): unit: expected a size or an attribute's name, got {unit!r}"
+                )
             unit = operator.index(unit)
+            if unit < 1:
+                raise ValueError(f"shard({path!r}): unit: expected at least 1, got {unit}")
         options = {} if unit is None else {"unit": unit}
         return self._add(Verb.SHARD, path, mesh, placements, phase=phase, options=options)
 
@@ -258,8 +269,15 @@ class Plan(ContextEntries):
                 neighbours (HSDP on one axis, on which a batch is cut once).
 
         Raises:
-            ValueError: as `shard`; or the path names a tensor.
+            ValueError: as `shard`; or the path names a tensor. `parallelize` refuses a granularity
+                that the package does not know, and parameters with phases along the same axes.
         """
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"fully_shard({path!r}): reshard_after_forward: expected True, False or None, got "
+                f"{reshard_after_forward!r}: parameters of a plan are DTensors, which are not "
+                f"kept on fewer ranks"
+            )
         options: dict[str, Any] = {
             "granularity": granularity, "reshard_after_forward": reshard_after_forward,
         }  # fmt: skip

@@ -49,15 +49,15 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def fully_sharded(plan: Plan, model: nn.Module) -> dict[str, Entry]:
-    """The modules that fsdp is asked for, each with the last entry that names it."""
-    return {
-        name: entry
-        for entry in plan.entries
-        if entry.verb is Verb.FULLY_SHARD
-        for name, _ in model.named_modules()
-        if entry.path.matches(name)
-    }
+def fully_sharded(plan: Plan, model: nn.Module) -> dict[str, tuple[Entry, ...]]:
+    """The modules that fsdp is asked for, each with the entries that name it; the last holds."""
+    found: dict[str, tuple[Entry, ...]] = {}
+    for entry in plan.entries:
+        if entry.verb is Verb.FULLY_SHARD:
+            for name, _ in model.named_modules():
+                if entry.path.matches(name):
+                    found[name] = (*found.get(name, ()), entry)
+    return found
 
 
 def stays_eager(plan: Plan, model: nn.Module) -> tuple[str, ...]:

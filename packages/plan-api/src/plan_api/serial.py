@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +25,17 @@ __all__ = ["entries_from_json", "entries_to_json"]
 
 _VERSION = 1
 _LISTS = ("dst", "src", "grad_dst", "grad_src")
+_PLAN = ("version", "mesh", "cover", "entries")
+_NEEDED = {"verb", "path", "axes", "dst", "phase"}
+_ROW = ("verb", "path", "pattern", "axes", *_LISTS, "options", "phase", "line")
+_OPTIONS = {
+    Verb.SHARD: ("unit",),
+    Verb.INDEX: ("count", "flag"),
+    Verb.DISPATCH: ("tokens", "weights", "count"),
+    Verb.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),
+    Verb.CONTEXT: ("method", "order", "heads"),
+    Verb.SEQUENCE: ("order", "shift"),
+}
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
 
@@ -58,11 +71,16 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
     Raises:
         ValueError: the text is no plan of this version, or the mesh lacks an axis.
     """
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no plan as Plan.to_json() writes it: {error}") from None
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise ValueError(f"this is no plan of version {_VERSION}, as Plan.to_json() writes it")
+    _check_names("the plan", found, _PLAN, set(_PLAN))
     entries = []
-    for row in found["entries"]:
+    for number, row in enumerate(found["entries"]):
+        _check_names(f"entry {number}", row, _ROW, _NEEDED)
         what = f"{row['verb']}({row['path']!r})"
         lists = {
             name: tuple(_from_json(one, what) for one in row[name]) if name in row else None
@@ -70,17 +88,43 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         }
         dst = lists.pop("dst")
         assert dst is not None
-        verb = Verb(row["verb"])
+        verb = Verb(_among(row["verb"], [one.value for one in Verb], f"entry {number}: verb"))
+        _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(verb, ()), set())
         path = parse(row["path"], verb.of_modules)
         if "pattern" in row:
             path = type(path)(path.text, row["pattern"], path.kind, path.index)
         axes = axes_of(row["axes"], mesh, what)
-        phase, line = Phase(row["phase"]), row.get("line", "")
+        phase = Phase(_among(row["phase"], [one.value for one in Phase], f"{what}: phase"))
+        line = row.get("line", "")
         options = tuple(row.get("options", {}).items())
         entries.append(
             Entry(verb, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )
     return entries, bool(found["cover"])
+
+
+def _check_names(
+    what: str, given: Mapping[str, Any], known: Collection[str], needed: Collection[str]
+) -> None:
+    """Refuses names that nothing reads, and missing ones.
+
+    Raises:
+        ValueError: naming them.
+    """
+    for name in given:
+        _among(name, known, what)
+    missing = sorted(set(needed) - set(given))
+    if missing:
+        raise ValueError(f"{what}: expected {', '.join(map(repr, missing))}, got none")
+
+
+def _among(name: str, known: Collection[str], what: str) -> str:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        listed = ", ".join(map(repr, known)) or "nothing"
+        raise ValueError(f"{what}: expected {listed}, got {name!r}{meant}")
+    return name
 
 
 def _to_json(placement: Placement) -> str | dict[str, Any]:

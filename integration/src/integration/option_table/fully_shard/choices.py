@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from integration.option_table import pairwise
 from integration.option_table.fully_shard.apply import (
@@ -360,31 +358,25 @@ def run_options(choices: Run) -> dict[str, Any]:
 @functools.cache
 def completed(choices: Run) -> Completion:
     """Calls `fully_shard` and the methods with ``choices`` on a mesh without processes."""
-    with _ranks():
+    options = run_options(choices)
+    with fake_mesh((options["ranks"],)):
         try:
-            build(run_options(choices), blocks=1)
+            build(options, blocks=1)
         except ValueError as error:
             return Completion((), str(error))
     return Completion(choices, None)
 
 
-def _ranks() -> AbstractContextManager[Any]:
-    """Four ranks without processes; meshes of two have the first ones."""
-    return nullcontext() if dist.is_initialized() else fake_mesh((4,))
-
-
 @functools.cache
 def pairs() -> tuple[Pair, ...]:
     """Returns every two choices that can be given together, with what they are refused with."""
-    with _ranks():
-        return pairwise.pairs(CHOICES, completed)
+    return pairwise.pairs(CHOICES, completed)
 
 
 @functools.cache
 def covering_runs() -> tuple[Run, ...]:
     """Returns runs in which each accepted pair of choices occurs, and so each choice."""
-    with _ranks():
-        return pairwise.covering_runs(CHOICES, completed, _can_be_observed)
+    return pairwise.covering_runs(CHOICES, completed, _can_be_observed)
 
 
 def _can_be_observed(run: Run) -> bool:

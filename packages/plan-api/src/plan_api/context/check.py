@@ -22,7 +22,7 @@ __all__ = ["check_context", "sequences_of"]
 def check_context(
     ops: Iterable[Op], entries: Sequence[Entry], model: nn.Module, mesh: DeviceMesh
 ) -> None:
-    """Refuses sequences of two orders along one axis, and heads that ulysses cannot divide.
+    """Refuses sequences of two orders, or in an order that no attention knows, and undivided heads.
 
     Args:
         ops: of a plan.
@@ -34,6 +34,14 @@ def check_context(
         ValueError: names the entries, or the module, its heads and the axes.
     """
     ops = list(ops)
+    attended = {op.axis for op in ops if op.act is Act.CONTEXT}
+    for op in ops:
+        if op.act is Act.ORDER and _order(op) != "contiguous" and op.axis not in attended:
+            raise ValueError(
+                f"{entries[op.entry].said}: expected a context() entry along {op.axis!r}, without "
+                f"which attention takes tokens in order {_order(op)!r} for neighbours, got none; "
+                f"add context() for the modules with attention, or give order='contiguous'"
+            )
     said: dict[str, Op] = {}
     for op in ops:
         if op.act not in (Act.CONTEXT, Act.ORDER):

@@ -1,0 +1,137 @@
+"""Options of a plan's methods: what cannot be in effect is refused when said, or when lowered."""
+
+import json
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Phase, Plan, lower, parallelize
+from testkit import CommLog, fake_mesh
+from testkit.models import TwoLinears
+
+R, S0 = Replicate(), Shard(0)
+
+
+@pytest.fixture
+def mesh():
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        yield mesh
+
+
+def _refused(model, plan, said, **options):
+    before = dict(model.named_parameters())
+    with CommLog() as log, pytest.raises(ValueError, match=said):
+        parallelize(model, plan, use=(), **options)
+    log.assert_counts({})
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda plan: plan.shard("w", S0, "dp", "run"), "such as Phase.RUN, got 'run'"),
+        (lambda plan: plan.shard("w", S0, "dp", unit=0), "unit: expected at least 1, got 0"),
+        (lambda plan: plan.shard("w", S0, "dp", unit=-4), "unit: expected at least 1, got -4"),
+        (lambda plan: plan.shard("w", S0, "dp", unit=2.0), "an attribute.s name, got 2.0"),
+        (lambda plan: plan.shard("w", S0, "dp", unit=True), "attribute's name, got True"),
+        (
+            lambda plan: plan.fully_shard("", "dp", reshard_after_forward=2),
+            "expected True, False or None, got 2",
+        ),
+    ],
+    ids=["phase", "unit of nothing", "unit below", "unit of a float", "unit of a bool", "reshard"],
+)  # fmt: skip
+def test_values_are_refused_when_they_are_said(mesh, call, said):
+    plan = Plan(mesh)
+    with pytest.raises(ValueError, match=said):
+        call(plan)
+    assert plan.entries == ()
+
+
+@pytest.mark.parametrize("text", ["row(2)", "rows(0)", "whole(3)"])
+def test_a_granularity_that_the_package_does_not_know_is_refused_first(mesh, text):
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).shard(r".*weight", S0, "tp").fully_shard("", "dp", text)
+    _refused(TwoLinears(), plan, rf"test_plan_options.*granularity='{text[:3]}")
+
+
+def test_fully_shard_of_a_module_twice_is_an_override(mesh):
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).fully_shard("", "dp").fully_shard("", "tp")
+    lowered = lower(plan, TwoLinears())
+    assert [str(one) for one in lowered.overrides] == [
+        "fully_shard('', dp, granularity=None, reshard_after_forward=None) is overridden by "
+        "fully_shard('', tp, granularity=None, reshard_after_forward=None)"
+    ]
+    assert lowered.fully_sharded[""].axes == ("tp",)
+    _refused(TwoLinears(), plan, "the plan overrides itself, under strict=True", strict=True)
+    assert (
+        lower(Plan(mesh).fully_shard("", "dp").fully_shard("", "dp"), TwoLinears()).overrides == ()
+    )
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [{Phase.INIT: S0, Phase.RUN: R}, {Phase.OPTIM: S0}, {Phase.GRAD: S0, Phase.OPTIM: S0}],
+    ids=["ZeRO-3", "ZeRO-1", "ZeRO-2"],
+)  # fmt: skip
+def test_phases_along_the_axes_of_fully_shard_are_refused(mesh, phases):
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).fully_shard("", "dp")
+    for phase, placement in phases.items():
+        plan.shard(r".*weight", placement, "dp", phase)
+    _refused(TwoLinears(), plan, "expected no phases along dp for .*weight, which .*, got .*shard")
+    # along another axis, or outside of what is fully sharded, there are
+    assert lower(Plan(mesh).fully_shard("", "tp"), TwoLinears()).fully_sharded
+    beside = Plan(mesh).fully_shard("a", "dp").shard("b.weight", S0, "dp", Phase.OPTIM)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    assert lower(beside, model).schedules["b.weight"].moves
+
+
+def test_a_sequence_out_of_order_needs_attention_that_knows_it(mesh):
+    model = TwoLinears()
+    said = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"
+    _refused(model, Plan(mesh).sequence("<in>", "dp"), said)
+    _refused(model, Plan(mesh).sequence("<in>", "dp").context("", "tp"), said)
+    assert lower(Plan(mesh).sequence("<in>", "dp", order="contiguous"), model).sites
+    assert lower(Plan(mesh).sequence("<in>", "dp").context("", "dp"), model).sites
+
+
+def _text(mesh, change):
+    plan = Plan(mesh).shard("w", S0, "tp", unit=2).fully_shard("", "dp", "rows(2)")
+    assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
+    found = json.loads(plan.to_json())
+    change(found)
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: found.update(covers=True), "the plan: .*got 'covers'; did you mean 'cover'"),
+        (lambda found: found.pop("cover"), "the plan: expected 'cover', got none"),
+        (lambda found: found["entries"][0].update(verb="shards"), "entry 0: .*'shard'"),
+        (lambda found: found["entries"][1].update(phases="run"), "entry 1: .*mean 'phase'"),
+        (lambda found: found["entries"][1].update(phase="runs"), "phase: .*got 'runs'"),
+        (lambda found: found["entries"][0].pop("dst"), "entry 0: expected 'dst', got none"),
+        (
+            lambda found: found["entries"][0].update(options={"units": 2}),
+            r"shard\('w'\): options: expected 'unit', got 'units'",
+        ),
+        (
+            lambda found: found["entries"][1]["options"].update(flatten=True),
+            r"fully_shard\(''\): options: .*got 'flatten'",
+        ),
+    ],
+    ids=["a plan's", "a plan's missing", "verb", "an entry's", "phase", "an entry's missing",
+         "option of shard", "option of fully_shard"],
+)  # fmt: skip
+def test_names_in_json_are_those_that_are_read(mesh, change, said):
+    with pytest.raises(ValueError, match=said):
+        Plan.from_json(_text(mesh, change), mesh)
+
+
+def test_text_that_is_no_json(mesh):
+    with pytest.raises(ValueError, match="no plan as Plan"):
+        Plan.from_json("{", mesh)
