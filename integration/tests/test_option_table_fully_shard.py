@@ -75,7 +75,8 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
         with fake_mesh((options["ranks"],)):
             with CommLog() as log, pytest.raises(ValueError, match=re.escape(pair.refusal)):
                 build(options)
-            log.assert_counts({})
+            placed = {"scatter", "broadcast"} if options.get("parameters") == "DTensor" else set()
+            assert set(log.counts()) <= placed, pair  # by parallelize_module, before fully_shard
             if pair in by_call:
                 module, before = parts[-1]
                 now = dict(module.named_parameters())
