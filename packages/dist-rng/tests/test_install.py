@@ -1,4 +1,4 @@
-"""install(): what it replaces in torch takes exactly the calls that the original takes."""
+"""install(): what it replaces in torch, for how long, and that it takes the original's calls."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,8 +10,11 @@ import torch.distributed.tensor._api as dtensor_api
 from torch import nn
 
 import dist_rng
+from testkit.torch_snapshot import changes_by, importing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+HANDLERS = "DTensor._op_dispatcher._custom_op_handlers"
 
 _QUERY, _KEY, _VALUE = torch.randn(3, 2, 4, 8, 16).unbind(0)
 
@@ -85,6 +88,39 @@ def _result(function: Callable[..., torch.Tensor], call: Call) -> torch.Tensor:
     args, kwargs = call
     torch.manual_seed(7)
     return function(*args, **kwargs).clone()
+
+
+def test_import_changes_nothing_in_torch_and_uninstall_takes_all_back() -> None:
+    imported, installed, removed = changes_by(
+        importing("dist_rng"), "dist_rng.install()", "dist_rng.uninstall()"
+    )
+    assert imported == removed == []
+    handlers = [path for path in installed if path.startswith(HANDLERS)]
+    assert {f"{HANDLERS}[aten.{op}]" for op in ("uniform_.default", "randn_like.default")} <= {
+        *handlers
+    }
+    assert [path for path in installed if path not in handlers] == [
+        "torch.distributed.tensor._api._dtensor_init_helper",
+        "torch.nn.functional.scaled_dot_product_attention",
+        "torch.nn.init._no_grad_trunc_normal_",
+        "torch.nn.init.orthogonal_",
+        "torch.nn.init.sparse_",
+    ]
+
+
+def test_an_emulated_device_takes_back_what_it_replaces_when_its_block_ends() -> None:
+    within, after = changes_by(
+        "from dist_rng import emulate; from dist_rng.geometry import Geometry\n"
+        "block = emulate.emulated_device(Geometry(2, 512)); block.__enter__()",
+        "block.__exit__(None, None, None)",
+    )
+    assert within == [
+        "torch.cuda.manual_seed_all",
+        "torch.cuda.random.manual_seed_all",
+        "torch.get_rng_state",
+        "torch.random.get_rng_state",
+    ]
+    assert after == []
 
 
 @pytest.mark.parametrize("name", PATCHED)

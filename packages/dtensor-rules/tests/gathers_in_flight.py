@@ -1,8 +1,9 @@
-"""All_gathers by the hundred in flight: ``python gathers_in_flight.py torch|ours [--once]``.
+"""Hundreds of all_gathers in flight: ``python gathers_in_flight.py torch|ours|disabled [--once]``.
 
 With torch's own, both worker threads of the group finish one at once, again and again, and where
 two cores are free the process dies of a broken heap within seconds (`src/cpp/cpu_gathers.cpp` says
-why). With ours it does not. ``--once`` makes one, and prints the operators of c10d that it calls.
+why). With ours it does not; ``disabled`` has torch's again. ``--once`` makes one, and prints the
+operators of c10d that it calls.
 """
 
 import sys
@@ -11,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
+import dtensor_rules
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.set_num_threads(1)
-if sys.argv[1] == "ours":
-    from dtensor_rules import _core  # noqa: F401
+if sys.argv[1] != "torch":
+    dtensor_rules.enable()
+if sys.argv[1] == "disabled":
+    dtensor_rules.disable()
 
 own = torch.ones(4)
 

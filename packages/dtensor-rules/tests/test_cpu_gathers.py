@@ -1,4 +1,4 @@
-"""Functional all_gathers of CPU tensors, which break torch's heap and not ours."""
+"""Functional all_gathers of CPU tensors, which break torch's heap, and not while enabled."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
+import dtensor_rules
 from testkit import run_ranks
 
 SCRIPT = Path(__file__).with_name("gathers_in_flight.py")
@@ -28,7 +29,11 @@ def test_many_at_once_leave_the_heap_whole():
 
 @pytest.mark.parametrize(
     ("whose", "collective"),
-    [("torch", "c10d::allgather_into_tensor_coalesced_"), ("ours", "c10d::_allgather_base_")],
+    [
+        ("torch", "c10d::allgather_into_tensor_coalesced_"),
+        ("ours", "c10d::_allgather_base_"),
+        ("disabled", "c10d::allgather_into_tensor_coalesced_"),
+    ],
 )
 def test_the_collective_is(whose, collective):
     """Canary, torch's: where it is another one, cpu_gathers.cpp can perhaps go.
@@ -50,8 +55,7 @@ def test_they_give_what_torch_gives(dtype):
     """Every dtype, strides, a lazy conjugate, no elements, one or several of them."""
 
     def check():
-        from dtensor_rules import _core  # noqa: F401
-
+        dtensor_rules.enable()
         rank = dist.get_rank()
         op, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
         whole = torch.arange(24).reshape(4, 6).to(dtype)
@@ -69,16 +73,19 @@ def test_they_give_what_torch_gives(dtype):
         placed = DTensor.from_local(own, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
         assert torch.equal(placed.to_local(), whole)
 
+        dtensor_rules.disable()
+
     run_ranks(check, 2)
 
 
 @pytest.mark.ranks
 def test_a_tensor_without_dims_is_refused():
     def check():
-        from dtensor_rules import _core  # noqa: F401
-
+        dtensor_rules.enable()
         gather = torch.ops._c10d_functional.all_gather_into_tensor
         with pytest.raises(RuntimeError, match=r"without dims.*view\(1\)"):
             gather(torch.tensor(3.0), 1, dist.group.WORLD.group_name)
+
+        dtensor_rules.disable()
 
     run_ranks(check, 1)

@@ -8,8 +8,44 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 import dtensor_rules
 from dtensor_rules import hooks, operators, results
 from testkit import fake_mesh
+from testkit.torch_snapshot import changes_by, importing
 
 ADD = "aten::add.Tensor"
+
+
+PROPAGATOR = "DTensor._op_dispatcher.sharding_propagator"
+
+
+def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
+    imported, enabled, disabled, again, after = changes_by(
+        importing("dtensor_rules"),
+        "dtensor_rules.enable()",
+        "dtensor_rules.disable()",
+        "dtensor_rules.enable()",
+        "dtensor_rules.disable(); dtensor_rules.disable()",
+    )
+    assert imported == disabled == after == []
+    assert again == enabled
+    kernels = [path for path in enabled if path.startswith("kernels of ")]
+    assert f"kernels of {ADD}" in kernels
+    assert [path for path in kernels if "_c10d_functional" in path] == [
+        "kernels of _c10d_functional::all_gather_into_tensor",
+        "kernels of _c10d_functional::all_gather_into_tensor_coalesced",
+    ]
+    assert [path for path in enabled if path not in kernels] == [
+        "DTensor's tp_getattr",
+        f"{PROPAGATOR}[register_op_strategy]",
+        f"{PROPAGATOR}[register_sharding_prop_rule]",
+        f"{PROPAGATOR}[register_single_dim_op_strategy]",
+        "torch._C._clear_DTensor_sharding_propagator_cache",
+        "torch.distributed.distributed_c10d._unregister_all_process_groups",
+        "torch.distributed.distributed_c10d._unregister_process_group",
+        "torch.distributed.tensor.DTensor.from_local",
+        "torch.distributed.tensor.DTensor.redistribute",
+        "torch.distributed.tensor.DTensor.to_local",
+        "torch.distributed.tensor._dispatch.OpDispatcher.wrap",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec.__setattr__",
+    ]
 
 
 def has_kernel():

@@ -4,6 +4,7 @@ import importlib.metadata
 
 import fused_comm
 from testkit.imports import PACKAGES, loaded_by
+from testkit.torch_snapshot import changes_by, importing
 
 NOT_LOADED = PACKAGES - {"fused_comm"}
 
@@ -18,3 +19,25 @@ def test_importing_it_loads_no_other_of_our_packages():
 
 def test_that_check_notices_another_of_our_packages():
     assert "dbuffer" in loaded_by("import fused_comm, dbuffer") & NOT_LOADED
+
+
+STEP = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+reducer = fused_comm.GradReducer([param])
+"""
+
+
+def test_neither_import_nor_use_changes_torch():
+    used = """
+(param + partial).sum().backward()
+reducer.finish()
+fused_comm.redistribute_many([partial], [Replicate()])
+"""
+    found = changes_by(importing("fused_comm"), STEP, used, "del reducer")
+    assert found == [[], [], [], []]

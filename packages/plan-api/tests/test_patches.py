@@ -1,8 +1,5 @@
 """What `parallelize` changes in torch for the process, and that `uninstall` restores it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -12,63 +9,45 @@ from torch.distributed.tensor.parallel import loss_parallel
 from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
 from testkit.models import TwoLinears
+from testkit.torch_snapshot import changes_by, importing
 
-# In a process of its own, where nothing has been installed yet.
-REVERSIBLE = """
-import sys
-import torch
-from torch.distributed.tensor import DTensor
-from torch.optim import optimizer
-
-def snapshot():
-    dispatcher = DTensor._op_dispatcher
-    tables = [dispatcher._custom_op_handlers, vars(dispatcher.sharding_propagator)]
-    tables += [one for one in tables[1].values() if type(one) is dict]
-    tables += [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
-    tables += [vars(torch.nn.init), vars(torch.nn.functional), vars(torch.Tensor)]
-    return [dict(one) for one in tables]
-
-def switched_on():
-    import dist_rng, dtensor_rules
-    return dist_rng.is_installed(), dtensor_rules.is_enabled()
-
-before = snapshot()
-import plan_api
-assert snapshot() == before, "import plan_api changes torch"
+MESH = """
+import dist_rng, dtensor_rules
 from testkit import fake_mesh
 from testkit.models import TwoLinears
-
-mode, own = sys.argv[1], sys.argv[2] == "own"
-if own:
-    import dist_rng
-    dist_rng.install()
-with fake_mesh((2,), ("tp",)) as mesh:
-    before = snapshot()
-    for _ in range(2):
-        plan = plan_api.Plan(mesh)
-        plan_api.parallelize(TwoLinears(), plan, mode=mode, use=("dist-rng", "dtensor-rules"))
-        parallelized = snapshot()
-        assert parallelized != before
-        assert switched_on() == (True, True)
-        plan_api.uninstall()
-        plan_api.uninstall()
-        assert switched_on() == (own, False)
-        after = snapshot()
-        for one, other in zip(before, after):
-            assert one == other, {key for key in {*one, *other} if one.get(key) != other.get(key)}
-    plan_api.parallelize(TwoLinears(), plan, mode=mode, use=())
-    assert switched_on() == (own, False)
+block = fake_mesh((2,), ("tp",))
+plan = plan_api.Plan(block.__enter__())
+def switched_on():
+    return dist_rng.is_installed(), dtensor_rules.is_enabled()
 """
+PARALLELIZE = """
+plan_api.parallelize(TwoLinears(), plan, mode={mode!r}, use=("dist-rng", "dtensor-rules"))
+assert switched_on() == (True, True)
+"""
+UNINSTALL = "plan_api.uninstall(); assert switched_on() == ({own}, False)"
 
 
-@pytest.mark.parametrize("own", ["own", "off"])
+@pytest.mark.parametrize("own", [True, False], ids=["own", "off"])
 @pytest.mark.parametrize("mode", ["eager", "static"])
 def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     """What the script had switched on by itself stays on."""
-    result = subprocess.run(
-        [sys.executable, "-c", REVERSIBLE, mode, own], capture_output=True, text=True, timeout=240
+    parallelize, uninstall = PARALLELIZE.format(mode=mode), UNINSTALL.format(own=own)
+    imported, before, first, after_first, second, after_second, alone = changes_by(
+        importing("plan_api"),
+        MESH + ("dist_rng.install()" if own else ""),
+        parallelize,
+        uninstall,
+        parallelize,
+        f"{uninstall}; {uninstall}",
+        f"plan_api.parallelize(TwoLinears(), plan, mode={mode!r}, use=())\n"
+        f"assert switched_on() == ({own}, False); plan_api.uninstall()",
     )
-    assert result.returncode == 0, result.stderr
+    assert imported == []
+    assert bool(before) is own
+    assert first == second != before
+    hooks = [path for path in first if "_global_optimizer" in path]
+    assert bool(hooks) is (mode == "static")
+    assert after_first == after_second == alone == before
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])

@@ -4,16 +4,32 @@ import copy
 import inspect
 import io
 import pickle
+import re
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    _api,
+    _random,
+    _redistribute,
+    _utils,
+    distribute_tensor,
+)
 
 import ragged_shard
 from ragged_shard import RaggedShard
 from testkit import assert_bitwise, fake_mesh
+from testkit.call_forms import call_forms
+from testkit.torch_snapshot import changes_by, importing
 
 KINDS = {
     "ragged": "ragged_shard.RaggedShard((0,), (3, 5))",
@@ -46,68 +62,26 @@ assert DTensor.__create_chunk_list__.__module__ == "torch.distributed.tensor._ap
     )
 
 
-SNAPSHOT = """
-import sys, types  # type(), for isinstance() makes deprecated objects warn
-import torch, torch.distributed.checkpoint, torch.distributed.tensor._random
-import torch.distributed._state_dict_utils, torch.distributed.tensor._sharding_prop
-from torch.distributed.tensor import DTensor
-
-MODULES = [m for n, m in sys.modules.items() if n.startswith(("torch.distributed", "torch.serial"))]
-
-def described(value):
-    if type(value) is types.FunctionType:
-        return (value, value.__code__, value.__defaults__, str(value.__kwdefaults__),
-                sorted(value.__dict__))
-    return value
-
-def snapshot():
-    found = {}
-    for module in MODULES:
-        for name, value in list(vars(module).items()):
-            if type(value) is types.ModuleType:
-                continue
-            found[module.__name__, name] = described(value)
-            if issubclass(type(value), type) and value.__module__.startswith("torch.distributed"):
-                for each, member in list(vars(value).items()):
-                    found[value.__qualname__, each] = described(member)
-    dispatcher = DTensor._op_dispatcher
-    propagator = dispatcher.sharding_propagator
-    for owner in (dispatcher, propagator):
-        for name, value in vars(owner).items():
-            if isinstance(value, dict):
-                found |= {(name, str(key)): entry for key, entry in value.items()}
-            found[type(owner).__name__, "own", name] = value
-    found["safe globals"] = set(torch.serialization.get_safe_globals())
-    return found
-
-def differing(one, other):
-    return {
-        key for key in one.keys() | other.keys()
-        if one.get(key) is not other.get(key)
-        and not (isinstance(one.get(key), (tuple, set)) and one.get(key) == other.get(key))
-    }
-"""
-
-
-def test_import_changes_nothing_install_its_list_and_uninstall_takes_all_back():
-    run(
-        SNAPSHOT
-        + """
-before = snapshot()
-import ragged_shard, ragged_shard.patches
-ragged_shard.RaggedShard, ragged_shard.visualize
-assert not differing(before, snapshot()), differing(before, snapshot())
-ragged_shard.RaggedShard((0,), (3, 5))
-changed = differing(before, snapshot())
-for name in ("distribute_tensor", "redistribute_local_tensor", "_distribute_tensors",
-             "__create_chunk_list__", "unwrap_to_op_info", "propagate_op_sharding",
-             "aten.argmax.default", "_distribute_region"):
-    assert any(key[-1] == name for key in changed), (name, changed)
-assert "safe globals" in changed
-ragged_shard.uninstall()
-assert not differing(before, snapshot()), differing(before, snapshot())
-"""
+def test_import_changes_nothing_a_placement_its_list_and_uninstall_takes_all_back():
+    imported, installed, removed = changes_by(
+        importing("ragged_shard"),
+        "ragged_shard.RaggedShard((0,), (3, 5))",
+        "ragged_shard.uninstall()",
     )
+    assert imported == removed == []
+    paths = {path.rpartition(".")[2] for path in installed}
+    assert paths >= {
+        "distribute_tensor",
+        "redistribute_local_tensor",
+        "_distribute_tensors",
+        "__create_chunk_list__",
+        "unwrap_to_op_info",
+        "_distribute_region",
+    }
+    dispatcher = "DTensor._op_dispatcher"
+    assert f"{dispatcher}._custom_op_handlers[aten.argmax.default]" in installed
+    assert f"{dispatcher}.sharding_propagator[propagate_op_sharding]" in installed
+    assert len([path for path in installed if path.startswith("torch.serialization")]) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,23 +184,76 @@ def test_a_failed_installation_leaves_nothing_behind(uninstalled, monkeypatch):
     assert not ragged_shard.is_installed()
 
 
-def test_every_patch_point_takes_the_calls_that_torch_takes(uninstalled):
-    from torch.distributed.tensor import _api, _random, _redistribute, _sharding_prop
-
-    points = [
-        (_api._FromTorchTensor, "forward"),
-        (_api._ToTorchTensor, "backward"),
-        (_redistribute.Redistribute, "backward"),
-        (_random.OffsetBasedRNGTracker, "_distribute_region"),
-        (_sharding_prop.ShardingPropagator, "propagate_op_sharding_non_cached"),
-        (type(DTensor._op_dispatcher), "unwrap_to_op_info"),
-        (DTensor, "__create_write_items__"),
-        (DTensor, "__create_chunk_list__"),
-        (DTensor, "__get_tensor_shard__"),
+def calls(mesh, placements):
+    """Each replaced function of torch, and arguments for it; nothing is sent."""
+    whole = torch.arange(32.0).reshape(8, 4)
+    x = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    spec, local, dispatcher = x._spec, x._local_tensor, DTensor._op_dispatcher
+    schema = dispatcher.unwrap_to_op_info(torch.ops.aten.neg.default, (x,), {}).schema
+    to_local = SimpleNamespace(
+        dtensor_spec=spec, grad_placements=None, local_tensor_stride=local.stride()
+    )
+    redistributed = SimpleNamespace(
+        current_spec=spec, async_op=False, bwd_op_dtype=x.dtype, bwd_out_dtype=x.dtype,
+        backward_dtype=None, original_dtype=x.dtype,
+    )  # fmt: skip
+    forwarded = SimpleNamespace(set_materialize_grads=lambda _: None)
+    shape, tracker = x.shape, object.__new__(_random.OffsetBasedRNGTracker)
+    [chunk] = x.__create_chunk_list__()
+    at = MetadataIndex("w", chunk.offsets)
+    region = _utils._compute_local_shape_and_global_offset
+    forward = _api._FromTorchTensor.forward
+    draws = [(tracker._distribute_region, (spec,), {})]  # refused where torch would draw wrongly
+    return [
+        *([] if isinstance(placements[0], RaggedShard) else draws),
+        (distribute_tensor, (whole, mesh, placements), {"src_data_rank": None}),
+        (_redistribute.redistribute_local_tensor, (local, spec, spec), {}),
+        (region, (shape, mesh.shape, mesh.get_coordinate(), placements), {}),
+        (_state_dict_utils._distribute_tensors, ({}, [], torch.device("cpu")), {}),
+        (forward, (forwarded, local, mesh, placements, False, shape, x.stride()), {}),
+        (_api._ToTorchTensor.backward, (to_local, local), {}),
+        (_redistribute.Redistribute.backward, (redistributed, x), {}),
+        (x.__create_write_items__, ("w", x), {}),
+        (x.__create_chunk_list__, (), {}),
+        (x.__get_tensor_shard__, (at,), {}),
+        (dispatcher.sharding_propagator.propagate_op_sharding_non_cached, (schema,), {}),
+        (dispatcher.unwrap_to_op_info, (torch.ops.aten.neg.default, (x,), {}), {}),
     ]
-    before = [inspect.signature(getattr(owner, name)) for owner, name in points]
-    ragged_shard.install()
-    assert [inspect.signature(getattr(owner, name)) for owner, name in points] == before
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), RaggedShard((0,), (3, 5))], ids=str)
+def test_every_patch_point_takes_the_calls_that_torch_takes(placement):
+    """By position, by keyword and with defaults; what it returns is as torch prints it."""
+    with fake_mesh((2,)) as mesh:
+        forms = [
+            call_forms(function, *args, **kwargs)
+            for function, args, kwargs in calls(mesh, (placement,))
+        ]
+        found = [
+            [str(form.call(function)) for form in each]
+            for (function, *_), each in zip(calls(mesh, (placement,)), forms, strict=True)
+        ]
+        if type(placement) is RaggedShard:
+            return
+        ragged_shard.uninstall()
+        try:
+            expected = [
+                [str(form.call(function)) for form in each]
+                for (function, *_), each in zip(calls(mesh, (placement,)), forms, strict=True)
+            ]
+        finally:
+            ragged_shard.install()
+    without_addresses = partial(re.sub, r" at 0x\w+", "")
+    assert [[*map(without_addresses, each)] for each in found] == [
+        [*map(without_addresses, each)] for each in expected
+    ]
+
+
+def test_every_patch_point_has_the_signature_of_torchs(uninstalled):
+    with fake_mesh((2,)) as mesh:
+        before = [inspect.signature(each) for each, *_ in calls(mesh, (Replicate(),))]
+        ragged_shard.install()
+        assert [inspect.signature(each) for each, *_ in calls(mesh, (Replicate(),))] == before
 
 
 def test_write_items_are_created_by_keyword_too():

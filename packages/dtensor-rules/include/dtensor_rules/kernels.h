@@ -12,8 +12,12 @@ namespace dtensor_rules {
 // Registers a kernel of this library for the operator at the `Python` dispatch key, and for one with
 // typed kernels (typed.h) at `PythonTLSSnapshot` too. Returns false where it has one already.
 bool install_kernel(const py::object& overload, std::vector<bool> by_value);
-// Takes all kernels away: the dispatcher is as before.
+// Takes all kernels of `install_kernel` away: the dispatcher is as before.
 void remove_kernels();
+
+// Registers kernels for the functional all_gathers of CPU tensors (cpu_gathers.cpp), or takes them
+// away; nothing happens where that is so already.
+void set_cpu_gathers(bool on);
 
 // The operators with a kernel; they outlive the kernels, with their counts.
 const std::vector<std::unique_ptr<Operator>>& operators();

@@ -5,13 +5,13 @@
 // what they have done in one std::string (ProcessGroupGloo::runLoop, `lastCompletedWorkName`),
 // without a lock, and "ALLGATHER_COALESCED" alone of all the names is too long to lie in the string
 // itself, so that both threads free the same memory. _allgather_base sends the same bytes and has a
-// short name. tests/gathers_in_flight.py shows both.
+// short name. tests/gathers_in_flight.py shows both. Registered while the library is enabled.
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "dtensor_rules/compat.h"
-#include "dtensor_rules/torch.h"
+#include "dtensor_rules/kernels.h"
 
 namespace dtensor_rules {
 
@@ -60,11 +60,24 @@ std::vector<at::Tensor> all_gather_into_tensor_coalesced(
   return outputs;
 }
 
+// What is registered; destroying it takes the kernels back.
+std::unique_ptr<torch::Library>& registered() {
+  static auto* library = new std::unique_ptr<torch::Library>;  // outlives the interpreter's end
+  return *library;
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_c10d_functional, CPU, library) {
-  library.impl("all_gather_into_tensor", all_gather_into_tensor);
-  library.impl("all_gather_into_tensor_coalesced", all_gather_into_tensor_coalesced);
+void set_cpu_gathers(bool on) {
+  if (!on) {
+    registered().reset();
+  } else if (!registered()) {
+    auto library = std::make_unique<torch::Library>(
+        torch::Library::IMPL, "_c10d_functional", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    library->impl("all_gather_into_tensor", all_gather_into_tensor);
+    library->impl("all_gather_into_tensor_coalesced", all_gather_into_tensor_coalesced);
+    registered() = std::move(library);
+  }
 }
 
 }  // namespace dtensor_rules

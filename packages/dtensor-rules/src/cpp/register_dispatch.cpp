@@ -27,6 +27,7 @@ void register_dispatch(py::module_& module) {
   module.def("install_kernel", &install_kernel);
   module.def("remove_kernels", &remove_kernels);
   module.def("set_attribute_answered", &set_attribute_answered);
+  module.def("set_cpu_gathers", &set_cpu_gathers);
   module.def("set_planner", &set_planner);
   module.def("watch", &watch);
   module.def("key_words", &key_words);

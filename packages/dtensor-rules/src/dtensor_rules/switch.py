@@ -49,6 +49,7 @@ def enable() -> None:
         if not checking.wanted():  # its stock half is all torch's
             results.install()
         operators.install_kernels(table.registered())
+        _core.set_cpu_gathers(True)
         _core.set_attribute_answered(True)
     except BaseException:
         _remove()
@@ -82,6 +83,7 @@ def enabled() -> Iterator[None]:
 
 def _remove() -> None:
     _core.set_attribute_answered(False)
+    _core.set_cpu_gathers(False)
     _core.remove_kernels()
     _core.set_checker(None)
     _core.set_teller(None)

@@ -72,13 +72,14 @@ def distribute_tensor(
 def from_torch_tensor(
     stock: Callable[..., DTensor],
     ctx: Any,
-    local: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch's name, by which callers may pass it
     device_mesh: DeviceMesh,
     placements: Placements,
     run_check: bool,
     shape: torch.Size | None = None,
     stride: tuple[int, ...] | None = None,
     *more: object,
+    **options: object,
 ) -> DTensor:
     """`_FromTorchTensor.forward`, behind `DTensor.from_local`, checking what ours needs.
 
@@ -90,28 +91,28 @@ def from_torch_tensor(
         if shape is None or stride is None:
             raise ValueError(
                 f"from_local: {placements} do not tell the global tensor's size from a local "
-                f"tensor of {tuple(local.shape)}; pass shape= and stride="
+                f"tensor of {tuple(input.shape)}; pass shape= and stride="
             )
         placements = tuple(normalized(placement, len(shape)) for placement in placements)
         check_placements(shape, device_mesh, placements)
         check_contiguous(shape, stride, placements)
         wanted = local_shape(shape, device_mesh, placements)
-        if tuple(local.shape) != wanted:
+        if tuple(input.shape) != wanted:
             raise ValueError(
                 f"from_local: on rank {device_mesh.get_rank()}, coordinate "
                 f"{device_mesh.get_coordinate()}, placements {placements} of a tensor of "
-                f"{tuple(shape)} want a local tensor of {wanted}, got {tuple(local.shape)}"
+                f"{tuple(shape)} want a local tensor of {wanted}, got {tuple(input.shape)}"
             )
         if (
             ragged_axis(placements) is not None
-            and not _waiting(local)
-            and not local.is_contiguous()
+            and not _waiting(input)
+            and not input.is_contiguous()
         ):
             raise ValueError(
                 f"from_local: a ragged shard is a run of storage, but the local tensor of "
-                f"{tuple(local.shape)} has strides {local.stride()}; call .contiguous() first"
+                f"{tuple(input.shape)} has strides {input.stride()}; call .contiguous() first"
             )
-    return stock(ctx, local, device_mesh, placements, run_check, shape, stride, *more)
+    return stock(ctx, input, device_mesh, placements, run_check, shape, stride, *more, **options)
 
 
 def unwrap_to_op_info(

@@ -1,0 +1,208 @@
+"""What torch is at a moment: its functions, tables, kernels, hooks and flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from ctypes import c_void_p
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any
+
+import torch
+
+# Imported before the first snapshot, as importing them later would count as a change: torch._dynamo
+# replaces torch.manual_seed, the others register operators.
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel
+import torch.utils._python_dispatch as python_dispatch
+import torch.utils._pytree as pytree
+from torch import overrides
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer
+
+_CODE = (
+    FunctionType, BuiltinFunctionType, MethodDescriptorType, staticmethod, classmethod, property,
+)  # fmt: skip
+_BY_VALUE = (str, int, bool, tuple, type(None))
+
+# Of CPython's type objects: C code may set this field, and nothing in Python reads it.
+_OFFSET_OF_TP_GETATTR = 64
+
+_Identity = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class TorchSnapshot:
+    """What was found in torch, by a path such as ``torch.nn.init.orthogonal_``.
+
+    Attributes:
+        modules: names of torch's modules that were loaded.
+        operators: names of the operators that were registered.
+        entries: objects that are compared by identity, in order. Of a function there are the
+            function, its code and its defaults, so that one whose code was replaced is another.
+    """
+
+    modules: frozenset[str]
+    operators: frozenset[str]
+    entries: Mapping[str, _Identity]
+
+    def changes(self) -> list[str]:
+        """Compares with what torch is now.
+
+        Returns:
+            the paths that were added, removed or have another value now, sorted. Modules that were
+            loaded and operators that were defined since are not looked at.
+        """
+        now = _entries(self.modules, self.operators)
+        paths = self.entries.keys() | now.keys()
+        return sorted(path for path in paths if not _same(self.entries.get(path), now.get(path)))
+
+
+def torch_snapshot() -> TorchSnapshot:
+    """Notes what a package may replace or register in torch.
+
+    Functions and classes of every module of torch, and the members of these classes; DTensor's
+    dispatcher with its tables of strategies and handlers; the kernels of every operator at every
+    dispatch key; hooks of optimizers, modules and saved tensors; active modes; pytree nodes; safe
+    globals of `torch.load`; default dtype, threads, deterministic algorithms. Values that torch
+    itself changes as it runs, such as caches and counters, are not part of it.
+
+    Take the first one in a fresh process, before the package is imported.
+    """
+    # torch.ops and torch.classes find their members when they are asked for.
+    modules = frozenset(
+        name
+        for name in sys.modules
+        if name.partition(".")[0] == "torch" and not name.startswith(("torch.ops", "torch.classes"))
+    )
+    operators = frozenset(torch._C._dispatch_get_all_op_names())
+    return TorchSnapshot(modules, operators, _entries(modules, operators))
+
+
+_SCRIPT = """
+import json, sys
+from testkit.torch_snapshot import torch_snapshot
+before, scope, found = torch_snapshot(), {}, []
+for statement in sys.argv[1:]:
+    exec(statement, scope)
+    found.append(before.changes())
+print(json.dumps(found))
+"""
+
+
+def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
+    """Runs statements in a fresh interpreter, where warnings are errors.
+
+    Args:
+        *statements: Python source, run in order in one namespace.
+        timeout: seconds for all of them.
+
+    Returns:
+        after each statement, what is then another than before the first: paths of
+        `TorchSnapshot.changes`.
+
+    Raises:
+        RuntimeError: a statement failed; with its traceback.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _SCRIPT, *statements],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        raise RuntimeError(f"changes_by: exit code {done.returncode}\n{done.stderr}")
+    changes: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return changes
+
+
+def importing(package: str) -> str:
+    """The statement that imports a package and each of its modules but ``__main__``."""
+    return f"""
+import importlib, pathlib, {package}
+root = pathlib.Path({package}.__file__).parent
+for path in sorted(root.rglob("*.py")):
+    if path.name not in ("__init__.py", "__main__.py"):
+        name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        importlib.import_module(name)
+"""
+
+
+def _entries(modules: frozenset[str], operators: frozenset[str]) -> dict[str, _Identity]:
+    entries: dict[str, _Identity] = {}
+    for name in modules:
+        entries |= _members(name, sys.modules[name])
+    for path, table in _tables():
+        entries |= {f"{path}[{key}]": (value,) for key, value in table.items()}
+    for name in operators:
+        entries[f"kernels of {name}"] = (torch._C._dispatch_dump(name),)
+    entries |= {path: (value,) for path, value in _settings()}
+    return entries
+
+
+def _members(name: str, module: ModuleType) -> Iterator[tuple[str, _Identity]]:
+    for key, value in list(vars(module).items()):
+        # type(), not isinstance(): that makes deprecated objects warn.
+        if not issubclass(type(value), (type, *_CODE)):
+            continue
+        yield f"{name}.{key}", _identity(value)
+        if issubclass(type(value), type) and value.__module__ == name:
+            for member, own in list(vars(value).items()):
+                if issubclass(type(own), _CODE):
+                    yield f"{name}.{key}.{member}", _identity(own)
+
+
+def _identity(value: Any) -> _Identity:
+    if type(value) in (staticmethod, classmethod):
+        return (value, *_identity(value.__func__))
+    if type(value) is not FunctionType:
+        return (value,)
+    keywords = value.__kwdefaults__ or {}
+    # torch._dynamo notes the function that it makes of one at the first call.
+    attributes = {key: each for key, each in value.__dict__.items() if "dynamo" not in key}
+    defaults = (*keywords, *keywords.values(), *attributes, *attributes.values())
+    return (value, value.__code__, value.__defaults__, *defaults)
+
+
+def _tables() -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    dispatcher: Any = DTensor._op_dispatcher
+    for path, owner in (
+        ("DTensor._op_dispatcher", dispatcher),
+        ("DTensor._op_dispatcher.sharding_propagator", dispatcher.sharding_propagator),
+    ):
+        yield path, {key: each for key, each in vars(owner).items() if callable(each)}
+        for key, table in vars(owner).items():
+            if type(table) is dict:
+                yield f"{path}.{key}", table
+            elif type(table) is set:
+                yield f"{path}.{key}", dict.fromkeys(table)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        yield f"torch.optim.optimizer.{name}", dict(enumerate(vars(optimizer)[name].values()))
+    for name, hooks in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            yield f"torch.nn.modules.module.{name}", dict(enumerate(hooks.values()))
+    yield "torch.serialization safe globals", dict.fromkeys(torch.serialization.get_safe_globals())
+    yield "torch.utils._pytree.SUPPORTED_NODES", pytree.SUPPORTED_NODES
+    yield "torch.distributed.Backend._plugins", torch.distributed.Backend._plugins
+
+
+def _settings() -> Iterator[tuple[str, object]]:
+    yield "default dtype", torch.get_default_dtype()
+    yield "threads", torch.get_num_threads()
+    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "hooks of saved tensors", torch._C._autograd._top_saved_tensors_default_hooks(True)
+    yield "function modes", tuple(map(id, overrides._get_current_function_mode_stack()))
+    yield "dispatch modes", tuple(map(id, python_dispatch._get_current_dispatch_mode_stack()))
+    yield "DTensor's tp_getattr", c_void_p.from_address(id(DTensor) + _OFFSET_OF_TP_GETATTR).value
+
+
+def _same(one: _Identity | None, other: _Identity | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return one is other
+    return all(a is b or (type(a) in _BY_VALUE and a == b) for a, b in zip(one, other, strict=True))
