@@ -10,6 +10,9 @@ import torch.distributed.tensor._api as dtensor_api
 from torch import nn
 
 import dist_rng
+from dist_rng.emulate import emulated_device
+from dist_rng.geometry import Geometry
+from testkit.call_forms import call_forms
 from testkit.torch_snapshot import changes_by, importing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -150,6 +153,20 @@ def test_a_replaced_function_has_the_signature_of_the_original(owner: Any, name:
     expected = inspect.signature(getattr(owner, name))
     dist_rng.install()
     assert inspect.signature(getattr(owner, name)) == expected
+
+
+@pytest.mark.parametrize("module", [torch, torch.random, torch.cuda, torch.cuda.random])
+def test_what_an_emulated_device_replaces_takes_the_calls_of_the_original(module: Any) -> None:
+    name = "manual_seed_all" if "cuda" in module.__name__ else "get_rng_state"
+    original = getattr(module, name)
+    forms = call_forms(original, *([7] if name == "manual_seed_all" else []))
+    expected = inspect.signature(original)
+    with emulated_device(Geometry(2, 512)):
+        replaced = getattr(module, name)
+        assert replaced is not original
+        assert inspect.signature(replaced) == expected
+        for form in forms:
+            assert type(form.call(replaced)) is type(form.call(original))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,6 +1,7 @@
 """Models without memory, whose shards have the bits of one device."""
 
 import gc
+import inspect
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Phase, Plan, deferred_init, extras, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, run_ranks
+from testkit.call_forms import call_forms
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -182,3 +184,18 @@ def test_the_tape_goes_with_the_model():
     del model
     gc.collect()
     assert len(deferred._tapes) == before
+
+
+def test_while_a_model_is_made_the_recorded_initialiser_takes_the_calls_of_torchs():
+    original = nn.init._no_grad_trunc_normal_
+
+    def make():
+        linear, replaced = nn.Linear(4, 4), nn.init._no_grad_trunc_normal_
+        assert replaced is not original
+        assert inspect.signature(replaced) == inspect.signature(original)
+        for form in call_forms(original, linear.weight, 0.0, 1.0, -2.0, 2.0):
+            assert form.call(replaced) is linear.weight
+        return linear
+
+    deferred_init(make)
+    assert nn.init._no_grad_trunc_normal_ is original

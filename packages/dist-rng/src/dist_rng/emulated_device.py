@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -129,11 +130,13 @@ def _watch() -> dict[tuple[Any, str], Any]:
     """Hook what torch calls when it seeds a CUDA generator, and when a state is taken."""
     seed_all, get_state = torch.cuda.manual_seed_all, torch.random.get_rng_state
 
+    @wraps(seed_all)
     def manual_seed_all(seed: int) -> None:
         seed_all(seed)
         for device in _devices:
             device.generators.reseeded()
 
+    @wraps(get_state)
     def get_rng_state() -> Tensor:
         # CPU draws may have washed the mark away: write it again, so that the state carries it.
         if _devices:

@@ -10,6 +10,7 @@ each would keep its threads and sockets, and the next world would get meshes of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,7 @@ def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
     own = name in vars(owner)
     stock = getattr(owner, name)
 
+    @functools.wraps(stock)
     def both(*args: object, **kwargs: object) -> object:
         result = stock(*args, **kwargs)
         then()
@@ -86,6 +88,7 @@ def _watch_specs() -> None:
     stock = DTensorSpec.__setattr__
     forget, clear = _core.forget_spec, _core.cache_clear
 
+    @functools.wraps(stock)
     def __setattr__(self: DTensorSpec, attr: str, value: Any) -> None:  # noqa: N807
         if attr != "_hash" and forget(self):
             clear()  # plans may hand this very object out

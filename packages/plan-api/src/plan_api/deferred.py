@@ -8,6 +8,7 @@ the whole tensor would have there (veScale, appendix 12).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,6 +231,7 @@ def _whole_calls(tape: Tape) -> Iterator[None]:
     """Records as one call what looks at the values that it has drawn, to draw some again."""
     original = nn.init._no_grad_trunc_normal_
 
+    @functools.wraps(original)
     def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         tape.record(original, (tensor, *args), kwargs, tensor)
         return tensor
