@@ -256,13 +256,19 @@ def test_static_mode_names_the_module_whose_code_says_sizes_of_the_whole(mesh):
 
 
 def test_a_call_while_another_error_is_handled_says_nothing_of_it(mesh):
+    x = inputs()[0]
     model = parallelize(Layers(), plan_of(mesh))
-    handled = RuntimeError("got mixed torch.Tensor and DTensor")
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as raised:
+        model.layers[0](x)  # a call of a submodule alone, of which nothing is said
+    handled = raised.value
+    before = str(handled)
+    assert "in layers" not in before
     try:
         raise handled
     except RuntimeError:
-        assert isinstance(model(inputs()[0]), DTensor)
-    assert str(handled) == "got mixed torch.Tensor and DTensor"
+        assert isinstance(model(x), DTensor)
+    assert str(handled) == before
+    assert not hasattr(handled, "__notes__")
 
 
 def test_an_error_of_a_class_of_its_own_stays_as_it_is_but_for_a_note(mesh):
