@@ -258,7 +258,7 @@ def test_static_mode_names_the_module_whose_code_says_sizes_of_the_whole(mesh):
 def test_a_call_while_another_error_is_handled_says_nothing_of_it(mesh):
     x = inputs()[0]
     model = parallelize(Layers(), plan_of(mesh))
-    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as raised:
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
         model.layers[0](x)  # a call of a submodule alone, of which nothing is said
     handled = raised.value
     before = str(handled)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,10 @@ from plan_api.plan import Plan
 from plan_api.static.check import unsupported
 from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker
+from plan_api.static.hints import hint
 from plan_api.static.lines import Said, lines_of, sizes_of, written
 from plan_api.static.record import Record, record
-from plan_api.static.stays import around, why, widened
+from plan_api.static.stays import around, widened
 from plan_api.static.twin import twin_of
 
 __all__ = ["generate_static"]
@@ -26,6 +28,10 @@ __all__ = ["generate_static"]
 _log = logging.getLogger("plan_api")
 
 _RUNS = 4  # until what is said of gradients has settled
+_FAKE = (
+    "which operators make DTensor move tensors is seen in steps that send: leave fake=True out to "
+    "be told, with the entries that avoid it"
+)
 
 
 def generate_static(
@@ -44,8 +50,9 @@ def generate_static(
 
     A module that cannot run on local tensors, as one whose own code moves tensors between two
     operators, stays on DTensors (`Plan.eager`), and so do those like it; the smallest that does.
-    That is logged as a warning, with the operator, how its tensors are placed, and the line that
-    would avoid it.
+    That is logged as a warning, with the operator, how its tensors are placed, and, where there are
+    some that send no more, the lines to paste into the plan so that nothing has to stay; they have
+    been tried. With ``fake`` the warning has no operators: nothing is sent that would show them.
 
     Args:
         plan: for Eager.
@@ -76,29 +83,53 @@ def generate_static(
         model = twin_of(model, faker.of)
         args, kwargs = faker.inputs(args, kwargs)
     staying: dict[str, str] = {}  # by pattern of modules, what goes wrong otherwise
-    while True:
-        asked = plan | Plan(plan.mesh)
-        for pattern in staying:
-            asked.eager(pattern)
+
+    def found(asked: Plan) -> Plan:
         made, lowered, seen = _settled(asked, model, args, kwargs, use)
+        return _tried(made, sizes_of(lowered, seen), model, args, kwargs, use)
+
+    def why(pattern: str) -> str:
+        if fake:
+            return _FAKE
+        others = [one for one in staying if pattern and one != pattern]
+        works = functools.partial(_works, found, others)
+        return hint(plan, model, pattern, args, kwargs, use, works)
+
+    while True:
         try:
-            made = _tried(made, sizes_of(lowered, seen), model, args, kwargs, use)
+            made = found(_with_eager(plan, staying))
         except StaticError as error:
             wider = around(error.site, model, staying)
             if wider is None:
-                told = why(plan, model, "", args, kwargs, use)
                 raise ValueError(
                     f"generate_static: {error.site or 'the model'} cannot run on local tensors: "
-                    f"{error}\n{told}"
+                    f"{error}\n{why('')}"
                 ) from error
             staying = widened(staying, wider, "\n".join(str(error).splitlines()[:2]))
             continue
         for pattern, reason in staying.items():
             _log.warning(
                 "generate_static: %s stays on DTensors: on local tensors %s\n%s",
-                pattern, reason, why(plan, model, pattern, args, kwargs, use),
+                pattern, reason, why(pattern),
             )  # fmt: skip
         return made
+
+
+def _with_eager(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """A copy of a plan, under which these modules stay on DTensors."""
+    asked = plan | Plan(plan.mesh)
+    for pattern in patterns:
+        asked.eager(pattern)
+    return asked
+
+
+def _works(found: Callable[[Plan], Plan], others: Sequence[str], asked: Plan) -> bool:
+    """Whether a plan for static mode is found when no more than these modules stay."""
+    try:
+        found(_with_eager(asked, others))
+    except (ValueError, RuntimeError, IndexError):  # of static mode, or of Eager under that plan
+        return False
+    return True
 
 
 def _arguments(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
