@@ -88,6 +88,17 @@ def test_an_error_of_a_module_on_local_tensors_names_its_entry(mesh):
     assert "a DTensor of (4, 2), placed R, P" in told
 
 
+def test_an_error_of_a_parameter_that_static_mode_moves_names_its_entry(mesh):
+    plan = Plan(mesh).redistribute("0.bias", R, S0, "tp")
+    model = parallelize(nn.Sequential(nn.Linear(2, 3)), plan, mode="static", guard_steps=0)
+    with pytest.raises(ValueError, match="cut into 2") as raised:
+        model(torch.ones(4, 2))
+    told = str(raised.value)
+    assert "for entry 0 of the plan (test_hook_errors.py:" in told
+    assert "redist bias:0 tp=S(0); got a " in told
+    assert told.count("for entry 0") == 1
+
+
 def test_an_error_of_an_operator_of_static_mode_names_its_entry(mesh):
     class Takes(nn.Module):
         def forward(self, x):

@@ -76,6 +76,14 @@ def test_what_is_not_an_index_of_the_table_becomes_the_number_of_rows():
         assert model.seen[0].tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_what_counts_nothing_is_refused_by_the_entry(mesh, dtype):
+    model = parallelize(Experts(), plan_of(mesh))
+    with pytest.raises(ValueError, match=rf"expected a tensor of integers.*got {dtype}") as raised:
+        model(torch.ones(2, 4), torch.ones(2).to(dtype))
+    assert "at the model, for entry 2 of the plan (test_indices.py:" in str(raised.value)
+
+
 def test_attributes_are_the_modules_own_again_after_an_error(mesh):
     model = parallelize(Experts(), plan_of(mesh))
     with pytest.raises(RuntimeError, match="size of tensor"):

@@ -56,6 +56,8 @@ def test_parameters_are_sharded_and_activations_moved(mesh):
     plan = Plan(mesh)
     with pytest.raises(ValueError, match=r"redistribute\('w.grad'\).*annotate\(\) says"):
         plan.redistribute("w.grad", R, S0, "tp")
+    with pytest.raises(ValueError, match=r"redistribute\('m.<in>'\): src: .*got None; shard\(\)"):
+        plan.redistribute("m.<in>", None, S0, "tp")
     with pytest.raises(ValueError, match=r"shard\('m.<op:dropout>'\).*annotate\(\) says"):
         plan.shard("m.<op:dropout>", S0, "tp")
     with pytest.raises(ValueError, match=r"annotate\('w'\).*as in 'w.grad'"):

@@ -44,6 +44,7 @@ class Indices:
         own: the numbers that this rank has.
         axes: of the mesh, by number, along which they are divided.
         attributes: that the module has while it runs.
+        step: of the plan.
         dispatch: how what has chosen a number is sent to the rank that has it; None: all ranks
             along the axes have everything, and leave out what others have.
     """
@@ -53,6 +54,7 @@ class Indices:
     own: range
     axes: tuple[int, ...]
     attributes: Mapping[str, Any]
+    step: Step
     dispatch: Dispatch | None = None
 
     @property
@@ -63,11 +65,20 @@ class Indices:
     def renumber(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with this one counted as this rank counts."""
+        """The arguments, with this one counted as this rank counts.
+
+        Raises:
+            ValueError: it has no integers.
+        """
         given = given_at(self.at, args, kwargs)
         return replaced_at(self.at, args, kwargs, map_tensors(given, self._renumbered))
 
     def _renumbered(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(
+                f"{self.name}: expected a tensor of integers, which count what is divided, got "
+                f"{tensor.dtype}; name the argument that has them in index()"
+            )
         here = (tensor >= self.own.start) & (tensor < self.own.stop)
         return torch.where(here, tensor - self.own.start, len(self.own))
 
@@ -87,11 +98,12 @@ def install_indices(
     """
     handles = []
     for one in indices:
+        at = At(path or "the model", one.step)
         if one.dispatch is None:
-            handles.append(_before(module, lambda _, *given, one=one: one.renumber(*given)))
+            renumber = at.telling(one.renumber)
+            handles.append(_before(module, lambda _, *given, renumber=renumber: renumber(*given)))
             continue
         sending = Dispatching(one.dispatch, one.at, one.own, one.axes, mesh, path)
-        at = At(path, one.dispatch.step)
         handles += [
             _before(module, at.telling(sending.enter)), _after(module, at.telling(sending.leave)),
         ]  # fmt: skip
@@ -175,7 +187,7 @@ def indices_of(
                 f"{entry.said}: {path} has another argument that counts what is divided; tokens "
                 f"are dispatched by one"
             )
-        those.append(Indices(place, name, own, axes, attributes, dispatch))
+        those.append(Indices(place, name, own, axes, attributes, step, dispatch))
     return found
 
 

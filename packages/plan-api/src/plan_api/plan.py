@@ -118,8 +118,13 @@ class Plan(ContextEntries):
             grad_dst: what it becomes; by default ``src``.
 
         Raises:
-            ValueError: as `shard`; or the path names a gradient or an operator.
+            ValueError: as `shard`; or the path names a gradient or an operator, or ``src`` is None.
         """
+        if src is None:
+            raise ValueError(
+                f"redistribute({path!r}): src: expected what the tensor is before, such as "
+                f"Replicate(), got None; shard() moves an input or output whatever it is before"
+            )
         if parse(path).kind in (Kind.GRADIENT, Kind.OPERATOR):
             raise ValueError(
                 f"redistribute({path!r}): moves inputs, outputs and parameters; annotate() says "
