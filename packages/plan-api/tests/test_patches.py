@@ -50,6 +50,18 @@ def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     assert after_first == after_second == alone == before
 
 
+def test_uninstall_leaves_what_another_package_has_put_in_place_since():
+    *_, without, restored = changes_by(
+        "import plan_api, ragged_shard",
+        MESH,
+        PARALLELIZE.format(mode="eager") + "ragged_shard.install()",
+        UNINSTALL.format(own=False),
+        "ragged_shard.uninstall()",
+    )
+    assert without
+    assert restored == []
+
+
 @pytest.mark.parametrize("mode", ["eager", "static"])
 def test_removed_models_have_dtensors_and_no_hooks(mode):
     with fake_mesh((2,), ("tp",)) as mesh:

@@ -13,11 +13,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["ATTENTION", "register_cpu_attention"]
+__all__ = ["register_cpu_attention"]
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-ATTENTION = (_FORWARD, _BACKWARD)
 
 
 def register_cpu_attention() -> None:

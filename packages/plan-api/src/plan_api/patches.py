@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from plan_api._compat import use_rule_for_convolution_backward
-from plan_api.attention import ATTENTION, register_cpu_attention
+from plan_api.attention import register_cpu_attention
 from plan_api.extras import enable_extra
 from plan_api.losses import loss_handlers
 from plan_api.static.optimizer import remove_step_hooks
@@ -33,9 +33,7 @@ def install_patches(extras: Iterable[str]) -> None:
             _active.callback(disable)
     if not _registered:
         _registered = True
-        _active.enter_context(_restored_rules())
-        register_cpu_attention()
-        use_rule_for_convolution_backward()
+        _active.callback(_register_rules())
     # Each time: torch's `loss_parallel` removes the handlers of its operators when it ends.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(loss_handlers())
@@ -49,21 +47,32 @@ def uninstall_patches() -> None:
     remove_step_hooks()
 
 
-@contextmanager
-def _restored_rules() -> Iterator[None]:
-    """Restores the rules of DTensor operators that this package registers."""
+def _register_rules() -> Callable[[], None]:
+    """Registers rules of DTensor operators.
+
+    Returns:
+        the inverse, which leaves what others have put in their places since.
+    """
     dispatcher: Any = DTensor._op_dispatcher
     tables = [dispatcher._custom_op_handlers, *_tables(dispatcher.sharding_propagator)]
-    operators = [*loss_handlers(), *ATTENTION, torch.ops.aten.convolution_backward.default]
-    before = [{one: table[one] for one in operators if one in table} for table in tables]
-    try:
-        yield
-    finally:
-        for table, had in zip(tables, before, strict=True):
-            for operator in operators:
+    before = [dict(table) for table in tables]
+    register_cpu_attention()
+    use_rule_for_convolution_backward()
+    dispatcher._custom_op_handlers.update(loss_handlers())
+    own = [dict(table) for table in tables]
+
+    def undo() -> None:
+        for table, had, put in zip(tables, before, own, strict=True):
+            changed = [each for each in {*had, *put} if had.get(each) is not put.get(each)]
+            for operator in changed:
+                if table.get(operator, put.get(operator)) is not put.get(operator):
+                    continue
                 table.pop(operator, None)
-            table.update(had)
+                if operator in had:
+                    table[operator] = had[operator]
         _forget_placements(dispatcher.sharding_propagator)
+
+    return undo
 
 
 def _tables(propagator: Any) -> list[dict[Any, Any]]:
