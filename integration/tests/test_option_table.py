@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.option_table.__main__ import page
+from integration.option_table.__main__ import of_trainer
 from integration.option_table.choices import CHOICES
 from integration.option_table.covering import covering_runs, pairs, run_options
 from testkit import run_ranks
@@ -103,6 +103,6 @@ def test_initial_weights_are_one_devices_where_the_options_promise_it(observed):
     assert len(weights) > 1
 
 
-def test_the_page_is_written_from_the_table():
+def test_the_pages_section_is_written_from_the_table():
     written = Path(__file__).parents[2] / "docs" / "options.md"
-    assert written.read_text() == page(), "run: python -m integration.option_table"
+    assert written.read_text().startswith(of_trainer()), "run: python -m integration.option_table"

@@ -1,10 +1,12 @@
 """Every option of fully_shard and its methods is in effect beside every other, or refused."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 import fsdp
+from integration.option_table.__main__ import of_fully_shard
 from integration.option_table.fully_shard.apply import build
 from integration.option_table.fully_shard.choices import (
     CHOICES,
@@ -101,3 +103,8 @@ def test_an_option_of_fully_shard_is_in_effect(choice, observed):
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_of_fully_shard_is_in_effect_on_four_ranks(choice, observed):
     _check(choice, observed, 4)
+
+
+def test_the_pages_section_is_written_from_the_table():
+    written = Path(__file__).parents[2] / "docs" / "options.md"
+    assert of_fully_shard() in written.read_text(), "run: python -m integration.option_table"

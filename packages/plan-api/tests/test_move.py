@@ -34,6 +34,15 @@ def test_a_plain_tensor_is_the_same_on_all_ranks_and_cut_without_communication(m
     assert torch.equal(moved.to_local(), x[:2])
 
 
+def test_the_gradient_of_a_sum_along_an_axis_of_no_entry_goes_back_as_it_comes(mesh, model):
+    plan = Plan(mesh).redistribute("layers.0.<in>", S0, R, "dp", grad_src=R, grad_dst=S0)
+    given = DTensor.from_local(torch.ones(2, 4), mesh, (S0, P), run_check=False).requires_grad_()
+    moved = mover(plan, model)(given)
+    assert moved.placements == (R, P)
+    moved.redistribute(placements=(R, R)).sum().backward()
+    assert given.grad.placements == (S0, R)
+
+
 def test_what_the_plan_says_a_plain_tensor_is_it_is(mesh, model):
     move = mover(Plan(mesh).redistribute("layers.0.<in>", S0, R, "dp"), model)
     with CommLog() as log:

@@ -89,6 +89,14 @@ def test_phases_along_the_axes_of_fully_shard_are_refused(mesh, phases):
     assert lower(beside, model).schedules["b.weight"].moves
 
 
+def test_what_fully_shard_leaves_out_is_placed_as_the_plan_says(mesh):
+    pytest.importorskip("fsdp")
+    plan = Plan(mesh).shard("up.weight", S0, "dp").fully_shard("", ("dp", "tp"), flat=True)
+    model = parallelize(TwoLinears(), plan, use=())
+    assert model.up.weight.placements == (S0, R)
+    assert model.down.weight.device_mesh.ndim == 1
+
+
 def test_a_sequence_out_of_order_needs_attention_that_knows_it(mesh):
     model = TwoLinears()
     said = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"

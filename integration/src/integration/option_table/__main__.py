@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from integration.option_table import covering
 from integration.option_table.choices import CHOICES, PARALLELISM
 from integration.option_table.fully_shard import choices as sharding
 from integration.option_table.pairwise import Choice, Pair
+from integration.option_table.plan import choices as planning
 
 _INTRODUCTION = """# Options
 
@@ -38,35 +41,57 @@ small model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox 
 each of them gradients are compared with one device's. What is refused is a `ValueError`.
 """
 
+_PLAN = """
+## Plan and parallelize
+
+Every kind of entry of `plan_api.Plan` and its options, and every option of `plan_api.parallelize`.
+`integration/tests/test_option_table_plan.py` observes all accepted pairs in {runs} runs of a small
+model: {short} on 2 ranks with the other tests, {long} on 4 ranks in `nox -s nightly`. In each of
+them gradients and weights are compared with one device's. What is refused is a `ValueError`, of
+which the table has the first line. Entries that use one axis of the mesh in two ways are no pair.
+"""
+
 
 def page() -> str:
     """Returns the page, as Markdown."""
-    parts = [
-        _counted(
-            _INTRODUCTION,
-            [each["ranks"] for each in map(covering.run_options, covering.covering_runs())],
-        )
-    ]
-    parts += _tables(CHOICES, covering.pairs())
+    return "\n".join((of_trainer(), of_fully_shard(), of_plan())) + "\n"
+
+
+def of_trainer() -> str:
+    """Returns the page's introduction and its section on the trainer."""
     kinds = ", ".join(f"`{choice.name}`" for choice in PARALLELISM[:3])
-    parts.append(
+    return "\n".join((
+        _counted(_INTRODUCTION, [covering.run_options(run) for run in covering.covering_runs()]),
+        *_tables(CHOICES, covering.pairs()),
         f"\nOptions that give one option two values, such as {kinds}, are no pair. Those that name"
-        " no system are accepted where any kind of parallelism takes both.\n"
-    )
-    parts.append(
-        _counted(
-            _FULLY_SHARD,
-            [each["ranks"] for each in map(sharding.run_options, sharding.covering_runs())],
-        )
-    )
-    parts += _tables(sharding.CHOICES, sharding.pairs())
-    return "\n".join(parts) + "\n"
+        " no system are accepted where any kind of parallelism takes both.\n",
+    ))  # fmt: skip
 
 
-def _counted(text: str, ranks: Sequence[int]) -> str:
+def of_fully_shard() -> str:
+    """Returns the page's section on fully_shard."""
+    return "\n".join((
+        _counted(_FULLY_SHARD, [sharding.run_options(run) for run in sharding.covering_runs()]),
+        *_tables(sharding.CHOICES, sharding.pairs()),
+    ))  # fmt: skip
+
+
+def of_plan() -> str:
+    """Returns the page's section on `Plan` and `parallelize`."""
+    found = planning.table()
+    return "\n".join((
+        _counted(_PLAN, [planning.run_options(run) for run in found.runs]),
+        *_tables(
+            planning.CHOICES,
+            [replace(one, refusal=planning.sentence_of(one.refusal)) for one in found.pairs],
+        ),
+    ))  # fmt: skip
+
+
+def _counted(text: str, runs: Sequence[Mapping[str, Any]]) -> str:
     """A paragraph with the number of runs, and of those on two ranks."""
-    short = sum(each == 2 for each in ranks)
-    return text.format(runs=len(ranks), short=short, long=len(ranks) - short)
+    short = sum(options["ranks"] == 2 for options in runs)
+    return text.format(runs=len(runs), short=short, long=len(runs) - short)
 
 
 def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:

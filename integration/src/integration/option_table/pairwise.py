@@ -78,7 +78,10 @@ def pairs(choices: Run, complete: Callable[[Run], Completion]) -> tuple[Pair, ..
 
 
 def covering_runs(
-    choices: Run, complete: Callable[[Run], Completion], accepts: Callable[[Run], bool]
+    choices: Run,
+    complete: Callable[[Run], Completion],
+    accepts: Callable[[Run], bool],
+    made: tuple[Run, ...] = (),
 ) -> tuple[Run, ...]:
     """Returns runs in which each accepted pair of choices occurs, and so each choice.
 
@@ -89,10 +92,12 @@ def covering_runs(
         choices: as of `pairs`.
         complete: as of `pairs`.
         accepts: whether a run of more than two choices may be made, beside validation.
+        made: runs that there are already, whose pairs no other run needs.
     """
     found = pairs(choices, complete)
     accepted = {frozenset((p.first, p.second)): None for p in found if p.refusal is None}
-    missing = dict(accepted)
+    covered = {frozenset(two) for run in made for two in combinations(run, 2)}
+    missing = {two: None for two in accepted if two not in covered}
     runs: list[Run] = []
     while missing:
         start = next(iter(missing))

@@ -219,9 +219,12 @@ def placed_until_sharded(
     inside = [path for path in entries if is_inside(name, path)]
     if not inside or not isinstance(tensor, nn.Parameter):
         return rest
-    axis = (mesh.mesh_dim_names or ()).index(entries[max(inside, key=len)].axes[-1])
+    axes = [axis_names(mesh).index(axis) for axis in entries[max(inside, key=len)].axes]
+    if not all(isinstance(rest[axis], Replicate) for axis in axes):
+        return rest  # fully_shard leaves it out
+    axis = axes[-1]
     cut = {getattr(one, "dim", None) for one in rest}  # by stock's shards, and ragged-shard's
     free = [dim for dim in range(tensor.ndim) if dim not in cut]
-    if not free or not isinstance(rest[axis], Replicate):
+    if not free:
         return rest
     return (*rest[:axis], Shard(free[0]), *rest[axis + 1 :])

@@ -86,8 +86,9 @@ class Mover:
             target[axis] = move.dst
         return self._targets.setdefault(tensor.placements, tuple(target))
 
-    def _grad_dst(self, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        wanted = list(placements)
+    def _grad_dst(self, placements: tuple[Placement, ...]) -> tuple[Placement | None, ...]:
+        """How the gradient goes back along each axis; None: as `_gradient_of_sum` says."""
+        wanted = [None if isinstance(one, Partial) else one for one in placements]
         for axis, move in self._moves.items():
             if move.grad_dst is not None:
                 wanted[axis] = move.grad_dst
@@ -112,8 +113,8 @@ def _is_masked(placement: Placement) -> bool:
     return isinstance(placement, Partial) and type(placement) is not Partial
 
 
-def _gradient_of_masked(now: Placement) -> Placement:
-    """A sum as it comes, anything else whole: none is masked, and torch 2.15 refuses to say so."""
+def _gradient_of_sum(now: Placement) -> Placement:
+    """A sum as it comes, anything else whole: torch makes no sum of what is whole."""
     return now if isinstance(now, Partial) else Replicate()
 
 
@@ -125,7 +126,7 @@ class _MoveBack(torch.autograd.Function):
         ctx: Any,
         tensor: DTensor,
         target: tuple[Placement, ...],
-        back: tuple[Placement, ...],
+        back: tuple[Placement | None, ...],
         at: At,
     ) -> torch.Tensor:
         ctx.back, ctx.at = back, at
@@ -137,7 +138,7 @@ class _MoveBack(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         back = [
-            _gradient_of_masked(now) if _is_masked(wanted) else wanted
+            _gradient_of_sum(now) if wanted is None else wanted
             for wanted, now in zip(ctx.back, grad.placements, strict=True)
         ]
         return grad.redistribute(placements=back), None, None, None

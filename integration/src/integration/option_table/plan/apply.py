@@ -1,0 +1,168 @@
+"""A plan with the entries that a run's options name, and `parallelize` called with the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from integration.option_table.plan.model import Net
+from plan_api import Phase, Plan, deferred_init, lower, parallelize
+
+__all__ = ["axes_of", "build", "make", "mesh_of", "plan_of", "ranks_of", "seed_of"]
+
+PACKAGES = ("dist-rng", "dtensor-rules", "fused-comm")
+
+_WHOLE, _SUM, _ROWS, _COLUMNS = Replicate(), Partial(), Shard(0), Shard(1)
+_MATRICES = r"(?!routed).*\.weight"
+_PHASES: dict[str, dict[Phase, Placement]] = {
+    "ZeRO-1": {Phase.OPTIM: _ROWS},
+    "ZeRO-2": {Phase.OPTIM: _ROWS, Phase.GRAD: _ROWS},
+    "ZeRO-3": {Phase.INIT: _ROWS, Phase.RUN: _WHOLE},
+}
+
+
+def axes_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the axes of a run's mesh, of two ranks each: those that its options need."""
+    return tuple(axis for axis in ("dp", "tp") if axis in options) or ("dp",)
+
+
+def ranks_of(options: Mapping[str, Any]) -> int:
+    """Returns how many ranks a run has."""
+    return 1 << len(axes_of(options))
+
+
+def mesh_of(options: Mapping[str, Any]) -> DeviceMesh:
+    """Returns a run's mesh."""
+    axes = axes_of(options)
+    ranks = torch.arange(ranks_of(options)).view((2,) * len(axes))
+    if ranks.numel() < dist.get_world_size():  # of a mesh without processes, for any run
+        return DeviceMesh("cpu", ranks, mesh_dim_names=axes)
+    return init_device_mesh("cpu", tuple(ranks.shape), mesh_dim_names=axes)
+
+
+def seed_of(options: Mapping[str, Any], rank: int) -> int:
+    """Returns what a rank draws its weights from: its own seed where one rank's are sent."""
+    sent = "src_data_rank" in options and options["src_data_rank"] is not None
+    return 10 + rank if sent and "deferred" not in options else 10
+
+
+def make(options: Mapping[str, Any], seed: int) -> Net:
+    """Returns the model for one device."""
+    torch.manual_seed(seed)
+    return deferred_init(Net, options) if "deferred" in options else Net(options)
+
+
+def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> Net:
+    """Makes the model and applies the plan.
+
+    Args:
+        options: of a run.
+        mesh: of the run.
+        rank: this one.
+
+    Raises:
+        ValueError: the options are refused.
+    """
+    model = make(options, seed_of(options, rank))
+    names = ("mode", "guard_steps", "src_data_rank", "bucket_mb", "strict")
+    said = {name: options[name] for name in names if name in options}
+    if any(name in options for name in PACKAGES):
+        said["use"] = tuple(name for name in PACKAGES if options.get(name))
+    plan = plan_of(options, mesh)
+    if "cover" in options:
+        named = lower(plan_of({**options, "cover": False}, mesh), model).schedules
+        for name in sorted(dict(model.named_parameters()).keys() - named.keys()):
+            plan.shard(re.escape(name), [_WHOLE] * mesh.ndim)
+    parallelize(model, plan, **said)
+    return model
+
+
+def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
+    """Returns the plan of a run: what its options name, and what static mode has to know of it."""
+    plan = Plan(mesh, cover=options.get("cover", False))
+    if options.get("tp") == "sequence":
+        method, order = options["context"], options["order"]
+        plan.sequence("<in>", "tp", order=order)
+        plan.context("attention", "tp", method=method, order=order)
+        plan.annotate(r".*\.grad", _SUM, "tp")
+    if "dp" in mesh.mesh_dim_names:  # type: ignore[operator]
+        _cut_batch(plan, options)
+    if options.get("tp") == "weights":
+        plan.shard("<in>", _WHOLE, "tp")
+        _cut_weights(plan, options)
+    if options.get("experts") in ("local", "index"):
+        _experts_along_tp(plan, options["experts"])
+    if "factory" in options:
+        plan.factory("positions", [Shard(0) if a == "tp" else _WHOLE for a in plan.axes])
+    if "eager" in options:
+        plan.eager("mlp")
+        if "dp" in plan.axes:
+            along = ["dp", "tp"] if options.get("tp") == "batch" else ["dp"]
+            plan.annotate("mlp.<in>", [_ROWS] * len(along), along)
+    return plan
+
+
+def _cut_batch(plan: Plan, options: Mapping[str, Any]) -> None:
+    along = ["dp", "tp"] if options.get("tp") == "batch" else ["dp"]
+    cut, dispatched = [_ROWS] * len(along), options.get("experts") == "dispatch"
+    plan.shard("<in>", cut, along)
+    plan.annotate("dropout.<op:dropout>", cut, along)
+    grads = r"(?!.*experts).*\.grad" if dispatched else r".*\.grad"
+    plan.annotate(grads, [_SUM] * len(along), along)
+    for phase, placement in _PHASES.get(options.get("phase", ""), {}).items():
+        plan.shard(_MATRICES, placement, "dp", phase)
+    if dispatched:
+        plan.shard(r"routed\.experts\.(up|down)", _ROWS, "dp").local("routed.experts", _ROWS, "dp")
+        plan.dispatch(
+            "routed.experts.<in:chosen>", _ROWS, "dp", tokens="x", weights="weights", count="number"
+        )
+        if options.get("tp") == "sequence":  # the experts' tokens are cut by the batch alone
+            for name in ("x", "chosen", "weights"):
+                plan.shard(f"routed.experts.<in:{name}>", _WHOLE, "tp")
+    elif "experts" in options:
+        plan.local("routed.experts", _ROWS, "dp")
+    if "out" not in options:
+        plan.annotate("<out>", cut, along)
+    else:
+        plan.redistribute("<out>", _ROWS, _WHOLE, "dp", grad_src=_WHOLE, grad_dst=_ROWS)
+    if "fully_shard" in options:
+        names = ("reshard_after_forward", "granularity", "replicate", "flat")
+        said = {name: options[name] for name in names if name in options}
+        for path in ("mlp", ""):
+            plan.fully_shard(path, along, **said)
+
+
+def _cut_weights(plan: Plan, options: Mapping[str, Any]) -> None:
+    unit = {"unit": options["unit"]} if "unit" in options else {}
+    plan.shard(r"mlp\.up\.weight", _ROWS, "tp", **unit).shard(r"mlp\.up\.bias", _ROWS, "tp")
+    plan.shard(r"mlp\.down\.weight", _COLUMNS, "tp")
+    rest = _COLUMNS if options.get("between") == "sequence" else _WHOLE
+    back = _SUM if "grad_dst" in options else _WHOLE
+    plan.redistribute("mlp.<in>", _WHOLE, _WHOLE, "tp", grad_src=_SUM, grad_dst=back)
+    if "grad_dst" in options:
+        plan.annotate(r"first\..*\.grad", _SUM, "tp")
+    plan.redistribute("mlp.<out>", _SUM, rest, "tp")
+    if rest == _COLUMNS:
+        plan.redistribute("attention.<in>", rest, _WHOLE, "tp", grad_src=_WHOLE, grad_dst=rest)
+
+
+def _experts_along_tp(plan: Plan, way: str) -> None:
+    if way == "index":
+        plan.shard(r"routed\.experts\.(up|down)", _ROWS, "tp")
+        plan.index("routed.experts.<in:chosen>", _ROWS, "tp", count="number")
+    else:
+        plan.shard(r"routed\.experts\.up", Shard(1), "tp")
+        plan.shard(r"routed\.experts\.down", Shard(2), "tp")
+    for name in ("x", "weights"):
+        plan.redistribute(
+            f"routed.experts.<in:{name}>", _WHOLE, _WHOLE, "tp", grad_src=_SUM, grad_dst=_WHOLE
+        )
+    plan.local("routed.experts", _SUM, "tp")
+    plan.redistribute("routed.experts.<out>", _SUM, _WHOLE, "tp")

@@ -1,0 +1,343 @@
+"""The options of `Plan` and of `parallelize`, each with its proof."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from integration.option_table import pairwise
+from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
+from integration.option_table.plan.apply import axes_of, build, mesh_of, ranks_of
+from integration.option_table.plan.model import BATCH, TOKENS, WIDTH
+from integration.option_table.plan.observation import Observed
+from plan_api import uninstall
+from testkit import Collective, fake_mesh
+
+_MOST_RANKS = 4
+_MOST = 16  # choices of a run, so that what fails is found
+_TOLERANCE = 1e-5
+_SMALL = 0.0005  # megabytes of gradients, of which the model has more
+_MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
+
+_Proof = Callable[[Observed, Mapping[str, Any]], bool]
+
+
+def _choice(name: str, evidence: str, proof: _Proof, **options: Any) -> Choice:
+    """A choice that every rank's observation has to show."""
+    return Choice(
+        name, evidence, lambda ranks, given: all(proof(one, given) for one in ranks), options
+    )
+
+
+def is_right(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    """Whether gradients and weights after three steps are one device's."""
+    return all(rank.error < _TOLERANCE for rank in ranks)
+
+
+def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
+    return sum(call.op in kinds for call in calls)
+
+
+def _reductions(seen: Observed) -> int:
+    return _count(seen.backward, "all_reduce", "reduce_scatter")
+
+
+def _of_matrix(seen: Observed, options: Mapping[str, Any]) -> int:
+    """Elements of a matrix of the MLP that a rank has where nothing else cuts it."""
+    return _MATRIX // 2 if options.get("tp") == "weights" else _MATRIX
+
+
+def _halved(seen: Observed, options: Mapping[str, Any]) -> bool:
+    """Whether this rank has half of a matrix of the MLP."""
+    return seen.held["mlp.up.weight"] * 2 == _of_matrix(seen, options)
+
+
+def _whole_in_backward(seen: Observed) -> bool:
+    return seen.last_grad == seen.sizes["last.weight"]
+
+
+def _whole_at_rest(seen: Observed, options: Mapping[str, Any]) -> bool:
+    return seen.held["last.weight"] == seen.sizes["last.weight"]
+
+
+def _share(seen: Observed) -> float:
+    """The elements that this rank has, of all but the experts', which it may have by itself."""
+    names = [name for name in seen.sizes if "experts" not in name]
+    return sum(seen.held[name] for name in names) / sum(seen.sizes[name] for name in names)
+
+
+def _are_named(seen: Observed, options: Mapping[str, Any]) -> bool:
+    """Whether dtensor-rules and fused-comm are used where ``use=`` names them, and only there."""
+    rules = (seen.rules > 0) == bool(options.get("dtensor-rules"))
+    if "dp" not in options or "fully_shard" in options or "fused-comm" in options:
+        return rules
+    return rules and _reductions(seen) > len(seen.held) // 2
+
+
+PARALLELIZE: tuple[Choice, ...] = (
+    _choice(
+        'mode="eager"',
+        "modules compute on DTensors",
+        lambda seen, options: not seen.is_plain and not seen.mlp_is_plain,
+        mode="eager",
+    ),
+    _choice(
+        'mode="static", guard_steps=2',
+        "modules compute on plain tensors; the first two steps compute the MLP in Eager, too",
+        lambda seen, options: seen.is_plain and min(seen.calls[:2]) > 1 and seen.calls[2] == 1,
+        mode="static",
+        guard_steps=2,
+    ),
+    _choice(
+        'use=("fused-comm",)',
+        "fewer reductions than parameters; no other package is used",
+        lambda seen, options: _reductions(seen) < len(seen.held) and _are_named(seen, options),
+        **{"fused-comm": True},
+    ),
+    _choice(
+        f"bucket_mb={_SMALL}",
+        "several reductions, fewer than parameters",
+        lambda seen, options: 1 < _reductions(seen) < len(seen.held),
+        bucket_mb=_SMALL,
+    ),
+    _choice(
+        'use=("dist-rng",)',
+        "dropout draws what it draws on one device; no other package is used",
+        lambda seen, options: 0.1 < seen.dropped < 0.9 and _are_named(seen, options),
+        **{"dist-rng": True, "dropout": 0.5},
+    ),
+    _choice(
+        'use=("dtensor-rules",)',
+        "it runs the operators of DTensors; no other package is used",
+        lambda seen, options: seen.rules > 0 and _are_named(seen, options),
+        **{"dtensor-rules": True},
+    ),
+    _choice(
+        "strict=True",
+        "a plan that overrides itself is refused",
+        lambda seen, options: "overrides itself" in seen.refused["strict"],
+        strict=True,
+    ),
+    _choice(
+        "src_data_rank=1",
+        "weights are those that rank 1 has drawn",
+        lambda seen, options: seen.error < _TOLERANCE,
+        src_data_rank=1,
+    ),
+    _choice(
+        "src_data_rank=None",
+        "`parallelize` sends no weights",
+        lambda seen, options: not _count(seen.setup, "scatter", "broadcast"),
+        src_data_rank=None,
+    ),
+    _choice(
+        "a model of deferred_init",
+        "it has no memory before, and one device's weights after",
+        lambda seen, options: not seen.weights_before,
+        deferred=True,
+    ),
+)
+
+_BATCH = {"dp": True}
+_WEIGHTS = {"tp": "weights"}
+_FULLY = {**_BATCH, "fully_shard": True}
+
+PLAN: tuple[Choice, ...] = (
+    _choice(
+        "Plan(cover=True)", "a plan without an entry for a parameter is refused",
+        lambda seen, options: "cover" in seen.refused["cover"],
+        cover=True,
+    ),
+    _choice(
+        'shard("<in>", Shard(0))', "the first Linear gets half of the batch",
+        lambda seen, options: (
+            seen.input_shape[0] * (4 if options.get("tp") == "batch" else 2) == BATCH
+        ),
+        **_BATCH,
+    ),
+    _choice(
+        'redistribute("<out>", Shard(0), Replicate())',
+        "the model returns twice the rows that the first Linear gets",
+        lambda seen, options: seen.output_shape[0] == 2 * seen.input_shape[0],
+        **_BATCH, out=True,
+    ),
+    _choice(
+        "phase=OPTIM", "the optimizer has half; forward gathers, backward does not",
+        lambda seen, options: (
+            _halved(seen, options) and _count(seen.forward, "all_gather") > 0
+            and ("tp" in options or not _count(seen.backward, "all_gather"))
+            and _whole_in_backward(seen)
+        ),
+        **_BATCH, phase="ZeRO-1",
+    ),
+    _choice(
+        f"phase=OPTIM and GRAD, bucket_mb={_SMALL}", "half of a gradient is kept during backward",
+        lambda seen, options: _halved(seen, options) and not _whole_in_backward(seen),
+        **_BATCH, phase="ZeRO-2", bucket_mb=_SMALL,
+    ),
+    _choice(
+        "phase=RUN", "half of a matrix between steps; forward and backward gather it",
+        lambda seen, options: (
+            _halved(seen, options) and _count(seen.forward, "all_gather") > 0
+            and _count(seen.backward, "all_gather") > 0
+        ),
+        **_BATCH, phase="ZeRO-3",
+    ),
+    _choice(
+        'shard("up.weight", Shard(0), unit=4)',
+        "half of a matrix; a size that is not made of units is refused",
+        lambda seen, options: (
+            seen.held["mlp.up.bias"] <= WIDTH and "unit" in seen.refused["unit"]
+        ),
+        **_WEIGHTS, unit=4,
+    ),
+    _choice(
+        'redistribute("mlp.<out>", Partial(), Shard(1))',
+        "the MLP returns half of the sequence, by a reduce-scatter",
+        lambda seen, options: (
+            seen.mlp_shape[1] == TOKENS // 2 and _count(seen.forward, "reduce_scatter") > 0
+        ),
+        **_WEIGHTS, between="sequence",
+    ),
+    _choice(
+        "redistribute(grad_src=Partial(), grad_dst=Partial())",
+        "gradients before the MLP differ between ranks until they are reduced",
+        lambda seen, options: not seen.alike,
+        **_WEIGHTS, grad_dst=True,
+    ),
+    _choice(
+        "local", "experts loop over plain tensors",
+        lambda seen, options: seen.experts_plain and seen.experts == 4,
+        **_WEIGHTS, experts="local",
+    ),
+    _choice(
+        "index(count=)", "a rank loops over half of the experts",
+        lambda seen, options: seen.experts_plain and seen.experts == 2,
+        **_WEIGHTS, experts="index",
+    ),
+    _choice(
+        "dispatch", "a rank loops over half of the experts; all-to-alls of tokens",
+        lambda seen, options: seen.experts == 2 and _count(seen.forward, "all_to_all") > 0,
+        **_BATCH, experts="dispatch",
+    ),
+    _choice(
+        "factory", "what forward makes is cut in halves",
+        lambda seen, options: seen.made_shape == (WIDTH // 2,),
+        **_WEIGHTS, factory=True,
+    ),
+    _choice(
+        'context(method="ring", order="zigzag")', "attention takes half of the sequence; sends",
+        lambda seen, options: (
+            seen.attention_shape[1] == TOKENS // 2 and _count(seen.forward, "send") > 0
+        ),
+        tp="sequence", context="ring", order="zigzag", dropout=0.0,
+    ),
+    _choice(
+        "eager", "in static mode, the MLP computes on DTensors",
+        lambda seen, options: seen.is_plain and not seen.mlp_is_plain,
+        mode="static", eager=True,
+    ),
+    _choice(
+        "fully_shard(reshard_after_forward=False)",
+        "about half of the parameters between steps; a module has all of its own after forward",
+        lambda seen, options: (
+            seen.gathered == _of_matrix(seen, options)
+            and (_share(seen) < 0.75 or "replicate" in options)
+        ),
+        **_FULLY, reshard_after_forward=False,
+    ),
+    _choice(
+        "fully_shard(replicate=2)", "each rank has a copy",
+        lambda seen, options: _whole_at_rest(seen, options),
+        **_FULLY, replicate=2,
+    ),
+    _choice(
+        "fully_shard(flat=True)", "a quarter of the parameters, about",
+        lambda seen, options: _share(seen) < 0.4,
+        **_FULLY, tp="batch", flat=True,
+    ),
+)  # fmt: skip
+
+CHOICES: Run = (*PARALLELIZE, *PLAN)
+
+
+def run_options(choices: Run) -> dict[str, Any]:
+    """Returns all options of a run of ``choices``, the number of ranks included."""
+    options = merged(choices) or {}
+    return options | {"ranks": ranks_of(options)}
+
+
+def _covering_runs() -> tuple[Run, ...]:
+    """Runs on two ranks of all that one axis of the mesh is enough for, and then the others.
+
+    A run of more than two choices is taken for accepted: making it shows.
+    """
+
+    def assumed(run: Run) -> Completion:
+        return _completed(run) if len(run) == 2 else Completion(run, None)
+
+    runs: tuple[Run, ...] = ()
+    for other in ("tp", "dp", None):
+        choices = tuple(one for one in CHOICES if other not in one.options)
+        runs += pairwise.covering_runs(choices, assumed, lambda run: len(run) <= _MOST, runs)
+    return runs
+
+
+@dataclass(frozen=True)
+class Table:
+    """What `parallelize` says of the choices on a mesh without processes.
+
+    Attributes:
+        alone: each choice with what it is refused with.
+        pairs: every two choices that can be given together, with what they are refused with.
+        runs: runs in which each accepted pair of choices occurs, and so each choice.
+    """
+
+    alone: Mapping[Choice, str | None]
+    pairs: tuple[Pair, ...]
+    runs: tuple[Run, ...]
+
+
+@functools.cache
+def table() -> Table:
+    """Returns the table, which is made once: one mesh for all runs keeps torch's caches."""
+    with fake_mesh((_MOST_RANKS,)):
+        try:
+            return Table(
+                {choice: _completed((choice,)).refusal for choice in CHOICES},
+                pairwise.pairs(CHOICES, _completed),
+                _covering_runs(),
+            )
+        finally:
+            _fake_mesh.cache_clear()
+            uninstall()
+
+
+def sentence_of(refusal: str | None) -> str | None:
+    """Returns the first line of an error that says more than its heading, without values."""
+    if refusal is None:
+        return None
+    lines = [line for line in refusal.splitlines() if not line.endswith(":")]
+    text = re.sub(r"\w+\.py:\d+: ", "", lines[0])
+    return re.sub(r"\b(fully_shard|shard|sequence)\('.*?\)(?=[:;,]|$)", r"\1(...)", text)
+
+
+@functools.cache
+def _fake_mesh(axes: tuple[str, ...]) -> DeviceMesh:
+    return mesh_of(dict.fromkeys(axes))
+
+
+@functools.cache
+def _completed(choices: Run) -> Completion:
+    """Calls `parallelize` with ``choices`` on a mesh without processes."""
+    options = merged(choices) or {}
+    try:
+        build(options, _fake_mesh(axes_of(options)))
+    except ValueError as error:
+        return Completion((), str(error))
+    return Completion(choices, None)

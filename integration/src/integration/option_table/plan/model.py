@@ -1,0 +1,122 @@
+"""A small model whose parts are each parallelized in the way of one entry of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BATCH", "HEADS", "TOKENS", "WIDTH", "Net"]
+
+BATCH, TOKENS, WIDTH = 4, 8, 8
+HEADS = 2
+EXPERTS = 4
+
+
+class Mlp(nn.Module):
+    """Two Linears; `calls` counts forwards of all modules of this class in the process."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // HEADS
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (batch, tokens, WIDTH)."""
+        Mlp.calls += 1
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal attention with one projection for queries, keys and values each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (batch, tokens, WIDTH)."""
+        q, k, v = (
+            one(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Experts(nn.Module):
+    """Loops over the experts that are chosen, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = EXPERTS
+        self.seen = 0  # the number of experts in the last forward
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Takes tokens (tokens, WIDTH), and experts and weights (tokens, choices)."""
+        self.seen = self.number
+        out = torch.zeros_like(x)
+        for expert in range(self.number):
+            token, place = torch.where(chosen == expert)
+            made = torch.tanh(x[token] @ self.up[expert].t()) @ self.down[expert].t()
+            out = out.index_add(0, token, made * weights[token, place, None])
+        return out
+
+
+class Routed(nn.Module):
+    """A router, and two experts for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (batch, tokens, WIDTH)."""
+        rows = x.flatten(0, 1)
+        weights, chosen = torch.softmax(self.router(rows), -1).topk(2, -1)
+        out: Tensor = x + self.experts(rows, chosen, weights).unflatten(0, x.shape[:2])
+        return out
+
+
+class Positions(nn.Module):
+    """Scales features by numbers that forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (batch, tokens, WIDTH)."""
+        self.made = torch.arange(WIDTH)
+        out: Tensor = x * (1 + self.made / WIDTH)
+        return out
+
+
+class Net(nn.Module):
+    """A Linear, an MLP, attention, and what a run's options ask for; the mean square is its loss.
+
+    Args:
+        options: of a run: ``experts``, ``factory`` and ``dropout`` say what it is made of.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.first, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp()
+        self.attention = Attention()
+        self.routed = Routed() if "experts" in options else nn.Identity()
+        self.dropout = nn.Dropout(options.get("dropout", 0.0))
+        self.positions = Positions() if "factory" in options else nn.Identity()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (batch, tokens, WIDTH)."""
+        x = self.mlp(self.first(x))
+        x = self.dropout(self.routed(self.attention(x)))
+        out: Tensor = self.last(self.positions(x))
+        return out

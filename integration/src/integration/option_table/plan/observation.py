@@ -1,0 +1,254 @@
+"""What one rank of a model under a plan is seen to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from integration.option_table.plan.apply import build, make, mesh_of, plan_of, seed_of
+from integration.option_table.plan.model import BATCH, TOKENS, WIDTH, Mlp, Net, Positions, Routed
+from plan_api import parallelize, uninstall
+from testkit import Collective, CommLog
+
+__all__ = ["Observed", "observe"]
+
+_STEPS = 3
+_RATE = 0.1
+_NO_UNIT = 5  # of which no dim of the model is a multiple
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What this rank did in the last of three steps, unless another one is named.
+
+    Attributes:
+        held: elements that this rank has of each parameter between steps.
+        sizes: elements of each parameter.
+        error: the largest difference of gradients and final weights from one device's.
+        setup: collectives of `parallelize`.
+        forward: collectives.
+        backward: collectives.
+        step: collectives of the optimizer's step.
+        calls: how often the MLP was computed, of each step.
+        input_shape: of what the first Linear of the model takes, on this rank.
+        output_shape: of what the model returns, on this rank.
+        mlp_shape: of what the MLP returns, on this rank.
+        mlp_is_plain: whether its Linears compute on plain tensors.
+        is_plain: whether the first Linear does.
+        attention_shape: of what attention takes, on this rank.
+        gathered: elements of the weight that a Linear of the MLP has after forward.
+        last_grad: elements of the last layer's gradient when the first layer's is computed.
+        alike: whether the gradient of the MLP's input has the same values on all ranks.
+        experts: how many experts this rank's module has looped over; None: there are none.
+        experts_plain: whether they are given plain tensors.
+        made_shape: of what forward makes, on this rank.
+        dropped: the share of zeros after dropout.
+        weights_before: whether the model had memory for weights before `parallelize`.
+        rules: operators that dtensor-rules ran.
+        refused: what `parallelize` refuses of other plans with the same options, by their option.
+    """
+
+    held: Mapping[str, int]
+    sizes: Mapping[str, int]
+    error: float
+    setup: tuple[Collective, ...]
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
+    step: tuple[Collective, ...]
+    calls: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    mlp_shape: tuple[int, ...]
+    mlp_is_plain: bool
+    is_plain: bool
+    attention_shape: tuple[int, ...]
+    gathered: int
+    last_grad: int
+    alike: bool
+    experts: int | None
+    experts_plain: bool
+    made_shape: tuple[int, ...]
+    dropped: float
+    weights_before: bool
+    rules: int
+    refused: Mapping[str, str]
+
+
+def observe(options: Mapping[str, Any]) -> Observed:
+    """Trains three steps under the options of a run and reports what this rank did.
+
+    Raises:
+        ValueError: the options are refused.
+    """
+    import dtensor_rules
+
+    uninstall()  # of another test in the same processes
+    rank = dist.get_rank()
+    try:
+        refused = {name: _refused(options, name) for name in ("strict", "cover", "unit")
+                   if name in options}  # fmt: skip
+        with CommLog() as log:
+            model = build(options, mesh_of(options), rank)
+        seen: dict[str, Any] = {"setup": _sent(log)}
+        if options.get("deferred"):
+            seen["weights_before"] = _has_memory(make(options, 0))
+        watch = _Watch(model)
+        dtensor_rules.stats_clear()
+        seen |= _train(model, watch)
+        rules = sum(one.rule + one.cache + one.miss for one in dtensor_rules.stats().values())
+        alone = _alone(options)
+        named = dict(model.named_parameters())
+        return Observed(
+            held={name: _local(param).numel() for name, param in named.items()},
+            sizes={name: param.numel() for name, param in named.items()},
+            error=_error(named, dict(alone.named_parameters())),
+            rules=rules,
+            refused=refused,
+            **({"weights_before": True} | seen | watch.values),
+        )
+    finally:
+        uninstall()
+
+
+class _Watch:
+    """What hooks in a model see; of the last forward and backward."""
+
+    def __init__(self, model: Net) -> None:
+        self.values: dict[str, Any] = {
+            "experts": None, "experts_plain": False, "made_shape": (), "alike": True,
+        }  # fmt: skip
+        self._model = model
+        self._before("is_plain", model.first, lambda x: not isinstance(x, DTensor))
+        self._before("input_shape", model.first, _shape)
+        self._before("mlp_is_plain", model.mlp.down, lambda x: not isinstance(x, DTensor))
+        self._before("attention_shape", model.attention, _shape)
+        self._after("mlp_shape", model.mlp, _shape)
+        self._after("dropped", model.dropout, lambda x: float((_local(x) == 0).float().mean()))
+        self._after("output_shape", model, _shape)
+        model.first.register_forward_hook(lambda *given: self._on_grad(given[-1]))
+        if isinstance(model.routed, Routed):
+            experts = model.routed.experts
+            self._before("experts_plain", experts, lambda x: not isinstance(x, DTensor))
+            self._after("experts", experts, lambda x: experts.seen)
+        if isinstance(model.positions, Positions):
+            positions = model.positions
+            self._after("made_shape", model.positions, lambda x: _shape(positions.made))
+
+    def _before(self, name: str, module: nn.Module, find: Callable[[Any], Any]) -> None:
+        module.register_forward_pre_hook(
+            lambda module, args: self.values.__setitem__(name, find(args[0]))
+        )
+
+    def _after(self, name: str, module: nn.Module, find: Callable[[Any], Any]) -> None:
+        module.register_forward_hook(
+            lambda module, args, out: self.values.__setitem__(name, find(out))
+        )
+
+    def _on_grad(self, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(self._in_backward)
+
+    def _in_backward(self, grad: Tensor) -> None:
+        params = dict(self._model.named_parameters())
+        last = params["last.weight"].grad
+        self.values["last_grad"] = 0 if last is None else _local(last).numel()
+        self.values["grad"] = _local(grad).detach().clone()
+
+
+def _train(model: Net, watch: _Watch) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    seen: dict[str, Any] = {"calls": ()}
+    for step in range(_STEPS):
+        before = Mlp.calls
+        optimizer.zero_grad()
+        x = _batch(step)
+        with CommLog() as log:
+            out = model(x)
+        seen["forward"] = _sent(log)
+        weight: Any = model.mlp.down.weight
+        seen["gathered"] = _local(weight).numel()
+        with CommLog() as log:
+            _loss(out).backward()
+        seen["backward"] = _sent(log)
+        with CommLog() as log:
+            optimizer.step()
+        seen["step"] = _sent(log)
+        seen["calls"] = (*seen["calls"], Mlp.calls - before)
+    grad = watch.values.pop("grad")
+    every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, grad.contiguous())
+    watch.values["alike"] = all(torch.allclose(grad, one) for one in every)
+    return seen
+
+
+def _alone(options: Mapping[str, Any]) -> Net:
+    """The model of one device, after the same steps."""
+    source = options.get("src_data_rank") or 0
+    torch.manual_seed(seed_of(options, source))
+    model = Net(options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    for step in range(_STEPS):
+        optimizer.zero_grad()
+        _loss(model(_batch(step))).backward()
+        optimizer.step()
+    return model
+
+
+def _batch(step: int) -> Tensor:
+    """Draws a step's batch, and leaves the generator where dropout draws from."""
+    torch.manual_seed(step)
+    return torch.randn(BATCH, TOKENS, WIDTH)
+
+
+def _loss(out: Tensor) -> Any:
+    """A sum, so that the parts of plain tensors add up to it."""
+    return out.square().sum() / (BATCH * TOKENS)
+
+
+def _error(params: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
+    worst = 0.0
+    for name, param in params.items():
+        for found, wanted in ((param, alone[name]), (param.grad, alone[name].grad)):
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            worst = max(worst, float((whole - wanted).detach().abs().max()))
+    return worst
+
+
+def _refused(options: Mapping[str, Any], name: str) -> str:
+    """What is said of a plan that the option is there to refuse; empty: nothing."""
+    plan = plan_of({**options, "cover": name == "cover"}, mesh_of(options))
+    if name == "strict":
+        for placement in (Shard(0), Replicate()):
+            plan.shard(r"first\.weight", placement, plan.axes[0])
+    elif name == "unit":
+        plan.shard(r"mlp\.up\.weight", Shard(0), "tp", unit=_NO_UNIT)
+    strict, mode = name == "strict" and options["strict"], options.get("mode", "eager")
+    try:
+        parallelize(make(options, 0), plan, strict=strict, mode=mode)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _has_memory(model: nn.Module) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return not all(isinstance(param.data, FakeTensor) for param in model.parameters())
+
+
+def _sent(log: CommLog) -> tuple[Collective, ...]:
+    return tuple(call for call in log.calls if call.op != "barrier" and call.group_size != 1)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(_local(tensor).shape)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
