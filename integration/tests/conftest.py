@@ -58,3 +58,49 @@ def train_runs():
         return first
 
     return train_runs
+
+
+class OptionRuns:
+    """Runs of an option table, each made once and observed on all of its ranks.
+
+    Args:
+        observe: returns one rank's observations; called with a run's options.
+        options_of: returns the options of a run, ``ranks`` among them.
+        is_right: whether the results of a run are those expected, whatever its options.
+    """
+
+    def __init__(self, observe, options_of, is_right=lambda ranks, options: True):
+        self._observe, self._options_of, self._is_right = observe, options_of, is_right
+        self._observed = {}
+
+    def observed(self, run):
+        """Returns the observations of all ranks; fails the test if the run has failed."""
+        if run not in self._observed:
+            options = self._options_of(run)
+            try:
+                found = tuple(run_ranks(self._observe, options["ranks"], options, timeout=120))
+            except Exception as error:
+                found = error
+            self._observed[run] = found
+        if isinstance(self._observed[run], Exception):
+            pytest.fail(f"{_names(run)}: {self._observed[run]}")
+        return self._observed[run]
+
+    def check(self, choice, runs, ranks):
+        """Fails where a run on this many ranks fails, or does not prove the choice it has."""
+        for run in runs:
+            options = self._options_of(run)
+            if choice in run and options["ranks"] == ranks:
+                seen = self.observed(run)
+                assert choice.proof(seen, options), f"{choice.name} is ignored in {_names(run)}"
+                assert self._is_right(seen, options), _names(run)
+
+
+def _names(choices):
+    return ", ".join(choice.name for choice in choices)
+
+
+@pytest.fixture(scope="session")
+def option_runs():
+    """The class of an option table's runs; each module of tests makes its own."""
+    return OptionRuns

@@ -7,7 +7,7 @@ import pytest
 from integration.option_table.__main__ import of_trainer
 from integration.option_table.choices import CHOICES
 from integration.option_table.covering import covering_runs, pairs, run_options
-from testkit import run_ranks
+from integration.option_table.pairwise import uncovered
 
 pytestmark = [
     # torch says so of every mesh without a CUDA device.
@@ -30,74 +30,48 @@ def _observe(options):
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory):
-    """The observations of all ranks of a run, which is made once; or what it failed with."""
-    found = {}
+def runs(option_runs, tmp_path_factory):
+    def options_of(run):
+        folder = tmp_path_factory.getbasetemp() / f"run{covering_runs().index(run)}"
+        return run_options(run) | {"out": folder}
 
-    def observed(run):
-        if run not in found:
-            options = run_options(run) | {"out": Path(tmp_path_factory.mktemp("run"))}
-            try:
-                found[run] = tuple(run_ranks(_observe, options["ranks"], options, timeout=120))
-            except Exception as error:
-                found[run] = error
-        return found[run]
-
-    return observed
-
-
-def _names(choices):
-    return " ".join(choice.name for choice in choices)
+    return option_runs(_observe, options_of)
 
 
 def test_every_accepted_pair_occurs_in_a_run():
-    accepted = {frozenset((p.first, p.second)) for p in pairs() if p.refusal is None}
-    covered = {frozenset((a, b)) for run in covering_runs() for a in run for b in run}
-    assert not accepted - covered
+    assert uncovered(pairs(), covering_runs()) == []
     assert {choice for run in covering_runs() for choice in run} == set(CHOICES)
 
 
 def test_a_refusal_names_an_option_of_the_pair():
     for pair in pairs():
         if pair.refusal is not None:
-            words = _names((pair.first, pair.second)).split()
+            words = f"{pair.first.name} {pair.second.name}".split()
             named = {word for word in words if word in pair.refusal} - {"--system", "2", "1"}
             assert named, pair
 
 
-def _check(choice, observed, ranks):
-    """Fails where a run on this many ranks fails, or does not show the choice that it has."""
-    for run in covering_runs():
-        if choice in run and run_options(run)["ranks"] == ranks:
-            seen = observed(run)
-            if isinstance(seen, Exception):
-                pytest.fail(f"{_names(run)}: {seen}")
-            assert choice.proof(seen, run_options(run)), (
-                f"{choice.name} is ignored in {_names(run)}"
-            )
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_is_in_effect_beside_every_option_it_is_accepted_with(choice, observed):
-    _check(choice, observed, 2)
+def test_an_option_is_in_effect_beside_every_option_it_is_accepted_with(choice, runs):
+    runs.check(choice, covering_runs(), 2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_is_in_effect_in_products_on_four_ranks(choice, observed):
-    _check(choice, observed, 4)
+def test_an_option_is_in_effect_in_products_on_four_ranks(choice, runs):
+    runs.check(choice, covering_runs(), 4)
 
 
 @pytest.mark.ranks
-def test_initial_weights_are_one_devices_where_the_options_promise_it(observed):
+def test_initial_weights_are_one_devices_where_the_options_promise_it(runs):
     weights = {}
     for run in covering_runs():
         options = run_options(run)
         promised = options.get("init") != "sharded" or options["system"] == "plan"
         if promised and options["ranks"] == 2:
-            seen = observed(run)
-            if not isinstance(seen, Exception) and seen[0].weights is not None:
+            seen = runs.observed(run)
+            if seen[0].weights is not None:
                 weights.setdefault(options["model"], set()).add(seen[0].weights)
     assert {model: len(found) for model, found in weights.items()} == dict.fromkeys(weights, 1)
     assert len(weights) > 1

@@ -16,7 +16,8 @@ from integration.option_table.fully_shard.choices import (
     pairs,
     run_options,
 )
-from testkit import CommLog, fake_mesh, run_ranks
+from integration.option_table.pairwise import uncovered
+from testkit import CommLog, fake_mesh
 
 
 def _observe(options):
@@ -25,33 +26,13 @@ def _observe(options):
     return observe(options)
 
 
-def _names(run):
-    return ", ".join(choice.name for choice in run)
-
-
 @pytest.fixture(scope="module")
-def observed():
-    """The observations of all ranks of a run, which is made once; or what it failed with."""
-    found = {}
-
-    def observed(run):
-        if run not in found:
-            options = run_options(run)
-            try:
-                found[run] = tuple(run_ranks(_observe, options["ranks"], options, timeout=120))
-            except Exception as error:
-                found[run] = error
-        if isinstance(found[run], Exception):
-            pytest.fail(f"{_names(run)}: {found[run]}")
-        return found[run]
-
-    return observed
+def runs(option_runs):
+    return option_runs(_observe, run_options, gradients_are_right)
 
 
 def test_every_accepted_pair_of_fully_shard_occurs_in_a_run():
-    accepted = {frozenset((p.first, p.second)) for p in pairs() if p.refusal is None}
-    covered = {frozenset((a, b)) for run in covering_runs() for a in run for b in run}
-    assert not accepted - covered
+    assert uncovered(pairs(), covering_runs()) == []
     assert {choice for run in covering_runs() for choice in run} == set(CHOICES)
 
 
@@ -85,24 +66,16 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
                 assert all(now[name] is param for name, param in before.items()), pair
 
 
-def _check(choice, observed, ranks):
-    for run in covering_runs():
-        if choice in run and run_options(run)["ranks"] == ranks:
-            seen, options = observed(run), run_options(run)
-            assert choice.proof(seen, options), f"{choice.name} is ignored in {_names(run)}"
-            assert gradients_are_right(seen, options), _names(run)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_fully_shard_is_in_effect(choice, observed):
-    _check(choice, observed, 2)
+def test_an_option_of_fully_shard_is_in_effect(choice, runs):
+    runs.check(choice, covering_runs(), 2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_fully_shard_is_in_effect_on_four_ranks(choice, observed):
-    _check(choice, observed, 4)
+def test_an_option_of_fully_shard_is_in_effect_on_four_ranks(choice, runs):
+    runs.check(choice, covering_runs(), 4)
 
 
 def test_the_pages_section_is_written_from_the_table():

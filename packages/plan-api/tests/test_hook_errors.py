@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, parallelize
-from plan_api.errors import add_site
+from plan_api.errors import append_site
 from plan_api.fuse import Move, Site, Step
 from plan_api.ir import Act, Moment
 from testkit.models import TwoLinears
@@ -50,7 +50,7 @@ def test_an_error_that_is_caught_by_its_class_keeps_its_message():
     step = Step("<in>", 0, Act.REDIST, {"dp": Move(S0)}, (0,), ("train.py:3",))
     full = torch.OutOfMemoryError("full")
     for _ in range(2):  # it may pass several hooks
-        add_site(full, Site("0", Moment.FORWARD_PRE, (step,)), (0, "x"), torch.ones(4, 2))
+        append_site(full, Site("0", Moment.FORWARD_PRE, (step,)), (0, "x"), torch.ones(4, 2))
     assert str(full) == "full"
     (note,) = full.__notes__
     assert "0.forward_pre, for entry 0 of the plan (train.py:3)" in note

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-__all__ = ["Choice", "Completion", "Pair", "Run", "covering_runs", "merged", "pairs"]
+__all__ = ["Choice", "Completion", "Pair", "Run", "covering_runs", "merged", "pairs", "uncovered"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,9 @@ def covering_runs(
             missing.pop(frozenset(two), None)
         runs.append(whole)
     return tuple(runs)
+
+
+def uncovered(pairs: Sequence[Pair], runs: Sequence[Run]) -> list[Pair]:
+    """Returns the accepted pairs that occur together in no run."""
+    covered = {frozenset(two) for run in runs for two in combinations(run, 2)}
+    return [p for p in pairs if p.refusal is None and frozenset((p.first, p.second)) not in covered]

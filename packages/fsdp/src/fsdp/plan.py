@@ -62,15 +62,11 @@ fully_shard = _FullyShard()
 
 
 def _granularity(text: str) -> Granularity:
-    found = re.fullmatch(r"(rows|block|whole)(?:\((\d*)\))?", text.strip().lower())
-    if found is None:
+    found = re.fullmatch(r"whole|(rows|block)(?:\((\d*)\))?", text.strip().lower())
+    count = int((found and found[2]) or 1)
+    if found is None or count < 1:
         raise ValueError(
-            f"fully_shard: granularity={text!r}; wants 'rows(n)', 'block(n)' or 'whole'"
+            f"fully_shard: expected granularity='rows(n)' or 'block(n)' with n >= 1, or 'whole', "
+            f"got {text!r}"
         )
-    kind, count = found[1], int(found[2] or 1)
-    if count < 1 or (kind == "whole" and found[2] is not None):
-        raise ValueError(
-            f"fully_shard: granularity={text!r}; wants 'rows(n)' or 'block(n)' with n >= 1, or "
-            f"'whole'"
-        )
-    return Whole() if kind == "whole" else Rows(count) if kind == "rows" else Block(count)
+    return Whole() if found[1] is None else Rows(count) if found[1] == "rows" else Block(count)

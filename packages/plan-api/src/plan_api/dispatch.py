@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.axes import axis_names
-from plan_api.errors import At, tells_backward
+from plan_api.errors import StepContext, annotate_backward_errors
 from plan_api.fuse import Step
 from plan_api.hooks import given_at, replaced_at
 from plan_api.watch import moving
@@ -71,7 +71,7 @@ class _Route:
     choices: int
     group: str
     step: Step
-    at: At
+    at: StepContext
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows, sorted by expert, brought to the experts' ranks."""
@@ -205,7 +205,7 @@ class Dispatching:
         here = numbers.repeat_interleave(came, output_size=sum(from_ranks))
         route = _Route(
             order, order.argsort(), sent, from_ranks, index.shape[1], self._group,
-            self._dispatch.step, At(f"the backward of {self._path}", self._dispatch.step),
+            self._dispatch.step, StepContext(f"the backward of {self._path}", self._dispatch.step),
         )  # fmt: skip
         return route, here.unsqueeze(1)
 
@@ -227,7 +227,7 @@ class _Sent(torch.autograd.Function):
         return route.there(rows), anchor.clone()
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         route: _Route = ctx.route
         grad, link = grads
@@ -250,7 +250,7 @@ class _Returned(torch.autograd.Function):
         return route.home(rows).index_select(0, route.back)
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         route: _Route = ctx.route
         rows = route.there(grads[0].index_select(0, route.order))

@@ -1,6 +1,6 @@
-"""What errors say of a plan: the site, the entries with their lines, and the tensors there.
+"""Adds to errors the site, the plan's entries with their lines, and the tensors.
 
-An error keeps its object, class and traceback: a sentence is added to its message, once.
+An error keeps its object, class and traceback: a sentence is appended to its message, once.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from torch.utils import _pytree as pytree
 from plan_api.fuse import Site, Step
 from plan_api.ir import short
 
-__all__ = ["At", "add_sentence", "add_site", "asked", "described", "is_told", "tells_backward"]
+__all__ = [
+    "StepContext", "annotate_backward_errors", "append_message", "append_site", "describe_step",
+    "describe_tensors", "is_annotated",
+]  # fmt: skip
 
-# Exactly these. Others, as torch.OutOfMemoryError or those with which torch traces, may make their
-# message themselves, and get a note instead.
+# Exactly these print their first argument. Subclasses, such as torch.OutOfMemoryError or the errors
+# by which torch traces, may format their message themselves, and get a note instead.
 _WITH_MESSAGE = (
     ValueError, TypeError, RuntimeError, IndexError, AssertionError, AttributeError,
     NotImplementedError,
 )  # fmt: skip
-_TOLD = "_plan_api_told"
+_ANNOTATED = "_plan_api_annotated"
 
 
-def add_sentence(error: Exception, sentence: str) -> None:
-    """Adds a line to an error's message, or a note where the message is not a plain string.
+def append_message(error: Exception, sentence: str) -> None:
+    """Appends a line to an error's message, or adds a note where that is not a plain string.
 
     Args:
-        error: that is being raised; one that has a sentence stays as it is.
+        error: that is being raised; one that is annotated already stays as it is.
         sentence: without a newline before it.
     """
-    if is_told(error):
+    if is_annotated(error):
         return
-    setattr(error, _TOLD, True)
+    setattr(error, _ANNOTATED, True)
     message = error.args[0] if len(error.args) == 1 else None
     if type(error) in _WITH_MESSAGE and isinstance(message, str):
         error.args = (f"{message}\n{sentence}",)
@@ -45,13 +48,13 @@ def add_sentence(error: Exception, sentence: str) -> None:
         error.add_note(sentence)
 
 
-def is_told(error: Exception) -> bool:
-    """Whether `add_sentence` has been called for it."""
-    return hasattr(error, _TOLD)
+def is_annotated(error: Exception) -> bool:
+    """Whether `append_message` has been called for it."""
+    return hasattr(error, _ANNOTATED)
 
 
-def add_site(error: Exception, site: Site, part: tuple[int | str, ...], value: Any) -> None:
-    """Says of an error of a hook which entries of the plan it comes from.
+def append_site(error: Exception, site: Site, part: tuple[int | str, ...], value: Any) -> None:
+    """Appends to a hook's error the entries of the plan that the hook applied.
 
     Args:
         error: that is being raised.
@@ -60,12 +63,12 @@ def add_site(error: Exception, site: Site, part: tuple[int | str, ...], value: A
         value: that argument or result.
     """
     steps = [step for step in site.moved if step.index in part] or site.moved
-    add_sentence(error, _sentence(site.name, steps, value))
+    append_message(error, _sentence(site.name, steps, value))
 
 
 @dataclass(frozen=True)
-class At:
-    """A step of the plan where it is done, of which errors tell.
+class StepContext:
+    """Where a step of the plan is applied, for errors raised there.
 
     Attributes:
         where: the site, in words.
@@ -76,11 +79,11 @@ class At:
     step: Step
 
     def add_to(self, error: Exception, value: Any) -> None:
-        """Says it of an error that is being raised; ``value`` has the tensors that were given."""
-        add_sentence(error, _sentence(self.where, [self.step], value))
+        """Appends the context to an error; ``value`` holds the tensors of the failed call."""
+        append_message(error, _sentence(self.where, [self.step], value))
 
-    def telling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose errors say it of what it was called with."""
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function so that its errors have this context and its arguments' tensors."""
 
         @functools.wraps(function, updated=())
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -93,8 +96,8 @@ class At:
         return called
 
 
-def tells_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function, whose errors say it of ``ctx.at``, an `At` or None."""
+def annotate_backward_errors(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an autograd function's backward: errors have ``ctx.at``, a `StepContext` or None."""
 
     @functools.wraps(backward)
     def called(ctx: Any, *grads: Any) -> Any:
@@ -109,18 +112,18 @@ def tells_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sentence(where: str, steps: Sequence[Step], value: Any) -> str:
-    entries = "; ".join(f"{step.said}: {asked(step)}" for step in steps)
-    return f"at {where}, for {entries}; got {described(value)}"
+    entries = "; ".join(f"{step.said}: {describe_step(step)}" for step in steps)
+    return f"at {where}, for {entries}; got {describe_tensors(value)}"
 
 
-def asked(step: Step) -> str:
-    """What a step does, in a few words."""
+def describe_step(step: Step) -> str:
+    """Returns a step as one phrase, such as ``shard weight:0 tp=S(0)``."""
     moves = ", ".join(f"{axis}={short(move.dst)}" for axis, move in step.moves.items())
     return f"{step.act.value} {step.tensor}:{step.index} {moves}"
 
 
-def described(value: Any) -> str:
-    """The tensors in a value with their shapes and placements; of others the class."""
+def describe_tensors(value: Any) -> str:
+    """Returns shapes and placements of the tensors in a value; without tensors, its class."""
     tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
     return ", ".join(map(_tensor, tensors)) or type(value).__name__
 

@@ -1,4 +1,4 @@
-"""What errors that a module's forward raises say of the model and its plan.
+"""Adds to errors that a module's forward raises the module, the expression and the plan's entries.
 
 No module is wrapped: a hook of the model, which torch calls when a call of the model fails, reads
 the traceback. Its innermost call of a module says where, the expression that failed says with which
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.errors import add_sentence, asked, described, is_told
-from plan_api.failed import Call, Expression, ends, expression_of, open_calls, tensors_of
+from plan_api.errors import append_message, describe_step, describe_tensors, is_annotated
+from plan_api.failed_call import Call, Expression, ends, expression_of, open_calls, tensors_of
 from plan_api.fuse import Site, Step
 from plan_api.ir import Act, spelled
 from plan_api.path import numbered, quoted
@@ -52,9 +52,9 @@ def install_forward_errors(
         if torch.compiler.is_compiling():  # where torch calls it on success alone
             return
         error = sys.exception()
-        if isinstance(error, Exception) and ends(error, module) and not is_told(error):
+        if isinstance(error, Exception) and ends(error, module) and not is_annotated(error):
             names = {one: name for name, one in module.named_modules()}
-            _tell(error, _Model(names, sites, axes, mode))
+            _annotate(error, _Model(names, sites, axes, mode))
 
     yield model.register_forward_hook(hook, always_call=True)
     if mode == "eager" and callable(getattr(model, _GENERATE, None)):
@@ -83,13 +83,13 @@ class _Model:
         return (step for site in self.sites if site.path == path for step in site.steps)
 
 
-def _tell(error: Exception, model: _Model) -> None:
+def _annotate(error: Exception, model: _Model) -> None:
     calls, failed = open_calls(error, model.names), expression_of(error)
     if not calls or failed is None:
         return
     inner = calls[-1]
     lines = [f"in {inner}, {failed}"]
-    if placed := _said(model.steps_at(inner.path)):
+    if placed := _described_steps(model.steps_at(inner.path)):
         lines.append(f"the plan says of {inner.path or 'the model'}: {placed}")
     if model.mode == "static":
         lines += _of_sizes(str(error))
@@ -97,13 +97,13 @@ def _tell(error: Exception, model: _Model) -> None:
         lines += _of_mixed(model, calls, failed)
     elif "unevenly sharded" in str(error):
         lines += _of_uneven(model, inner, failed)
-    add_sentence(error, "\n".join(lines))
+    append_message(error, "\n".join(lines))
 
 
-def _said(steps: Iterable[Step]) -> str:
-    told = list(dict.fromkeys(f"{step.said}: {asked(step)}" for step in steps))
-    more = f"; and {len(told) - _MOST} more" if len(told) > _MOST else ""
-    return "; ".join(told[:_MOST]) + more
+def _described_steps(steps: Iterable[Step]) -> str:
+    lines = list(dict.fromkeys(f"{step.said}: {describe_step(step)}" for step in steps))
+    more = f"; and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+    return "; ".join(lines[:_MOST]) + more
 
 
 def _of_sizes(message: str) -> list[str]:
@@ -149,10 +149,12 @@ def _of_mixed(model: _Model, calls: Sequence[Call], failed: Expression) -> list[
 
 
 def _of_object(name: str, owner: object, calls: Sequence[Call]) -> str:
-    told = f"{name} is a torch.Tensor of a {type(owner).__name__}, which no entry of a plan reaches"
+    reason = (
+        f"{name} is a torch.Tensor of a {type(owner).__name__}, which no entry of a plan reaches"
+    )
     if any(one in call.given for call in calls for one in _CACHE):
-        told += ": pass use_cache=False, training reads no cache"
-    return f"{told}; or use parallelize(model, plan, mode='static'), where modules run on those"
+        reason += ": pass use_cache=False, training reads no cache"
+    return f"{reason}; or use parallelize(model, plan, mode='static'), where modules run on those"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -206,8 +208,9 @@ def _of_uneven(model: _Model, inner: Call, failed: Expression) -> list[str]:
     if not entries:
         return []
     return [
-        f"its operand is {described(cut)}, by {_said(steps)}; expected an axis whose size divides "
-        f"the units that are taken apart there, such as heads; use such a mesh, or add:",
+        f"its operand is {describe_tensors(cut)}, by {_described_steps(steps)}; expected an axis "
+        f"whose size divides the units that are taken apart there, such as heads; use such a mesh, "
+        f"or add:",
         *dict.fromkeys(entries),
         "with unit= in the entry of the weight parallelize() says so before anything runs",
     ]
@@ -238,13 +241,13 @@ class _Generate(RemovableHandle):
         generate: Callable[..., Any] = getattr(model, _GENERATE)
 
         @functools.wraps(generate)
-        def told(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def annotated(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
                 return getattr(type(model), _GENERATE)(model, *args, **kwargs)
             except RuntimeError as error:
                 failed = expression_of(error)
                 if "mixed torch.Tensor and DTensor" in str(error) and failed is not None:
-                    add_sentence(
+                    append_message(
                         error,
                         f"in generate(), outside of modules, {failed}\nexpected plain results of "
                         f"the model, got DTensors, which Eager returns: use parallelize(model, "
@@ -252,7 +255,7 @@ class _Generate(RemovableHandle):
                     )
                 raise
 
-        vars(model)[_GENERATE] = types.MethodType(told, model)
+        vars(model)[_GENERATE] = types.MethodType(annotated, model)
 
     def remove(self) -> None:
         """Gives the model that of its class back."""

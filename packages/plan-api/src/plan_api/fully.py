@@ -53,7 +53,7 @@ def apply_fully_shard(
     schedules: Mapping[str, Schedule],
     mesh: DeviceMesh,
 ) -> None:
-    """Applies it to modules, the innermost first, as it wants to be.
+    """Applies it to modules, the innermost first, as FSDP requires.
 
     Parameters that the plan cuts along the same axes, such as experts, are left as they are.
 
@@ -147,9 +147,9 @@ def _check_copies(entry: Entry, mesh: DeviceMesh) -> None:
     ranks = mesh[entry.axes].size()
     if len(entry.axes) > 1 or not isinstance(replicate, int) or replicate < 1 or ranks % replicate:
         raise ValueError(
-            f"{entry.said}: replicate={replicate!r} on axes {entry.axes} of {ranks} ranks; wants "
-            f"one axis, and a number of copies that divides its ranks; or two axes, of which the "
-            f"first replicates"
+            f"{entry.said}: expected replicate= on one axis, a number of copies that divides its "
+            f"ranks; got {replicate!r} on axes {entry.axes} of {ranks} ranks. To replicate on an "
+            f"axis of its own, name two axes and leave replicate= out"
         )
 
 

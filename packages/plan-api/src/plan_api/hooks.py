@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors, replace_part
-from plan_api.errors import add_site
+from plan_api.errors import append_site
 from plan_api.fuse import Site
 from plan_api.ir import Moment
 
@@ -128,7 +128,7 @@ def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable
             try:
                 new = map_tensors(old, mover)
             except Exception as error:
-                add_site(error, site, (place, name), old)
+                append_site(error, site, (place, name), old)
                 raise
             if new is old:
                 continue
@@ -159,7 +159,7 @@ def _post_hook(
             try:
                 moved = replace_part(moved, index, mover, site.name)
             except Exception as error:
-                add_site(error, site, (index,), moved)
+                append_site(error, site, (index,), moved)
                 raise
         return moved
 

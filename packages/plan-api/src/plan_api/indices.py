@@ -24,7 +24,7 @@ from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.dispatch import Dispatch, Dispatching
 from plan_api.entry import Entry
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.fuse import Step, fuse
 from plan_api.hooks import argument_at, given_at, places_of, replaced_at
 from plan_api.ir import Act, Op
@@ -98,14 +98,14 @@ def install_indices(
     """
     handles = []
     for one in indices:
-        at = At(path or "the model", one.step)
+        at = StepContext(path or "the model", one.step)
         if one.dispatch is None:
-            renumber = at.telling(one.renumber)
+            renumber = at.wrap(one.renumber)
             handles.append(_before(module, lambda _, *given, renumber=renumber: renumber(*given)))
             continue
         sending = Dispatching(one.dispatch, one.at, one.own, one.axes, mesh, path)
         handles += [
-            _before(module, at.telling(sending.enter)), _after(module, at.telling(sending.leave)),
+            _before(module, at.wrap(sending.enter)), _after(module, at.wrap(sending.leave)),
         ]  # fmt: skip
     attributes = _Attributes({name: own for one in indices for name, own in one.attributes.items()})
     return [*handles, _before(module, attributes.lend), _after(module, attributes.take_back)]

@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axis_names
-from plan_api.errors import At, tells_backward
+from plan_api.errors import StepContext, annotate_backward_errors
 from plan_api.fuse import Move, Step
 from plan_api.ir import Act, short
 from plan_api.watch import moving
@@ -33,7 +33,7 @@ class Mover:
         self._step = step
         self._mesh = mesh
         self._what = f"{site}:{step.tensor}:{step.index}"
-        self._in_backward = At(f"the backward of {site}", step)
+        self._in_backward = StepContext(f"the backward of {site}", step)
         self._annotates = step.act is Act.ANNOTATE
         self._moves = {axes.index(axis): move for axis, move in step.moves.items()}
         # Of a plain tensor: the same on all ranks of an axis, if nothing else is said.
@@ -127,14 +127,14 @@ class _MoveBack(torch.autograd.Function):
         tensor: DTensor,
         target: tuple[Placement, ...],
         back: tuple[Placement | None, ...],
-        at: At,
+        at: StepContext,
     ) -> torch.Tensor:
         ctx.back, ctx.at = back, at
         moved = tensor.redistribute(placements=target)
         return tensor.view_as(tensor) if moved is tensor else moved  # which may not be an argument
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         (grad,) = grads
         back = [

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.factory import install_factory
 from plan_api.fuse import Site
 from plan_api.indices import Indices, install_indices
@@ -78,7 +78,7 @@ def install_regions(
                     for one in those
                     if is_inside(path, site.path)
                 ]
-                at = At(site.path or "the model", step)
+                at = StepContext(site.path or "the model", step)
                 handles += _install_local(module, placements, mesh, site.path, counted, at)
             elif step.act is Act.FACTORY:
                 handles += install_factory(module, placements, mesh)
@@ -93,7 +93,7 @@ def _install_local(
     mesh: DeviceMesh,
     path: str,
     indices: Sequence[Indices],
-    at: At,
+    at: StepContext,
 ) -> list[RemovableHandle]:
     """Makes a module, with all that is in it, see this rank's parts of tensors only.
 
@@ -109,9 +109,9 @@ def _install_local(
     placed = {axes.index(axis): placement for axis, placement in outputs.items()}
     region = _Region(module, placed, mesh, path, indices)
     return [
-        module.register_forward_pre_hook(at.telling(region.enter), with_kwargs=True),
+        module.register_forward_pre_hook(at.wrap(region.enter), with_kwargs=True),
         # Before hooks that move what it returns.
-        module.register_forward_hook(at.telling(region.leave), prepend=True, always_call=True),
+        module.register_forward_hook(at.wrap(region.leave), prepend=True, always_call=True),
     ]
 
 

@@ -17,7 +17,7 @@ from plan_api.context.order import Order
 from plan_api.context.ring import ring_attention
 from plan_api.context.setting import Setting
 from plan_api.context.ulysses import ulysses_attention
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.fuse import Site, Step
 from plan_api.ir import Act
 from plan_api.static.catching import Calls, Span
@@ -52,8 +52,8 @@ def install_context(
     for site in sites:
         for step in site.steps:
             if step.act is Act.CONTEXT:
-                at = At(f"attention of {site.path}", step)
-                attend = at.telling(_Attention(site.path, step, mesh))
+                at = StepContext(f"attention of {site.path}", step)
+                attend = at.wrap(_Attention(site.path, step, mesh))
                 span = Span({_FUSED: Calls(_FUSED, {None: attend})})
                 module = model.get_submodule(site.path)
                 yield module.register_forward_pre_hook(span.begin)
@@ -70,7 +70,7 @@ class _Attention:
         self._axis = axis_names(mesh).index(name)
         self._order = Order(options["order"], mesh.size(self._axis))
         self._attend = _LOCAL[options["method"]]
-        self._in_backward = At(f"the backward of attention of {path}", step)
+        self._in_backward = StepContext(f"the backward of attention of {path}", step)
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from plan_api.context.kernel import Partial, kernel_of
 from plan_api.context.merge import Merged, accumulator
 from plan_api.context.order import Piece, pieces_over_all
 from plan_api.context.setting import Setting
-from plan_api.errors import tells_backward
+from plan_api.errors import annotate_backward_errors
 from plan_api.static.moves import local_move
 
 __all__ = ["gathered_attention"]
@@ -59,7 +59,7 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, whole, out, lse = ctx.saved_tensors
         setting: Setting = ctx.setting

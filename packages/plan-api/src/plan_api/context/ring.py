@@ -18,7 +18,7 @@ from plan_api.context.kernel import Partial, kernel_of
 from plan_api.context.merge import Merged, accumulator
 from plan_api.context.order import Piece, piece_between
 from plan_api.context.setting import Setting
-from plan_api.errors import tells_backward
+from plan_api.errors import annotate_backward_errors
 
 __all__ = ["ring_attention"]
 
@@ -83,7 +83,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         setting: Setting = ctx.setting

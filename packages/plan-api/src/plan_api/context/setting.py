@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from plan_api.context.order import Order
-from plan_api.errors import At
+from plan_api.errors import StepContext
 
 __all__ = ["Setting"]
 
@@ -32,7 +32,7 @@ class Setting:
     causal: bool
     scale: float | None
     where: str
-    in_backward: At | None = None
+    in_backward: StepContext | None = None
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from plan_api.context.setting import Setting
-from plan_api.errors import At, tells_backward
+from plan_api.errors import StepContext, annotate_backward_errors
 from plan_api.static.moves import LocalMove, local_move
 
 __all__ = ["check_heads", "ulysses_attention"]
@@ -58,7 +58,9 @@ def check_heads(what: str, heads: int, setting: Setting) -> None:
         )
 
 
-def _moved(tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: At | None) -> torch.Tensor:
+def _moved(
+    tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: StepContext | None
+) -> torch.Tensor:
     result: torch.Tensor = _Moved.apply(tensor, there, back, at)  # type: ignore[no-untyped-call]
     return result
 
@@ -66,12 +68,12 @@ def _moved(tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: At | Non
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: At | None
+        ctx: Any, tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: StepContext | None
     ) -> torch.Tensor:
         ctx.back, ctx.at = back, at
         return there(tensor)
 
     @staticmethod
-    @tells_backward
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return ctx.back(grads[0]), None, None, None

@@ -94,16 +94,16 @@ def hint(
 
     record = step(plan)
     moved = [*_moved(record, pattern)]
-    told = [_told(record, one) for one in moved if not one.cause.startswith(_LOSS)]
-    told = [*dict.fromkeys(told)][:_MOST]
+    lines = [_description(record, one) for one in moved if not one.cause.startswith(_LOSS)]
+    lines = [*dict.fromkeys(lines)][:_MOST]
     if any(one.cause.startswith(_OF_CLASSES) for one in moved):
-        return "\n".join([*told, _TO_LOSS])
-    if not told:
+        return "\n".join([*lines, _TO_LOSS])
+    if not lines:
         return "no operator there makes DTensor move a tensor"
     entries = _entries(plan, pattern, record, step, works)
     if not entries:
-        return "\n".join([*told, _TO_MODEL])
-    return "\n".join([*told, "to run on local tensors, add:", *map(str, entries)])
+        return "\n".join([*lines, _TO_MODEL])
+    return "\n".join([*lines, "to run on local tensors, add:", *map(str, entries)])
 
 
 def _step(
@@ -130,7 +130,7 @@ def _moved(record: Record, pattern: str) -> Iterator[Collective]:
             yield event
 
 
-def _told(record: Record, event: Collective) -> str:
+def _description(record: Record, event: Collective) -> str:
     operator = next(
         (
             one

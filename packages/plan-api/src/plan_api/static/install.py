@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.fuse import Site
 from plan_api.gradients import Gradients
 from plan_api.hooks import Fired, install
@@ -106,7 +106,7 @@ def install_static(
 def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
     """Parameters that operators take otherwise than they rest, as a Partial bias."""
     movers = [
-        (step.tensor, At(site.name, step).telling(StaticMover(step, mesh, site.name)))
+        (step.tensor, StepContext(site.name, step).wrap(StaticMover(step, mesh, site.name)))
         for step in site.steps
         if step.act is Act.REDIST
     ]

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from plan_api.axes import axis_names
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.fuse import Move, Step
 from plan_api.ir import short
 from plan_api.static.moves import LocalMove, local_move
@@ -51,7 +51,7 @@ class StaticMover:
         self._passed = passed
         self.what = f"{site}:{step.tensor}:{step.index}"
         self._step = step
-        self.in_backward = At(f"the backward of {site}", step)
+        self.in_backward = StepContext(f"the backward of {site}", step)
         axes = axis_names(mesh)
         there: list[_Along] = []
         back: list[_Along] = []

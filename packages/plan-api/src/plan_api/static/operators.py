@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from plan_api.axes import axis_names
 from plan_api.containers import map_tensors
 from plan_api.cross_entropy import Cut, cross_entropy
-from plan_api.errors import At
+from plan_api.errors import StepContext
 from plan_api.fuse import Site
 from plan_api.static.catching import Calls, Operator, Span
 from plan_api.static.fake import is_fake
@@ -69,7 +69,7 @@ def install_operators(
             calls = table.setdefault(function, Calls(function))
             if fused:
                 table[_FUSED] = calls
-            made = At(site.name, step).telling(make(function, mesh, placements))
+            made = StepContext(site.name, step).wrap(make(function, mesh, placements))
             calls.instead[int(number) if number else None] = made
     span = Span(table)
     handles = [

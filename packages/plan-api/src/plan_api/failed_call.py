@@ -1,4 +1,4 @@
-"""Which call of a module an error ended, and which expression in it, as a traceback tells."""
+"""Finds the module call and the expression in which an error was raised, from its traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from plan_api.errors import described
+from plan_api.errors import describe_tensors
 from plan_api.hooks import places_of
 
 __all__ = ["Call", "Expression", "ends", "expression_of", "open_calls", "tensors_of"]
@@ -69,8 +69,8 @@ class Expression:
 
     def __str__(self) -> str:
         at = f"at {self.line}" + f", `{textwrap.shorten(self.text, _LONGEST)}`" * bool(self.text)
-        told = [f"{name} is {described(value)}" for name, value in self.named.items()]
-        return f"{at}: {'; '.join(told)}" if told else at
+        tensors = [f"{name} is {describe_tensors(value)}" for name, value in self.named.items()]
+        return f"{at}: {'; '.join(tensors)}" if tensors else at
 
 
 def ends(error: BaseException, module: nn.Module) -> bool:
