@@ -83,7 +83,7 @@ def test_what_is_resumed_is_looked_for_once_other_jobs_have_ended(world, tmp_pat
 
     seen = []
 
-    def look(config, ranks):
+    def look(config, ranks, verification=None):
         path = config.out / LOCK_FILE
         seen.append(path.exists() and json.loads(path.read_text())["pid"])
         return len(seen)
