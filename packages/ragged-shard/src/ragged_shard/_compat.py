@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -49,18 +48,28 @@ def make_spec(
 
 
 def stock_local_shape(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The local shape on this rank under stock placements."""
-    local, _ = _utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    """The local shape at a coordinate of a mesh under stock placements."""
+    local, _ = _utils._compute_local_shape_and_global_offset(
+        shape, mesh_shape, list(coordinate), placements, True
+    )
     return tuple(local)
 
 
 def stock_offsets(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The global offset of this rank's shard under stock placements."""
-    _, offsets = _utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    """The global offset of the shard at a coordinate of a mesh under stock placements."""
+    _, offsets = _utils._compute_local_shape_and_global_offset(
+        shape, mesh_shape, list(coordinate), placements
+    )
     return tuple(offsets)
 
 

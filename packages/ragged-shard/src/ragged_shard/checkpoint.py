@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
@@ -33,7 +32,7 @@ from ragged_shard.spec import (
     Placements,
     any_ours,
     is_ours,
-    local_shape,
+    local_shape_at,
     meta_of,
     put,
     ragged_axis,
@@ -61,34 +60,30 @@ def global_pieces(spec: DTensorSpec) -> tuple[GlobalPiece, ...]:
     shape = tuple(meta_of(spec).shape)
     if 0 in shape:
         return (GlobalPiece(Box((0,) * len(shape), shape), Window(shape, (1,) * len(shape), 0)),)
-    return _pieces(shape, spec.mesh, _coordinate(spec.mesh), tuple(spec.placements))
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    return _pieces(shape, tuple(spec.mesh.shape), tuple(coordinate), tuple(spec.placements))
 
 
 @lru_cache(maxsize=4096)
 def _pieces(
     shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    coordinate: tuple[int, ...] | None,  # equal meshes may be of different ranks
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
     placements: Placements,
 ) -> tuple[GlobalPiece, ...]:
-    if coordinate is None:
-        return ()
     axis = ragged_axis(placements)
     on_top: Placement = Replicate() if axis is None else placements[axis]
     below = placements if axis is None else put(placements, axis, Replicate())
-    base = local_shape(shape, mesh, below)
-    size, rank = (1, 0) if axis is None else (mesh.size(axis), mesh.get_local_rank(axis))
+    base = local_shape_at(shape, mesh_shape, coordinate, below)
+    size, rank = (1, 0) if axis is None else (mesh_shape[axis], coordinate[axis])
     return tuple(
         GlobalPiece(common.shift(part.to_global), piece.part(common))
-        for part in _base_parts(shape, mesh, below)
+        for part in _base_parts(shape, mesh_shape, coordinate, below)
         for piece in held(on_top, base, size, rank)
         if (common := piece.box.intersect(part.box)) is not None
     )
-
-
-def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    coordinate = mesh.get_coordinate()
-    return None if coordinate is None else tuple(coordinate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +95,19 @@ class _Part:
 
 
 def _base_parts(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: Placements
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Placements,
 ) -> tuple[_Part, ...]:
     """The base of a tensor: one box, or one per interleaved chunk."""
     stock = tuple(Replicate() if is_ours(placement) else placement for placement in placements)
-    sizes = _compat.stock_local_shape(shape, mesh, stock)
-    parts: tuple[_Part, ...] = (
-        _Part(Box((0,) * len(shape), sizes), _compat.stock_offsets(shape, mesh, stock)),
-    )
+    sizes = _compat.stock_local_shape(shape, mesh_shape, coordinate, stock)
+    offsets = _compat.stock_offsets(shape, mesh_shape, coordinate, stock)
+    parts: tuple[_Part, ...] = (_Part(Box((0,) * len(shape), sizes), offsets),)
     for axis, placement in enumerate(placements):
         if isinstance(placement, InterleavedShard):
-            mine = placement.piece(shape, mesh.size(axis), mesh.get_local_rank(axis))
+            mine = placement.piece(shape, mesh_shape[axis], coordinate[axis])
             chunk = placement.chunk(shape)
             parts = tuple(
                 _slab(part, placement.dim, index, mine, chunk)

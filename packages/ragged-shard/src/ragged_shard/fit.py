@@ -19,7 +19,7 @@ from ragged_shard.boxes import contiguous_strides
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.rank_boxes import held_lengths, replicates
-from ragged_shard.spec import Placements, dim_of, local_shape, meta_of, ragged_axis
+from ragged_shard.spec import Placements, dim_of, local_shape_at, meta_of, ragged_axis
 from ragged_shard.strided import StridedRaggedShard
 
 
@@ -79,7 +79,9 @@ def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
     if coordinate is None:  # such a rank holds nothing
         return
     shape = tuple(meta_of(spec).shape)
-    expected = _expected_local(shape, spec.mesh, tuple(coordinate), tuple(spec.placements))
+    expected = _expected_local(
+        shape, tuple(spec.mesh.shape), tuple(coordinate), tuple(spec.placements)
+    )
     if tuple(local.shape) == expected:
         return
     remedy = "construct it with distribute_tensor or DTensor.from_local, which check it"
@@ -91,14 +93,7 @@ def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
     )
 
 
-@lru_cache(maxsize=4096)
-def _expected_local(
-    shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    coordinate: tuple[int, ...],  # equal meshes may be of different ranks
-    placements: Placements,
-) -> tuple[int, ...]:
-    return local_shape(shape, mesh, placements)
+_expected_local = lru_cache(maxsize=4096)(local_shape_at)
 
 
 @lru_cache(maxsize=4096)

@@ -62,20 +62,44 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) 
 
     Args:
         shape: of the global tensor.
-        mesh: that this rank is part of.
+        mesh: of any number of axes; a rank that is not part of it has ``(0,)``, as in torch.
+        placements: one per axis.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return (0,)
+    return local_shape_at(tuple(shape), tuple(mesh.shape), tuple(coordinate), placements)
+
+
+def local_shape_at(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Placements,
+) -> tuple[int, ...]:
+    """The shape of the local tensor at a coordinate of a mesh, which need not exist.
+
+    What is cached by these arguments keeps no mesh, and so no process group, alive.
+
+    Args:
+        shape: of the global tensor.
+        mesh_shape: size of each axis.
+        coordinate: index on each axis.
         placements: one per axis.
     """
     axis = ragged_axis(placements)
     if axis is not None:
         ragged = placements[axis]
         assert isinstance(ragged, RaggedShard)
-        base = local_shape(shape, mesh, put(placements, axis, Replicate()))
-        return ragged.local_shape(base, mesh.get_local_rank(axis))
+        below = put(placements, axis, Replicate())
+        return ragged.local_shape(
+            local_shape_at(shape, mesh_shape, coordinate, below), coordinate[axis]
+        )
     stock = tuple(Replicate() if is_ours(p) else p for p in placements)
-    result = _compat.stock_local_shape(tuple(shape), mesh, stock)
+    result = _compat.stock_local_shape(shape, mesh_shape, coordinate, stock)
     for axis, placement in enumerate(placements):
         if isinstance(placement, InterleavedShard):
-            result = placement.local_shape(result, mesh.size(axis), mesh.get_local_rank(axis))
+            result = placement.local_shape(result, mesh_shape[axis], coordinate[axis])
     return result
 
 
