@@ -173,9 +173,17 @@ def objects(*kinds):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}),
+        (4, {"bucket_mb": BROAD * (BROAD + 1) * 4.2 / 2**20}),
+        (2, {"use": ()}),
+    ],
+    ids=["2 ranks", "4 ranks", "without fused-comm"],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_and_traffic_are_those_of_the_paper(ranks, way):
+def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
     """A bucket is a layer: two of them and one new gradient are alive beside what is counted."""
 
     def check():
@@ -183,7 +191,7 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, way):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
         model = Layers(BROAD, count=LAYERS)
         model.layers[3].requires_grad_(True)
-        parallelize(model, plan_of(mesh, way), bucket_mb=BROAD * (BROAD + 1) * 4.2 / 2**20)
+        parallelize(model, plan_of(mesh, way), **options)
         train(model, 2, BROAD)
         gc.collect()
         params = list(model.parameters())

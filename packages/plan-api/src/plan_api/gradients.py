@@ -1,4 +1,4 @@
-"""Gradients reduced at the end of every backward, without a line in the training script."""
+"""Gradients reduced in every backward, without a line in the training script."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class Gradients:
         # Autograd has hooks where the garbage collector does not look: they must not keep this.
         reference = weakref.ref(self)
 
-        def after(_: torch.Tensor) -> None:
+        def after(param: torch.Tensor) -> None:
             if (alive := reference()) is not None:
-                alive._after()
+                alive._after(param)
 
         self._listen(after)
 
@@ -131,9 +131,12 @@ class Gradients:
                 self._handles.append(param.register_hook(_cut_as(param.placements)))
             self._handles.append(param.register_post_accumulate_grad_hook(after))
 
-    def _after(self) -> None:
-        if self._synchronises:
-            self._queue()
+    def _after(self, param: torch.Tensor) -> None:
+        if not self._synchronises:
+            return
+        if self._reducer is None and not self._waits and self._reduces():
+            self._reduce_one(param)
+        self._queue()
 
     def _queue(self) -> None:
         if not self._queued:
@@ -148,15 +151,16 @@ class Gradients:
             with reducing():
                 self._reducer.finish()
             self._tell()
-        elif self._reduces():
-            self._reduce_each()
+        elif self._reduces():  # what has waited, or was accumulated without synchronising
+            for param in self._params:
+                self._reduce_one(param)
         if self._fired is not None:
             never, self._fired = self._fired.never, None
             if never:
                 sites = ", ".join(f"{site.path}.{site.moment.value}" for site in never)
                 _log.warning("the first step did not pass these sites of the plan: %s", sites)
 
-    def _reduce_each(self) -> None:
+    def _reduce_one(self, param: torch.Tensor) -> None:
         if self._warns:
             self._warns = False
             warnings.warn(
@@ -164,13 +168,12 @@ class Gradients:
                 "collectives: pip install plan-api[comm]",
                 stacklevel=2,
             )
-        for param in self._params:
-            grad = param.grad
-            if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
-                continue
-            if grad.placements != param.placements:
-                with reducing(param, grad.placements, param.placements):
-                    param.grad = grad.redistribute(placements=param.placements)
+        grad = param.grad
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return
+        if grad.placements != param.placements:
+            with reducing(param, grad.placements, param.placements):
+                param.grad = grad.redistribute(placements=param.placements)
 
 
 def _cut_as(

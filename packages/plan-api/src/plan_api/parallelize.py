@@ -107,8 +107,8 @@ def parallelize(
     """Makes a model for one device one for the plan's mesh, in place (veScale, section 4).
 
     Its parameters and buffers become DTensors under their names, tied ones stay tied, and hooks
-    place inputs and outputs. Gradients are reduced at the end of each backward: through fused-comm
-    where it is in use, otherwise one by one.
+    place inputs and outputs. Gradients are reduced as backward brings them, with ZeRO-1 at its end:
+    through fused-comm where it is in use, otherwise one by one.
 
     What it changes in torch for the whole process, until `uninstall`:
 

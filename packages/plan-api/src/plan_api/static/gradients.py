@@ -91,7 +91,7 @@ class LeafGradients(Gradients):
 
     def _reduce(self, delivery: _Delivery, reducer: GradReducer) -> None:
         reducer.accumulate(delivery.leaf.param, delivery.take())
-        self._after()
+        self._after(delivery.leaf.param)
 
     def _finish(self) -> None:
         if self._reducer is None:
