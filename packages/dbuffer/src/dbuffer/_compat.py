@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from dbuffer.shutdown import alias
+
 # Since 2.13 the old name warns.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,7 +20,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def all_gather(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """`all_gather_into_tensor` under the name that this torch prefers; asynchronous."""
-    work: dist.Work = _ALL_GATHER(output, own, group=group, async_op=True)
+    work: dist.Work = _ALL_GATHER(alias(output), alias(own), group=group, async_op=True)
     return work
 
 
@@ -26,13 +28,13 @@ def reduce_scatter(
     own: torch.Tensor, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup
 ) -> dist.Work:
     """`reduce_scatter_tensor` under the name that this torch prefers; asynchronous."""
-    work: dist.Work = _REDUCE_SCATTER(own, tensor, op, group=group, async_op=True)
+    work: dist.Work = _REDUCE_SCATTER(alias(own), alias(tensor), op, group=group, async_op=True)
     return work
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """`all_reduce`, asynchronous; here for its untyped result."""
-    work: dist.Work = dist.all_reduce(tensor, op, group=group, async_op=True)
+    work: dist.Work = dist.all_reduce(alias(tensor), op, group=group, async_op=True)
     return work
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer.collectives import Axis, Finish
+from dbuffer.shutdown import alias
 
 __all__ = ["Exchange"]
 
@@ -97,14 +98,14 @@ def _send(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist
     if not row.numel():
         return []
     tag = axis.tag << 2 | kind
-    return [dist.isend(row, axis.ranks[position], group=axis.group, tag=tag)]
+    return [dist.isend(alias(row), axis.ranks[position], group=axis.group, tag=tag)]
 
 
 def _receive(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist.Work | None]:
     if not row.numel():
         return []
     tag = axis.tag << 2 | kind
-    return [dist.irecv(row, axis.ranks[position], group=axis.group, tag=tag)]
+    return [dist.irecv(alias(row), axis.ranks[position], group=axis.group, tag=tag)]
 
 
 def _wait_all(works: Sequence[dist.Work | None]) -> None:
