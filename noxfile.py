@@ -56,10 +56,15 @@ def tests(session: nox.Session, project: str) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """The slow tier: tests that take minutes, one after another; arguments go to pytest."""
-    pytest = Path(dev_env(session)).with_name("pytest")
+    """The slow tier, tests that take minutes, into docs/nightly.md; arguments go to pytest."""
+    python = dev_env(session)
+    pytest, report = Path(python).with_name("pytest"), RESULTS / "nightly.xml"
+    report.unlink(missing_ok=True)
     folders = [str((folder / "tests").relative_to(ROOT)) for folder in PROJECTS.values()]
-    session.run(str(pytest), "-m", "nightly", *folders, *session.posargs)
+    codes = (0, 1)  # of failed tests: they are recorded
+    arguments = ("-m", "nightly", f"--junit-xml={report}", *folders, *session.posargs)
+    session.run(str(pytest), *arguments, success_codes=codes)
+    session.run(python, "-m", "tools.nightly_record")
 
 
 @nox.session

@@ -40,8 +40,11 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path):
     stock = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
     ours = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
+    # Its stage has the model, which has placements that can only be taken back with it.
+    pipeline = ["--system", "fsdp", "--pp-degree", "2", "--ranks", "2", "--micro-batch", "2"]
     runs = [
         arguments(tmp_path / "first", *stock),
+        arguments(tmp_path / "pipeline", *pipeline),
         arguments(tmp_path / "ours", *ours),
         arguments(tmp_path / "again", *stock),
     ]

@@ -21,7 +21,7 @@ from integration.train.launch import launch, leave_word
 from integration.train.memory import forget_peak_rss
 from integration.train.setup import locked_setup
 from integration.train.stop import EXIT_TERMINATED, StopRequest
-from integration.train.world import leave, process_group
+from integration.train.world import World, leave, process_group
 
 MODULE = "integration.train.session"
 # By package, the inverse of what a run switches on.
@@ -83,20 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_rank(configs: Sequence[TrainConfig]) -> int:
-    from integration.train.loop import Trainer
-
     stop = StopRequest()
     with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
         leave_word("started")
         for config in configs:
             restore_torch()
-            forget_peak_rss()
-            torch.set_num_threads(config.threads)
-            with locked_setup(config, world) as setup:
-                finished = Trainer(setup, world).run(stop)
-            if not finished:
+            if not _run_one(config, world, stop):
                 return EXIT_TERMINATED
     return 0
+
+
+def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
+    """Whether the run has finished; of its own, so that nothing of it is left when it returns."""
+    from integration.train.loop import Trainer
+
+    forget_peak_rss()
+    torch.set_num_threads(config.threads)
+    with locked_setup(config, world) as setup:
+        return Trainer(setup, world).run(stop)
 
 
 def restore_torch() -> None:
