@@ -28,8 +28,6 @@ atexit.register(say_how_many)  # before all others, and so called after them
 
 import torch, torch.distributed as dist
 from dbuffer import _compat, shutdown
-from dbuffer.collectives import Axis
-from dbuffer.exchange import Exchange
 
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 if rank == 0:
@@ -65,6 +63,13 @@ def test_a_process_that_exits_waits_for_what_is_in_flight(tmp_path):
     assert [rank.returncode for rank in ranks] == [3, 3]
 
 
+def alive_in_the_end():
+    end = time.monotonic() + 10
+    while shutdown._alive and time.monotonic() < end:
+        time.sleep(0.001)
+    return len(shutdown._alive)
+
+
 # How many tensors it has, and what starts it.
 COLLECTIVES = {
     "all_gather": (2, lambda a, b, group: _compat.all_gather(a, b, group)),
@@ -88,12 +93,9 @@ def test_a_collective_that_has_ended_has_no_tensor(name):
         assert next(shutdown._number) - before == tensors + 1
         work.wait()
         del work
-        end = time.monotonic() + 10
-        while shutdown._alive and time.monotonic() < end:
-            time.sleep(0.001)
-        return len(shutdown._alive)
+        return alive_in_the_end()
 
-    assert run_ranks(check, 1) == [0] * 1
+    assert run_ranks(check, 1) == [0]
 
 
 @pytest.mark.ranks
@@ -106,9 +108,6 @@ def test_an_exchange_that_has_ended_has_no_tensor():
         assert next(shutdown._number) - before == 2 + 1
         finish()
         del finish
-        end = time.monotonic() + 10
-        while shutdown._alive and time.monotonic() < end:
-            time.sleep(0.001)
-        return len(shutdown._alive)
+        return alive_in_the_end()
 
     assert run_ranks(check, 2) == [0, 0]

@@ -1,5 +1,8 @@
 """DCP: what is saved under one placement loads under any other, on any number of ranks."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
-from testkit import CommLog, assert_bitwise, each_rank, run_ranks
+from testkit import CommLog, assert_bitwise, each_rank, fake_mesh, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -236,3 +239,19 @@ def test_equal_meshes_of_other_ranks_hold_other_boxes():
         [chunk] = placed.__create_chunk_list__()
         assert tuple(chunk.offsets) == ((0, 0, 0), (5, 0, 0))[rank]
         assert tuple(chunk.sizes) == tuple(placed.to_local().shape)
+
+
+def test_no_cache_keeps_a_mesh_and_its_process_groups_alive():
+    def asked():
+        with fake_mesh((2,)) as mesh:
+            placement = RaggedShard((0,), (1, 2))
+            placed = DTensor.from_local(
+                torch.ones(1, 3), mesh, [placement], run_check=False, shape=(3, 3), stride=(3, 1)
+            )
+            assert placed.__create_chunk_list__()
+            assert (placed + placed).to_local().shape == (1, 3)
+            return weakref.ref(mesh)
+
+    reference = asked()
+    gc.collect()
+    assert reference() is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from functools import cache
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -25,13 +26,18 @@ _alive: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as another tensor, for one collective and nothing else."""
+    """Returns a view of a tensor for one collective and nothing else; the process waits for it."""
+    _register()
     made = tensor.detach()
     _alive[next(_number)] = made
     return made
 
 
-@atexit.register
+@cache
+def _register() -> None:
+    atexit.register(_wait)
+
+
 def _wait() -> None:
     end = time.monotonic() + _WAIT
     while _alive and time.monotonic() < end:

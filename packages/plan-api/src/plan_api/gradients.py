@@ -27,7 +27,7 @@ _log = logging.getLogger("plan_api")
 
 
 class Gradients:
-    """Places gradients as their parameters when a backward ends.
+    """Places gradients as their parameters during backward, or at its end.
 
     Of a model on ``meta`` it begins with the first forward: materialised parameters are others.
 
