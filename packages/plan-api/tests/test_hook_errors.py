@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api import Plan, parallelize
+from plan_api import Phase, Plan, parallelize
 from plan_api.errors import append_site
 from plan_api.fuse import Move, Site, Step
 from plan_api.ir import Act, Moment
@@ -123,3 +124,33 @@ def test_an_error_of_attention_over_sequences_names_its_entry(mesh):
     told = str(raised.value)
     assert "at attention of 0, for entry 1 of the plan (test_hook_errors.py:" in told
     assert "a DTensor of (2, 2, 4, 4), placed R, S(2)" in told
+
+
+def test_an_error_of_gathering_a_parameter_names_its_entry(mesh):
+    plan = Plan(mesh).shard("0.weight", S0, "dp", phase=Phase.INIT)
+    plan.shard("0.weight", R, "dp", phase=Phase.RUN)
+    model = parallelize(nn.Sequential(nn.Linear(2, 4)), plan)
+    dist.destroy_process_group(mesh.get_group("dp"))
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(4, 2))
+    told = str(raised.value)
+    assert "at the gather of parameter weight, for entry 0 and 1 of the plan" in told
+    assert "(test_hook_errors.py:" in told
+    assert "got a DTensor of (4, 2), placed S(0), R" in told
+
+
+def test_an_error_of_gradients_that_go_back_into_order_names_the_entry(mesh):
+    class Attends(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    plan = Plan(mesh).sequence("<in>", "tp", dim=2).context("0", "tp", method="all-gather")
+    plan.sequence("<out>", "tp", dim=2)
+    out = parallelize(nn.Sequential(Attends()), plan)(torch.ones(2, 2, 8, 4, requires_grad=True))
+    loss = out.to_local().sum()
+    dist.destroy_process_group(mesh.get_group("tp"))
+    with pytest.raises(RuntimeError) as raised:
+        loss.backward()
+    told = str(raised.value)
+    assert "at the backward of forward, for entry 2 of the plan (test_hook_errors.py:" in told
+    assert "got a torch.Tensor of (2, 2, 4, 4)" in told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class Schedule:
         keeps: whether what forward and backward use stays until the optimizer has changed it.
         waits: whether its gradients stay whole until backward is through.
         entries: of the plan, which it comes from.
+        lines: where these were written.
     """
 
     rest: _Placements
@@ -37,6 +38,7 @@ class Schedule:
     keeps: bool = False
     waits: bool = False
     entries: tuple[int, ...] = ()
+    lines: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def moves(self) -> bool:
@@ -63,15 +65,19 @@ def schedules(
         ValueError: a buffer has phases, or a gradient is to be placed as no phase needs it.
     """
     said: dict[str, dict[Moment, dict[int, Placement]]] = {}
-    entries: dict[str, dict[int, None]] = {}
+    entries: dict[str, dict[int, str]] = {}
     axes = axis_names(mesh)
     for op in ops:
         if op.act is Act.SHARD:
             name = f"{op.path}.{op.tensor}" if op.path else op.tensor
             said.setdefault(name, {}).setdefault(op.moment, {})[axes.index(op.axis)] = op.dst
-            entries.setdefault(name, {})[op.entry] = None
+            entries.setdefault(name, {})[op.entry] = op.line
     return {
-        name: replace(_schedule(name, tensors[name], when, mesh), entries=tuple(entries[name]))
+        name: replace(
+            _schedule(name, tensors[name], when, mesh),
+            entries=tuple(entries[name]),
+            lines=tuple(dict.fromkeys(line for line in entries[name].values() if line)),
+        )
         for name, when in said.items()
     }
 

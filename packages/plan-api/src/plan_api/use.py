@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.containers import map_tensors
+from plan_api.errors import StepContext
 from plan_api.fuse import Step
 from plan_api.ir import Act
 from plan_api.schedule import Schedule
@@ -40,7 +41,8 @@ class Copy:
     def __init__(self, owner: nn.Module, name: str, schedule: Schedule) -> None:
         self._owner, self._name = owner, name
         self._placements, self._keeps = schedule.run, schedule.keeps
-        self._step = Step(name, 0, Act.SHARD, {}, schedule.entries)
+        self._step = Step(name, 0, Act.SHARD, {}, schedule.entries, schedule.lines)
+        self._at = StepContext(f"the gather of parameter {name}", self._step)
         self._local: torch.Tensor | None = None
         self._nbytes = 0
         self._of: tuple[int, int] | None = None  # the versions of what it is a copy of
@@ -108,10 +110,17 @@ class Copy:
         """For `fused_comm.diagnosis`."""
         return f"plan-api: parameter {self._name!r} for its use, {self._step.said}"
 
+    def _redistributed(self, rest: DTensor) -> torch.Tensor:
+        try:
+            return rest.redistribute(placements=self._placements)._local_tensor
+        except Exception as error:
+            self._at.add_to(error, rest)
+            raise
+
     def _fill(self, rest: DTensor) -> None:
         with torch.no_grad():
             with moving(self._step, rest.placements, self._placements):
-                fresh = rest.redistribute(placements=self._placements)._local_tensor
+                fresh = self._redistributed(rest)
             if self._local is None or self._local.device != fresh.device:
                 # Not the parameter's own memory, as along axes of one rank, nor a part of more.
                 self._local = fresh.clone(memory_format=torch.contiguous_format)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.axes import axis_names
 from plan_api.context.order import Order
+from plan_api.errors import StepContext, annotate_backward_errors
 from plan_api.fuse import Site, Step
 from plan_api.hooks import argument_at, places_of
 from plan_api.ir import Act, Moment, short
@@ -45,6 +46,7 @@ class Reorder:
         self._order = Order(dict(move.options)["order"], mesh.size(self._axis))
         self._leaves = site.moment is Moment.FORWARD
         self._what = f"{site.name}:{step.tensor}:{step.index}"
+        self._in_backward = StepContext(f"the backward of {site.name}", step)
         self.settled: DTensorSpec | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +90,7 @@ class Reorder:
         group = self._mesh.get_group(self._axis).group_name
         moved: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
             local, self._dim, _owners(self._order), _in_sequence(self._order),
-            self._mesh.get_local_rank(self._axis), group,
+            self._mesh.get_local_rank(self._axis), group, self._in_backward,
         )  # fmt: skip
         return moved
 
@@ -122,13 +124,16 @@ class _Exchange(torch.autograd.Function):
         after: _Owned,
         rank: int,
         group: str,
+        at: StepContext,
     ) -> torch.Tensor:
+        ctx.at = at
         ctx.rest = (dim, after, before, rank, group)
         return _exchange(local, dim, before, after, rank, group)
 
     @staticmethod
+    @annotate_backward_errors
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return _exchange(grads[0], *ctx.rest), None, None, None, None, None
+        return _exchange(grads[0], *ctx.rest), *[None] * 6
 
 
 def _exchange(
