@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import ablation
+import cold_speed
 import lengths_speed
 import ops_speed
 import plain_speed
@@ -20,6 +21,7 @@ PARTS = {
     "lengths": lengths_speed.rows,
     "results": results_speed.rows,
     "plain": plain_speed.rows,
+    "cold": cold_speed.rows,
 }
 
 

@@ -23,7 +23,9 @@ from torch.distributed.tensor import (
     Shard,
     _api,
     _collective_utils,
+    _op_schema,
     _redistribute,
+    _sharding_prop,
     _utils,
     distribute_tensor,
 )
@@ -58,6 +60,7 @@ def test_every_shim_has_a_canary_here():
 @pytest.mark.parametrize(
     ("shim", "needed_before"),
     [
+        ("checked_outs", (2, 13)),  # only one argument, by name
         ("gradient_argument", (2, 12)),  # the keyword that is missing
         ("partial_second_stays", (2, 12)),  # False
         ("redistribute_context", (2, 13)),  # the old names
@@ -287,3 +290,48 @@ def test_what_to_local_leaves_for_its_backward(mesh):
     assert {name: ours[name] for name in theirs} == theirs
     since = {"local_tensor_stride"}
     assert ours.keys() - theirs.keys() == (set() if RELEASE >= (2, 14) else since)
+
+
+def test_candidates_are_made_and_refused_as_expansion_does():
+    source = inspect.getsource(_compat.expand_to_full_mesh)
+    assert _compat.VALIDITY_OPTION in inspect.signature(_compat.expand_to_full_mesh).parameters
+    assert ("has_mixed_partial" in source) is _compat.MIXED_PARTIALS_ARE_REFUSED
+    assert ("mismatching_input_output" in source) is _compat.IN_PLACE_RESULT_IS_CHECKED
+    assert ("_input_use_strided" in source) is _compat.STRIDED_ORDER_IS_PASSED_ON
+    assert ("has_container_output_meta" in source) is _compat.LISTS_OF_ONE_ARE_TUPLES
+    assert ("if not argument.is_out" in source) is (RELEASE >= (2, 13))
+    assert _compat.checked_outs(aten.neg.out) == ["out"]
+    assert _compat.checked_outs(aten.neg.default) == []
+    two = ["values", "indices"] if RELEASE >= (2, 13) else []
+    assert sorted(_compat.checked_outs(aten.sort.values)) == sorted(two)
+
+
+def test_costs_are_made_of_these():
+    planner = _redistribute.DTensorRedistributePlanner
+    shards_become_sums = hasattr(planner, "_get_shard_to_partial_target_states")
+    assert shards_become_sums is _compat.SHARDS_BECOME_SUMS
+    counted = inspect.getsource(DTensorSpec.num_shards.fget)
+    assert ("_is_shard_like" in counted) is _compat.STRIDED_SHARDS_COUNT
+
+
+def test_the_topology_of_a_mesh_is_made_by_torch_and_kept_by_nobody():
+    cached = _collective_utils.MeshTopoInfo.build_from_mesh
+    with fake_mesh((2, 4)) as mesh:
+        before = cached.cache_info()
+        made = _compat.mesh_topology(mesh)
+        assert cached.cache_info() == before
+        assert made.mesh_dim_devices == [2, 4]
+        assert made == cached(mesh)
+    cached.cache_clear()
+
+
+def test_the_search_is_forced_by_this_flag():
+    assert not _compat.redistributes_by_graph()
+    with _redistribute.use_min_cost_redistribution_plan():
+        assert _compat.redistributes_by_graph()
+
+
+def test_torch_infers_results_by_these_names():
+    assert "FakeTensorMode()" in inspect.getsource(_sharding_prop.ShardingPropagator)
+    made = inspect.getsource(_op_schema.OpSchema.gen_fake_args)
+    assert _op_schema._rebuild_tensor_from_dtensor_meta.__name__ in made

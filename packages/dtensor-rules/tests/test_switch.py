@@ -32,8 +32,11 @@ def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
         "kernels of _c10d_functional::all_gather_into_tensor",
         "kernels of _c10d_functional::all_gather_into_tensor_coalesced",
     ]
-    assert [path for path in enabled if path not in kernels] == [
+    strategies = [path for path in enabled if path.endswith(".expand_to_full_mesh_op_strategy")]
+    assert "torch.distributed.tensor._ops.utils.expand_to_full_mesh_op_strategy" in strategies
+    assert [path for path in enabled if path not in (*kernels, *strategies)] == [
         "DTensor's tp_getattr",
+        f"{PROPAGATOR}[_propagate_tensor_meta_non_cached]",
         f"{PROPAGATOR}[register_op_strategy]",
         f"{PROPAGATOR}[register_sharding_prop_rule]",
         f"{PROPAGATOR}[register_single_dim_op_strategy]",
@@ -45,6 +48,8 @@ def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
         "torch.distributed.tensor.DTensor.to_local",
         "torch.distributed.tensor._dispatch.OpDispatcher.wrap",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec.__setattr__",
+        "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta",
+        "torch.distributed.tensor._sharding_prop.FakeTensorMode",
     ]
 
 

@@ -1,5 +1,7 @@
 """Options of `parallelize`: each is in effect, or refused before anything is changed or sent."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -90,3 +92,16 @@ def test_ranks_that_disagree_on_an_option_are_told_so():
         with pytest.raises(RankError, match="differ") as error:
             run_ranks(call, 2)
         assert [report.state for report in error.value.reports] == ["raised", "raised"], call
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_three_axes_without_dtensor_rules_are_warned_of(monkeypatch, installed):
+    monkeypatch.setattr(extras, "find_spec", lambda name: installed or None)
+    remedy = r"add 'dtensor-rules' to use=" if installed else r"pip install 'plan-api\[rules\]'"
+    with fake_mesh((2, 2, 2), ("rep", "dp", "tp")) as mesh:
+        with pytest.warns(UserWarning, match=rf"mesh has 3 axes, .* minutes .*{remedy}"):
+            parallelize(TwoLinears(), Plan(mesh), use=())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parallelize(TwoLinears(), Plan(mesh), mode="static", guard_steps=0, use=())
+            parallelize(TwoLinears(), Plan(mesh["dp", "tp"]), use=())

@@ -28,6 +28,7 @@ _HOMES = {
     "remove_rule": "table",
     "rules": "table",
     "set_cache_capacity": "counts",
+    "set_planning_budget": "budget",
     "stats": "counts",
     "stats_clear": "counts",
 }
@@ -50,6 +51,7 @@ __all__ = [
     "remove_rule",
     "rules",
     "set_cache_capacity",
+    "set_planning_budget",
     "stats",
     "stats_clear",
 ]
@@ -70,6 +72,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from dtensor_rules.budget import set_planning_budget
     from dtensor_rules.counts import (
         CacheInfo,
         OpStats,

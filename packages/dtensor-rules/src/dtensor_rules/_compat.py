@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.compiler.config
-from torch.distributed.tensor import DTensor, _api, _redistribute, _utils
+from torch.distributed.tensor import DTensor, _api, _collective_utils, _redistribute, _utils
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import utils as _strategies
 
 from dtensor_rules._built_for import TORCH_VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def minor(version: str) -> str:
@@ -186,3 +187,46 @@ def to_local_context(spec: DTensorSpec, stride: tuple[int, ...]) -> Any:
     return types.SimpleNamespace(
         dtensor_spec=spec, grad_placements=None, local_tensor_stride=stride
     )
+
+
+# What `expand_to_full_mesh_op_strategy` and the costs it compares are, by version; see expansion.py
+# and costs.py.
+
+#: Torch's own function, also while another is in its place.
+expand_to_full_mesh: Any = _strategies.expand_to_full_mesh_op_strategy
+#: Its option for a condition of the operator's own.
+VALIDITY_OPTION = "full_mesh_strategy_filter" if RELEASE >= (2, 14) else "is_valid_strategy_cb"
+#: Whether candidates with partial values of several kinds in one tensor are left out.
+MIXED_PARTIALS_ARE_REFUSED = RELEASE >= (2, 12)
+#: Whether the result of an in-place operator must be placed as its first input, which must stay.
+IN_PLACE_RESULT_IS_CHECKED = RELEASE >= (2, 12)
+#: Whether strided shards of candidates stand for an order of axes where those of the inputs do.
+STRIDED_ORDER_IS_PASSED_ON = RELEASE >= (2, 12)
+#: Whether a strided shard counts among the shards of a tensor, in costs.
+STRIDED_SHARDS_COUNT = RELEASE >= (2, 12)
+#: Whether the specs of a list of results are a tuple even where there is one.
+LISTS_OF_ONE_ARE_TUPLES = RELEASE >= (2, 14)
+#: Whether the graph search turns a shard into a partial sum where the target is one.
+SHARDS_BECOME_SUMS = RELEASE >= (2, 14)
+
+
+def checked_outs(op: torch._ops.OpOverload) -> list[str]:
+    """The ``out=`` arguments whose placements the results must have, by position of the result."""
+    outs = [argument.name for argument in op._schema.arguments if argument.is_out]
+    if RELEASE >= (2, 13):
+        return outs
+    return ["out"] if "out" in outs else []
+
+
+def mesh_topology(mesh: DeviceMesh) -> Any:
+    """The `MeshTopoInfo` by which torch estimates the times of collectives.
+
+    Torch keeps those that it makes, and their meshes, for ever; this one is the caller's.
+    """
+    build: Any = _collective_utils.MeshTopoInfo.build_from_mesh
+    return build.__wrapped__(mesh)
+
+
+def redistributes_by_graph() -> bool:
+    """Whether torch was told to plan every redistribution by its graph search."""
+    return bool(_redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtensor_rules import _compat, _core
+from dtensor_rules import _compat, _core, budget
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class OpStats:
         cache: how many ran a plan that torch's propagation had made.
         miss: how many had to make their plan first, and ran it.
         fallthrough: how many were torch's, by reason.
+        slow: how many plans took longer to make than `set_planning_budget` says.
     """
 
     rule: int
     cache: int
     miss: int
     fallthrough: dict[str, int]
+    slow: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ class CacheInfo:
 def stats() -> dict[str, OpStats]:
     """The counts of every operator that was called, by its name, as ``aten.add.Tensor``."""
     return {
-        name: OpStats(rule, cache, miss, left) for name, rule, cache, miss, left in _core.counts()
+        name: OpStats(rule, cache, miss, left, budget.slow_decisions(name))
+        for name, rule, cache, miss, left in _core.counts()
     }
 
 
 def stats_clear() -> None:
     """Sets all counts back to 0."""
     _core.clear_counts()
+    budget.clear()
 
 
 def cache_info() -> CacheInfo:

@@ -11,15 +11,16 @@ each would keep its threads and sockets, and the next world would get meshes of 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _op_schema, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from dtensor_rules import _compat, _core, methods, operators, table
+from dtensor_rules import _compat, _core, expansion, inference, methods, operators, table
 
 _REGISTRATIONS = (
     "register_op_strategy",
@@ -46,6 +47,13 @@ def install() -> None:
     for name in _compat.UNREGISTER:
         _after(distributed_c10d, name, _compat.forget_decisions)
     _watch_specs()
+    _replace_everywhere(_compat.expand_to_full_mesh, expansion.expand)
+    _undo.append(inference.forget)
+    infer = propagator._propagate_tensor_meta_non_cached
+    _replace(propagator, infer.__name__, inference.infer_with(infer))
+    _replace(_sharding_prop, "FakeTensorMode", inference.mode)
+    rebuild = _op_schema._rebuild_tensor_from_dtensor_meta
+    _replace(_op_schema, rebuild.__name__, inference.rebuild_with(rebuild))
     _core.set_explicit_only(_compat.explicit_redistribution_only())
     _undo.append(lambda: _core.set_explicit_only(None))
     methods.install()
@@ -70,7 +78,6 @@ def _forget_all() -> None:
 
 def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
     """Makes an attribute of an object or module call ``then`` when it has done its own work."""
-    own = name in vars(owner)
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -79,8 +86,27 @@ def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
         then()
         return result
 
-    setattr(owner, name, both)
+    _replace(owner, name, both)
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    """Puts a function in the place of an attribute of a module or object."""
+    own, stock = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, ours)
     _undo.append(lambda: setattr(owner, name, stock) if own else delattr(owner, name))
+
+
+def _replace_everywhere(stock: Any, ours: Any) -> None:
+    """Puts a function in the place of torch's in every module that has it by that name."""
+    name = stock.__name__
+
+    def replace(old: Any, new: Any) -> None:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is old:
+                setattr(module, name, new)
+
+    replace(stock, ours)
+    _undo.append(lambda: replace(ours, stock))
 
 
 def _watch_specs() -> None:

@@ -71,13 +71,18 @@ def miss(
         rule: the name of the rule that made it; None for torch's propagation.
         seconds: how long that took.
     """
-    given = [*map(_shown, args), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
-    call, took = f"{op}({', '.join(given)})", f"{seconds * 1e6:.0f} us"
+    said, took = call(op, args, kwargs), f"{seconds * 1e6:.0f} us"
     if plan.reason is not None:
-        MISSES.debug("%s is torch's: %s; %s", call, plan.reason, took)
+        MISSES.debug("%s is torch's: %s; %s", said, plan.reason, took)
         return
     by = "torch's propagation" if rule is None else f"the rule {rule!r}"
-    MISSES.debug("%s -> %s; %s; by %s, %s", call, _results(plan), _moves(plan.moves), by, took)
+    MISSES.debug("%s -> %s; %s; by %s, %s", said, _results(plan), _moves(plan.moves), by, took)
+
+
+def call(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+    """Returns a call as one phrase: the operator, and the specs of its tensors."""
+    given = [*map(_shown, args), *(f"{name}={_shown(value)}" for name, value in kwargs.items())]
+    return f"{op}({', '.join(given)})"
 
 
 def left(name: str, reason: str) -> None:

@@ -28,8 +28,13 @@ def install_kernels(rules: Sequence[Rule]) -> None:
     named = [rule.overload for rule in rules]
     readers = [rule for rule in rules if rule.numbers]
     for op in dict.fromkeys([*shardable, *named]):
-        if isinstance(op, torch._ops.OpOverload) and op not in random:
+        if isinstance(op, torch._ops.OpOverload) and op not in random and _is_defined(op):
             _core.install_kernel(op, by_value(op, readers))
+
+
+def _is_defined(op: torch._ops.OpOverload) -> bool:
+    """Whether the library that defined an operator still exists; torch's tables keep its name."""
+    return torch._C._dispatch_has_kernel(op.name())
 
 
 def by_value(op: torch._ops.OpOverload, readers: Iterable[Rule] = ()) -> list[bool]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils import _pytree as pytree
 
-from dtensor_rules import logs, table
+from dtensor_rules import budget, logs, table
 from dtensor_rules.pattern import is_in_place
 from dtensor_rules.plan import Move, Output, Plan
 from dtensor_rules.redistribution import transform_between
@@ -29,12 +29,12 @@ def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, 
     Returns:
         a plan; one with a reason where torch has to do the call, its errors included.
     """
-    if not logs.wants_misses():
-        return _plan(op, args, kwargs)
     start = time.perf_counter()
     made = _plan(op, args, kwargs)
     seconds = time.perf_counter() - start
-    logs.miss(op, args, kwargs, made, rule=table.name_of(made), seconds=seconds)
+    budget.check(op, args, kwargs, seconds)
+    if logs.wants_misses():
+        logs.miss(op, args, kwargs, made, rule=table.name_of(made), seconds=seconds)
     return made
 
 

@@ -29,6 +29,15 @@ def enable() -> None:
     of the first that it has cached, the library those of the tensor's own, and ranks that differ
     wait for one another for ever.
 
+    What it replaces in torch, until `disable`:
+
+    - the kernels of operators on DTensors, and those of the functional all-gathers of CPU tensors;
+    - ``DTensor.from_local``, ``to_local``, ``redistribute`` and attributes, ``OpDispatcher.wrap``;
+    - ``expand_to_full_mesh_op_strategy``, wherever it was imported, by `expansion.expand`, and what
+      sharding propagation infers results by (`inference`);
+    - what changes torch's decisions, which it listens to: registrations of strategies, the clearing
+      of caches, ``DTensorSpec.__setattr__``, the end of process groups.
+
     With DTENSOR_RULES_CHECK=1 in the environment every call is made by torch as well, and compared.
 
     Raises:

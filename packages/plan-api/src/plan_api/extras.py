@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-__all__ = ["choose_extras", "enable_extra"]
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["choose_extras", "enable_extra", "warn_of_slow_planning"]
 
 _log = logging.getLogger("plan_api")
 
@@ -68,3 +72,29 @@ def enable_extra(name: str) -> Callable[[], None] | None:
             dtensor_rules.enable()
             return dtensor_rules.disable
     return None
+
+
+def warn_of_slow_planning(mesh: DeviceMesh, extras: Sequence[str]) -> None:
+    """Warns where DTensor operators are planned by torch alone on three mesh axes or more.
+
+    Torch compares all combinations of placements on all axes, for every operator: a first step can
+    take minutes.
+
+    Args:
+        mesh: of the plan.
+        extras: the optional packages in use.
+    """
+    enabled = "dtensor_rules" in sys.modules and sys.modules["dtensor_rules"].is_enabled()
+    if mesh.ndim < 3 or "dtensor-rules" in extras or enabled:
+        return
+    module, extra = _KNOWN["dtensor-rules"]
+    remedy = (
+        "add 'dtensor-rules' to use="
+        if find_spec(module)
+        else f"install dtensor-rules (pip install 'plan-api[{extra}]')"
+    )
+    warnings.warn(
+        f"parallelize: the plan's mesh has {mesh.ndim} axes, on which torch alone can take minutes "
+        f"to plan the operators of the first step; {remedy}, which plans them in milliseconds",
+        stacklevel=3,
+    )

@@ -16,6 +16,7 @@ from plan_api.agree import check_agreement
 from plan_api.axes import axis_names
 from plan_api.deferred import made_from
 from plan_api.eager import install_eager
+from plan_api.extras import warn_of_slow_planning
 from plan_api.forward_errors import install_forward_errors
 from plan_api.fully import apply_fully_shard, fully_sharded_names
 from plan_api.gradients import Gradients
@@ -179,6 +180,8 @@ def parallelize(
     )
     if lowered.overrides:
         _log.warning("the plan overrides itself:\n%s", _lines(lowered.overrides))
+    if mode == "eager" or options.guard_steps:
+        warn_of_slow_planning(plan.mesh, options.extras)
     install_patches(options.extras)
     random = "dist-rng" in options.extras
     place_state(model, plan.mesh, lowered.schedules, fully, src_data_rank, random)

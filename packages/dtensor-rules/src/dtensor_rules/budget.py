@@ -1,0 +1,80 @@
+"""Warns of sharding decisions that take longer than they should."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from dtensor_rules import logs
+
+_seconds = 2.0
+_slow: Counter[str] = Counter()
+_warned: set[str] = set()
+
+
+def set_planning_budget(seconds: float) -> None:
+    """Sets how long one sharding decision may take before it is counted and warned of.
+
+    A decision is made once for each operator, placements and shapes, and is cached then. One that
+    takes longer is a ``slow`` one in `stats`; the first of each operator is a `RuntimeWarning` with
+    its placements and mesh.
+
+    Args:
+        seconds: 2 by default; ``math.inf`` for no budget.
+
+    Raises:
+        ValueError: it is below 0, or no number.
+    """
+    global _seconds
+    if not seconds >= 0:
+        raise ValueError(f"set_planning_budget: expected seconds of at least 0, got {seconds}")
+    _seconds = seconds
+
+
+def check(
+    op: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    seconds: float,
+) -> None:
+    """Counts a decision that took longer than the budget, and warns of an operator's first.
+
+    Args:
+        op: the operator.
+        args: its positional arguments.
+        kwargs: its keyword-only arguments.
+        seconds: how long the decision took.
+    """
+    if seconds <= _seconds:
+        return
+    name = str(op)
+    _slow[name] += 1
+    if name in _warned:
+        return
+    _warned.add(name)
+    meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    warnings.warn(
+        f"planning {logs.call(op, args, kwargs)} on {', '.join(map(str, meshes[:1]))} took "
+        f"{seconds:.1f} s, expected at most {_seconds:g} s (dtensor_rules.set_planning_budget). "
+        f"Its plan is cached; other placements and shapes are planned again. To avoid that, "
+        f"redistribute the inputs to placements that the operator takes as they are, or make the "
+        f"plan with dtensor_rules.register_rule. Further calls of {name} are only counted, in "
+        f"dtensor_rules.stats().",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def slow_decisions(name: str) -> int:
+    """Returns how many decisions for an operator took longer than the budget."""
+    return _slow[name]
+
+
+def clear() -> None:
+    """Sets the counts back to 0, and lets every operator be warned of again."""
+    _slow.clear()
+    _warned.clear()

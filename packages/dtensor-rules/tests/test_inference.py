@@ -1,0 +1,114 @@
+"""What results are is inferred once for all placements, on fake tensors that are made once."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, _op_schema
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+
+import dtensor_rules
+from dtensor_rules import inference
+from testkit import fake_mesh
+
+
+@pytest.fixture
+def spec():
+    with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
+        meta = TensorMeta(torch.Size((4, 6)), (6, 1), torch.float32)
+        yield DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+
+
+def rebuilt(spec):
+    return _op_schema._rebuild_tensor_from_dtensor_meta(spec)
+
+
+def test_equal_arguments_are_one_fake_tensor(spec):
+    with inference.mode():
+        first = rebuilt(spec)
+        assert isinstance(first, FakeTensor)
+        assert (first.shape, first.stride(), first.dtype) == spec.tensor_meta
+        sharded = DTensorSpec(spec.mesh, (Shard(0),), tensor_meta=spec.tensor_meta)
+        assert rebuilt(sharded) is first
+        other = spec.tensor_meta._replace(dtype=torch.bfloat16)
+        assert rebuilt(DTensorSpec(spec.mesh, (Shard(0),), tensor_meta=other)) is not first
+
+
+def test_a_tensor_that_an_operator_has_reshaped_is_made_again(spec):
+    with inference.mode():
+        first = rebuilt(spec)
+        first.t_()
+        second = rebuilt(spec)
+    assert first.shape == (6, 4)
+    assert second.shape == (4, 6)
+
+
+def test_under_another_mode_torch_makes_its_own(spec):
+    with FakeTensorMode():
+        first = rebuilt(spec)
+        assert rebuilt(spec) is not first
+    with inference.mode():
+        assert rebuilt(spec) is not first
+
+
+def test_few_are_kept(spec, monkeypatch):
+    monkeypatch.setattr(inference, "_MOST_TENSORS", 3)
+    with inference.mode():
+        for rows in range(1, 6):
+            meta = spec.tensor_meta._replace(shape=torch.Size((rows, 6)))
+            rebuilt(DTensorSpec(spec.mesh, (Replicate(),), tensor_meta=meta))
+            assert len(inference._thread.tensors) <= 3
+
+
+def test_disable_drops_them(spec):
+    with inference.mode():
+        rebuilt(spec)
+    dtensor_rules.disable()
+    assert not inference._thread.tensors
+    assert not inference._results
+    assert inference._thread.mode is None
+
+
+def inferred(op, *args):
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(OpSchema(op, args, {}))
+
+
+def test_calls_that_differ_in_placements_alone_are_inferred_once(spec):
+    aten = torch.ops.aten
+    sharded = DTensorSpec(spec.mesh, (Shard(0),), tensor_meta=spec.tensor_meta)
+    first = inferred(aten.mul.Tensor, spec, 2)
+    assert inferred(aten.mul.Tensor, sharded, 2) is first
+    assert len(inference._results) == 1
+    assert first == (spec.shape, (6, 1), torch.float32)
+    both = inferred(aten.split.Tensor, spec, 2, 1)
+    assert isinstance(both, (tuple, list))
+    assert [meta.shape for meta in both] == [(4, 2)] * 3
+
+
+def test_numbers_that_are_equal_but_of_other_types_are_other_calls(spec):
+    integers = spec.tensor_meta._replace(dtype=torch.int64)
+    count = DTensorSpec(spec.mesh, (Replicate(),), tensor_meta=integers)
+    by = {factor: inferred(torch.ops.aten.mul.Tensor, count, factor).dtype for factor in (2, True)}
+    assert inferred(torch.ops.aten.mul.Tensor, count, 2.0).dtype is torch.float32
+    assert by == {2: torch.int64, True: torch.int64}
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert inferred(torch.ops.aten.mul.Tensor, count, 2.0).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_cannot_be_compared_is_inferred_by_torch_each_time(spec):
+    class Size(int):
+        pass
+
+    assert inferred(torch.ops.aten.mul.Tensor, spec, Size(2)).shape == (4, 6)
+    assert not inference._results
+
+
+def test_results_are_bounded(spec, monkeypatch):
+    monkeypatch.setattr(inference, "_MOST_RESULTS", 3)
+    for factor in range(6):
+        inferred(torch.ops.aten.mul.Tensor, spec, factor)
+        assert len(inference._results) <= 3
