@@ -33,7 +33,9 @@ from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtensor_rules import _compat
-from dtensor_rules.costs import INF, Codebook, Codes, CostModel, NoPathError, Topology
+from dtensor_rules.costs import CostModel
+from dtensor_rules.path_search import NoPathError
+from dtensor_rules.step_times import INF, Codebook, Codes, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
