@@ -112,3 +112,46 @@ def test_results_are_bounded(spec, monkeypatch):
     for factor in range(6):
         inferred(torch.ops.aten.mul.Tensor, spec, factor)
         assert len(inference._results) <= 3
+
+
+aten = torch.ops.aten
+ON_META = {
+    "view": (aten.view.default, [(4, 6)], ([2, 12],)),
+    "t": (aten.t.default, [(4, 6)], ()),
+    "transpose": (aten.transpose.int, [(4, 6, 2)], (0, -1)),
+    "permute": (aten.permute.default, [(4, 6, 2)], ([2, 0, 1],)),
+    "expand": (aten.expand.default, [(4, 1)], ([3, 4, 6],)),
+    "slice": (aten.slice.Tensor, [(4, 6)], (1, 1, 5, 2)),
+    "select": (aten.select.int, [(4, 6)], (1, -1)),
+    "unsqueeze": (aten.unsqueeze.default, [(4, 6)], (1,)),
+    "squeeze": (aten.squeeze.dims, [(4, 1, 6)], ([1],)),
+    "split": (aten.split.Tensor, [(5, 6)], (2,)),
+    "split_with_sizes": (aten.split_with_sizes.default, [(5, 6)], ([2, 3],)),
+    "unbind": (aten.unbind.int, [(3, 6)], (1,)),
+    "detach": (aten.detach.default, [(4, 6)], ()),
+    "diagonal": (aten.diagonal.default, [(4, 6)], ()),
+    "_unsafe_view": (aten._unsafe_view.default, [(4, 6)], ([24],)),
+    "clone": (aten.clone.default, [(4, 6)], ()),
+    "mm": (aten.mm.default, [(4, 6), (6, 3)], ()),
+    "bmm": (aten.bmm.default, [(2, 4, 6), (2, 6, 3)], ()),
+    "addmm": (aten.addmm.default, [(3,), (4, 6), (6, 3)], ()),
+}
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", ON_META)
+def test_meta_tensors_give_what_fake_tensors_give(name, columns, spec):
+    op, shapes, rest = ON_META[name]
+    if columns and (min(map(len, shapes)) < 2 or "view" in name):
+        return  # a vector has one layout, and these refuse another
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    if columns:
+        tensors = [tensor.mT.contiguous().mT for tensor in tensors]
+    metas = [TensorMeta(one.shape, one.stride(), one.dtype) for one in tensors]
+    specs = [DTensorSpec(spec.mesh, (Replicate(),), tensor_meta=meta) for meta in metas]
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    of_torch = type(propagator)._propagate_tensor_meta_non_cached
+    expected = of_torch(propagator, OpSchema(op, (*specs, *rest), {}))
+    assert op.is_view or op in inference._NATIVE
+    got = inferred(op, *specs, *rest)
+    assert (type(got), got) == (type(expected), expected)

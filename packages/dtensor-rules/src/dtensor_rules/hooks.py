@@ -49,11 +49,9 @@ def install() -> None:
     _watch_specs()
     _replace_everywhere(_compat.expand_to_full_mesh, expansion.expand)
     _undo.append(inference.forget)
-    infer = propagator._propagate_tensor_meta_non_cached
-    _replace(propagator, infer.__name__, inference.infer_with(infer))
+    _wrap(propagator, "_propagate_tensor_meta_non_cached", inference.infer_with)
+    _wrap(_op_schema, "_rebuild_tensor_from_dtensor_meta", inference.rebuild_with)
     _replace(_sharding_prop, "FakeTensorMode", inference.mode)
-    rebuild = _op_schema._rebuild_tensor_from_dtensor_meta
-    _replace(_op_schema, rebuild.__name__, inference.rebuild_with(rebuild))
     _core.set_explicit_only(_compat.explicit_redistribution_only())
     _undo.append(lambda: _core.set_explicit_only(None))
     methods.install()
@@ -94,6 +92,11 @@ def _replace(owner: Any, name: str, ours: Any) -> None:
     own, stock = name in vars(owner), getattr(owner, name)
     setattr(owner, name, ours)
     _undo.append(lambda: setattr(owner, name, stock) if own else delattr(owner, name))
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replaces a function by what a wrapper makes of it."""
+    _replace(owner, name, wrapper(getattr(owner, name)))
 
 
 def _replace_everywhere(stock: Any, ours: Any) -> None:
