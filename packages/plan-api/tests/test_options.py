@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import dtensor_rules
 from plan_api import Plan, deferred_init, extras, parallelize
 from testkit import CommLog, RankError, fake_mesh, run_ranks
 from testkit.models import TwoLinears
@@ -94,8 +95,20 @@ def test_ranks_that_disagree_on_an_option_are_told_so():
         assert [report.state for report in error.value.reports] == ["raised", "raised"], call
 
 
+@pytest.fixture
+def without_dtensor_rules():
+    """Another test of this process may have left it on."""
+    enabled = dtensor_rules.is_enabled()
+    dtensor_rules.disable()
+    yield
+    if enabled:
+        dtensor_rules.enable()
+
+
 @pytest.mark.parametrize("installed", [True, False])
-def test_three_axes_without_dtensor_rules_are_warned_of(monkeypatch, installed):
+def test_three_axes_without_dtensor_rules_are_warned_of(
+    monkeypatch, installed, without_dtensor_rules
+):
     monkeypatch.setattr(extras, "find_spec", lambda name: installed or None)
     remedy = r"add 'dtensor-rules' to use=" if installed else r"pip install 'plan-api\[rules\]'"
     with fake_mesh((2, 2, 2), ("rep", "dp", "tp")) as mesh:
