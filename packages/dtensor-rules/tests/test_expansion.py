@@ -343,7 +343,7 @@ def test_torchs_function_is_everywhere_again():
     try:
         having = [m for m in list(sys.modules.values()) if name in getattr(m, "__dict__", {})]
         assert late in having
-        assert len(having) > 3
+        assert len(having) >= 3
         assert all(getattr(module, name) is stock for module in having)
     finally:
         del sys.modules[late.__name__]
