@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, _op_schema
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor_rules
 from dtensor_rules import inference
@@ -155,3 +156,17 @@ def test_meta_tensors_give_what_fake_tensors_give(name, columns, spec):
     assert op.is_view or op in inference._NATIVE
     got = inferred(op, *specs, *rest)
     assert (type(got), got) == (type(expected), expected)
+
+
+def test_a_compiler_that_traces_sees_no_meta_tensors(spec):
+    propagator = DTensor._op_dispatcher.sharding_propagator
+
+    def traced(x):
+        with_view = OpSchema(aten.view.default, (spec, [2, 12]), {})
+        assert propagator._propagate_tensor_meta_non_cached(with_view).shape == (2, 12)
+        return x + 1
+
+    graph = make_fx(traced, tracing_mode="fake")(torch.ones(3)).graph
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert calls == [aten.add.Tensor]
+    assert len(inference._results) == 1

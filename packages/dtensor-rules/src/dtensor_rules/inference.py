@@ -93,13 +93,17 @@ def infer_with(stock: _Infer) -> _Infer:
         if key in _results:
             _results.move_to_end(key)
         else:
-            op = schema.op
-            _results[key] = _on_meta(schema) if op.is_view or op in _NATIVE else stock(schema)
+            _results[key] = _on_meta(schema) if _runs_on_meta(schema.op) else stock(schema)
             if len(_results) > _MOST_RESULTS:
                 _results.popitem(last=False)
         return _results[key]
 
     return infer
+
+
+def _runs_on_meta(op: torch._ops.OpOverload) -> bool:
+    # A mode, as of a compiler, would see the meta tensors and record them.
+    return (op.is_view or op in _NATIVE) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _on_meta(schema: OpSchema) -> object:
