@@ -310,7 +310,9 @@ def test_torchs_error_where_no_candidate_holds():
         args = spec(mesh, X, (P, R)), spec(mesh, X, (R, R))
         stock, ours = both(aten.relu_.default, args[:1])
         assert ours == stock
-        assert stock[0] == "RuntimeError"
+        assert (stock[0] == "RuntimeError") is (
+            _compat.RELEASE >= (2, 12)
+        )  # 2.11 makes a sum of it
 
 
 def test_operators_of_users_are_planned_by_it():
