@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-
-import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
-
-from dtensor_rules import logs
+from collections.abc import Callable
 
 _seconds = 2.0
 _slow: Counter[str] = Counter()
@@ -35,35 +30,26 @@ def set_planning_budget(seconds: float) -> None:
     _seconds = seconds
 
 
-def check(
-    op: torch._ops.OpOverload,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    seconds: float,
-) -> None:
+def check(name: str, seconds: float, describe: Callable[[], str]) -> None:
     """Counts a decision that took longer than the budget, and warns of an operator's first.
 
     Args:
-        op: the operator.
-        args: its positional arguments.
-        kwargs: its keyword-only arguments.
+        name: of the operator.
         seconds: how long the decision took.
+        describe: returns the call with its placements and mesh.
     """
     if seconds <= _seconds:
         return
-    name = str(op)
     _slow[name] += 1
     if name in _warned:
         return
     _warned.add(name)
-    meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     warnings.warn(
-        f"planning {logs.call(op, args, kwargs)} on {', '.join(map(str, meshes[:1]))} took "
-        f"{seconds:.1f} s, expected at most {_seconds:g} s (dtensor_rules.set_planning_budget). "
-        f"Its plan is cached; other placements and shapes are planned again. To avoid that, "
-        f"redistribute the inputs to placements that the operator takes as they are, or make the "
-        f"plan with dtensor_rules.register_rule. Further calls of {name} are only counted, in "
-        f"dtensor_rules.stats().",
+        f"planning {describe()} took {seconds:.1f} s, expected at most {_seconds:g} s "
+        f"(dtensor_rules.set_planning_budget). Its plan is cached; other placements and shapes are "
+        f"planned again. To avoid that, redistribute the inputs to placements that the operator "
+        f"takes as they are, or make the plan with dtensor_rules.register_rule. Further calls of "
+        f"{name} are only counted, in dtensor_rules.stats().",
         RuntimeWarning,
         stacklevel=2,
     )

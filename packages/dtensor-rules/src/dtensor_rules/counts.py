@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtensor_rules import _compat, _core, budget
+from dtensor_rules import _compat, _core, budget, inference
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def cache_clear() -> None:
     _compat.forget_decisions()
     _core.cache_clear()
     _core.clear_specs()
+    inference.clear()
 
 
 def set_cache_capacity(plans: int) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dtensor_rules import _compat
 from dtensor_rules.costs import CostModel
-from dtensor_rules.path_search import NoPathError
+from dtensor_rules.path_search import NoPathError, may_mix
 from dtensor_rules.step_times import INF, Codebook, Codes, Topology
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ class _Products:
         self._specs = [_only_spec(strategy, mesh) for strategy in strategies]
         if not self._specs or mesh.get_coordinate() is None:
             raise _UnsupportedError
-        self._metas = [strategy.tensor_meta for strategy in strategies]
         self._arguments = len(op_schema.args_strategy)  # those behind are keyword arguments
         self._strided_is_order = _strided_is_order(self._specs)
 
@@ -145,17 +144,9 @@ class _Products:
             and not isinstance(options.output_tensor_meta, TensorMeta)
         )
 
-        # What holds on every axis by itself: the rows that an axis can have.
         fixed = self._fixed(op_schema)
-        self._possible = [
-            [
-                index
-                for index, codes in enumerate(self._codes)
-                if all(codes[at] == placed[axis] for at, placed in fixed)
-            ]
-            for axis in self._axes
-        ]
-        self._bounds = [self._bounds_on(axis, topology.least(axis)) for axis in self._axes]
+        # By axis, the rows that it can have, and what each costs there at least.
+        self._bounds = [self._bounds_on(axis, topology.least(axis), fixed) for axis in self._axes]
         self._mixing = self._positions_that_may_mix()
         self._shardable: dict[tuple[int, Codes], bool] = {}
 
@@ -188,12 +179,15 @@ class _Products:
                 fixed.append((at, placed))
         return fixed
 
-    def _bounds_on(self, axis: int, least: float) -> dict[int, float]:
-        """Returns for each possible row what a product with it costs at least, for one axis.
+    def _bounds_on(
+        self, axis: int, least: float, fixed: list[tuple[int, Codes]]
+    ) -> dict[int, float]:
+        """Returns the rows that an axis can have, each with what it costs there at least.
 
         Args:
             axis: of the mesh.
             least: what no collective on it is below.
+            fixed: which positions of a row have to be as which placements.
         """
         book = self._book
         # Where a replica was, anything may be without communication.
@@ -203,8 +197,9 @@ class _Products:
             if book.is_shard[before := model.codes[axis]] or book.is_partial[before]
         ]
         return {
-            row: least * sum([self._codes[row][at] != before for at, before in costly])
-            for row in self._possible[axis]
+            row: least * sum([codes[at] != before for at, before in costly])
+            for row, codes in enumerate(self._codes)
+            if all(codes[at] == placed[axis] for at, placed in fixed)
         }
 
     def _positions_that_may_mix(self) -> list[int]:
@@ -223,7 +218,7 @@ class _Products:
         rows = [
             [
                 index
-                for index in reversed(self._possible[axis])
+                for index in reversed(self._bounds[axis])
                 if all(
                     self._codes[index][self._first_input + at] == self._models[at].codes[axis]
                     for at in arguments
@@ -315,10 +310,9 @@ class _Products:
         """Returns whether no tensor is partial in two ways, and the operator's own condition."""
         for at in self._mixing:
             kinds = {kind for row in product if (kind := self._book.kinds[self._codes[row][at]])}
-            if len(kinds) > 1:
-                types, reductions = {kind[0] for kind in kinds}, {kind[1] for kind in kinds}
-                if len(types) > 1 or reductions != {"sum", "avg"}:
-                    return False
+            types, reductions = {kind[0] for kind in kinds}, {kind[1] for kind in kinds}
+            if len(types) > 1 or not may_mix(reductions):
+                return False
         holds = self._options.holds
         if holds is None:
             return True
@@ -337,7 +331,9 @@ class _Products:
         metas = [*metas, *[None] * self._first_input][: self._first_input]
         specs = [
             self._build_spec([self._rows[row][position] for row in product], meta)
-            for position, meta in zip(self._positions, [*metas, *self._metas], strict=True)
+            for position, meta in zip(
+                self._positions, [*metas, *[spec.tensor_meta for spec in self._specs]], strict=True
+            )
         ]
         inputs = specs[self._first_input :]
         at_position = dict(zip(self._positions, specs, strict=True))

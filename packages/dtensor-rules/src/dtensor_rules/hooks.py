@@ -48,7 +48,7 @@ def install() -> None:
         _after(distributed_c10d, name, _compat.forget_decisions)
     _watch_specs()
     _replace_everywhere(_compat.expand_to_full_mesh, expansion.expand)
-    _undo.append(inference.forget)
+    _undo.append(inference.clear)
     _wrap(propagator, "_propagate_tensor_meta_non_cached", inference.infer_with)
     _wrap(_op_schema, "_rebuild_tensor_from_dtensor_meta", inference.rebuild_with)
     _replace(_sharding_prop, "FakeTensorMode", inference.mode)
@@ -87,11 +87,11 @@ def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
     _replace(owner, name, both)
 
 
-def _replace(owner: Any, name: str, ours: Any) -> None:
+def _replace(owner: Any, name: str, replacement: Any) -> None:
     """Puts a function in the place of an attribute of a module or object."""
-    own, stock = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, ours)
-    _undo.append(lambda: setattr(owner, name, stock) if own else delattr(owner, name))
+    own, native = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, replacement)
+    _undo.append(lambda: setattr(owner, name, native) if own else delattr(owner, name))
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -99,17 +99,17 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     _replace(owner, name, wrapper(getattr(owner, name)))
 
 
-def _replace_everywhere(stock: Any, ours: Any) -> None:
+def _replace_everywhere(native: Any, replacement: Any) -> None:
     """Puts a function in the place of torch's in every module that has it by that name."""
-    name = stock.__name__
+    name = native.__name__
 
     def replace(old: Any, new: Any) -> None:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is old:
                 setattr(module, name, new)
 
-    replace(stock, ours)
-    _undo.append(lambda: replace(ours, stock))
+    replace(native, replacement)
+    _undo.append(lambda: replace(replacement, native))
 
 
 def _watch_specs() -> None:

@@ -1,7 +1,7 @@
-"""Keeps what torch infers of results' shapes, strides and dtypes, and what it infers them by.
+"""Caches what torch infers of results' shapes, strides and dtypes, and what it infers them by.
 
 Note: for every new call torch's propagation runs the operator once on fake tensors, whatever their
-placements are: most of the time that a decision takes. What it found is kept for calls that differ
+placements are: most of the time that a decision takes. The result is cached for calls that differ
 in placements alone. Views, and a few operators more, are run on meta tensors instead, which takes a
 tenth of the time, and gives what fake tensors give. For others torch would make a `FakeTensorMode`,
 which formats a stack trace, and a fake tensor for each argument; these are the same for all calls
@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_map_only
 
-#: Fake tensors that a thread keeps, and inferences that the process keeps.
+#: Fake tensors that are cached per thread, and results that are cached per process.
 _MOST_TENSORS, _MOST_RESULTS = 512, 4096
 
 #: Values that are equal only if they are the same to an operator, given their type.
@@ -47,7 +47,7 @@ _Rebuild = Callable[[DTensorSpec], object]
 
 
 class _Thread(threading.local):
-    """What one thread keeps."""
+    """The fake mode and the fake tensors of one thread."""
 
     def __init__(self) -> None:
         self.mode: FakeTensorMode | None = None
@@ -61,7 +61,7 @@ def mode() -> FakeTensorMode:
     """Returns the fake mode of this thread."""
     if _thread.mode is None:
         _thread.mode = FakeTensorMode()
-        # A call is inferred once, and its plan kept: to remember the inference too costs as much.
+        # The results are cached here: torch's own cache would cost as much as the inference.
         _thread.mode.cache_enabled = False
     return _thread.mode
 
@@ -69,18 +69,18 @@ def mode() -> FakeTensorMode:
 _results: OrderedDict[Hashable, object] = OrderedDict()
 
 
-def forget() -> None:
+def clear() -> None:
     """Drops the results, and the mode and the tensors of the calling thread."""
     _results.clear()
     _thread.mode = None
     _thread.tensors.clear()
 
 
-def infer_with(stock: _Infer) -> _Infer:
+def infer_with(native: _Infer) -> _Infer:
     """Returns a function that infers the results of a call, once for all placements.
 
     Args:
-        stock: torch's, `_propagate_tensor_meta_non_cached` of the propagator, which runs the
+        native: torch's, `_propagate_tensor_meta_non_cached` of the propagator, which runs the
             operator on fake tensors; it answers where sizes are symbols.
     """
 
@@ -88,12 +88,12 @@ def infer_with(stock: _Infer) -> _Infer:
         try:
             arguments = _key((schema.args_schema, schema.kwargs_schema))
         except _NoKeyError:
-            return stock(schema)
+            return native(schema)
         key = (schema.op, torch.get_default_dtype(), arguments)
         if key in _results:
             _results.move_to_end(key)
         else:
-            _results[key] = _on_meta(schema) if _runs_on_meta(schema.op) else stock(schema)
+            _results[key] = _on_meta(schema) if _runs_on_meta(schema.op) else native(schema)
             if len(_results) > _MOST_RESULTS:
                 _results.popitem(last=False)
         return _results[key]
@@ -145,25 +145,25 @@ def _key(value: object) -> Hashable:
     return type(value), value
 
 
-def rebuild_with(stock: _Rebuild) -> _Rebuild:
+def rebuild_with(native: _Rebuild) -> _Rebuild:
     """Returns a function that gives the fake tensor of a spec.
 
     Args:
-        stock: torch's, `_rebuild_tensor_from_dtensor_meta`, which makes one; it answers under
+        native: torch's, `_rebuild_tensor_from_dtensor_meta`, which makes one; it answers under
             another fake mode, such as that of a compiler.
     """
 
     def rebuild(spec: DTensorSpec) -> object:
         active: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if active is None or active is not _thread.mode or spec.tensor_meta is None:
-            return stock(spec)
+            return native(spec)
         meta, tensors = spec.tensor_meta, _thread.tensors
         key = (meta, spec.mesh.device_type)
         tensor = tensors.get(key)
         if tensor is not None and tensor.shape == meta.shape and tensor.stride() == meta.stride:
             tensors.move_to_end(key)
             return tensor
-        made = stock(spec)
+        made = native(spec)
         assert isinstance(made, torch.Tensor)
         tensors[key] = made
         if len(tensors) > _MOST_TENSORS:

@@ -1,9 +1,9 @@
 """Searches for the steps between placements where shards are strided, or in another order.
 
-Note: torch searches anew for every input of every candidate of an operator, on specs that it makes
-for every edge (`DTensorRedistributePlanner.find_min_cost_path`). Here states are tuples, and one
-search from a tensor's placements serves all targets. States are settled in torch's sequence, since
-among equally short paths torch takes the first.
+Note: torch repeats the search for every input of every candidate of an operator, on specs that it
+makes for every edge (`DTensorRedistributePlanner.find_min_cost_path`). Here states are tuples, and
+one search from a tensor's placements serves all targets. States are settled in torch's sequence,
+since among equally short paths torch takes the first.
 
 Source: torch/distributed/tensor/_redistribute.py of torch 2.13.
 """
@@ -49,8 +49,8 @@ class Edges(NamedTuple):
 class PathSearch:
     """Torch's graph search from one state of a tensor, as far as it has been asked.
 
-    Torch searches anew for every target. The order in which states are settled does not depend on
-    the target, but for the strided shards and reductions in it: one search has the paths to all.
+    Torch repeats the search for every target. The order in which states are settled does not depend
+    on the target, but for the strided shards and reductions in it: one search has the paths to all.
 
     Args:
         times: of the tensor's steps.
@@ -125,7 +125,7 @@ class PathSearch:
                 yield axis, book.shard(dim), _moved(order, axis, None, dim)
         for axis in replicated:  # 6
             for reduction in self._edges.reductions:
-                if _may_mix({reduction, *(kind[1] for c in codes if (kind := book.kinds[c]))}):
+                if may_mix({reduction, *(kind[1] for c in codes if (kind := book.kinds[c]))}):
                     yield axis, book.partial(reduction), order
         for dim, axis in last:  # 8
             if book.is_strided[codes[axis]]:
@@ -152,5 +152,6 @@ def _moved(order: Order, axis: int, source: int | None, target: int | None) -> O
     return tuple(moved)
 
 
-def _may_mix(reductions: set[str]) -> bool:
+def may_mix(reductions: set[str]) -> bool:
+    """Returns whether one tensor may be partial by all of these reductions, on several axes."""
     return len(reductions) <= 1 or reductions == {"sum", "avg"}

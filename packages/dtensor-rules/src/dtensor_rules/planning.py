@@ -32,10 +32,17 @@ def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, 
     start = time.perf_counter()
     made = _plan(op, args, kwargs)
     seconds = time.perf_counter() - start
-    budget.check(op, args, kwargs, seconds)
+    budget.check(str(op), seconds, lambda: _describe(op, args, kwargs))
     if logs.wants_misses():
         logs.miss(op, args, kwargs, made, rule=table.name_of(made), seconds=seconds)
     return made
+
+
+def _describe(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    return f"{logs.call(op, args, kwargs)} on {tensors[0].device_mesh}"
 
 
 def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
