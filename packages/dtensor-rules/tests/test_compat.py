@@ -16,6 +16,7 @@ import torch.compiler.config
 import torch.distributed as dist
 import torch.distributed.config
 from torch._logging import warning_once
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,6 +32,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_rules import _compat
 from testkit import CommLog, fake_mesh
@@ -150,7 +152,7 @@ def test_torch_keeps_decisions_in_a_cache_of_its_own_in_cpp(mesh):
     assert propagator.propagate_op_sharding.cache_info().currsize == 0
 
 
-@pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", "_optimize_transform_infos"])
+@pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", _compat.MERGE])
 def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
     stock, asked = getattr(_redistribute, name), []
     monkeypatch.setattr(_redistribute, name, lambda *a, **k: asked.append(name) or stock(*a, **k))
@@ -159,7 +161,33 @@ def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
     _redistribute.redistribute_local_tensor(torch.ones(4, 4), src, dst)
     assert asked == [name]
     assert _compat.redistribution_transforms(src, dst)
-    assert asked == [name, name]
+
+
+def test_torch_asks_the_placement_of_a_transform_over_several_axes_to_gather():
+    class Gathered(Placement):
+        def __eq__(self, other):
+            return self is other
+
+        def __hash__(self):
+            return id(self)
+
+        def is_shard(self, dim=None):
+            return True
+
+        def _to_replicate_tensor(self, local, mesh, axis, shape):
+            return local + 1
+
+    assert _compat.is_tracing() is False
+    with fake_mesh((2, 2)) as square, pytest.MonkeyPatch.context() as patch:
+        transform = _compat.transform_of_axes(Gathered(), square, (0, 1))
+        patch.setattr(_redistribute, _compat.MERGE, lambda *_: [transform])
+        src, dst = spec(square, Shard(0), Shard(1)), spec(square, Replicate(), Replicate())
+        assert _redistribute.redistribute_local_tensor(torch.ones(2, 2), src, dst).sum() == 8
+
+
+def test_torch_s_own_function_merges_transforms():
+    assert _compat.merged_by_torch.__name__ == _compat.MERGE
+    assert _compat.merged_by_torch.__module__ == _redistribute.__name__
 
 
 def test_torch_refuses_mixed_partials_before_it_plans():
@@ -190,14 +218,38 @@ def test_torch_s_planners_stay_in_a_cache_without_bound():
 
 
 def test_torch_merges_collectives_over_a_flattened_mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
     with fake_mesh((2, 2)):
         named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         src, dst = spec(named, Partial(), Partial()), spec(named, Replicate(), Replicate())
-        named._flatten("ab")
-        apart = _redistribute._gen_transform_infos_non_cached(src, dst)
-        assert (len(apart), len(_compat.redistribution_transforms(src, dst))) == (2, 1)
+        assert _compat.flattened_mesh(named, (0, 1)) is None
+        assert _compat.flattenings(named["a"]) == 0
+        flattened = named._flatten("ab")
+        assert _compat.flattened_mesh(named, (0, 1)) is flattened
+        assert _compat.flattenings(named["a"]) == 1
+        apart = _compat.redistribution_transforms(src, dst)
+        given = apart, named, src.placements, dst.placements
+        assert (len(apart), len(_compat.merged_by_torch(*given))) == (2, 1)
+        assert _compat.merges_transforms()
+        with _redistribute.disable_redistribute_transform_optimization():
+            assert not _compat.merges_transforms()
+            assert len(_compat.merged_by_torch(*given)) == 2
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_default_group_says_which_tensors_it_sends(device_type):
+    with fake_mesh((2, 2), device_type=device_type) as square:
+        name = dist.distributed_c10d._get_default_group().group_name
+        assert _compat.default_group(square) == name
+        other = DeviceMesh("meta", square.mesh, _init_backend=False, _rank=0)
+        assert _compat.default_group(other) is None
+
+
+def test_the_default_group_has_the_mesh_s_ranks_in_their_order():
+    with fake_mesh((2, 2)) as square:
+        turned = DeviceMesh("cpu", square.mesh.T, _init_backend=False, _rank=0)
+        part = DeviceMesh("cpu", square.mesh[:1], _init_backend=False, _rank=0)
+        assert _compat.default_group(turned) is None
+        assert _compat.default_group(part) is None
 
 
 def test_torch_keeps_the_active_explicit_context_in_a_local_of_its_class():

@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_rules import _compat
+from dtensor_rules._core import Chunk, Divide, MultiAxisGather, StridedChunk
 from dtensor_rules.redistribution import plan_redistribution
 from testkit import Case, CommLog, assert_bitwise, each_rank, run_ranks
 
@@ -122,8 +123,23 @@ def filled_by_torch(source, target):
 
 
 def compare(mesh, pairs, shapes, dtype=torch.float32, *, values, every_layout=False):
-    """Runs all of torch's and then all of ours, on every rank in the same order; how many ran."""
+    """Runs all of torch's and then all of ours, on every rank in the same order; how many ran.
+
+    Collectives are torch's, but where gathers are joined: there they are at most as many.
+    """
     table = list(redistributions(mesh, pairs, shapes, dtype, every_layout=every_layout))
+    as_torchs = [row for row in table if not joins_gathers(row[3])]
+    joined = [row for row in table if joins_gathers(row[3])]
+    torchs, ours = run_both(as_torchs, values=values)
+    assert ours == torchs
+    torchs, ours = run_both(joined, values=values)
+    assert len(ours) == sum(collectives(plan) for *_, plan, _ in joined)
+    assert len(ours) <= len(torchs)
+    return len(table)
+
+
+def run_both(table, *, values):
+    """The collectives of torch's way and of ours."""
     kept = [local.clone() for *_, local in table]
     with CommLog() as log:
         torchs = [
@@ -132,12 +148,19 @@ def compare(mesh, pairs, shapes, dtype=torch.float32, *, values, every_layout=Fa
         ]
     with CommLog() as our_log:
         ours = [outcome(plan.apply, local) for _, _, _, plan, local in table]
-    assert our_log.calls == log.calls
     for row, our, theirs, before in zip(table, ours, torchs, kept, strict=True):
         what, _, _, plan, local = row
         assert_same(our, theirs, what, values=values or not plan.communicates)
         assert_bitwise(local, before, f"the input of {what}")
-    return len(table)
+    return log.calls, our_log.calls
+
+
+def joins_gathers(plan):
+    return any(isinstance(step, MultiAxisGather) for step in plan.steps)
+
+
+def collectives(plan):
+    return sum(not isinstance(step, Chunk | StridedChunk | Divide) for step in plan.steps)
 
 
 def pairs_of(placements):
@@ -270,12 +293,15 @@ def compare_on_merged_axes():
     pairs = [
         pair for pair in pairs_of(placements) if pair[1][0] in (R, S0, S1) or pair[0] == (R, R)
     ]
-    return sum(compare(mesh, pairs, [shape], values=True) for shape in ((8, 4), (5, 7)))
+    # torch's merged gathers of unequal shards are wrong: test_gathers.py.
+    reductions = [pair for pair in pairs if not isinstance(pair[0][0], Shard)]
+    even = compare(mesh, pairs, [(8, 4)], values=True)
+    return even, compare(mesh, reductions, [(5, 7)], values=True)
 
 
 @pytest.mark.ranks
 def test_collectives_over_several_axes_are_merged_where_torch_merges_them():
-    assert min(run_ranks(compare_on_merged_axes, 4, timeout=120)) == 50
+    assert set(run_ranks(compare_on_merged_axes, 4, timeout=120)) == {(25, 19)}
 
 
 def ordered_specs(mesh, whole):
@@ -314,7 +340,10 @@ def compare_orders(shape):
             torchs = stock.redistribute_local_tensor(local, src, dst)
         with CommLog() as our_log:
             ours = plan.apply(local)
-        assert our_log.calls == log.calls, (source, target)
+        if joins_gathers(plan):
+            assert len(our_log.calls) < len(log.calls), (source, target)
+        else:
+            assert our_log.calls == log.calls, (source, target)
         assert_same(
             Outcome(tensor=ours), Outcome(tensor=torchs), f"{source} to {target}", values=True
         )

@@ -41,6 +41,7 @@ def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
         f"{PROPAGATOR}[register_sharding_prop_rule]",
         f"{PROPAGATOR}[register_single_dim_op_strategy]",
         "torch._C._clear_DTensor_sharding_propagator_cache",
+        "torch.distributed.device_mesh.DeviceMesh._flatten",
         "torch.distributed.distributed_c10d._unregister_all_process_groups",
         "torch.distributed.distributed_c10d._unregister_process_group",
         "torch.distributed.tensor.DTensor.from_local",
@@ -49,6 +50,7 @@ def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
         "torch.distributed.tensor._dispatch.OpDispatcher.wrap",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec.__setattr__",
         "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta",
+        "torch.distributed.tensor._redistribute._optimize_transform_infos",
         "torch.distributed.tensor._sharding_prop.FakeTensorMode",
     ]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import dtensor_rules
 from plan_api import extras
 from testkit import fake_mesh
 
@@ -42,7 +43,17 @@ def model():
 
 
 @pytest.fixture
-def mesh(monkeypatch):
+def without_dtensor_rules():
+    """Another test of this process may have left it on."""
+    enabled = dtensor_rules.is_enabled()
+    dtensor_rules.disable()
+    yield
+    if enabled:
+        dtensor_rules.enable()
+
+
+@pytest.fixture
+def mesh(monkeypatch, without_dtensor_rules):
     """A fake mesh of data and tensor parallel axes; of other packages fused-comm is found."""
     monkeypatch.setattr(extras, "find_spec", lambda name: name == "fused_comm" or None)
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:

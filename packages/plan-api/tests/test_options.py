@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import dtensor_rules
 from plan_api import Plan, deferred_init, extras, parallelize
 from testkit import CommLog, RankError, fake_mesh, run_ranks
 from testkit.models import TwoLinears
@@ -93,16 +92,6 @@ def test_ranks_that_disagree_on_an_option_are_told_so():
         with pytest.raises(RankError, match="differ") as error:
             run_ranks(call, 2)
         assert [report.state for report in error.value.reports] == ["raised", "raised"], call
-
-
-@pytest.fixture
-def without_dtensor_rules():
-    """Another test of this process may have left it on."""
-    enabled = dtensor_rules.is_enabled()
-    dtensor_rules.disable()
-    yield
-    if enabled:
-        dtensor_rules.enable()
 
 
 @pytest.mark.parametrize("installed", [True, False])

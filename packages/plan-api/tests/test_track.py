@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+import dtensor_rules
 from plan_api import Plan, extras, parallelize, track, watch
 from plan_api.track import Collective, Phase
 from testkit import CommLog, run_ranks
@@ -90,6 +91,13 @@ def test_collectives_have_site_phase_axis_placements_and_cause(model, step):
     found.remove(reduction)
     assert found == STEP
     assert {one.ranks for one in record.collectives} == {2}
+
+
+def test_dtensor_rules_gather_over_both_axes_at_once(model, step):
+    with dtensor_rules.enabled(), track(model) as record:
+        step()
+    whole = {(one.axis, one.ranks) for one in record.collectives if one.site == ""}
+    assert whole == {("dp+tp", 4)}
 
 
 def test_the_line_is_that_of_the_entry_forward_and_backward(model, step):

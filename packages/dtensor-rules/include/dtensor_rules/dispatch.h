@@ -19,10 +19,6 @@ bool gate_is_open();
 // One more run of this plan, which was made for it (missed) or known. Needs the GIL.
 void count_run(Operator& op, const Plan& plan, bool missed);
 
-// A DTensor as `detach()` below autograd makes it, by aten.detach's plan; null where that is left to
-// torch. Takes the GIL.
-c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl& dtensor);
-
 // planner is planning.plan: what it returns, plan.h reads.
 void set_planner(py::object planner);
 

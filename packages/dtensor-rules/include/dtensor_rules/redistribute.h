@@ -1,11 +1,12 @@
 // A redistribution, planned once: what this rank does to its local tensor of one layout to hold its
 // local tensor of another.
 //
-// Note: a redistribution is a sequence of steps, and a step changes the placement on one mesh axis.
-// The steps are those of torch.distributed.tensor._redistribute.redistribute_local_tensor, each with
-// the operators that torch calls for it on values, so that results, strides, collectives and their
-// order are the same. `dim` is a dim of the tensor, `axis` one of the mesh; a shard is the piece
-// that torch.chunk makes, and empty where it makes fewer pieces than there are ranks.
+// Note: a redistribution is a sequence of steps, and a step changes the placement on one mesh axis,
+// or gathers several at once. All but that one are the steps of
+// torch.distributed.tensor._redistribute.redistribute_local_tensor, each with the operators that
+// torch calls for it on values, so that results, strides, collectives and their order are the same.
+// `dim` is a dim of the tensor, `axis` one of the mesh; a shard is the piece that torch.chunk makes,
+// and empty where it makes fewer pieces than there are ranks.
 #pragma once
 
 #include <cstdint>
@@ -70,6 +71,17 @@ struct StridedChunk {
   int64_t split_factor;
 };
 
+// Equal shards on several mesh axes to Replicate, by one gather over the ranks of all of them;
+// src/dtensor_rules/gathers.py says where their elements belong. Dims that are not gathered have
+// the size -1 in every list, and any size in the tensor.
+struct MultiAxisGather {
+  Axis axis;                    // the ranks of all axes
+  std::vector<int64_t> shard;   // the sizes of a shard
+  std::vector<int64_t> blocks;  // what is gathered, as a tensor of more dims: axes, then pieces
+  std::vector<int64_t> order;   // the dims of `blocks` in the order in which they make the result
+  std::vector<int64_t> sizes;   // of the result
+};
+
 // Replicate to Partial("sum"), and the mean that several axes are reduced to at once.
 struct Divide {
   int64_t divisor;
@@ -77,7 +89,8 @@ struct Divide {
 
 // The first is one that can be made from nothing, as pybind11 asks of a variant.
 using Step = std::variant<
-    Divide, Chunk, StridedChunk, AllGather, StridedGather, ReduceScatter, AllReduce, AllToAll>;
+    Divide, Chunk, StridedChunk, AllGather, StridedGather, MultiAxisGather, ReduceScatter,
+    AllReduce, AllToAll>;
 
 class Redistribution final : public Transform {
  public:

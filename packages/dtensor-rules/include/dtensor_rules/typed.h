@@ -113,6 +113,8 @@ class Typed<Result(Args...)> {
           return returned(std::move(*result), args...);
         }
       }
+      // Autograd saves tensors, and torch takes the GIL for each: once for all is cheaper.
+      const Gil gil;
       // What torch's own fallback at this key does, but for the boxing.
       const at::impl::MaybeSetTLSOnEntryGuard guard;
       return redispatch_(

@@ -146,27 +146,6 @@ void dispatch(Operator& op, Stack& stack) {
   }
 }
 
-c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl& dtensor) {
-  if (!gate_is_open() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
-    return {};
-  }
-  const Gil gil;
-  static Operator* op = nullptr;  // found once: operators outlive their kernels
-  if (op == nullptr) {
-    op = find_operator("aten.detach.default");
-  }
-  if (op == nullptr || !op->installed) {
-    return {};
-  }
-  const c10::impl::ExcludeDispatchKeyGuard below(kBeforePython);
-  auto* impl = const_cast<c10::TensorImpl*>(&dtensor);
-  Stack stack{at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(impl))};
-  if (run(*op, stack) != Reason::kNone) {
-    return {};
-  }
-  return stack[0].toTensor().getIntrusivePtr();
-}
-
 void set_planner(py::object planner) {
   functions().planner = std::move(planner);
 }

@@ -187,6 +187,35 @@ at::Tensor run(const StridedGather& step, const at::Tensor& local) {
   return whole;
 }
 
+// The sizes with each -1 replaced, in turn, by the next of `others`.
+std::vector<int64_t> filled(std::vector<int64_t> sizes, const std::vector<int64_t>& others) {
+  auto next = others.begin();
+  for (int64_t& size : sizes) {
+    size = size == -1 ? *next++ : size;
+  }
+  return sizes;
+}
+
+at::Tensor run(const MultiAxisGather& step, const at::Tensor& local) {
+  const auto dims = static_cast<int64_t>(step.shard.size());
+  TORCH_CHECK(
+      local.dim() == dims, "redistribute: a shard of ", local.dim(), " dims where the spec says ",
+      dims);
+  std::vector<int64_t> others;
+  for (int64_t dim = 0; dim < dims; ++dim) {
+    if (step.shard[dim] == -1) {
+      others.push_back(local.size(dim));
+      continue;
+    }
+    TORCH_CHECK(
+        local.size(dim) == step.shard[dim], "redistribute: a shard of dim ", dim, " has size ",
+        local.size(dim), " where the spec says ", step.shard[dim]);
+  }
+  const at::Tensor gathered = all_gather(contiguous(local), step.axis);
+  const at::Tensor blocks = gathered.view(filled(step.blocks, others));
+  return contiguous(blocks.permute(step.order)).view(filled(step.sizes, others));
+}
+
 at::Tensor run(const StridedChunk& step, const at::Tensor& local) {
   const int64_t count = step.axis.size();
   const int64_t parts = step.split_factor;

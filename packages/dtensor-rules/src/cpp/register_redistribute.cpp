@@ -2,6 +2,7 @@
 #include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "dtensor_rules/redistribute.h"
 #include "dtensor_rules/register.h"
@@ -60,6 +61,13 @@ std::string text(const StridedGather& step) {
   return out.str();
 }
 
+std::string text(const MultiAxisGather& step) {
+  std::ostringstream out;
+  out << "multi_axis_gather(sizes=" << at::IntArrayRef(step.sizes) << ", axis=" << step.axis.size()
+      << ")";
+  return out.str();
+}
+
 std::string text(const StridedChunk& step) {
   std::ostringstream out;
   out << "strided_chunk(dim=" << step.dim << ", parts=" << step.split_factor
@@ -112,6 +120,12 @@ void register_redistribute(py::module_& module) {
   bind<StridedGather>(module, "StridedGather", "Equal pieces of a _StridedShard to Replicate.")
       .def(py::init<Axis, int64_t, int64_t, int64_t>(), py::arg("axis"), py::kw_only(),
            py::arg("dim"), py::arg("size"), py::arg("split_factor"));
+  bind<MultiAxisGather>(module, "MultiAxisGather",
+                        "Equal shards on several mesh axes to Replicate, by one gather.")
+      .def(py::init<Axis, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>,
+                    std::vector<int64_t>>(),
+           py::arg("axis"), py::kw_only(), py::arg("shard"), py::arg("blocks"), py::arg("order"),
+           py::arg("sizes"));
   bind<StridedChunk>(module, "StridedChunk", "Replicate to equal pieces of a _StridedShard.")
       .def(py::init<Axis, int64_t, int64_t>(), py::arg("axis"), py::kw_only(), py::arg("dim"),
            py::arg("split_factor"));

@@ -1,6 +1,6 @@
 #include "dtensor_rules/wrap.h"
 
-#include "dtensor_rules/dispatch.h"
+#include "dtensor_rules/detached.h"
 
 namespace dtensor_rules {
 

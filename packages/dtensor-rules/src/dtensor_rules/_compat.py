@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.compiler.config
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, _api, _collective_utils, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import utils as _strategies
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from dtensor_rules._built_for import TORCH_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -79,7 +83,7 @@ def forget_decisions() -> None:
 
 
 def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
-    """The transforms that torch would redistribute by, collectives over flattened meshes merged.
+    """The transforms that torch would redistribute by, before any are merged.
 
     Nothing stays in torch's caches, which have no bound: a caller that plans often remembers what
     it made of the plan instead.
@@ -100,13 +104,61 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
     key = (weakref.ref(src.mesh), src.tensor_meta)
     known = key in planners
     try:
-        transforms = _redistribute._gen_transform_infos_non_cached(src, dst)
+        return _redistribute._gen_transform_infos_non_cached(src, dst)
     finally:
         if not known:
             planners.pop(key, None)
-    return _redistribute._optimize_transform_infos(
-        transforms, src.mesh, src.placements, dst.placements
+
+
+#: Torch's own function that merges transforms, also while another is in its place.
+merged_by_torch: Callable[..., list[Any]] = _redistribute._optimize_transform_infos
+MERGE = "_optimize_transform_infos"  # of torch.distributed.tensor._redistribute
+
+
+def transform_of_axes(src: Placement, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
+    """A transform to Replicate on several axes at once, which torch asks `src` to make."""
+    return _redistribute._FlattenedTransformInfo(
+        mesh_dim=axes[0],
+        src_dst_placements=(src, Replicate()),
+        logical_shape=(),
+        mesh=mesh,
+        original_mesh_dims=axes,
     )
+
+
+def is_tracing() -> bool:
+    """Whether a compiler or exporter records what is called."""
+    return _redistribute._are_we_tracing()
+
+
+def merges_transforms() -> bool:
+    """Whether torch may merge collectives over several mesh axes; a flag of its own says no."""
+    return not _redistribute._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION
+
+
+def flattened_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
+    """The mesh that these axes, ascending, were flattened into, if they were."""
+    return _redistribute._get_flattened_mesh_by_layout(mesh, axes)
+
+
+def flattenings(mesh: DeviceMesh) -> int:
+    """How many meshes were made by flattening axes of this one, or of the mesh it is a part of."""
+    return len(mesh._get_root_mesh()._flatten_mapping)
+
+
+def default_group(mesh: DeviceMesh) -> str | None:
+    """The name of the default group, if its ranks are this mesh's in the same order.
+
+    It must also be able to send this mesh's tensors.
+    """
+    world: Any = distributed_c10d._get_default_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(world.size())):
+        return None
+    if torch.device(mesh.device_type) not in world._device_types:
+        return None
+    name: str = world.group_name
+    return name
 
 
 def partial_second_stays() -> bool:

@@ -104,6 +104,17 @@ class Chunk:
 class StridedGather:
     def __init__(self, axis: Axis, *, dim: int, size: int, split_factor: int) -> None: ...
 
+class MultiAxisGather:
+    def __init__(
+        self,
+        axis: Axis,
+        *,
+        shard: Sequence[int],
+        blocks: Sequence[int],
+        order: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None: ...
+
 class StridedChunk:
     def __init__(self, axis: Axis, *, dim: int, split_factor: int) -> None: ...
 
@@ -111,7 +122,15 @@ class Divide:
     def __init__(self, divisor: int) -> None: ...
 
 Step: TypeAlias = (
-    AllGather | ReduceScatter | AllReduce | AllToAll | Chunk | StridedGather | StridedChunk | Divide
+    AllGather
+    | ReduceScatter
+    | AllReduce
+    | AllToAll
+    | Chunk
+    | StridedGather
+    | MultiAxisGather
+    | StridedChunk
+    | Divide
 )
 
 class Redistribution(Transform):

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor, _op_schema, _sharding_prop
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _op_schema, _redistribute, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from dtensor_rules import _compat, _core, expansion, inference, methods, operators, table
+from dtensor_rules import _compat, _core, expansion, gathers, inference, methods, operators, table
 
 _REGISTRATIONS = (
     "register_op_strategy",
@@ -32,7 +33,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Listens to registrations, of rules too, to cleared caches, groups' ends and changed specs."""
+    """Listens to what changes decisions and plans, and replaces what torch makes them by."""
     _compat.forget_decisions()
     _undo.append(_compat.forget_decisions)
     propagator = DTensor._op_dispatcher.sharding_propagator
@@ -47,6 +48,8 @@ def install() -> None:
     for name in _compat.UNREGISTER:
         _after(distributed_c10d, name, _compat.forget_decisions)
     _watch_specs()
+    _watch_flattening()
+    _replace(_redistribute, _compat.MERGE, gathers.merge_transforms)
     _replace_everywhere(_compat.expand_to_full_mesh, expansion.expand)
     _undo.append(inference.clear)
     _wrap(propagator, "_propagate_tensor_meta_non_cached", inference.infer_with)
@@ -125,3 +128,18 @@ def _watch_specs() -> None:
 
     DTensorSpec.__setattr__ = __setattr__  # type: ignore[method-assign]
     _undo.append(lambda: setattr(DTensorSpec, "__setattr__", stock))
+
+
+def _watch_flattening() -> None:
+    """Over a mesh that is flattened more collectives are merged than plans made before know of."""
+    native = DeviceMesh._flatten
+
+    @functools.wraps(native)
+    def _flatten(self: DeviceMesh, *args: Any, **kwargs: Any) -> DeviceMesh:
+        before = _compat.flattenings(self)
+        flattened = native(self, *args, **kwargs)
+        if _compat.flattenings(self) != before:
+            _core.cache_clear()
+        return flattened
+
+    _replace(DeviceMesh, "_flatten", _flatten)

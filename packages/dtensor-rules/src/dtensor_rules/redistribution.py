@@ -1,9 +1,10 @@
 """Plans redistributions that C++ executes.
 
-Note: a redistribution is a sequence of steps; a step changes the placement on one mesh axis. torch
-decides which (its transforms), this module says what each is for this rank, and
-`include/dtensor_rules/redistribute.h` runs them with the operators that torch would call. Whatever
-is not plain is left to torch, which then does it, or raises, as it always has.
+Note: a redistribution is a sequence of steps; a step changes the placement on one mesh axis, or
+gathers several. torch decides which (its transforms), `gathers.py` joins gathers, this module says
+what each is for this rank, and `include/dtensor_rules/redistribute.h` runs them with the operators
+that torch would call. Whatever is not plain is left to torch, which then does it, or raises, as it
+always has.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from dtensor_rules._core import (
     StridedChunk,
     StridedGather,
 )
+from dtensor_rules.gathers import ShardsOfAxes, merge_transforms
 from dtensor_rules.plan import Transform
 
 if TYPE_CHECKING:
@@ -78,8 +80,8 @@ def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | 
     """What this rank does to a local tensor of one spec to hold that of another.
 
     The plan holds for every pair of specs that equal these on meshes with the same process groups,
-    until a mesh is flattened (torch then merges collectives of several axes) or one of the flags
-    of ``torch.distributed.tensor._redistribute`` changes how torch plans.
+    until a mesh is flattened (collectives of its axes are then merged) or one of the flags of
+    ``torch.distributed.tensor._redistribute`` changes how torch plans.
 
     Args:
         src: of the tensor as it is.
@@ -99,7 +101,7 @@ def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | 
         return None  # torch raises it again, from where its users know it
     steps: list[Step] = []
     try:
-        for transform in transforms:
+        for transform in merge_transforms(transforms, src.mesh, src.placements, dst.placements):
             steps += _steps(transform, src.mesh)
     except _LeftToTorch:
         return None
@@ -133,7 +135,7 @@ def _is_known(placement: Placement, dims: int) -> bool:
 
 
 def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
-    """One of torch's transforms as steps: none where the mesh axis has one rank.
+    """A transform as steps: none where the mesh axis has one rank.
 
     Raises:
         _LeftToTorch: for a transform that is none of those below.
@@ -141,6 +143,8 @@ def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
     mesh = getattr(transform, "mesh", mesh)  # that of merged axes, where they are
     dim, count = transform.mesh_dim, mesh.size(transform.mesh_dim)
     src, dst = transform.src_dst_placements
+    if isinstance(src, ShardsOfAxes):
+        return [src.step]
     if count == 1:
         return []
     steps: list[Step]

@@ -35,8 +35,11 @@ def enable() -> None:
     - ``DTensor.from_local``, ``to_local``, ``redistribute`` and attributes, ``OpDispatcher.wrap``;
     - ``expand_to_full_mesh_op_strategy``, wherever it was imported, by `expansion.expand`, and what
       sharding propagation infers results by (`inference`);
-    - what changes torch's decisions, which it listens to: registrations of strategies, the clearing
-      of caches, ``DTensorSpec.__setattr__``, the end of process groups.
+    - ``_optimize_transform_infos``, by which redistributions are merged, by
+      `gathers.merge_transforms`;
+    - what changes decisions and plans, which it listens to: registrations of strategies, the
+      clearing of caches, ``DTensorSpec.__setattr__``, ``DeviceMesh._flatten``, the end of process
+      groups.
 
     With DTENSOR_RULES_CHECK=1 in the environment every call is made by torch as well, and compared.
 

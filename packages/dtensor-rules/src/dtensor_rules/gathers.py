@@ -1,0 +1,259 @@
+"""Joins gathers over several mesh axes into one over all of their ranks.
+
+torch gathers a tensor that several mesh axes shard axis by axis, and merges gathers only where they
+are of one tensor dim, in the mesh's order, and the mesh has been flattened. A gather moves elements
+and computes nothing, so one over all axes followed by a copy into order gives the same bits,
+whatever dims and in whatever order the axes shard.
+
+`merge_transforms` stands in the place of torch's own function while the library is enabled: what is
+left to torch, on one rank perhaps, has to send what the others send. It joins only shards that are
+equal on all ranks, for every rank must come to the same decision, and sees only its own. Others are
+gathered axis by axis, on a flattened mesh too: there torch takes the pieces of nested shards for
+those of one shard, and puts some elements in the wrong place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+
+from dtensor_rules import _compat
+from dtensor_rules._core import Axis, MultiAxisGather, Redistribution
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ShardsOfAxes(Placement):
+    """What a transform that stands for gathers over several mesh axes begins with."""
+
+    def __init__(self, step: MultiAxisGather) -> None:
+        super().__init__()
+        self.step = step
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """As torch asks before it gathers."""
+        return dim is None
+
+    def _to_replicate_tensor(
+        self, local: torch.Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int]
+    ) -> torch.Tensor:
+        return Redistribution([self.step]).apply(local)
+
+
+def merge_transforms(
+    transforms: list[Any],
+    mesh: DeviceMesh,
+    src_placements: tuple[Placement, ...],
+    dst_placements: tuple[Placement, ...],
+) -> list[Any]:
+    """Torch's transforms, with the fewest collectives that give the same bits.
+
+    No process group is made for it: the ranks of the axes are those of a mesh that was flattened,
+    ``mesh["dp", "tp"]._flatten()``, or of the default group. Reductions are merged as torch does.
+
+    Args:
+        transforms: torch's ``_TransformInfo``, in order, none merged.
+        mesh: of the tensor.
+        src_placements: before all of them.
+        dst_placements: after all of them.
+
+    Returns:
+        torch's ``_TransformInfo``; those over several axes begin with `ShardsOfAxes` or are merged
+        by torch.
+    """
+    if len(transforms) < 2:
+        return transforms
+    if not _compat.merges_transforms() or _compat.is_tracing():
+        return _compat.merged_by_torch(transforms, mesh, src_placements, dst_placements)
+    merged: list[Any] = []
+    placements = _before(transforms, src_placements)
+    for are_gathers, group in itertools.groupby(transforms, _is_gather):
+        run = list(group)
+        if are_gathers:
+            merged += _joined(run, mesh, placements)
+        else:
+            merged += _compat.merged_by_torch(run, mesh, src_placements, dst_placements)
+        for transform in run:
+            placements[transform.mesh_dim] = transform.src_dst_placements[1]
+    return merged
+
+
+def _before(transforms: Sequence[Any], src_placements: Sequence[Placement]) -> list[Placement]:
+    """The placements in the words of the transforms.
+
+    What a spec calls a strided shard may stand for an order of axes, and is a shard to them.
+    """
+    placements = list(src_placements)
+    for transform in reversed(transforms):
+        placements[transform.mesh_dim] = transform.src_dst_placements[0]
+    return placements
+
+
+def _is_gather(transform: Any) -> bool:
+    src, dst = transform.src_dst_placements
+    return isinstance(src, Shard | _StridedShard) and isinstance(dst, Replicate)
+
+
+def _joined(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Any]:
+    """Gathers that follow one another, as many as possible in one; axes of one rank need none.
+
+    Args:
+        gathers: over different axes.
+        mesh: of all axes.
+        placements: of all axes, before the first of the gathers.
+    """
+    left = [transform for transform in gathers if mesh.size(transform.mesh_dim) > 1]
+    before, joined = list(placements), []
+    while left:
+        for count in range(len(left), 1, -1):
+            joint = _join(left[:count], mesh, before)
+            if joint is not None:
+                break
+        else:
+            count, joint = 1, left[0]
+        joined.append(joint)
+        for transform in left[:count]:
+            before[transform.mesh_dim] = Replicate()
+        del left[:count]
+    return joined
+
+
+def _join(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> Any | None:
+    """The transform that does what these gathers do one after another, or None."""
+    axes = sorted(transform.mesh_dim for transform in gathers)
+    group = _group_of(mesh, axes)
+    shard = _equal_shard(gathers, mesh, placements)
+    if group is None or shard is None:
+        return None
+    blocks = _Blocks.of_shards([mesh.size(axis) for axis in axes], shard)
+    for transform in gathers:
+        placement = transform.src_dst_placements[0]
+        if not blocks.gather(axes.index(transform.mesh_dim), placement.dim, _parts(placement)):
+            return None
+    step = MultiAxisGather(
+        group,
+        shard=shard,
+        blocks=[block.size for block in blocks.in_memory],
+        order=blocks.order(),
+        sizes=[math.prod(block.size for block in dim) for dim in blocks.of_dims],
+    )
+    return _compat.transform_of_axes(ShardsOfAxes(step), mesh, tuple(axes))
+
+
+def _equal_shard(
+    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[int] | None:
+    """The sizes of the local tensor: -1 of dims that are not gathered, those may differ on ranks.
+
+    Returns:
+        None where sizes of the others differ, or cannot be told: a rank knows the whole size of
+        a dim only where every axis that shards it is gathered.
+    """
+    of_run = {transform.mesh_dim for transform in gathers}
+    shard = [-1] * len(gathers[0].logical_shape)
+    for dim in {transform.src_dst_placements[0].dim for transform in gathers}:
+        sharding = {
+            axis
+            for axis, placement in enumerate(placements)
+            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
+        }
+        if not sharding <= of_run:
+            return None
+        whole: int = max(transform.logical_shape[dim] for transform in gathers)
+        count = math.prod(mesh.size(axis) for axis in sharding)
+        if whole % (count * math.prod(_parts(placements[axis]) for axis in sharding)) != 0:
+            return None
+        shard[dim] = whole // count
+    return shard
+
+
+def _parts(placement: Any) -> int:
+    """How many parts of its dim are divided among the ranks, each on its own; 1 of a Shard."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def _group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Axis | None:
+    """The ranks of these mesh axes, ascending, as the members of a group that exists."""
+    flattened = _compat.flattened_mesh(mesh, tuple(axes))
+    if flattened is not None:
+        group = flattened.get_group().group_name
+        return Axis(group=group, size=flattened.size(), rank=flattened.get_local_rank())
+    is_whole = math.prod(mesh.size(axis) for axis in axes) == mesh.size()
+    world = _compat.default_group(mesh) if is_whole else None
+    return None if world is None else Axis(group=world, size=mesh.size(), rank=mesh.get_rank())
+
+
+@dataclass(eq=False)
+class _Block:
+    """A number of equal pieces that a tensor dim, or a mesh axis, is divided into."""
+
+    size: int
+
+
+@dataclass
+class _Blocks:
+    """What a gather over several mesh axes returns, as blocks of equal pieces.
+
+    in_memory: from the outermost to the innermost, as they lie one after another in what is
+        gathered: one block for each axis, then those of the shard's dims.
+    of_axes: the blocks of each axis.
+    of_dims: the blocks of each tensor dim, of those axes that have been gathered.
+    """
+
+    in_memory: list[_Block]
+    of_axes: list[list[_Block]]
+    of_dims: list[list[_Block]]
+
+    @classmethod
+    def of_shards(cls, axes: Sequence[int], shard: Sequence[int]) -> _Blocks:
+        """Before any axis is gathered.
+
+        Args:
+            axes: numbers of ranks.
+            shard: sizes.
+        """
+        of_axes, of_dims = [[_Block(size)] for size in axes], [[_Block(size)] for size in shard]
+        return cls([block for [block] in (*of_axes, *of_dims)], of_axes, of_dims)
+
+    def gather(self, axis: int, dim: int, parts: int) -> bool:
+        """Puts an axis behind the first `parts` pieces of a dim: 1 of a Shard.
+
+        Returns:
+            False where these are no whole number of blocks.
+        """
+        blocks, passed, left = self.of_dims[dim], 0, parts
+        while left > 1:
+            size = blocks[passed].size
+            if size > left and size % left == 0:
+                self._split(blocks[passed], left)
+            elif size == 0 or left % size != 0:
+                return False
+            left //= blocks[passed].size
+            passed += 1
+        blocks[passed:passed] = self.of_axes[axis]
+        return True
+
+    def _split(self, block: _Block, outer: int) -> None:
+        """Makes two blocks of one, wherever it is."""
+        two = [_Block(outer), _Block(block.size // outer)]
+        for blocks in (self.in_memory, *self.of_axes, *self.of_dims):
+            if block in blocks:
+                at = blocks.index(block)
+                blocks[at : at + 1] = two
+
+    def order(self) -> list[int]:
+        """Where the blocks of the dims, one dim after another, lie in memory."""
+        return [self.in_memory.index(block) for dim in self.of_dims for block in dim]
