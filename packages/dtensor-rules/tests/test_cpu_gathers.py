@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dtensor_rules
 from testkit import run_ranks
@@ -79,13 +79,17 @@ def test_they_give_what_torch_gives(dtype):
 
 
 @pytest.mark.ranks
-def test_a_tensor_without_dims_is_refused():
+def test_scalars_are_gathered_to_a_vector():
     def check():
-        dtensor_rules.enable()
-        gather = torch.ops._c10d_functional.all_gather_into_tensor
-        with pytest.raises(RuntimeError, match=r"without dims.*view\(1\)"):
-            gather(torch.tensor(3.0), 1, dist.group.WORLD.group_name)
+        group = dist.group.WORLD.group_name
+        with dtensor_rules.enabled():
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+                torch.tensor(3.0 + dist.get_rank()), 2, group
+            )
+            assert torch.ops._c10d_functional.wait_tensor(gathered).tolist() == [3.0, 4.0]
+            x = distribute_tensor(
+                torch.arange(8.0).view(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]
+            )
+            assert x.argmax().full_tensor().item() == 7  # by a gather of scalars on torch 2.11
 
-        dtensor_rules.disable()
-
-    run_ranks(check, 1)
+    run_ranks(check, 2)

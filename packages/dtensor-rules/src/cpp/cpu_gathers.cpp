@@ -34,14 +34,13 @@ at::Tensor gloo_takes(const at::Tensor& tensor) {
 }
 
 at::Tensor gathered(const at::Tensor& input, int64_t group_size, const ProcessGroup& group) {
-  TORCH_CHECK(
-      input.dim() > 0, "all_gather_into_tensor: given a tensor without dims, which has none to "
-      "gather along; give it one, as by view(1)");
-  at::DimVector sizes(input.sizes());
+  // Scalars are gathered to a vector: torch 2.11's argmax asks for it, and fails on gloo without.
+  const at::Tensor shard = input.dim() == 0 ? input.view(1) : input;
+  at::DimVector sizes(shard.sizes());
   sizes[0] *= group_size;
-  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor output = at::empty(sizes, shard.options());
   at::Tensor received = gloo_takes(output);
-  at::Tensor sent = gloo_takes(input.resolve_conj().contiguous());
+  at::Tensor sent = gloo_takes(shard.resolve_conj().contiguous());
   c10d::register_work(output, group->_allgather_base(received, sent));
   return output;
 }
