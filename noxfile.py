@@ -126,13 +126,14 @@ def release(session: nox.Session, package: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's checks and format, the direction of imports, the size of modules."""
+    """Ruff's checks and format, the direction of imports, the size of modules, the terminology."""
     groups = nox.project.load_toml(ROOT / "pyproject.toml")
     session.install("-c", "constraints.txt", *nox.project.dependency_groups(groups, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("python", "-m", "tools.check_deps")
     session.run("python", "-m", "tools.check_size")
+    session.run("python", "-m", "tools.check_language")
 
 
 @nox.session(venv_backend="none")

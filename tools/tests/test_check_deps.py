@@ -156,3 +156,21 @@ def test_a_package_without_a_rule_is_named(workspace, capsys):
     (workspace / "packages/new/pyproject.toml").write_text('[project]\nname = "new"\n')
     printed = check(workspace, capsys, "packages/new/src/new/__init__.py", "")
     assert "packages/new/pyproject.toml:1: no rule for it" in printed
+
+
+@pytest.mark.parametrize(
+    "imported", ["from fused_comm.b import y", "def f():\n    from fused_comm import b"]
+)
+def test_modules_that_import_one_another_are_named(workspace, capsys, imported):
+    (workspace / FUSED_COMM / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fused_comm.a import x\n"
+    )
+    printed = check(workspace, capsys, f"{FUSED_COMM}a.py", f"{imported}\n")
+    assert "imports go in a circle: fused_comm." in printed
+    assert {"fused_comm.a", "fused_comm.b"} <= set(printed.replace(";", " ").split())
+
+
+def test_stubs_and_modules_of_the_build_are_no_cycle(workspace, capsys):
+    (workspace / FUSED_COMM / "_core.pyi").write_text("import torch\n")
+    text = "from fused_comm import _core\nfrom fused_comm._built_for import VERSION\n"
+    assert check(workspace, capsys, f"{FUSED_COMM}a.py", text) == ""

@@ -16,7 +16,7 @@ from testkit import fake_mesh
 RANKS, CALLS, ROUNDS = 8, 3, 10
 # By name, in the order in which parts are added: what is entered around the steps.
 VARIANTS = {
-    "stock": off,
+    "native": off,
     "rules, in Python": functools.partial(in_python, cached=False),
     "rules and cache, in Python": functools.partial(in_python, cached=True),
     "rules and cache, in C++": dtensor_rules.enabled,

@@ -17,16 +17,16 @@ LENGTHS, STEPS, HIDDEN = 1000, 4000, 8
 
 
 def rows():
-    """Two rows: a new length and a known one; stock and ours start with empty caches."""
+    """Two rows: a new length and a known one; native and dtensor-rules start with empty caches."""
     with fake_mesh((8,)) as mesh:
         weight = _placed(torch.ones(HIDDEN, HIDDEN), mesh, Shard(0))
         tokens = [torch.ones(2, length, HIDDEN) for length in range(1, LENGTHS + 1)]
         batches = [_placed(token, mesh, Replicate()) for token in tokens]
         with quiet(), torch.no_grad():
-            stock = _run(contextlib.nullcontext, batches, weight)
+            native = _run(contextlib.nullcontext, batches, weight)
             dtensor_rules.stats_clear()
             with dtensor_rules.enabled():  # for the cache is cleared at its end
-                ours = _run(contextlib.nullcontext, batches, weight)
+                with_rules = _run(contextlib.nullcontext, batches, weight)
                 info, counts = dtensor_rules.cache_info(), dtensor_rules.stats().values()
     found = sum(op.rule + op.cache for op in counts)
     asked = found + sum(op.miss for op in counts)
@@ -41,9 +41,9 @@ def rows():
     return [
         {
             "case": f"five operators, {what} length",
-            "stock_us": round(stock[what], 1),
-            "ours_us": round(ours[what], 1),
-            "ratio": round(stock[what] / ours[what], 2),
+            "native_us": round(native[what], 1),
+            "dtensor_rules_us": round(with_rules[what], 1),
+            "ratio": round(native[what] / with_rules[what], 2),
             **common,
         }
         for what in ("new", "known")

@@ -1,4 +1,4 @@
-"""One operator at a time: what DTensor adds to the local call, stock's and ours."""
+"""One operator at a time: what DTensor adds to the local call, native and with dtensor-rules."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ import dtensor_rules
 from testkit import fake_mesh
 
 CALLS, ROUNDS = 100, 60
-# The bars of the project: microseconds over the local call, and how many times less than stock.
+# The bars of the project: microseconds over the local call, and how many times less than native.
 MOST_US, LEAST_RATIO = 1.0, 8.0
-# These have no bar of their own, only the steps that they are part of.
+# These have no bar, only the steps that they are part of.
 LISTS = ("_foreach_add_", "_fused_adamw_")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -77,24 +77,24 @@ def _row(mesh, name, function, operands, *, grad, differentiable):
         best = interleaved(
             {
                 "local": (off, lambda: function(*local)),
-                "stock": (off, lambda: function(*placed)),
-                "ours": (dtensor_rules.enabled, lambda: function(*placed)),
+                "native": (off, lambda: function(*placed)),
+                "dtensor_rules": (dtensor_rules.enabled, lambda: function(*placed)),
             },
             calls=CALLS,
             rounds=ROUNDS,
         )
-    stock, ours = best["stock"] - best["local"], best["ours"] - best["local"]
-    ratio = stock / ours if ours > 0 else float("inf")
+    native, with_rules = best["native"] - best["local"], best["dtensor_rules"] - best["local"]
+    ratio = native / with_rules if with_rules > 0 else float("inf")
     row = {
         "case": f"{name}, {'grad' if grad else 'no_grad'}",
         "local_us": round(best["local"], 2),
-        "stock_over_us": round(stock, 2),
-        "ours_over_us": round(ours, 2),
+        "native_over_us": round(native, 2),
+        "dtensor_rules_over_us": round(with_rules, 2),
         "ratio": round(ratio, 1),
     }
     if name in LISTS:
         return row
-    met = "yes" if ours <= MOST_US and ratio >= LEAST_RATIO else "no"
+    met = "yes" if with_rules <= MOST_US and ratio >= LEAST_RATIO else "no"
     return row | {"most_us": MOST_US, "least_ratio": LEAST_RATIO, "met": met}
 
 

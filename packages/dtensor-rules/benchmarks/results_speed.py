@@ -42,11 +42,14 @@ def rows():
 
 
 def _row(name, function):
-    variants = {"stock": (contextlib.nullcontext, function), "ours": (_without_kernels, function)}
+    variants = {
+        "native": (contextlib.nullcontext, function),
+        "dtensor_rules": (_without_kernels, function),
+    }
     best = interleaved(variants, calls=CALLS, rounds=ROUNDS)
     return {
         "case": f"{name}, torch's dispatch",
-        "stock_us": round(best["stock"], 2),
-        "ours_us": round(best["ours"], 2),
-        "ratio": round(best["stock"] / best["ours"], 1),
+        "native_us": round(best["native"], 2),
+        "dtensor_rules_us": round(best["dtensor_rules"], 2),
+        "ratio": round(best["native"] / best["dtensor_rules"], 1),
     }

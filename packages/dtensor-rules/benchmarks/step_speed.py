@@ -1,4 +1,4 @@
-"""A training step of a small block, tensor-parallel on 8: plain shards, stock DTensor, ours."""
+"""A training step of a small block, tensor-parallel on 8: local shards, DTensor, dtensor-rules."""
 
 from blocks import BLOCKS, LocalEdges, PlacedEdges, step_of
 from timing import interleaved, off
@@ -19,22 +19,23 @@ def _row(name, build):
     with fake_mesh((RANKS,)) as mesh:
         steps = {
             "local": (off, step_of(build, LocalEdges(mesh))),
-            "stock": (off, step_of(build, PlacedEdges(mesh))),
-            "ours": (dtensor_rules.enabled, step_of(build, PlacedEdges(mesh))),
+            "native": (off, step_of(build, PlacedEdges(mesh))),
+            "dtensor_rules": (dtensor_rules.enabled, step_of(build, PlacedEdges(mesh))),
         }
         best = {k: v / 1000 for k, v in interleaved(steps, calls=CALLS, rounds=ROUNDS).items()}
         sent = {kind: _collectives(context, step) for kind, (context, step) in steps.items()}
-        calls, missed = _calls(*steps["ours"])
-    over_stock, over_ours = best["stock"] - best["local"], best["ours"] - best["local"]
-    ratio = over_stock / over_ours if over_ours > 0 else float("inf")
-    times = best["ours"] / best["local"]
+        calls, missed = _calls(*steps["dtensor_rules"])
+    native = best["native"] - best["local"]
+    with_rules = best["dtensor_rules"] - best["local"]
+    ratio = native / with_rules if with_rules > 0 else float("inf")
+    times = best["dtensor_rules"] / best["local"]
     return {
         "case": f"step of {name}",
         "local_ms": round(best["local"], 2),
-        "stock_ms": round(best["stock"], 2),
-        "ours_ms": round(best["ours"], 2),
-        "stock_times_local": round(best["stock"] / best["local"], 2),
-        "ours_times_local": round(times, 2),
+        "native_ms": round(best["native"], 2),
+        "dtensor_rules_ms": round(best["dtensor_rules"], 2),
+        "native_times_local": round(best["native"] / best["local"], 2),
+        "dtensor_rules_times_local": round(times, 2),
         "overhead_ratio": round(ratio, 2),
         "most_times_local": MOST_TIMES_LOCAL,
         "least_ratio": LEAST_RATIO,

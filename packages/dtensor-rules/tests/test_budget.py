@@ -25,9 +25,9 @@ def test_the_first_decision_of_an_operator_is_warned_of_and_all_are_counted(x):
     dtensor_rules.set_planning_budget(0.0)
     with pytest.warns(
         RuntimeWarning, match=r"planning aten\.neg\.default\(Spec\(f32\[4, 4\]"
-    ) as told:
+    ) as caught:
         torch.neg(x)
-    (message,) = [str(one.message) for one in told if "aten.neg" in str(one.message)]
+    (message,) = [str(one.message) for one in caught if "aten.neg" in str(one.message)]
     assert "expected at most 0 s (dtensor_rules.set_planning_budget)" in message
     assert "S(0)" in message
     assert "DeviceMesh((2,)" in message

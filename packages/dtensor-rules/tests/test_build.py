@@ -25,6 +25,6 @@ def test_a_build_without_torch_ends_in_the_remedy(tmp_path):
         check=False,
     )  # fmt: skip
     assert configured.returncode != 0
-    said = re.sub(r"\s+", " ", configured.stderr)
-    assert f"expected torch in the Python that builds it, {python}" in said
-    assert "pip install --no-build-isolation" in said
+    output = re.sub(r"\s+", " ", configured.stderr)
+    assert f"expected torch in the Python that builds it, {python}" in output
+    assert "pip install --no-build-isolation" in output

@@ -1,4 +1,4 @@
-"""Canaries: each difference between versions of torch, or private name, that `_compat` stands on.
+"""Canaries: each difference between versions of torch, or private name, that `_compat` relies on.
 
 When one of these tests fails, torch has changed: the shim that it names can go, or must change.
 """
@@ -154,8 +154,8 @@ def test_torch_keeps_decisions_in_a_cache_of_its_own_in_cpp(mesh):
 
 @pytest.mark.parametrize("name", ["_gen_transform_infos_non_cached", _compat.MERGE])
 def test_torch_redistributes_by_these_functions(mesh, monkeypatch, name):
-    stock, asked = getattr(_redistribute, name), []
-    monkeypatch.setattr(_redistribute, name, lambda *a, **k: asked.append(name) or stock(*a, **k))
+    native, asked = getattr(_redistribute, name), []
+    monkeypatch.setattr(_redistribute, name, lambda *a, **k: asked.append(name) or native(*a, **k))
     src, dst = spec(mesh, Shard(0)), spec(mesh, Replicate())
     monkeypatch.setattr(_redistribute, "_are_we_tracing", lambda: True)  # or it asks its cache
     _redistribute.redistribute_local_tensor(torch.ones(4, 4), src, dst)
@@ -208,12 +208,12 @@ def test_torch_s_planners_stay_in_a_cache_without_bound():
     with fake_mesh((2, 2)) as square:
         _redistribute._planner_cache.clear()
         src, dst = spec(square, Shard(0), Shard(0)), spec(square, Replicate(), Shard(0))
-        ours = _compat.redistribution_transforms(src, dst)
+        actual = _compat.redistribution_transforms(src, dst)
         assert len(_redistribute._planner_cache) == 0
-        theirs = _redistribute._gen_transform_infos_non_cached(src, dst)
+        native = _redistribute._gen_transform_infos_non_cached(src, dst)
         assert len(_redistribute._planner_cache) == 1, "the shim need not clean up"
-        assert ours == theirs
-        assert _compat.redistribution_transforms(src, dst) == theirs
+        assert actual == native
+        assert _compat.redistribution_transforms(src, dst) == native
         assert len(_redistribute._planner_cache) == 1  # torch's own stays
 
 
@@ -276,19 +276,19 @@ def test_a_replica_plus_a_partial_sum(mesh):
 
 
 def test_torch_gathers_on_the_cpu_instead_of_an_all_to_all_and_says_so_once(mesh, caplog):
-    said = "CPU process group does not support alltoall yet"
+    message = "CPU process group does not support alltoall yet"
     with caplog.at_level(logging.WARNING, _collective_utils.logger.name):
         warning_once.cache_clear()
         with CommLog() as log:
             _collective_utils.shard_dim_alltoall(torch.ones(4, 4), 0, 1, mesh, 0)
         assert log.counts() == {"all_gather": 1}
         assert _compat.all_to_all_gathers(mesh) is True
-        assert caplog.text.count(said) == 1
+        assert caplog.text.count(message) == 1
         warning_once.cache_clear()
         assert _compat.all_to_all_gathers(mesh) is True
-        assert caplog.text.count(said) == 2
+        assert caplog.text.count(message) == 2
         _collective_utils.shard_dim_alltoall(torch.ones(4, 4), 0, 1, mesh, 0)
-        assert caplog.text.count(said) == 2
+        assert caplog.text.count(message) == 2
     cuda = types.SimpleNamespace(device_type="cuda")
     assert _compat.all_to_all_gathers(cuda) is False
     warning_once.cache_clear()
@@ -301,9 +301,9 @@ def test_the_gradient_that_from_local_wants(mesh, placement, monkeypatch):
     local = torch.ones(4, 4, requires_grad=True)
     made = DTensor.from_local(local, mesh, (placement,), run_check=False)
     given = DTensor.from_local(torch.ones(4, 4), mesh, wanted, run_check=False)
-    stock, asked = _api._normalize_placements_for_grad, []
+    native, asked = _api._normalize_placements_for_grad, []
     monkeypatch.setattr(
-        _api, "_normalize_placements_for_grad", lambda own: asked.append(own) or stock(own)
+        _api, "_normalize_placements_for_grad", lambda own: asked.append(own) or native(own)
     )
     made.backward(given)
     assert asked == [(placement,)]
@@ -327,21 +327,21 @@ def test_what_redistribute_leaves_for_its_backward(mesh):
     both = {"op_dtype": dtype, "out_dtype": dtype}
     dtypes = [{**both, "backward_options": both}] if RELEASE >= (2, 13) else []
     _redistribute.Redistribute.forward(context, x, mesh, (Replicate(),), False, *dtypes)
-    ours = vars(_compat.redistribute_context(x._spec, dtype))
-    theirs = vars(context)
-    assert {name: ours[name] for name in theirs} == theirs
+    actual = vars(_compat.redistribute_context(x._spec, dtype))
+    native = vars(context)
+    assert {name: actual[name] for name in native} == native
     before, since = {"backward_dtype", "original_dtype"}, {"bwd_op_dtype", "bwd_out_dtype"}
-    assert ours.keys() - theirs.keys() == (before if RELEASE >= (2, 13) else since)
+    assert actual.keys() - native.keys() == (before if RELEASE >= (2, 13) else since)
 
 
 def test_what_to_local_leaves_for_its_backward(mesh):
     context = Context()
     x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     _api._ToTorchTensor.forward(context, x, None)
-    ours, theirs = vars(_compat.to_local_context(x._spec, (4, 1))), vars(context)
-    assert {name: ours[name] for name in theirs} == theirs
+    actual, native = vars(_compat.to_local_context(x._spec, (4, 1))), vars(context)
+    assert {name: actual[name] for name in native} == native
     since = {"local_tensor_stride"}
-    assert ours.keys() - theirs.keys() == (set() if RELEASE >= (2, 14) else since)
+    assert actual.keys() - native.keys() == (set() if RELEASE >= (2, 14) else since)
 
 
 def test_candidates_are_made_and_refused_as_expansion_does():

@@ -1,4 +1,4 @@
-"""Rules in C++: they stand in the same table as Python's, and their errors say as much."""
+"""Rules in C++: they are in the same table as Python's, and their errors say as much."""
 
 import importlib.util
 import os
@@ -36,7 +36,7 @@ def run_compiler(*arguments):
 
 @pytest.fixture(scope="module")
 def some_rules(tmp_path_factory):
-    """The extension module of tests/cpp, for which nothing of ours was compiled or linked."""
+    """The extension module of tests/cpp, compiled and linked against nothing of this package."""
     library = tmp_path_factory.mktemp("extension") / "some_rules.so"
     flags = ["-O0", "-shared", "-fPIC", "-fvisibility=hidden"]
     done = run_compiler(*flags, HERE / "cpp" / "some_rules.cpp", "-o", library)

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("gathers_in_flight.py")
 
 def test_many_at_once_leave_the_heap_whole():
     done = subprocess.run(
-        [sys.executable, SCRIPT, "ours"],
+        [sys.executable, SCRIPT, "enabled"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -31,7 +31,7 @@ def test_many_at_once_leave_the_heap_whole():
     ("whose", "collective"),
     [
         ("torch", "c10d::allgather_into_tensor_coalesced_"),
-        ("ours", "c10d::_allgather_base_"),
+        ("enabled", "c10d::_allgather_base_"),
         ("disabled", "c10d::allgather_into_tensor_coalesced_"),
     ],
 )

@@ -129,15 +129,15 @@ def both(functions, prepare=lambda: None):
     found = {}
     for name, function in functions.items():
         dtensor_rules.disable()
-        stock = outcome(function, mesh)
+        native = outcome(function, mesh)
         with dtensor_rules.enabled():
-            ours = [outcome(function, mesh) for _ in range(2)]
+            actual = [outcome(function, mesh) for _ in range(2)]
             dtensor_rules.stats_clear()
-            ours.append(outcome(function, mesh))
-            error = stock[0] if isinstance(stock[0], type) else None
+            actual.append(outcome(function, mesh))
+            error = native[0] if isinstance(native[0], type) else None
             found[name] = (error, dtensor_rules.stats())
-        for index, result in enumerate(ours):
-            assert_same(result, stock, f"{name}, call {index}")
+        for index, result in enumerate(actual):
+            assert_same(result, native, f"{name}, call {index}")
     return found
 
 

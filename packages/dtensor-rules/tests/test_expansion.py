@@ -247,8 +247,8 @@ def test_no_tensor_becomes_partial_in_two_ways():
         inputs = [spec(mesh, X, (S0, S1))]
         made = expanded(mesh, aten.neg.default, inputs, rows, by=expansion.expand)
         mixed = (Partial("max"), P)
-        kept = [one.output_specs.placements for one in made.strategies]
-        assert (mixed in kept) is not _compat.MIXED_PARTIALS_ARE_REFUSED
+        found = [one.output_specs.placements for one in made.strategies]
+        assert (mixed in found) is not _compat.MIXED_PARTIALS_ARE_REFUSED
         rules(mesh, aten.neg.default, inputs, rows)
         sums = [[R, R], [Partial("avg"), S0], [P, S1]]
         made = expanded(mesh, aten.neg.default, inputs, sums, by=expansion.expand)

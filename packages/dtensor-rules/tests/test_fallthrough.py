@@ -37,17 +37,17 @@ def taken():
 
 
 def both(function, *args):
-    """What a function returns with stock torch, and with the fast path; its counts are cleared."""
-    stock = function(*args)
+    """What a function returns with native torch, and with the fast path; its counts are cleared."""
+    native = function(*args)
     with dtensor_rules.enabled():
         function(*args)
         dtensor_rules.stats_clear()
-        return stock, function(*args)
+        return native, function(*args)
 
 
 def test_a_call_like_these_takes_the_fast_path_when_nothing_is_in_its_way(mesh):
-    stock, ours = both(lambda: placed(mesh) * 2 + placed(mesh, seed=1))
-    assert_same_tensor(ours, stock)
+    native, actual = both(lambda: placed(mesh) * 2 + placed(mesh, seed=1))
+    assert_same_tensor(actual, native)
     assert taken() >= 2
     assert all(not op.fallthrough for op in dtensor_rules.stats().values())
 
@@ -70,8 +70,8 @@ def test_a_dispatch_mode_sees_what_it_saw(mesh):
             (placed(mesh, Partial()) * 2).redistribute(placements=[Replicate()])
         return mode.seen
 
-    stock, ours = both(record)
-    assert ours == stock
+    native, actual = both(record)
+    assert actual == native
     assert left("mode") > 0
 
 
@@ -82,9 +82,9 @@ def test_a_dispatch_mode_sees_what_backward_saves(mesh):
             x.exp().sum().backward()
         return mode.seen
 
-    stock, ours = both(record)
-    assert ours == stock
-    assert ("aten.detach.default", ["DTensor"]) in stock
+    native, actual = both(record)
+    assert actual == native
+    assert ("aten.detach.default", ["DTensor"]) in native
 
 
 def test_without_torch_dispatch_there_is_no_dtensor_made(mesh):
@@ -93,8 +93,8 @@ def test_without_torch_dispatch_there_is_no_dtensor_made(mesh):
         with torch._C._DisableTorchDispatch():
             return type(x.data), type(x)
 
-    stock, ours = both(data)
-    assert ours == stock == (torch.Tensor, DTensor)
+    native, actual = both(data)
+    assert actual == native == (torch.Tensor, DTensor)
 
 
 def test_tensors_that_outlive_the_library_are_detached_by_torch(mesh):
@@ -111,9 +111,9 @@ def test_comm_debug_mode_counts_what_it_counted(mesh):
             placed(mesh) @ placed(mesh, Shard(1), rows=4)
         return dict(mode.get_comm_counts())
 
-    stock, ours = both(count)
-    assert ours == stock
-    assert sum(stock.values()) > 0
+    native, actual = both(count)
+    assert actual == native
+    assert sum(native.values()) > 0
     assert left("mode") > 0
 
 
@@ -124,18 +124,18 @@ def test_fake_tensor_mode_gets_fake_local_tensors(mesh):
             result = (made * 2).sum()
         return type(result._local_tensor).__name__, result.placements, result.shape
 
-    stock, ours = both(fake)
-    assert ours == stock
-    assert stock[0] == "FakeTensor"
+    native, actual = both(fake)
+    assert actual == native
+    assert native[0] == "FakeTensor"
     assert left("mode") > 0
 
 
 def test_fake_local_tensors_outside_of_their_mode(mesh):
     with FakeTensorMode():
         made = DTensor.from_local(torch.randn(2, 4), mesh, [Shard(0)], run_check=False)
-    stock, ours = both(lambda: made * 2)
-    assert type(ours._local_tensor) is type(stock._local_tensor)
-    assert ours._spec == stock._spec
+    native, actual = both(lambda: made * 2)
+    assert type(actual._local_tensor) is type(native._local_tensor)
+    assert actual._spec == native._spec
     assert left("local subclass") > 0
 
 
@@ -144,9 +144,9 @@ def test_inference_mode(mesh):
         with torch.inference_mode():
             return placed(mesh).mul(2)
 
-    stock, ours = both(infer)
-    assert_same_tensor(ours, stock)
-    assert ours.is_inference() == stock.is_inference()
+    native, actual = both(infer)
+    assert_same_tensor(actual, native)
+    assert actual.is_inference() == native.is_inference()
     assert left("mode") > 0
 
 
@@ -163,9 +163,9 @@ def test_what_is_left_is_counted_after_a_plan_was_made_too(mesh):
 def test_a_tensor_made_in_inference_mode_and_used_after(mesh):
     with torch.inference_mode():
         made = placed(mesh)
-    stock, ours = both(lambda: made * 2)
-    assert_same_tensor(ours, stock)
-    assert ours.is_inference() == stock.is_inference()
+    native, actual = both(lambda: made * 2)
+    assert_same_tensor(actual, native)
+    assert actual.is_inference() == native.is_inference()
 
 
 def test_a_spec_without_a_shape_is_refused_in_the_same_words(mesh):
@@ -177,8 +177,8 @@ def test_a_spec_without_a_shape_is_refused_in_the_same_words(mesh):
             x * 2
         return str(error.value)
 
-    stock, ours = both(refuse)
-    assert ours == stock
+    native, actual = both(refuse)
+    assert actual == native
     assert left("symint") == 1
 
 
@@ -189,8 +189,8 @@ class Named(DTensor):
 def test_a_subclass_of_dtensor_is_torchs(mesh):
     plain = placed(mesh)
     named = Named(plain._local_tensor, plain._spec, requires_grad=False)
-    stock, ours = both(lambda: named * 2)
-    assert_same_tensor(ours, stock)
+    native, actual = both(lambda: named * 2)
+    assert_same_tensor(actual, native)
     assert left("subclass") > 0
 
 
@@ -218,8 +218,8 @@ def test_another_subclass_beside_a_dtensor_takes_over(mesh):
         except Exception as error:
             return type(error), str(error)
 
-    stock, ours = both(add)
-    assert ours == stock
+    native, actual = both(add)
+    assert actual == native
     assert left("subclass") > 0
 
 
@@ -229,8 +229,8 @@ def test_a_plain_tensor_beside_a_dtensor_is_refused_in_the_same_words(mesh):
             placed(mesh) + torch.ones(32, 4)
         return str(error.value)
 
-    stock, ours = both(add)
-    assert ours == stock
+    native, actual = both(add)
+    assert actual == native
     assert left("plain tensor") > 0
 
 
@@ -241,8 +241,8 @@ def test_forward_mode_derivatives(mesh):
             forward_ad.make_dual(placed(mesh), placed(mesh, seed=1))
         return str(error.value)
 
-    stock, ours = both(refuse)
-    assert ours == stock
+    native, actual = both(refuse)
+    assert actual == native
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
@@ -258,11 +258,11 @@ def test_functorch(mesh, transform):
         except Exception as error:
             return type(error), str(error)
 
-    stock, ours = both(attempt)
-    if isinstance(stock, tuple):
-        assert ours == stock
+    native, actual = both(attempt)
+    if isinstance(native, tuple):
+        assert actual == native
     else:
-        assert_same_tensor(ours, stock)
+        assert_same_tensor(actual, native)
     assert taken() > 0  # below the transform the operators are ordinary ones
 
 
@@ -271,8 +271,8 @@ def test_a_rank_outside_of_the_mesh():
         part = DeviceMesh("cpu", [0, 1])
         made = DTensor.from_local(torch.ones(2, 4), part, [Shard(0)], run_check=False)
         assert part.get_coordinate() is None
-        stock, ours = both(lambda: (made * 2).sum())
-        assert_same_tensor(ours, stock)
+        native, actual = both(lambda: (made * 2).sum())
+        assert_same_tensor(actual, native)
         assert left("not in mesh") > 0
 
 
@@ -282,8 +282,8 @@ def test_an_asynchronous_collective_is_awaited_when_it_is_used(mesh):
         assert type(pending._local_tensor) is AsyncCollectiveTensor
         return pending + placed(mesh, Replicate(), rows=32)
 
-    stock, ours = both(add)
-    assert_same_tensor(ours, stock)
+    native, actual = both(add)
+    assert_same_tensor(actual, native)
     assert left("local subclass") > 0
 
 
@@ -293,14 +293,14 @@ def test_random_operators_are_torchs(mesh):
         torch.manual_seed(0)
         return torch.nn.functional.dropout(placed(mesh), 0.5)
 
-    stock, ours = both(draw)
-    assert_same_tensor(ours, stock)
+    native, actual = both(draw)
+    assert_same_tensor(actual, native)
     assert not [name for name in dtensor_rules.stats() if "bernoulli" in name]
 
 
 def test_operators_with_handlers_of_their_own_are_torchs(mesh):
-    stock, ours = both(lambda: placed(mesh).argmax())
-    assert_same_tensor(ours, stock)
+    native, actual = both(lambda: placed(mesh).argmax())
+    assert_same_tensor(actual, native)
     assert left("handler") > 0
 
 
@@ -312,8 +312,8 @@ def test_an_operator_without_a_strategy_raises_as_ever(mesh):
             torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         return str(error.value)
 
-    stock, ours = both(refuse)
-    assert ours == stock
+    native, actual = both(refuse)
+    assert actual == native
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -332,8 +332,8 @@ def test_torch_compile(mesh, dynamic):
             results += [result.detach(), x.grad]
         return results
 
-    stock, ours = both(compiled)
-    for expected, got in zip(stock, ours, strict=True):
+    native, actual = both(compiled)
+    for expected, got in zip(native, actual, strict=True):
         assert_same_tensor(got, expected)
 
 

@@ -9,8 +9,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor import _redistribute as stock
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._debug_mode import DebugMode
@@ -144,7 +150,7 @@ def test_what_comes_between_gathers_counts():
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
         mesh["b", "c"]._flatten()
         transforms = [
-            stock._TransformInfo(axis, placements, shape)
+            _redistribute._TransformInfo(axis, placements, shape)
             for axis, placements, shape in (
                 (0, (S0, S1), [8, 8]),
                 (2, (S1, R), [8, 2]),
@@ -208,7 +214,7 @@ def test_the_sub_mesh_of_a_world_has_no_default_group():
 
 
 def test_torch_s_flag_against_merging_is_heeded():
-    with fake_mesh((2, 2)) as mesh, stock.disable_redistribute_transform_optimization():
+    with fake_mesh((2, 2)) as mesh, _redistribute.disable_redistribute_transform_optimization():
         assert steps(mesh, (S0, S1), (R, R), (4, 4)) == [("AllGather", "2")] * 2
 
 
@@ -246,7 +252,7 @@ def gather_everything():
         src, dst = spec(mesh, source, whole.shape, **order), spec(mesh, (R, R), whole.shape)
         plan = plan_redistribution(src, dst)
         assert [type(step) for step in plan.steps] == [MultiAxisGather], source
-        local = stock.redistribute_local_tensor(whole, dst, src)
+        local = _redistribute.redistribute_local_tensor(whole, dst, src)
         for layout in (local, local.mT.contiguous().mT):
             with CommLog() as log:
                 assert_bitwise(plan.apply(layout), whole, f"{source} {order}")
@@ -314,15 +320,15 @@ def gather_unequal_shards():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(5.0)
     src, dst = spec(mesh, (S0, S0), whole.shape), spec(mesh, (R, R), whole.shape)
-    local = stock.redistribute_local_tensor(whole, dst, src)
+    local = _redistribute.redistribute_local_tensor(whole, dst, src)
     mesh._flatten()
-    torchs = stock.redistribute_local_tensor(local, src, dst)
-    return torchs.tolist(), plan_redistribution(src, dst).apply(local).tolist()
+    expected = _redistribute.redistribute_local_tensor(local, src, dst)
+    return expected.tolist(), plan_redistribution(src, dst).apply(local).tolist()
 
 
 @pytest.mark.ranks
 def test_unequal_shards_are_gathered_axis_by_axis_for_torch_s_one_gather_is_wrong():
     """Where torch's becomes right, one may be sent for these too."""
-    for torchs, ours in run_ranks(gather_unequal_shards, 4, timeout=120):
-        assert ours == [0, 1, 2, 3, 4]
-        assert torchs != ours
+    for expected, actual in run_ranks(gather_unequal_shards, 4, timeout=120):
+        assert actual == [0, 1, 2, 3, 4]
+        assert expected != actual

@@ -20,12 +20,12 @@ def lines(caplog):
     """A function: the lines of a logger since it was asked last."""
     caplog.set_level(logging.DEBUG, "dtensor_rules")
 
-    def said(logger=logs.MISSES):
+    def lines_since(logger=logs.MISSES):
         found = [record.getMessage() for record in caplog.records if record.name == logger.name]
         caplog.clear()
         return found
 
-    return said
+    return lines_since
 
 
 def placed(mesh, placement, *shape):
@@ -46,18 +46,18 @@ def test_a_miss_says_what_was_planned_and_a_hit_nothing(mesh, lines):
 def test_what_a_line_says_of_other_calls(mesh, lines):
     x = placed(mesh, S0)
     torch.cat([x, placed(mesh, S1)], dim=1)
-    assert f"aten.cat.default([{x._spec}, " in (said := lines()[0])
-    assert "argument 0[1]" in said or "argument 0[0]" in said
+    assert f"aten.cat.default([{x._spec}, " in (line := lines()[0])
+    assert "argument 0[1]" in line or "argument 0[0]" in line
     x.mul_(2.0)
-    assert "aten.mul_.Tensor(" in (said := lines()[0])
-    assert "-> what is written; no redistribution; by the rule 'out-given'" in said
+    assert "aten.mul_.Tensor(" in (line := lines()[0])
+    assert "-> what is written; no redistribution; by the rule 'out-given'" in line
     torch.mul(x, x, out=torch.empty_like(x))
     assert f"-> {x._spec}; no redistribution; by the rule 'out-given'" in lines()[-1]
     torch.equal(x, x)
     assert "-> one number; " in lines()[-1]
     x.split(2, dim=1)
-    assert "aten.split.Tensor" in (said := lines()[-1])
-    assert " 2, 1) -> [Spec(" in said
+    assert "aten.split.Tensor" in (line := lines()[-1])
+    assert " 2, 1) -> [Spec(" in line
 
 
 def test_a_call_that_is_torchs_says_why(mesh, lines):
@@ -65,10 +65,10 @@ def test_a_call_that_is_torchs_says_why(mesh, lines):
     torch.argmax(x)
     with pytest.raises(RuntimeError):
         torch.mm(x, placed(mesh, S0, 3, 3))
-    said = [line for line in lines() if "is torch's" in line]
-    assert [line.split("(")[0] for line in said] == ["aten.argmax.default", "aten.mm.default"]
-    assert "is torch's: handler; " in said[0]
-    assert "is torch's: propagation; " in said[1]
+    found = [line for line in lines() if "is torch's" in line]
+    assert [line.split("(")[0] for line in found] == ["aten.argmax.default", "aten.mm.default"]
+    assert "is torch's: handler; " in found[0]
+    assert "is torch's: propagation; " in found[1]
 
 
 def test_what_falls_through_is_said_once_per_operator_and_reason(mesh, lines):
@@ -100,9 +100,9 @@ def test_methods_are_said_too(mesh, lines):
         x.redistribute(placements=[R])
         x.to_local()
         x.to_local()
-    said = lines(logs.FALLTHROUGH)
-    assert said.count("DTensor.redistribute is left to torch: mode") == 1
-    assert said.count("DTensor.to_local is left to torch: mode") == 1
+    found = lines(logs.FALLTHROUGH)
+    assert found.count("DTensor.redistribute is left to torch: mode") == 1
+    assert found.count("DTensor.to_local is left to torch: mode") == 1
 
 
 def test_nobody_listens_by_default(mesh):
@@ -138,9 +138,9 @@ def test_it_goes_to_stderr_where_nobody_has_handlers(monkeypatch, unconfigured, 
     for _ in range(2):
         with fake_mesh((2,)) as mesh, dtensor_rules.enabled():
             torch.neg(placed(mesh, S0))
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert "dtensor_rules.misses: aten.neg.default(" in said[0]
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == 2
+    assert "dtensor_rules.misses: aten.neg.default(" in written[0]
 
 
 def test_a_name_that_is_no_log_is_refused(monkeypatch, unconfigured):

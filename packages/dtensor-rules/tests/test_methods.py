@@ -239,17 +239,17 @@ def test_the_layout_of_the_gradient_matters():
         def run():
             pairs = list(itertools.product(inputs, starts))
             grads = [torch.autograd.grad(one.to_local(), one, start)[0] for one, start in pairs]
-            kept = [
+            saved = [
                 (grad._local_tensor.data_ptr() == start.data_ptr(), grad._local_tensor is start)
                 for grad, (_, start) in zip(grads, pairs, strict=True)
             ]
-            return grads, kept
+            return grads, saved
 
-        (expected, kept), all_actual = both(run)
-        for actual, ours_kept in all_actual:
-            assert [shares for shares, _ in ours_kept] == [shares for shares, _ in kept]
+        (expected, saved), all_actual = both(run)
+        for actual, actual_saved in all_actual:
+            assert [shares for shares, _ in actual_saved] == [shares for shares, _ in saved]
             if _compat.RELEASE >= (2, 12):  # 2.11 has the gradient itself where others view it
-                assert ours_kept == kept
+                assert actual_saved == saved
             for pair in zip(actual, expected, strict=True):
                 assert_same_tensor(*pair)
 
@@ -315,10 +315,10 @@ def test_writing_into_a_view_reaches_the_dtensor():
 def test_a_parameter_stays_a_parameter():
     with fake_mesh((2,)) as mesh:
         weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [S0]))
-        stays = _compat.RELEASE >= (2, 13)  # torch made a plain tensor of it before
-        assert isinstance(weight.to_local(), torch.nn.Parameter) is stays
+        is_parameter = _compat.RELEASE >= (2, 13)  # torch made a plain tensor of it before
+        assert isinstance(weight.to_local(), torch.nn.Parameter) is is_parameter
         with torch.no_grad():
-            assert isinstance(weight.to_local(), torch.nn.Parameter) is stays
+            assert isinstance(weight.to_local(), torch.nn.Parameter) is is_parameter
         assert weight.redistribute(placements=[R]).grad_fn is not None
 
 

@@ -153,19 +153,19 @@ def _like(tensor):
     )
 
 
-def differences(stock, ours, path=""):
+def differences(native, actual, path=""):
     """What is not equal, one line each."""
-    if stock == ours and type(stock) is type(ours):
+    if native == actual and type(native) is type(actual):
         return
-    if isinstance(stock, dict) and isinstance(ours, dict):
-        for key in {**stock, **ours}:
-            yield from differences(stock.get(key), ours.get(key), key)
-    elif is_dataclass(stock) and is_dataclass(ours):
-        for field in fields(stock):
-            pair = getattr(stock, field.name), getattr(ours, field.name)
+    if isinstance(native, dict) and isinstance(actual, dict):
+        for key in {**native, **actual}:
+            yield from differences(native.get(key), actual.get(key), key)
+    elif is_dataclass(native) and is_dataclass(actual):
+        for field in fields(native):
+            pair = getattr(native, field.name), getattr(actual, field.name)
             yield from differences(*pair, f"{path}.{field.name}")
     else:
-        yield f"{path}: stock has {stock!r}, ours {ours!r}"
+        yield f"{path}: native has {native!r}, actual {actual!r}"
 
 
 def two_calls(case, mesh, *, grad):
@@ -182,26 +182,26 @@ def two_calls(case, mesh, *, grad):
 
 @pytest.fixture(scope="class")
 def mesh_and_stock(request, same_memory_every_time):
-    """A fake mesh, and what stock torch does there in the tests that are going to run.
+    """A fake mesh, and what native torch does there in the tests that are going to run.
 
     The fast path is then on for all of them: to switch it on takes longer than a case. A case is
     new to its cache when it comes without gradients, and known when it comes with them.
     """
-    shape, stock = request.cls.SHAPE, {}
+    shape, native = request.cls.SHAPE, {}
     with fake_mesh(shape, rank=RANKS[shape]) as mesh:
         for item in request.session.items:
             if item.cls is request.cls:
                 case, grad = item.callspec.params["case"], item.callspec.params["grad"]
-                stock[case, grad] = two_calls(case, mesh, grad=grad)[0]
+                native[case, grad] = two_calls(case, mesh, grad=grad)[0]
         with dtensor_rules.enabled():
-            yield mesh, stock
+            yield mesh, native
 
 
 def check(case, mesh_and_stock, *, grad):
-    mesh, stock = mesh_and_stock
-    ours, counts, typed = two_calls(case, mesh, grad=grad)
+    mesh, native = mesh_and_stock
+    actual, counts, typed = two_calls(case, mesh, grad=grad)
     shared_out = case.operator.name in ADDS and ("-R,Psum-" in str(case) or "-Psum,R-" in str(case))
-    for number, (expected, got) in enumerate(zip(stock[case, grad], ours, strict=True), 1):
+    for number, (expected, got) in enumerate(zip(native[case, grad], actual, strict=True), 1):
         found = list(differences(expected, got))
         if shared_out:
             found = [line for line in found if not line.startswith("output 0.local.bits")]
@@ -210,7 +210,7 @@ def check(case, mesh_and_stock, *, grad):
     assert hits == {name: typed[name] for name in hits}, "a typed kernel ran only some of its calls"
     if case.operator.name in TORCHS:
         return
-    if not any("error" in name for name in stock[case, grad][0]):
+    if not any("error" in name for name in native[case, grad][0]):
         # from_local is the tests' own, to make a gradient.
         counts = {name: op for name, op in counts.items() if name != "DTensor.from_local"}
         assert any(op.rule + op.cache for op in counts.values()), "nothing took the fast path"

@@ -1,4 +1,4 @@
-"""On real ranks: training with the fast path gives bit for bit the numbers of stock torch."""
+"""On real ranks: training with the fast path gives bit for bit the numbers of native torch."""
 
 import contextlib
 import functools
@@ -74,7 +74,7 @@ def _train(kind):
         _checkpointed(model)
     if kind == "autocast":
         cast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    # One group of tensors each: stock refuses to mix meshes, and plain tensors, in a foreach.
+    # One group of tensors each: native refuses to mix meshes, and plain tensors, in a foreach.
     optimizers = [torch.optim.AdamW([p], lr=1e-2, foreach=True) for p in model.parameters()]
     seen = []
     for _ in range(3):
@@ -91,23 +91,23 @@ def _train(kind):
 
 
 def _both(function):
-    """What a function returns with stock torch and with the fast path, and how often it hit."""
+    """What a function returns with native torch and with the fast path, and how often it hit."""
     import dtensor_rules
 
     dtensor_rules.disable()  # a rank keeps what the test before has left on
-    stock = function()
+    native = function()
     with dtensor_rules.enabled():
         dtensor_rules.stats_clear()
-        ours = function()
+        actual = function()
         hits = sum(op.rule + op.cache for op in dtensor_rules.stats().values())
-    return stock, ours, hits
+    return native, actual, hits
 
 
 def _assert_same(function, world_size):
-    for stock, ours, hits in run_ranks(_both, world_size, function, timeout=240):
+    for native, actual, hits in run_ranks(_both, world_size, function, timeout=240):
         assert hits > 0, "nothing took the fast path"
-        assert len(stock) == len(ours)
-        for index, (expected, got) in enumerate(zip(stock, ours, strict=True)):
+        assert len(native) == len(actual)
+        for index, (expected, got) in enumerate(zip(native, actual, strict=True)):
             assert_bitwise(got, expected, f"tensor {index}")
 
 
@@ -142,7 +142,7 @@ def _redistribute():
             # An operator between them, so that there is a plan to execute.
             moved = (placed * 2).redistribute(placements=[target])
             other = torch.ops.aten.add.Tensor(placed, moved)
-            # A partial sum and a replica: who holds what is ours to choose, the sum is not.
+            # A partial sum and a replica: the rule chooses which rank has what, the sum is not.
             seen += [moved.to_local(), other.full_tensor()]
     return seen
 
@@ -168,7 +168,7 @@ def _embed(rows, *, tied):
         ids = torch.full((2, 3), 0 if step % 2 else rows - 1) - torch.arange(3) * (-1) ** (step % 2)
         ids = DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
         embedded = F.embedding(ids, table).redistribute(placements=[Replicate()])
-        # Reduces the gradient, which stock cannot turn into that of a masked sum by itself.
+        # Reduces the gradient, which native cannot turn into that of a masked sum by itself.
         embedded = embedded.redistribute(placements=[Replicate()])
         result = F.linear(embedded, table) if tied else embedded
         (gradient,) = torch.autograd.grad((result * result).sum(), table)

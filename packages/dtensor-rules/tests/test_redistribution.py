@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor import _redistribute as stock
+from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -25,7 +24,7 @@ R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 SUM, AVG, MAX = Partial("sum"), Partial("avg"), Partial("max")
 PLACEMENTS = (R, SUM, AVG, MAX, S0, S1, S2)
 STRIDED = tuple(_StridedShard(dim, split_factor=3) for dim in (0, 1))
-# 2.11 has to be told that these are no shard order.
+# To 2.11 the flag says that these are no shard order.
 NO_ORDER = {} if _compat.RELEASE >= (2, 12) else {"use_strided_shard_as_shard_order": False}
 ON_TWO_AXES = tuple(itertools.product((R, SUM, MAX, S0, S1), repeat=2))
 # Even, uneven and empty shards on 2 and on 4 ranks.
@@ -67,19 +66,19 @@ def outcome(function, local):
     return Outcome(tensor=result, is_input=result is local)
 
 
-def assert_same(ours, torchs, what, *, values):
-    assert ours.error == torchs.error, what
-    assert ours.is_input == torchs.is_input, what
-    if ours.tensor is None:
+def assert_same(actual, expected, what, *, values):
+    assert actual.error == expected.error, what
+    assert actual.is_input == expected.is_input, what
+    if actual.tensor is None:
         return
-    assert type(ours.tensor) is torch.Tensor, what
-    assert ours.tensor.shape == torchs.tensor.shape, what
-    assert ours.tensor.dtype == torchs.tensor.dtype, what
-    assert ours.tensor.stride() == torchs.tensor.stride(), what
-    assert ours.tensor.storage_offset() == torchs.tensor.storage_offset(), what
-    assert not ours.tensor.requires_grad, what
+    assert type(actual.tensor) is torch.Tensor, what
+    assert actual.tensor.shape == expected.tensor.shape, what
+    assert actual.tensor.dtype == expected.tensor.dtype, what
+    assert actual.tensor.stride() == expected.tensor.stride(), what
+    assert actual.tensor.storage_offset() == expected.tensor.storage_offset(), what
+    assert not actual.tensor.requires_grad, what
     if values:
-        assert_bitwise(ours.tensor, torchs.tensor, what)
+        assert_bitwise(actual.tensor, expected.tensor, what)
 
 
 def redistributions(mesh, pairs, shapes, dtype, *, every_layout):
@@ -98,7 +97,7 @@ def redistributions(mesh, pairs, shapes, dtype, *, every_layout):
             if filled_by_torch(source, target):
                 continue
             with pytest.raises((RuntimeError, ValueError, AssertionError)):
-                stock.redistribute_local_tensor(case.local(mesh, whole), src, dst)
+                _redistribute.redistribute_local_tensor(case.local(mesh, whole), src, dst)
             continue
         for local in layouts(case.local(mesh, whole), every=every_layout):
             yield f"{source} to {target} of {shape} with {local.stride()}", src, dst, plan, local
@@ -123,34 +122,37 @@ def filled_by_torch(source, target):
 
 
 def compare(mesh, pairs, shapes, dtype=torch.float32, *, values, every_layout=False):
-    """Runs all of torch's and then all of ours, on every rank in the same order; how many ran.
+    """Runs all natively and then by their plans, on every rank in the same order; how many ran.
 
     Collectives are torch's, but where gathers are joined: there they are at most as many.
     """
     table = list(redistributions(mesh, pairs, shapes, dtype, every_layout=every_layout))
     as_torchs = [row for row in table if not joins_gathers(row[3])]
     joined = [row for row in table if joins_gathers(row[3])]
-    torchs, ours = run_both(as_torchs, values=values)
-    assert ours == torchs
-    torchs, ours = run_both(joined, values=values)
-    assert len(ours) == sum(collectives(plan) for *_, plan, _ in joined)
-    assert len(ours) <= len(torchs)
+    expected, actual = run_both(as_torchs, values=values)
+    assert actual == expected
+    expected, actual = run_both(joined, values=values)
+    assert len(actual) == sum(collectives(plan) for *_, plan, _ in joined)
+    assert len(actual) <= len(expected)
     return len(table)
 
 
 def run_both(table, *, values):
-    """The collectives of torch's way and of ours."""
-    kept = [local.clone() for *_, local in table]
+    """The collectives of the native redistribution and of the plan."""
+    copies = [local.clone() for *_, local in table]
     with CommLog() as log:
-        torchs = [
-            outcome(lambda local, s=src, d=dst: stock.redistribute_local_tensor(local, s, d), local)
+        expected = [
+            outcome(
+                lambda local, s=src, d=dst: _redistribute.redistribute_local_tensor(local, s, d),
+                local,
+            )
             for _, src, dst, _, local in table
         ]
     with CommLog() as our_log:
-        ours = [outcome(plan.apply, local) for _, _, _, plan, local in table]
-    for row, our, theirs, before in zip(table, ours, torchs, kept, strict=True):
+        actual = [outcome(plan.apply, local) for _, _, _, plan, local in table]
+    for row, our, native, before in zip(table, actual, expected, copies, strict=True):
         what, _, _, plan, local = row
-        assert_same(our, theirs, what, values=values or not plan.communicates)
+        assert_same(our, native, what, values=values or not plan.communicates)
         assert_bitwise(local, before, f"the input of {what}")
     return log.calls, our_log.calls
 
@@ -226,13 +228,13 @@ def compare_strided(shape):
         if transposed:
             local = local.mT.contiguous().mT
         with CommLog() as log:
-            torchs = stock.redistribute_local_tensor(local, src, dst)
+            expected = _redistribute.redistribute_local_tensor(local, src, dst)
         with CommLog() as our_log:
-            ours = plan.apply(local)
+            actual = plan.apply(local)
         assert our_log.calls == log.calls, (source, target)
         assert_same(
-            Outcome(tensor=ours, is_input=ours is local),
-            Outcome(tensor=torchs, is_input=torchs is local),
+            Outcome(tensor=actual, is_input=actual is local),
+            Outcome(tensor=expected, is_input=expected is local),
             f"{source} to {target} of {shape}",
             values=True,
         )
@@ -305,7 +307,7 @@ def test_collectives_over_several_axes_are_merged_where_torch_merges_them():
 
 
 def ordered_specs(mesh, whole):
-    """Specs whose shards lie in another order than the mesh's axes."""
+    """Specs whose shards are in another order than the mesh's axes."""
     reverse = (ShardOrderEntry(0, (1, 0)),)
     return {
         "replicate": spec(mesh, (R, R), whole),
@@ -329,23 +331,23 @@ def compare_orders(shape):
     for (source, src), (target, dst) in itertools.permutations(specs.items(), 2):
         local = whole
         if source not in ("sum", "replicate"):
-            local = stock.redistribute_local_tensor(whole, specs["replicate"], src)
+            local = _redistribute.redistribute_local_tensor(whole, specs["replicate"], src)
         plan = plan_redistribution(src, dst)
         if plan is None:
             left.append((source, target))
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                stock.redistribute_local_tensor(local, src, dst)
+                _redistribute.redistribute_local_tensor(local, src, dst)
             continue
         with CommLog() as log:
-            torchs = stock.redistribute_local_tensor(local, src, dst)
+            expected = _redistribute.redistribute_local_tensor(local, src, dst)
         with CommLog() as our_log:
-            ours = plan.apply(local)
+            actual = plan.apply(local)
         if joins_gathers(plan):
             assert len(our_log.calls) < len(log.calls), (source, target)
         else:
             assert our_log.calls == log.calls, (source, target)
         assert_same(
-            Outcome(tensor=ours), Outcome(tensor=torchs), f"{source} to {target}", values=True
+            Outcome(tensor=actual), Outcome(tensor=expected), f"{source} to {target}", values=True
         )
     return left
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor import _redistribute as stock
+from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -76,11 +75,17 @@ def test_a_cuda_mesh_uses_the_real_all_to_all():
 
 def test_torchs_planner_keeps_nothing():
     with fake_mesh((2,)) as mesh:
-        before = len(stock._planner_cache), stock._gen_transform_infos.cache_info().currsize
+        before = (
+            len(_redistribute._planner_cache),
+            _redistribute._gen_transform_infos.cache_info().currsize,
+        )
         for length in range(2, 50):
             whole = torch.zeros(length)
             plan_redistribution(spec(mesh, (S0,), whole), spec(mesh, (R,), whole))
-        after = len(stock._planner_cache), stock._gen_transform_infos.cache_info().currsize
+        after = (
+            len(_redistribute._planner_cache),
+            _redistribute._gen_transform_infos.cache_info().currsize,
+        )
         assert after == before
 
 
@@ -90,7 +95,7 @@ def test_a_local_tensor_that_belies_its_spec_is_noticed():
         src, dst = spec(mesh, (S0,), whole), spec(mesh, (R,), whole)
         if _compat.RELEASE >= (2, 12):  # 2.11 goes on with a tensor of another shape
             with pytest.raises(RuntimeError):
-                stock.redistribute_local_tensor(torch.zeros(5), src, dst)
+                _redistribute.redistribute_local_tensor(torch.zeros(5), src, dst)
         with pytest.raises(RuntimeError, match="the shards of dim 0 make 10 where the spec says 8"):
             plan_redistribution(src, dst).apply(torch.zeros(5))
 
@@ -121,7 +126,7 @@ def test_of_even_dims_it_asks_no_more_than_torch(source, target, shape):
         whole, local = torch.zeros(4, 4), torch.zeros(shape)
         src, dst = spec(mesh, (source,), whole), spec(mesh, (target,), whole)
         plan = plan_redistribution(src, dst)
-        expected = outcome(lambda: stock.redistribute_local_tensor(local, src, dst))
+        expected = outcome(lambda: _redistribute.redistribute_local_tensor(local, src, dst))
         assert outcome(lambda: plan.apply(local)) == expected
 
 

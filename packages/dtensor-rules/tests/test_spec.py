@@ -104,11 +104,11 @@ def test_a_spec_that_changes_is_another(mesh):
 
 def test_numbers_are_never_used_again(mesh):
     before = _core.spec_id(spec(mesh))
-    kept = spec(mesh)
-    assert _core.spec_id(kept) == before
+    again = spec(mesh)
+    assert _core.spec_id(again) == before
     _core.clear_specs()
     assert _core.known_addresses() == _core.known_specs() == 0
-    assert _core.spec_id(kept) > before
+    assert _core.spec_id(again) > before
 
 
 def test_those_that_were_equal_to_one_that_changes_keep_their_meaning(mesh):

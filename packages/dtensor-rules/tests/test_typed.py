@@ -14,11 +14,11 @@ from testkit import assert_bitwise, fake_mesh
 from testkit.operator_cases import operator_cases
 
 
-@pytest.fixture(params=["stock", "ours"])
+@pytest.fixture(params=["native", "dtensor_rules"])
 def mesh(request):
     """Every test here runs with torch alone too: what it expects is what torch does."""
     with fake_mesh((4,), rank=1) as mesh:
-        if request.param == "stock":
+        if request.param == "native":
             yield mesh
             return
         with dtensor_rules.enabled():

@@ -27,7 +27,7 @@ class Axis {
   int64_t rank_;
 };
 
-// Each returns a tensor that is ready to be used, and wants a contiguous input, except all_reduce.
+// Each returns a tensor that is ready to be used, and takes a contiguous input, except all_reduce.
 
 // Shards one after another on dim 0: (d0, ...) to (size * d0, ...).
 at::Tensor all_gather(const at::Tensor& input, const Axis& axis);

@@ -1,5 +1,5 @@
 // What differs between the minor versions of torch that this is compiled for; the Python side has
-// _compat.py. An interface is told by what it offers where that can be seen at compile time, and a
+// _compat.py. An interface is recognised by what it offers where that can be seen at compile time, and a
 // behaviour, which cannot, by torch's version.
 #pragma once
 

@@ -77,27 +77,27 @@ using Handles = c10::MaybeOwnedTraits<at::Tensor>;
 // Of any other type: a value.
 template <class T>
 struct Local {
-  std::optional<T> held;
+  std::optional<T> local;
   void set(const T& given, size_t argument, Walk& walk) {
     const Value* value = walk.value(argument);
-    held = value == nullptr ? given : value->value.to<T>();
+    local = value == nullptr ? given : value->value.to<T>();
   }
-  const T& get() { return *held; }
+  const T& get() { return *local; }
 };
 
 template <>
 struct Local<at::Tensor> {
-  std::optional<Borrowed> held;
+  std::optional<Borrowed> borrowed;
   void set(const at::Tensor& given, size_t argument, Walk& walk) {
-    held.emplace(given, argument, -1, walk);
+    borrowed.emplace(given, argument, -1, walk);
   }
   // What an operator writes to is not const.
-  at::Tensor& get() { return const_cast<at::Tensor&>(held->tensor()); }
+  at::Tensor& get() { return const_cast<at::Tensor&>(borrowed->tensor()); }
 };
 
 template <>
 struct Local<std::optional<at::Tensor>> {
-  std::optional<Borrowed> held;
+  std::optional<Borrowed> borrowed;
   std::optional<at::Tensor> handle;
   ~Local() {
     if (handle.has_value()) {
@@ -106,8 +106,8 @@ struct Local<std::optional<at::Tensor>> {
   }
   void set(const std::optional<at::Tensor>& given, size_t argument, Walk& walk) {
     if (given.has_value()) {
-      held.emplace(*given, argument, -1, walk);
-      handle = Handles::createBorrow(held->tensor());
+      borrowed.emplace(*given, argument, -1, walk);
+      handle = Handles::createBorrow(borrowed->tensor());
     }
   }
   const std::optional<at::Tensor>& get() { return handle; }
@@ -115,7 +115,7 @@ struct Local<std::optional<at::Tensor>> {
 
 template <class List>
 struct LocalTensors {
-  std::vector<Borrowed> held;
+  std::vector<Borrowed> borrowed;
   std::vector<at::Tensor> handles;
   ~LocalTensors() {
     for (at::Tensor& handle : handles) {
@@ -123,11 +123,11 @@ struct LocalTensors {
     }
   }
   void set(const List& given, size_t argument, Walk& walk) {
-    held.reserve(given.size());
+    borrowed.reserve(given.size());
     handles.reserve(given.size());
     for (const at::Tensor& tensor : given) {
-      held.emplace_back(tensor, argument, static_cast<int64_t>(held.size()), walk);
-      handles.push_back(Handles::createBorrow(held.back().tensor()));
+      borrowed.emplace_back(tensor, argument, static_cast<int64_t>(borrowed.size()), walk);
+      handles.push_back(Handles::createBorrow(borrowed.back().tensor()));
     }
   }
   List get() { return List(handles); }
@@ -141,18 +141,18 @@ struct Local<at::ITensorListRef> : LocalTensors<at::ITensorListRef> {};
 // Sizes, whose memory is the caller's or the plan's.
 template <class Sizes>
 struct LocalSizes {
-  Sizes held;
+  Sizes local;
   void set(const Sizes& given, size_t argument, Walk& walk) {
     const Value* value = walk.value(argument);
     if (value == nullptr) {
-      held = given;
+      local = given;
     } else if constexpr (std::is_same_v<Sizes, c10::SymIntArrayRef>) {
-      held = value->symbolic_sizes;
+      local = value->symbolic_sizes;
     } else {
-      held = at::IntArrayRef(value->sizes);
+      local = at::IntArrayRef(value->sizes);
     }
   }
-  const Sizes& get() { return held; }
+  const Sizes& get() { return local; }
 };
 
 template <>
@@ -161,24 +161,24 @@ template <>
 struct Local<at::IntArrayRef> : LocalSizes<at::IntArrayRef> {};
 template <>
 struct Local<at::OptionalIntArrayRef> {
-  at::OptionalIntArrayRef held;
+  at::OptionalIntArrayRef local;
   void set(const at::OptionalIntArrayRef& given, size_t argument, Walk& walk) {
     const Value* value = walk.value(argument);
     if (value == nullptr) {
-      held = given;
+      local = given;
     } else if (!value->value.isNone()) {
-      held = at::IntArrayRef(value->sizes);
+      local = at::IntArrayRef(value->sizes);
     }
   }
-  const at::OptionalIntArrayRef& get() { return held; }
+  const at::OptionalIntArrayRef& get() { return local; }
 };
 
 // No plan changes these.
 template <class T>
 struct LocalAsGiven {
-  T held;
-  void set(const T& given, size_t, Walk&) { held = given; }
-  const T& get() { return held; }
+  T local;
+  void set(const T& given, size_t, Walk&) { local = given; }
+  const T& get() { return local; }
 };
 
 template <>

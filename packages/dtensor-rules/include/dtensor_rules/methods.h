@@ -27,7 +27,7 @@ enum class Half : uint8_t {
 const char* half_name(Half half);
 OpStats& half_stats(Half half);
 // Counts, and tells once, that a call is torch's.
-void count_left(Half half, Reason reason);
+void count_fallback(Half half, Reason reason);
 
 // The beginning of a key of this half.
 Key key_of(Half half);

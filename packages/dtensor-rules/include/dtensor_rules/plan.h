@@ -45,7 +45,7 @@ struct RuleCounter {
 
 struct Plan final : c10::intrusive_ptr_target {
   Reason reason = Reason::kNone;  // other than none: the call is torch's
-  bool keep = true;               // false: asked again next time
+  bool cacheable = true;          // false: asked again next time
   std::vector<Move> moves;
   std::vector<Value> values;
   // Another operator to call, with these arguments of the call (or values) in its own order.

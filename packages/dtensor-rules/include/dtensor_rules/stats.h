@@ -23,7 +23,7 @@ enum class Reason : uint8_t {
   kUnsupported,     // an argument or a result of a kind that no plan can hold
   kPropagation,     // torch's propagation raised; torch says so itself
   kExplicitOnly,    // torch's ExplicitRedistributionContext watches redistributions
-  kChecking,        // the stock half of a check (DTENSOR_RULES_CHECK)
+  kChecking,        // the native call of a check (DTENSOR_RULES_CHECK)
   kCount,
 };
 
@@ -37,18 +37,18 @@ struct OpStats {
   Counter cache = 0;  // hits of the others
   Counter typed = 0;  // of both, those that a typed kernel ran
   Counter miss = 0;   // plans made
-  std::array<Counter, static_cast<size_t>(Reason::kCount)> left = {};
-  std::atomic<uint32_t> told = 0;  // a bit per reason that was told (tell.h)
+  std::array<Counter, static_cast<size_t>(Reason::kCount)> fallbacks = {};
+  std::atomic<uint32_t> logged = 0;  // a bit per reason that was logged (fallback_log.h)
 
   void clear() {
     rule = cache = typed = miss = 0;
-    told = 0;
-    for (auto& count : left) {
+    logged = 0;
+    for (auto& count : fallbacks) {
       count = 0;
     }
   }
-  void count_left(Reason reason) {
-    left[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  void count_fallback(Reason reason) {
+    fallbacks[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
   }
 };
 

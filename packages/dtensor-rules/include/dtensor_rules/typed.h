@@ -2,7 +2,7 @@
 // the local operator without the dispatcher's stack, on which every argument is boxed.
 //
 // A typed kernel runs calls whose plan is in the cache. All else goes the general way (dispatch.h).
-// It stands at two dispatch keys. At `Python`, where autograd has done its part. And at
+// It is registered at two dispatch keys. At `Python`, where autograd has done its part. And at
 // `PythonTLSSnapshot`, which every call of a DTensor meets first: where autograd will have no part,
 // as in backward, under no_grad and in optimizers, it runs the call at once.
 #pragma once
@@ -133,14 +133,14 @@ class Typed<Result(Args...)> {
   // An in-place operator returns its first argument, or nothing where that is a list.
   static constexpr bool kReturnsNothingNew = std::is_reference_v<Result> || std::is_void_v<Result>;
   struct Nothing {};
-  using Held = std::conditional_t<kReturnsNothingNew, Nothing, Result>;
+  using LocalResult = std::conditional_t<kReturnsNothingNew, Nothing, Result>;
   static constexpr std::index_sequence_for<Args...> kAll{};
 
-  static Result returned(Held held, Args&... args) {
+  static Result returned(LocalResult local_result, Args&... args) {
     if constexpr (std::is_reference_v<Result>) {
       return first(args...);
     } else if constexpr (!std::is_void_v<Result>) {
-      return held;
+      return local_result;
     }
   }
 
@@ -151,7 +151,7 @@ class Typed<Result(Args...)> {
 
   // Runs the call by its plan; nothing where there is none, or none for a typed kernel.
   template <size_t... index>
-  static std::optional<Held> hit(
+  static std::optional<LocalResult> hit(
       Operator& op, Function* call_local, std::index_sequence<index...>,
       const std::decay_t<Args>&... args) {
     if (!gate_is_open()) {

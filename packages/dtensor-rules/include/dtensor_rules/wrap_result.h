@@ -6,7 +6,7 @@
 namespace dtensor_rules {
 
 // torch's own function, which does what is not plain.
-void set_stock_wrap(py::object function);
+void set_native_wrap(py::object function);
 
 // DTensors around a local result: a tensor, lists and tuples of them, or anything else, which stays
 // what it is. `spec` is a DTensorSpec, a list or tuple of them, or None.

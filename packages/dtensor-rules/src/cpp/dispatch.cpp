@@ -11,7 +11,7 @@
 #include "dtensor_rules/execute.h"
 #include "dtensor_rules/explicit_only.h"
 #include "dtensor_rules/kernels.h"
-#include "dtensor_rules/tell.h"
+#include "dtensor_rules/fallback_log.h"
 #include "dtensor_rules/watch.h"
 
 namespace dtensor_rules {
@@ -51,11 +51,11 @@ c10::ArrayRef<c10::IValue> arguments_of(const Operator& op, const Stack& stack) 
 }
 
 // Torch's own dispatch, as its fallback at this key would do it.
-void leave(Operator& op, Reason reason, Stack& stack) {
+void fall_back(Operator& op, Reason reason, Stack& stack) {
   // What torch does on fake tensors of its own, to learn a shape, is nobody's call.
   if (!planning && !(reason == Reason::kMode && path != Path::kAsSet)) {
-    op.stats.count_left(reason);
-    tell_once(op.stats, op.name.c_str(), reason);
+    op.stats.count_fallback(reason);
+    log_fallback_once(op.stats, op.name.c_str(), reason);
   }
   (*getPyInterpreter())->dispatch(op.handle, &stack);
 }
@@ -67,7 +67,7 @@ PlanPtr make_plan(Operator& op, Call& call, const Stack& stack) {
   const auto restore = c10::make_scope_exit([outer] { planning = outer; });
   PlanPtr plan =
       read_plan(op, functions().planner(op.overload, arguments.args, arguments.kwargs));
-  if (plan->keep) {
+  if (plan->cacheable) {
     plans().insert(std::move(call.key), plan);
   }
   return plan;
@@ -129,11 +129,11 @@ void count_run(Operator& op, const Plan& plan, bool missed) {
 
 void dispatch(Operator& op, Stack& stack) {
   if (unusual_mode()) {
-    leave(op, Reason::kMode, stack);
+    fall_back(op, Reason::kMode, stack);
     return;
   }
   if (path == Path::kTorch) {
-    leave(op, Reason::kChecking, stack);
+    fall_back(op, Reason::kChecking, stack);
     return;
   }
   const Gil gil;
@@ -142,7 +142,7 @@ void dispatch(Operator& op, Stack& stack) {
     return;
   }
   if (const Reason reason = run(op, stack); reason != Reason::kNone) {
-    leave(op, reason, stack);
+    fall_back(op, reason, stack);
   }
 }
 

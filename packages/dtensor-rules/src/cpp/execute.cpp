@@ -80,9 +80,9 @@ void return_given(const Plan& plan, const std::vector<c10::IValue>& tensors, Sta
   for (size_t index = 0; index < tensors.size(); ++index) {
     PyObject* object = python_object(tensors[index].toTensor());
     PyObject*& spec = slot(object, torch_classes().spec_offset);
-    py::object kept = plan.given[index].second->object;
+    py::object next = plan.given[index].second->object;
     PyObject* before = spec;
-    spec = kept.release().ptr();
+    spec = next.release().ptr();
     Py_XDECREF(before);
     stack.push_back(tensors[index]);
   }

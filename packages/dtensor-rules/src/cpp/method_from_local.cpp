@@ -35,7 +35,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       reason = Reason::kUnsupported;
     }
     if (reason != Reason::kNone) {
-      count_left(kHalf, reason);
+      count_fallback(kHalf, reason);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     Key key = key_of(kHalf);
@@ -47,7 +47,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     }
     // From 2.14 on torch shows the context what this moves, and may be told to refuse it.
     if (!may_run(*plan)) {
-      count_left(kHalf, Reason::kExplicitOnly);
+      count_fallback(kHalf, Reason::kExplicitOnly);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     const at::Tensor local = *parts.local;  // a copy: others may run while it is sent
@@ -105,7 +105,7 @@ py::object from_local(
   Key key = key_of(kHalf);
   const Reason reason = read_from_local(local, mesh, placements, shape, stride, key);
   if (reason != Reason::kNone) {
-    count_left(kHalf, reason);
+    count_fallback(kHalf, reason);
     return py::none();
   }
   const PlanPtr plan = find_plan(kHalf, key);

@@ -15,15 +15,15 @@ struct PlacementClasses {
 };
 
 const PlacementClasses& placement_classes() {
-  // Held for the life of the process.
+  // References for the life of the process.
   static const PlacementClasses found = [] {
     const auto types = py::module_::import("torch.distributed.tensor.placement_types");
-    const auto held = [&](const char* name) {
+    const auto reference = [&](const char* name) {
       return py::object(types.attr(name)).release().ptr();
     };
     return PlacementClasses{
-        held("Replicate"), held("Shard"), held("Partial"), PyUnicode_InternFromString("dim"),
-        PyUnicode_InternFromString("reduce_op")};
+        reference("Replicate"), reference("Shard"), reference("Partial"),
+        PyUnicode_InternFromString("dim"), PyUnicode_InternFromString("reduce_op")};
   }();
   return found;
 }

@@ -41,7 +41,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
       reason = Reason::kUnsupported;
     }
     if (reason != Reason::kNone) {
-      count_left(kHalf, reason);
+      count_fallback(kHalf, reason);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     Key key = key_of(kHalf);
@@ -82,7 +82,7 @@ py::object redistribute(PyObject* dtensor, PyObject* mesh, PyObject* placements)
     reason = Reason::kUnsupported;
   }
   if (reason != Reason::kNone) {
-    count_left(kHalf, reason);
+    count_fallback(kHalf, reason);
     return py::none();
   }
   PlanPtr plan = find_plan(kHalf, key);

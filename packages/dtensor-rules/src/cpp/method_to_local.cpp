@@ -32,7 +32,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
       reason = Reason::kUnsupported;
     }
     if (reason != Reason::kNone) {
-      count_left(kHalf, reason);
+      count_fallback(kHalf, reason);
       return torchs_backward(kHalf, grad, saved, nullptr);
     }
     Key key = key_of(kHalf);
@@ -70,7 +70,7 @@ py::object to_local(PyObject* dtensor) {
     reason = Reason::kUnsupported;
   }
   if (reason != Reason::kNone) {
-    count_left(kHalf, reason);
+    count_fallback(kHalf, reason);
     return py::none();
   }
   count(half_stats(kHalf).cache);  // nothing has to be learned

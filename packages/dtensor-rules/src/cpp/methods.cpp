@@ -5,7 +5,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "dtensor_rules/redistribute.h"
-#include "dtensor_rules/tell.h"
+#include "dtensor_rules/fallback_log.h"
 
 namespace dtensor_rules {
 
@@ -39,9 +39,9 @@ OpStats& half_stats(Half half) {
   return methods().stats[static_cast<size_t>(half)];
 }
 
-void count_left(Half half, Reason reason) {
-  half_stats(half).count_left(reason);
-  tell_once(half_stats(half), half_name(half), reason);
+void count_fallback(Half half, Reason reason) {
+  half_stats(half).count_fallback(reason);
+  log_fallback_once(half_stats(half), half_name(half), reason);
 }
 
 Key key_of(Half half) {
@@ -106,7 +106,7 @@ PlanPtr find_plan(Half half, const Key& key) {
     plans().count_miss();
     count(stats.miss);
   } else if (plan->reason != Reason::kNone) {
-    count_left(half, plan->reason);
+    count_fallback(half, plan->reason);
   } else {
     count(stats.cache);
   }

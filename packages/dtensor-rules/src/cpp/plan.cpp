@@ -69,7 +69,7 @@ FinishPtr read_finish(const Operator& op, const py::object& finish) {
 PlanPtr read_plan(const Operator& op, const py::object& description) {
   auto plan = c10::make_intrusive<Plan>();
   const py::object reason = description.attr("reason");
-  plan->keep = py::cast<bool>(description.attr("keep"));
+  plan->cacheable = py::cast<bool>(description.attr("cacheable"));
   if (!reason.is_none()) {
     plan->reason = reason_of(py::cast<std::string>(reason).c_str());
     return plan;

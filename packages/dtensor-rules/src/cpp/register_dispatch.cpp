@@ -6,7 +6,7 @@
 #include "dtensor_rules/kernels.h"
 #include "dtensor_rules/plan.h"
 #include "dtensor_rules/register.h"
-#include "dtensor_rules/tell.h"
+#include "dtensor_rules/fallback_log.h"
 #include "dtensor_rules/watch.h"
 
 namespace dtensor_rules {
@@ -41,7 +41,7 @@ void register_dispatch(py::module_& module) {
       .finalize();
   module.def("set_checker", &set_checker);
   module.def("set_explicit_only", &set_explicit_only);
-  module.def("set_teller", &set_teller);
+  module.def("set_fallback_logger", &set_fallback_logger);
   module.def("set_path", &set_path);
 }
 

@@ -63,7 +63,7 @@ void register_methods(py::module_& module) {
             local.ptr(), mesh.ptr(), placements.ptr(), shape.ptr(), stride.ptr(), spec);
       });
   module.def("set_methods_on", &set_methods_on);
-  module.def("set_stock_wrap", &set_stock_wrap);
+  module.def("set_native_wrap", &set_native_wrap);
   module.def(
       "set_backwards",
       [](py::object of_redistribute, py::object of_from_local, py::object of_to_local) {

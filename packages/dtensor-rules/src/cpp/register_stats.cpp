@@ -8,8 +8,8 @@ namespace {
 
 py::dict reasons(const OpStats& stats) {
   py::dict counts;
-  for (size_t index = 0; index < stats.left.size(); ++index) {
-    if (const uint64_t count = stats.left[index].load(); count != 0) {
+  for (size_t index = 0; index < stats.fallbacks.size(); ++index) {
+    if (const uint64_t count = stats.fallbacks[index].load(); count != 0) {
       counts[reason_name(static_cast<Reason>(index))] = count;
     }
   }

@@ -11,7 +11,7 @@ namespace dtensor_rules {
 namespace {
 
 // More addresses than this are forgotten together. Steady programs know as many as they have
-// parameters and distinct results; only a program that makes specs anew all the time gets here.
+// parameters and distinct results; only a program that keeps making specs gets here.
 constexpr size_t kMostAddresses = 1 << 15;
 
 struct ByAddress {

@@ -7,7 +7,7 @@ namespace dtensor_rules {
 
 namespace {
 
-py::object& stock() {
+py::object& native_wrap() {
   static auto* function = new py::object(py::none());  // outlives the interpreter's end
   return *function;
 }
@@ -32,7 +32,7 @@ py::object wrap_tensor(PyObject* result, PyObject* spec_object) {
           THPVariable_Wrap(wrap(tensor, *spec, spec_object)));
     }
   }
-  return stock()(py::handle(result), py::handle(spec_object));
+  return native_wrap()(py::handle(result), py::handle(spec_object));
 }
 
 py::object wrap_sequence(PyObject* results, PyObject* specs) {
@@ -57,13 +57,13 @@ py::object wrap_sequence(PyObject* results, PyObject* specs) {
 
 }  // namespace
 
-void set_stock_wrap(py::object function) {
-  stock() = std::move(function);
+void set_native_wrap(py::object function) {
+  native_wrap() = std::move(function);
 }
 
 py::object wrap_result(PyObject* result, PyObject* spec) {
   if (unusual_state() != Reason::kNone) {
-    return stock()(py::handle(result), py::handle(spec));
+    return native_wrap()(py::handle(result), py::handle(spec));
   }
   if (THPVariable_CheckExact(result) && spec != Py_None) {
     return wrap_tensor(result, spec);
@@ -75,7 +75,7 @@ py::object wrap_result(PyObject* result, PyObject* spec) {
       PyFloat_CheckExact(result)) {
     return py::reinterpret_borrow<py::object>(result);
   }
-  return stock()(py::handle(result), py::handle(spec));
+  return native_wrap()(py::handle(result), py::handle(spec));
 }
 
 }  // namespace dtensor_rules

@@ -10,7 +10,7 @@ from dtensor_rules.headers import get_include
 __version__ = "0.1.0"
 
 # Loaded at first use: importing the package needs neither torch nor the extension module.
-_HOMES = {
+_MODULES = {
     "CacheInfo": "counts",
     "Call": "rule",
     "ListedRule": "table",
@@ -58,12 +58,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'dtensor_rules' has no attribute {name!r}")
     # First, and with torch: it says what is wrong where the extension module is another torch's.
     importlib.import_module("dtensor_rules._compat")
-    for public, home in _HOMES.items():
-        globals()[public] = getattr(importlib.import_module(f"dtensor_rules.{home}"), public)
+    for public, module in _MODULES.items():
+        globals()[public] = getattr(importlib.import_module(f"dtensor_rules.{module}"), public)
     return globals()[name]
 
 

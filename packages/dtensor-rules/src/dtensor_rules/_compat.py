@@ -199,7 +199,7 @@ def all_to_all_gathers(mesh: DeviceMesh) -> bool:
 
 
 def gradient_placements(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The placements that `from_local` wants of its gradient."""
+    """The placements that `from_local` expects of its gradient."""
     return _api._normalize_placements_for_grad(placements)
 
 
@@ -280,5 +280,5 @@ def mesh_topology(mesh: DeviceMesh) -> Any:
 
 
 def redistributes_by_graph() -> bool:
-    """Whether torch was told to plan every redistribution by its graph search."""
+    """Whether torch is set to plan every redistribution by its graph search."""
     return bool(_redistribute._FORCE_MIN_COST_REDISTRIBUTION_PLAN)

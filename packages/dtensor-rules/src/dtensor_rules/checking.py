@@ -52,10 +52,10 @@ def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         expected = op(*copies, **named_copies)
     with _on(_core.Path.UNCHECKED):
         result = op(*args, **kwargs)
-    ours, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
-    if len(ours) != len(theirs):
-        raise RuntimeError(f"{op}: {len(ours)} results where torch has {len(theirs)}")
-    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+    actual, native = pytree.tree_leaves(result), pytree.tree_leaves(expected)
+    if len(actual) != len(native):
+        raise RuntimeError(f"{op}: {len(actual)} results where torch has {len(native)}")
+    for index, (one, other) in enumerate(zip(actual, native, strict=True)):
         if difference := _difference(one, other):
             raise RuntimeError(
                 f"{op}: result {index} has {difference}; a rule or the cache is wrong "
@@ -137,31 +137,31 @@ def _copy(value: object) -> object:
     return pytree.tree_map(copy, value)
 
 
-def _difference(ours: object, theirs: object) -> str | None:
+def _difference(actual: object, native: object) -> str | None:
     """How two results differ, in words; None if they do not."""
-    if type(ours) is not type(theirs):
-        return f"type {type(ours).__name__} where torch has {type(theirs).__name__}"
-    if not isinstance(ours, DTensor) or not isinstance(theirs, DTensor):
-        return _value_difference(ours, theirs)
+    if type(actual) is not type(native):
+        return f"type {type(actual).__name__} where torch has {type(native).__name__}"
+    if not isinstance(actual, DTensor) or not isinstance(native, DTensor):
+        return _value_difference(actual, native)
     for what, one, other in (
-        ("placements", ours.placements, theirs.placements),
-        ("global shape", tuple(ours.shape), tuple(theirs.shape)),
-        ("spec", ours._spec, theirs._spec),
-        ("stride", ours.stride(), theirs.stride()),
-        ("dtype", ours.dtype, theirs.dtype),
-        ("local shape", tuple(ours._local_tensor.shape), tuple(theirs._local_tensor.shape)),
+        ("placements", actual.placements, native.placements),
+        ("global shape", tuple(actual.shape), tuple(native.shape)),
+        ("spec", actual._spec, native._spec),
+        ("stride", actual.stride(), native.stride()),
+        ("dtype", actual.dtype, native.dtype),
+        ("local shape", tuple(actual._local_tensor.shape), tuple(native._local_tensor.shape)),
     ):
         if one != other:
             return f"{what} {one} where torch has {other}"
-    if any(isinstance(placement, Partial) for placement in ours.placements):
+    if any(isinstance(placement, Partial) for placement in actual.placements):
         return None  # ranks may share out a sum in another way
-    return _value_difference(ours._local_tensor, theirs._local_tensor)
+    return _value_difference(actual._local_tensor, native._local_tensor)
 
 
-def _value_difference(ours: object, theirs: object) -> str | None:
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        if same and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True):
+def _value_difference(actual: object, native: object) -> str | None:
+    if isinstance(actual, torch.Tensor) and isinstance(native, torch.Tensor):
+        same = actual.shape == native.shape and actual.dtype == native.dtype
+        if same and torch.allclose(actual, native, rtol=0, atol=0, equal_nan=True):
             return None
         return "other values than torch's"
-    return None if ours == theirs else f"value {ours!r} where torch has {theirs!r}"
+    return None if actual == native else f"value {actual!r} where torch has {native!r}"

@@ -5,7 +5,7 @@ are of one tensor dim, in the mesh's order, and the mesh has been flattened. A g
 and computes nothing, so one over all axes followed by a copy into order gives the same bits,
 whatever dims and in whatever order the axes shard.
 
-`merge_transforms` stands in the place of torch's own function while the library is enabled: what is
+`merge_transforms` replaces torch's own function while the library is enabled: what is
 left to torch, on one rank perhaps, has to send what the others send. It joins only shards that are
 equal on all ranks, for every rank must come to the same decision, and sees only its own. Others are
 gathered axis by axis, on a flattened mesh too: there torch takes the pieces of nested shards for
@@ -207,7 +207,7 @@ class _Block:
 class _Blocks:
     """What a gather over several mesh axes returns, as blocks of equal pieces.
 
-    in_memory: from the outermost to the innermost, as they lie one after another in what is
+    in_memory: from the outermost to the innermost, as they follow one another in what is
         gathered: one block for each axis, then those of the shard's dims.
     of_axes: the blocks of each axis.
     of_dims: the blocks of each tensor dim, of those axes that have been gathered.
@@ -234,16 +234,16 @@ class _Blocks:
         Returns:
             False where these are no whole number of blocks.
         """
-        blocks, passed, left = self.of_dims[dim], 0, parts
+        blocks, before, left = self.of_dims[dim], 0, parts
         while left > 1:
-            size = blocks[passed].size
+            size = blocks[before].size
             if size > left and size % left == 0:
-                self._split(blocks[passed], left)
+                self._split(blocks[before], left)
             elif size == 0 or left % size != 0:
                 return False
-            left //= blocks[passed].size
-            passed += 1
-        blocks[passed:passed] = self.of_axes[axis]
+            left //= blocks[before].size
+            before += 1
+        blocks[before:before] = self.of_axes[axis]
         return True
 
     def _split(self, block: _Block, outer: int) -> None:
@@ -255,5 +255,5 @@ class _Blocks:
                 blocks[at : at + 1] = two
 
     def order(self) -> list[int]:
-        """Where the blocks of the dims, one dim after another, lie in memory."""
+        """Where the blocks of the dims, one dim after another, are in memory."""
         return [self.in_memory.index(block) for dim in self.of_dims for block in dim]

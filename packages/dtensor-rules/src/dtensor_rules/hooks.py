@@ -3,9 +3,9 @@
 Note: meshes that are equal but not the same object share their plans, here as in torch's own caches
 of decisions, and results get the mesh that was met first. torch.compile knows meshes by identity,
 so it has to meet one and the same in what the library made before it and in what torch makes while
-it traces. Hence both sides forget together: when the library goes on or off, when either is told
-to, and when a process group is destroyed. What they remember holds meshes, and a mesh its groups:
-each would keep its threads and sockets, and the next world would get meshes of the one before.
+it traces. Hence both caches are cleared together: when the library goes on or off, when either is
+cleared, and when a process group is destroyed. Cached plans refer to meshes, and a mesh to its
+groups: each would keep its threads and sockets, and the next world would get meshes of the last.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def _forget_all() -> None:
 
 def _after(owner: Any, name: str, then: Callable[[], object]) -> None:
     """Makes an attribute of an object or module call ``then`` when it has done its own work."""
-    stock = getattr(owner, name)
+    native = getattr(owner, name)
 
-    @functools.wraps(stock)
+    @functools.wraps(native)
     def both(*args: object, **kwargs: object) -> object:
-        result = stock(*args, **kwargs)
+        result = native(*args, **kwargs)
         then()
         return result
 
@@ -117,17 +117,17 @@ def _replace_everywhere(native: Any, replacement: Any) -> None:
 
 def _watch_specs() -> None:
     """A spec that is changed is no longer the one that was interned."""
-    stock = DTensorSpec.__setattr__
+    native = DTensorSpec.__setattr__
     forget, clear = _core.forget_spec, _core.cache_clear
 
-    @functools.wraps(stock)
+    @functools.wraps(native)
     def __setattr__(self: DTensorSpec, attr: str, value: Any) -> None:  # noqa: N807
         if attr != "_hash" and forget(self):
             clear()  # plans may hand this very object out
-        stock(self, attr, value)
+        native(self, attr, value)
 
     DTensorSpec.__setattr__ = __setattr__  # type: ignore[method-assign]
-    _undo.append(lambda: setattr(DTensorSpec, "__setattr__", stock))
+    _undo.append(lambda: setattr(DTensorSpec, "__setattr__", native))
 
 
 def _watch_flattening() -> None:

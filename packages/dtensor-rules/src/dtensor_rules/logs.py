@@ -1,4 +1,4 @@
-"""What was planned anew and what is left to torch, through standard logging; silent by default.
+"""Logs which plans are made and which calls are left to torch; silent by default.
 
 Two loggers, at level DEBUG: ``dtensor_rules.misses`` has a line per plan that is made, and
 ``dtensor_rules.fallthrough`` one per operator and reason for which calls are torch's, again after
@@ -71,12 +71,14 @@ def miss(
         rule: the name of the rule that made it; None for torch's propagation.
         seconds: how long that took.
     """
-    said, took = call(op, args, kwargs), f"{seconds * 1e6:.0f} us"
+    description, took = call(op, args, kwargs), f"{seconds * 1e6:.0f} us"
     if plan.reason is not None:
-        MISSES.debug("%s is torch's: %s; %s", said, plan.reason, took)
+        MISSES.debug("%s is torch's: %s; %s", description, plan.reason, took)
         return
     by = "torch's propagation" if rule is None else f"the rule {rule!r}"
-    MISSES.debug("%s -> %s; %s; by %s, %s", said, _results(plan), _moves(plan.moves), by, took)
+    MISSES.debug(
+        "%s -> %s; %s; by %s, %s", description, _results(plan), _moves(plan.moves), by, took
+    )
 
 
 def call(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> str:

@@ -48,15 +48,15 @@ def remove() -> None:
 
 
 def _replace(name: str, method: object) -> None:
-    stock = vars(DTensor)[name]
+    native = vars(DTensor)[name]
     setattr(DTensor, name, method)
-    _undo.append(lambda: setattr(DTensor, name, stock))
+    _undo.append(lambda: setattr(DTensor, name, native))
 
 
-def _redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+def _redistribute(native: Callable[..., DTensor]) -> Callable[..., DTensor]:
     fast = _core.redistribute
 
-    @functools.wraps(stock)
+    @functools.wraps(native)
     def redistribute(
         self: DTensor,
         device_mesh: DeviceMesh | None = None,
@@ -71,7 +71,7 @@ def _redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
             result = fast(self, device_mesh, placements)
             if result is not None and result is not NotImplemented:
                 return result  # type: ignore[no-any-return]
-        own = stock(
+        own = native(
             self,
             device_mesh,
             placements,
@@ -87,10 +87,10 @@ def _redistribute(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return redistribute
 
 
-def _from_local(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+def _from_local(native: Callable[..., DTensor]) -> Callable[..., DTensor]:
     fast = _core.from_local
 
-    @functools.wraps(stock)
+    @functools.wraps(native)
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -106,7 +106,7 @@ def _from_local(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
             result = fast(local_tensor, device_mesh, placements, shape, stride)
             if result is not None and result is not NotImplemented:
                 return result  # type: ignore[no-any-return]
-        own = stock(
+        own = native(
             local_tensor,
             device_mesh,
             placements,
@@ -125,10 +125,10 @@ def _from_local(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
     return from_local
 
 
-def _to_local(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _to_local(native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     fast = _core.to_local
 
-    @functools.wraps(stock)
+    @functools.wraps(native)
     def to_local(
         self: DTensor, *, grad_placements: Sequence[Placement] | None = None
     ) -> torch.Tensor:
@@ -136,7 +136,7 @@ def _to_local(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             result = fast(self)
             if result is not None:
                 return result  # type: ignore[no-any-return]
-        return stock(self, grad_placements=grad_placements)
+        return native(self, grad_placements=grad_placements)
 
     return to_local
 

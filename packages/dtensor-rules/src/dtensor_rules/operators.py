@@ -41,8 +41,8 @@ def by_value(op: torch._ops.OpOverload, readers: Iterable[Rule] = ()) -> list[bo
     """Per argument of the schema, whether a number there is part of the key with its value.
 
     Torch's own key omits the arguments before `static_argnum` and the keywords that
-    `static_kwargkey` does not name, for its strategies do not read them. Ours omits those of them
-    that are scalars: steps, learning rates, `alpha`; of these only the type is in the key.
+    `static_kwargkey` does not name, for its strategies do not read them. This key omits those of
+    them that are scalars: steps, learning rates, `alpha`; of these only the type is in the key.
     Integers and booleans are sizes, dims and flags, and always in it.
 
     Args:

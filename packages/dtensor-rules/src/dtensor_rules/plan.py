@@ -44,7 +44,7 @@ class Plan:
 
     Attributes:
         reason: why the call is torch's (stats() shows it); None for a plan that is run.
-        keep: False for an answer that holds for this call only.
+        cacheable: False for an answer that holds for this call only.
         moves: in the order of the arguments.
         values: of arguments that are no tensors, by position, where they differ from the call's.
         instead: the operator to call, where it is another.
@@ -58,7 +58,7 @@ class Plan:
     """
 
     reason: str | None = None
-    keep: bool = True
+    cacheable: bool = True
     moves: Sequence[Move] = ()
     values: Mapping[int, object] = field(default_factory=dict)
     instead: torch._ops.OpOverload | None = None

@@ -68,7 +68,7 @@ def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
 
 def _torch_says_why() -> Plan:
     """Torch meets the same error on its own way, and words it for its users."""
-    return Plan(reason="propagation", keep=False)
+    return Plan(reason="propagation", cacheable=False)
 
 
 def _refuse_mixed_meshes(call: Call, cause: Exception | None = None) -> None:

@@ -22,10 +22,10 @@ def install() -> None:
     wrap: Any = DTensor._op_dispatcher.wrap
     if not _is_known(wrap):
         return
-    stock = wrap.__code__
-    _core.set_stock_wrap(FunctionType(stock, wrap.__globals__, wrap.__name__))
+    native = wrap.__code__
+    _core.set_native_wrap(FunctionType(native, wrap.__globals__, wrap.__name__))
     wrap.__code__ = _calling_cpp()
-    _undo.append(lambda: setattr(wrap, "__code__", stock))
+    _undo.append(lambda: setattr(wrap, "__code__", native))
 
 
 def remove() -> None:

@@ -68,7 +68,7 @@ class Call:
         """The call as torch's propagation takes it.
 
         Raises:
-            RuntimeError: a plain tensor that is no scalar stands beside the DTensors.
+            RuntimeError: a plain tensor that is no scalar is among the arguments.
         """
         return DTensor._op_dispatcher.unwrap_to_op_info(self.op, self.args, self.kwargs)
 

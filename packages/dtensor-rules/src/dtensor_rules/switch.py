@@ -56,9 +56,9 @@ def enable() -> None:
         _core.set_planner(planning.plan)
         _core.set_checker(checking.check if checking.wanted() else None)
         logs.configure()
-        _core.set_teller(logs.left)
+        _core.set_fallback_logger(logs.left)
         hooks.install()
-        if not checking.wanted():  # its stock half is all torch's
+        if not checking.wanted():  # its native half is all torch's
             results.install()
         operators.install_kernels(table.registered())
         _core.set_cpu_gathers(True)
@@ -98,7 +98,7 @@ def _remove() -> None:
     _core.set_cpu_gathers(False)
     _core.remove_kernels()
     _core.set_checker(None)
-    _core.set_teller(None)
+    _core.set_fallback_logger(None)
     results.remove()
     hooks.remove()
     _core.cache_clear()

@@ -322,15 +322,15 @@ def test_compiled_code_is_that_of_torch():
 
 def test_the_methods_are_torchs_again_after_disable():
     dtensor_rules.disable()
-    stock = {name: vars(DTensor)[name] for name in NAMES}
+    native = {name: vars(DTensor)[name] for name in NAMES}
     with dtensor_rules.enabled():
         for name in NAMES:
-            assert vars(DTensor)[name] is not stock[name]
+            assert vars(DTensor)[name] is not native[name]
             assert inspect.signature(getattr(DTensor, name)) == inspect.signature(
-                stock[name].__func__ if isinstance(stock[name], staticmethod) else stock[name]
+                native[name].__func__ if isinstance(native[name], staticmethod) else native[name]
             )
-            assert getattr(DTensor, name).__doc__ == getattr(stock[name], "__doc__", None)
-    assert {name: vars(DTensor)[name] for name in NAMES} == stock
+            assert getattr(DTensor, name).__doc__ == getattr(native[name], "__doc__", None)
+    assert {name: vars(DTensor)[name] for name in NAMES} == native
     dtensor_rules.enable()
 
 
