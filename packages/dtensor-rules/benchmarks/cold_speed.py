@@ -68,7 +68,7 @@ def first_step(model, axes, by):
 
     import torch
 
-    from dtensor_rules import planning
+    from dtensor_rules.planning import planner
     from plan_api import parallelize, zoo
     from testkit import fake_mesh, models
 
@@ -82,7 +82,7 @@ def first_step(model, axes, by):
     if "cp" in names:
         sizes["attn_implementation"] = "sdpa"
     planned = []
-    plan = planning._plan
+    plan = planner._plan
 
     def timed(*args):
         start = time.thread_time()
@@ -91,7 +91,7 @@ def first_step(model, axes, by):
         finally:
             planned.append(1000 * (time.thread_time() - start))
 
-    planning._plan = timed
+    planner._plan = timed
     with fake_mesh(SIZES[len(names)], names) as mesh:
         use = () if by == "torch" else ("dtensor-rules",)
         built = getattr(models, model)(**sizes)

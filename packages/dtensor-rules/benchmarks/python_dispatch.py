@@ -11,9 +11,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import dtensor_rules
-from dtensor_rules import _core, planning, reference, table
-from dtensor_rules.pattern import is_in_place
-from dtensor_rules.rule import Call
+from dtensor_rules import _core
+from dtensor_rules.inspect import reference
+from dtensor_rules.planning import planner
+from dtensor_rules.registry import table
+from dtensor_rules.registry.pattern import is_in_place
+from dtensor_rules.registry.rule import Call
 
 
 @contextlib.contextmanager
@@ -59,7 +62,7 @@ def _cached(plans, op, args, kwargs):
         return None
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = planning.plan(op, args, kwargs)
+        plan = plans[key] = planner.plan(op, args, kwargs)
     return plan
 
 

@@ -1,9 +1,9 @@
 """Hundreds of all_gathers in flight: ``gathers_in_flight.py torch|enabled|disabled [--once]``.
 
 With torch's own, both worker threads of the group finish one at once, again and again, and where
-two cores are free the process dies of a broken heap within seconds (`src/cpp/cpu_gathers.cpp` says
-why). While dtensor-rules is enabled it does not; ``disabled`` has torch's again. ``--once``
-makes one, and prints the operators of c10d that it calls.
+two cores are free the process dies of a broken heap within seconds (`cpu_gathers.cpp` says why).
+While dtensor-rules is enabled it does not; ``disabled`` has torch's again. ``--once`` makes one,
+and prints the operators of c10d that it calls.
 """
 
 import sys

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dtensor_rules
-from dtensor_rules import compiled
+from dtensor_rules.registry import compiled
 from testkit import fake_mesh
 
 HERE = Path(__file__).parent

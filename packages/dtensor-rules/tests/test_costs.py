@@ -11,9 +11,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from dtensor_rules.costs import CostModel
-from dtensor_rules.path_search import NoPathError
-from dtensor_rules.step_times import Codebook, Topology
+from dtensor_rules.planning.costs import CostModel
+from dtensor_rules.planning.path_search import NoPathError
+from dtensor_rules.planning.step_times import Codebook, Topology
 from testkit import fake_mesh
 
 R, P, AVG, S0, S1 = Replicate(), Partial(), Partial("avg"), Shard(0), Shard(1)

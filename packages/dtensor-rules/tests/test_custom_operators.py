@@ -1,6 +1,6 @@
 """Operators of users with `register_sharding`, and `local_map`: as with torch alone, on real ranks.
 
-That a new registration takes effect at once is in test_hooks.py.
+That a new registration takes effect at once is in test_patches.py.
 """
 
 import pytest

@@ -18,7 +18,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dtensor_rules
-from dtensor_rules import _compat, expansion
+from dtensor_rules import _compat
+from dtensor_rules.planning import expansion
 from testkit import fake_mesh
 
 aten = torch.ops.aten

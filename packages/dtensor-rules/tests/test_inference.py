@@ -9,7 +9,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor_rules
-from dtensor_rules import inference
+from dtensor_rules.planning import inference
 from testkit import fake_mesh
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtensor_rules
-from dtensor_rules import _core, reference
+from dtensor_rules import _core
+from dtensor_rules.inspect import reference
 from testkit import fake_mesh
 
 aten = torch.ops.aten

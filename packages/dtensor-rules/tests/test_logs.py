@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtensor_rules
-from dtensor_rules import logs
+from dtensor_rules.inspect import logs
 from testkit import fake_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

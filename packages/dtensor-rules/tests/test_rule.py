@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtensor_rules import Call, Rule
-from dtensor_rules.pattern import fits, kinds_of
+from dtensor_rules.registry.pattern import fits, kinds_of
 from testkit import fake_mesh
 
 aten = torch.ops.aten

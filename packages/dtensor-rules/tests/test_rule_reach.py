@@ -10,7 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
-from dtensor_rules import Plan, Rule, _core, reference
+from dtensor_rules import Plan, Rule, _core
+from dtensor_rules.inspect import reference
 from testkit import fake_mesh
 
 RENORM = "aten.renorm.default"

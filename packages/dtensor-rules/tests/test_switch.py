@@ -6,7 +6,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
-from dtensor_rules import hooks, operators, results
+from dtensor_rules import patches, results
+from dtensor_rules.planning import operators
 from testkit import fake_mesh
 from testkit.torch_snapshot import changes_by, importing
 
@@ -118,7 +119,7 @@ def test_the_block_ends_when_its_body_raises():
 
 @pytest.mark.parametrize(
     "part",
-    [(operators, "install_kernels"), (hooks, "_watch_specs"), (results, "install")],
+    [(operators, "install_kernels"), (patches, "_watch_specs"), (results, "install")],
     ids=["kernels", "specs", "results"],
 )
 def test_a_failure_on_the_way_leaves_nothing_behind(part, monkeypatch):

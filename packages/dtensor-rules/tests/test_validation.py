@@ -9,7 +9,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
 from dtensor_rules import Call, Move, Plan, Rule
-from dtensor_rules.validation import check_plan
+from dtensor_rules.registry.validation import check_plan
 from testkit import fake_mesh
 
 aten = torch.ops.aten

@@ -5,32 +5,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtensor_rules.headers import get_include
+from dtensor_rules.registry.headers import get_include
 
 __version__ = "0.1.0"
 
 # Loaded at first use: importing the package needs neither torch nor the extension module.
 _MODULES = {
-    "CacheInfo": "counts",
-    "Call": "rule",
-    "ListedRule": "table",
+    "CacheInfo": "inspect.counts",
+    "Call": "registry.rule",
+    "ListedRule": "registry.table",
     "Move": "plan",
-    "OpStats": "counts",
+    "OpStats": "inspect.counts",
     "Plan": "plan",
-    "Rule": "rule",
-    "cache_clear": "counts",
-    "cache_info": "counts",
+    "Rule": "registry.rule",
+    "cache_clear": "inspect.counts",
+    "cache_info": "inspect.counts",
     "disable": "switch",
     "enable": "switch",
     "enabled": "switch",
     "is_enabled": "switch",
-    "register_rule": "table",
-    "remove_rule": "table",
-    "rules": "table",
-    "set_cache_capacity": "counts",
-    "set_planning_budget": "budget",
-    "stats": "counts",
-    "stats_clear": "counts",
+    "register_rule": "registry.table",
+    "remove_rule": "registry.table",
+    "rules": "registry.table",
+    "set_cache_capacity": "inspect.counts",
+    "set_planning_budget": "planning.budget",
+    "stats": "inspect.counts",
+    "stats_clear": "inspect.counts",
 }
 __all__ = [
     "CacheInfo",
@@ -72,8 +72,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from dtensor_rules.budget import set_planning_budget
-    from dtensor_rules.counts import (
+    from dtensor_rules.inspect.counts import (
         CacheInfo,
         OpStats,
         cache_clear,
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
         stats_clear,
     )
     from dtensor_rules.plan import Move, Plan
-    from dtensor_rules.rule import Call, Rule
+    from dtensor_rules.planning.budget import set_planning_budget
+    from dtensor_rules.registry.rule import Call, Rule
+    from dtensor_rules.registry.table import ListedRule, register_rule, remove_rule, rules
     from dtensor_rules.switch import disable, enable, enabled, is_enabled
-    from dtensor_rules.table import ListedRule, register_rule, remove_rule, rules

@@ -6,18 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 # _compat comes first: it refuses a torch that _core was not compiled for.
-from dtensor_rules import (  # noqa: F401
-    _compat,
-    _core,
-    checking,
-    hooks,
-    logs,
-    operators,
-    planning,
-    results,
-    table,
-)
-from dtensor_rules.builtin import BUILTIN
+from dtensor_rules import _compat, _core, patches, results  # noqa: F401
+from dtensor_rules.inspect import checking, logs
+from dtensor_rules.planning import operators, planner
+from dtensor_rules.registry import table
+from dtensor_rules.registry.builtin import BUILTIN
 
 _on = False
 
@@ -53,12 +46,12 @@ def enable() -> None:
         return
     try:
         _core.find_torch_classes()
-        _core.set_planner(planning.plan)
+        _core.set_planner(planner.plan)
         _core.set_checker(checking.check if checking.wanted() else None)
         logs.configure()
         _core.set_fallback_logger(logs.left)
-        hooks.install()
-        if not checking.wanted():  # its native half is all torch's
+        patches.install()
+        if not checking.wanted():  # there the native call is torch's in every part
             results.install()
         operators.install_kernels(table.registered())
         _core.set_cpu_gathers(True)
@@ -100,7 +93,7 @@ def _remove() -> None:
     _core.set_checker(None)
     _core.set_fallback_logger(None)
     results.remove()
-    hooks.remove()
+    patches.remove()
     _core.cache_clear()
     _core.clear_specs()
 

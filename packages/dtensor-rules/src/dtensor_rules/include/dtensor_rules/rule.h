@@ -197,7 +197,7 @@ inline void register_rule(Rule rule, const Where& where = {}) {
             const std::string& op, const std::vector<wire::OneSpec>& specs,
             const pybind11::object& python) { return fits(wire::read(op, specs, python)); });
   }
-  pybind11::module_::import("dtensor_rules.compiled")
+  pybind11::module_::import("dtensor_rules.registry.compiled")
       .attr("register")(wire::kVersion, rule.name, rule.op, action, rule.kind,
                         pybind11::tuple(pybind11::cast(rule.placements)), meta, rule.numbers,
                         where.before, where.after);

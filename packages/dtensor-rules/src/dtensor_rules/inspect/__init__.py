@@ -1,0 +1,1 @@
+"""What the library does with calls: counts, logs, and checks against torch."""

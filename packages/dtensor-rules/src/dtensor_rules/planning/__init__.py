@@ -1,0 +1,1 @@
+"""Plans of calls: the sharding decision, its costs, and the results' shapes."""

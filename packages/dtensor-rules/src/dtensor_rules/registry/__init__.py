@@ -1,0 +1,1 @@
+"""Rules: which calls they are for, and the plans that they make."""

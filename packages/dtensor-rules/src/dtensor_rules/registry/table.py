@@ -1,0 +1,129 @@
+"""The table of rules, in the order in which they are asked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dtensor_rules import _core
+from dtensor_rules.plan import Plan
+from dtensor_rules.planning.operators import why_never_asked
+from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.validation import check_plan
+
+
+@dataclass(frozen=True)
+class ListedRule:
+    """A rule in the table.
+
+    Attributes:
+        rule: as it was registered.
+        hits: how many calls ran a plan that it made.
+    """
+
+    rule: Rule
+    hits: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    rule: Rule
+    counter: _core.RuleCounter
+
+
+_table: list[_Entry] = []
+
+# Called after each change; by patches.py, while the library is on.
+listeners: list[Callable[[], None]] = []
+
+
+def register_rule(rule: Rule, *, before: str | None = None, after: str | None = None) -> None:
+    """Puts a rule into the table: at its end, or beside another.
+
+    Args:
+        rule: of a name that no other has.
+        before: the name of the rule that it is asked before.
+        after: the name of the rule that it is asked after.
+
+    Warns:
+        UserWarning: it names an operator whose calls never come to any rule.
+
+    Raises:
+        ValueError: its name is taken, ``before`` or ``after`` is nobody's name, or both are given.
+    """
+    if before is not None and after is not None:
+        raise ValueError(f"register_rule: before={before!r} and after={after!r}: give one of them")
+    if rule.name in names():
+        raise ValueError(
+            f"register_rule: a rule named {rule.name!r} is there already; remove_rule() it first, "
+            f"or give this one another name"
+        )
+    at = len(_table)
+    if before is not None:
+        at = _index(before)
+    elif after is not None:
+        at = _index(after) + 1
+    if rule.overload is not None and (why := why_never_asked(rule.overload)) is not None:
+        warnings.warn(f"Rule {rule.name!r} will not be asked about {rule.op}: {why}", stacklevel=2)
+    _table.insert(at, _Entry(rule, _core.RuleCounter()))
+    _changed()
+
+
+def remove_rule(name: str) -> None:
+    """Takes a rule out of the table, built-in ones included.
+
+    Raises:
+        ValueError: no rule has this name.
+    """
+    del _table[_index(name)]
+    _changed()
+
+
+def rules() -> tuple[ListedRule, ...]:
+    """The rules in their order, with how often their plans ran."""
+    return tuple(ListedRule(entry.rule, entry.counter.hits) for entry in _table)
+
+
+def registered() -> list[Rule]:
+    """The rules themselves, in their order."""
+    return [entry.rule for entry in _table]
+
+
+def names() -> list[str]:
+    """The names of the rules, in their order."""
+    return [entry.rule.name for entry in _table]
+
+
+def name_of(plan: Plan) -> str | None:
+    """The name of the rule that made a plan; None where torch's propagation did."""
+    found = (entry.rule.name for entry in _table if entry.counter is plan.rule)
+    return next(found, None)
+
+
+def match(call: Call) -> Plan | None:
+    """The answer of the first rule that matches and has one; rules are about calls on one mesh."""
+    if any(spec.mesh != call.specs[0].mesh for spec in call.specs):
+        return None
+    for entry in list(_table):
+        if entry.rule.matches(call) and (plan := entry.rule.action(call)) is not None:
+            if not isinstance(plan, Plan):
+                raise TypeError(
+                    f"Rule {entry.rule.name!r}: its action returned {plan!r} for {call.op}; "
+                    f"return a Plan, or None to leave the call to other rules"
+                )
+            check_plan(entry.rule.name, call, plan)
+            return replace(plan, rule=entry.counter)
+    return None
+
+
+def _changed() -> None:
+    for listener in listeners:
+        listener()
+
+
+def _index(name: str) -> int:
+    try:
+        return names().index(name)
+    except ValueError:
+        raise ValueError(f"no rule is named {name!r}; there are {', '.join(names())}") from None

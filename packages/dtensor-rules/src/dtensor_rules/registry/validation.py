@@ -1,0 +1,123 @@
+"""What a rule's plan has to fulfil before C++ runs it, which trusts its numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from dtensor_rules.plan import Output, Plan
+from dtensor_rules.registry.pattern import is_in_place
+from dtensor_rules.registry.rule import Call
+
+
+def check_plan(rule: str, call: Call, plan: Plan) -> None:
+    """Refuses a plan that does not fit its operator.
+
+    Args:
+        rule: the name of the rule that made it.
+        call: what it was made for.
+        plan: its answer.
+
+    Raises:
+        ValueError: naming the rule, the operator and the field: moves of what is no DTensor or out
+            of order, values of no argument, another number or kind of results than the operator
+            has, placements that do not fit mesh and shape.
+    """
+    if plan.reason is not None:
+        return
+    where = f"Rule {rule!r}: {call.op}"
+    _check_moves(where, call, plan)
+    called = plan.instead or call.op
+    for index in plan.values:
+        if not 0 <= index < len(called._schema.arguments):
+            raise ValueError(
+                f"{where}: values has {index}; {called} has {len(called._schema.arguments)} "
+                f"arguments, counted from 0"
+            )
+    _check_results(where, call, plan)
+
+
+def check_axes(where: str, spec: DTensorSpec) -> None:
+    """Refuses a spec whose placements are not one per axis of its mesh.
+
+    Args:
+        where: begins the message.
+        spec: any.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if len(spec.placements) != spec.mesh.ndim:
+        raise ValueError(
+            f"{where}: {spec.placements} must be one per axis of {tuple(spec.mesh.shape)}"
+        )
+
+
+def _check_moves(where: str, call: Call, plan: Plan) -> None:
+    places = call.places
+    moved = [(move.argument, move.element) for move in plan.moves]
+    for place in moved:
+        if place not in places:
+            raise ValueError(
+                f"{where}: moves names (argument, element) {place}, which is no DTensor; "
+                f"there are {places}"
+            )
+    if moved != sorted(set(moved)):
+        raise ValueError(f"{where}: moves must be in the order of the arguments, once each")
+
+
+def _check_results(where: str, call: Call, plan: Plan) -> None:
+    called = plan.instead or call.op
+    returns = called._schema.returns
+    if len(returns) != len(call.op._schema.returns):
+        raise ValueError(
+            f"{where}: instead={called} has {len(returns)} results, not as many as the call's"
+        )
+    if plan.given:
+        outs = [i for i, argument in enumerate(call.op._schema.arguments) if argument.is_out]
+        if sorted(plan.given) != outs:
+            raise ValueError(f"{where}: given has {sorted(plan.given)}; the out arguments: {outs}")
+        for index, spec in plan.given.items():
+            _check_spec(f"{where}: given[{index}]", spec)
+        return
+    if is_in_place(call.op):
+        if plan.outputs:
+            raise ValueError(
+                f"{where}: {len(plan.outputs)} outputs; an operator that works in place returns "
+                f"the tensor that it is given, so it has none"
+            )
+        return
+    if plan.finish is not None:
+        if len(returns) != 1:
+            raise ValueError(f"{where}: finish makes one result, the operator {len(returns)}")
+        return
+    if len(plan.outputs) != len(returns):
+        raise ValueError(
+            f"{where}: {len(plan.outputs)} outputs; the operator has {len(returns)} results"
+        )
+    for index, (output, result) in enumerate(zip(plan.outputs, returns, strict=True)):
+        _check_output(f"{where}: output {index}", output, result.type)
+
+
+def _check_output(where: str, output: Output, result: torch._C.JitType) -> None:
+    if output is None:
+        return
+    is_list = isinstance(result, torch.ListType)
+    if isinstance(output, list) != is_list:
+        wanted = "a list of specs" if is_list else "one spec"
+        raise ValueError(f"{where} is {output!r}; for {result} it must be {wanted} or None")
+    for spec in output if isinstance(output, list) else [output]:
+        if isinstance(spec, DTensorSpec):
+            _check_spec(where, spec)
+
+
+def _check_spec(where: str, spec: DTensorSpec) -> None:
+    if spec.tensor_meta is None:
+        raise ValueError(f"{where}: its spec has no tensor_meta")
+    check_axes(where, spec)
+    for placement in spec.placements:
+        if type(placement) is Shard and not 0 <= placement.dim < len(spec.tensor_meta.shape):
+            raise ValueError(
+                f"{where}: {placement} names no dim of a tensor of {tuple(spec.tensor_meta.shape)}"
+            )
