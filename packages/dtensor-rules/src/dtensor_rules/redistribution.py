@@ -2,8 +2,8 @@
 
 Note: a redistribution is a sequence of steps; a step changes the placement on one mesh axis, or
 gathers several. torch decides which (its transforms), `gathers.py` joins gathers, this module says
-what each is for this rank, and `redistribute/redistribute.h` runs them with the operators that torch
-would call. Whatever is not plain is left to torch, which then does it, or raises, as it always has.
+what each is for this rank, and `redistribute.h` runs them with the operators that torch would call.
+Whatever is not plain is left to torch, which then does it, or raises, as it always has.
 """
 
 from __future__ import annotations
