@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ablation
 import cold_speed
+import gather_speed
 import lengths_speed
 import ops_speed
 import plain_speed
@@ -21,6 +22,7 @@ PARTS = {
     "lengths": lengths_speed.rows,
     "results": results_speed.rows,
     "plain": plain_speed.rows,
+    "gathers": gather_speed.rows,
     "cold": cold_speed.rows,
 }
 
