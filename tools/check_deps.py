@@ -41,7 +41,7 @@ STDLIB_ONLY = "ragged_shard.planner"
 STDLIB_ONLY_EXTRAS = {"huggingface_hub", "matplotlib", "rich"}  # for its pictures, lazily
 TORCH = "torch>=2.11,<2.16"
 # Their cycles are still to be resolved: these only become fewer.
-WITH_CYCLES = {"dbuffer", "dist_rng", "fsdp", "plan_api", "ragged_shard"}
+WITH_CYCLES = {"dist_rng", "fsdp", "plan_api", "ragged_shard"}
 TABLE = "or change RULES in tools/check_deps.py and docs/architecture.md"
 
 

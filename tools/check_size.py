@@ -31,7 +31,6 @@ ALLOWED = {
     "integration/src/integration/report": _UNGROUPED,
     "integration/src/integration/scale": _UNGROUPED,
     "integration/src/integration/train": _UNGROUPED,
-    "packages/dbuffer/src/dbuffer": _UNGROUPED,
     "packages/dist-rng/src/cpp": _UNGROUPED,
     "packages/dist-rng/src/dist_rng": _UNGROUPED,
     "packages/fsdp/src/fsdp": _UNGROUPED,

@@ -82,10 +82,10 @@ def rows_of(case, shapes, ways):
             "case": f"{case}, {len(shapes)} tensors, {nbytes / 2**20:.1f} MB: {name}",
             "ms": round(ms, 3),
             "first / this": round(first / ms, 2),
-            "page faults": faults,
+            "page faults": page_faults,
             "collectives": counts[name],
         }
-        for name, (ms, faults) in found.items()
+        for name, (ms, page_faults) in found.items()
     ]
 
 

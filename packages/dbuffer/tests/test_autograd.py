@@ -1,4 +1,4 @@
-"""A parameter that lies in a buffer: what autograd saved outlives a release and a new gather."""
+"""A parameter in a buffer: what autograd saved outlives a release and a new gather."""
 
 import pytest
 import torch

@@ -69,8 +69,8 @@ def same_bits(layout, shapes, strategy, dtype, asynchronous):
         grad.copy_from(parts[rank])
         run(grad.reduce_scatter_)
         for i, total in enumerate(wanted):
-            held = layout.part(i, rank)
-            mine = total.reshape(-1)[held.start : held.stop]
+            part = layout.part(i, rank)
+            mine = total.reshape(-1)[part.start : part.stop]
             good.append(torch.equal(grad.shard(i).reshape(-1), mine))
         run(grad.all_gather_)
         good += [torch.equal(grad.view(i), wanted[i]) for i in range(len(shapes))]

@@ -26,8 +26,8 @@ def test_from_local_takes_a_scalars_shape_for_none():
             torch.ones(3), mesh, [Replicate()], run_check=False, shape=torch.Size(()), stride=()
         )
         assert guessed.shape == (3,)
-        ours = _compat.dtensor(torch.ones(()), mesh, (Replicate(),), (), ())
-        assert ours.shape == ()
+        actual = _compat.dtensor(torch.ones(()), mesh, (Replicate(),), (), ())
+        assert actual.shape == ()
 
 
 def test_a_tensor_set_on_a_storage_has_a_version_of_its_own():

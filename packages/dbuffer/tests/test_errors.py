@@ -31,18 +31,18 @@ def mesh():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"layout": "x"}, "layout='x'; wants a Layout", id="layout"),
-        pytest.param({"mesh": 3}, "mesh=3; wants a DeviceMesh", id="mesh"),
-        pytest.param({"dtype": "float32"}, "dtype='float32'; wants a dtype", id="dtype"),
+        pytest.param({"layout": "x"}, "layout='x'; expected a Layout", id="layout"),
+        pytest.param({"mesh": 3}, "mesh=3; expected a DeviceMesh", id="mesh"),
+        pytest.param({"dtype": "float32"}, "dtype='float32'; expected a dtype", id="dtype"),
         pytest.param({"layout": layout_of(3)}, "has 3 shards.*world_size=2", id="world"),
         pytest.param({"placements": [S0]}, "1 placements.*2 axes.*give one per axis", id="few"),
-        pytest.param({"placements": [R, Shard(1)]}, "a buffer is flat, so wants Shard", id="dim"),
+        pytest.param({"placements": [R, Shard(1)]}, "a buffer is flat: expected Shard", id="dim"),
         pytest.param({"placements": [R, Partial("max")]}, "Partial.'sum'. or Partial", id="max"),
         pytest.param({"placements": [S0, S0]}, "flatten several into one", id="two shards"),
         pytest.param({"shard_axis": "tp"}, "shard_axis='tp' is no axis.*or a name", id="axis"),
         pytest.param({"shard_axis": 2}, "shard_axis=2 is no axis", id="axis number"),
-        pytest.param({"strategy": "fast"}, "strategy='fast'; wants 'auto'", id="strategy"),
-        pytest.param({"alignment": 0}, "alignment=0; wants a positive", id="alignment"),
+        pytest.param({"strategy": "fast"}, "strategy='fast'; expected 'auto'", id="strategy"),
+        pytest.param({"alignment": 0}, "alignment=0; expected a positive", id="alignment"),
         pytest.param({"alignment": 128}, "MemoryPool with that alignment", id="large alignment"),
         pytest.param({"inner": {"c": None}}, "named 'c'; there are: 'a', 'b', 'b'", id="inner"),
         pytest.param({"inner": {"b": None}}, "2 tensors have it, give the place", id="ambiguous"),
@@ -57,7 +57,7 @@ def test_arguments_are_checked(mesh, changes, message):
 @pytest.mark.parametrize(
     ("placements", "shape", "message"),
     [
-        (lambda: (R, R), (4, 3), "wants one for each of the axes ('tp',)"),
+        (lambda: (R, R), (4, 3), "expected one for each of the axes ('tp',)"),
         (lambda: (Shard(1),), (4, 7), "is uneven"),
         (lambda: (Shard(1),), (4, 8), "has local tensors of (4, 4)"),
         (lambda: (InterleavedShard(1, 2),), (4, 6), "pad dim 1 to a multiple of 4"),
@@ -73,7 +73,7 @@ def test_inner_placements_are_checked(placements, shape, message):
 def test_an_inner_mesh_has_named_axes():
     with fake_mesh((2, 2)) as mesh:
         inner = {"a": Inner(mesh, (), (4, 3))}
-        with pytest.raises(ValueError, match="wants named axes, the buffer's among them"):
+        with pytest.raises(ValueError, match="expected named axes, the buffer's among them"):
             DBuffer(layout_of(), mesh, [R, S0], torch.float32, inner=inner)
 
 
@@ -85,27 +85,27 @@ def test_a_rank_outside_the_mesh_is_told(mesh):
 
 def test_memory_that_is_given_is_checked(mesh):
     pool, arguments = MemoryPool("cpu"), (layout_of(), mesh, [R, R], torch.float32)
-    with pytest.raises(ValueError, match=r"memory of 48 bytes on cpu; wants at least 80 on cpu"):
+    with pytest.raises(ValueError, match=r"memory of 48 bytes on cpu; expected at least 80 on cpu"):
         DBuffer(*arguments, memory=pool.take(40))
-    with pytest.raises(ValueError, match="wants at least 80 on meta"):
+    with pytest.raises(ValueError, match="expected at least 80 on meta"):
         DBuffer(*arguments, "meta", memory=pool.take(80))
     with pytest.raises(ValueError, match="pin the memory that you give"):
         DBuffer(*arguments, memory=pool.take(80), pin_memory=True)
     odd = MemoryPool("cpu", alignment=1).take_many([1, 80])[1]
-    with pytest.raises(ValueError, match="wants multiples of alignment=1 and of an element's 4"):
+    with pytest.raises(ValueError, match="expected multiples of alignment=1 and of an element's 4"):
         DBuffer(*arguments, memory=odd, alignment=1)
-    assert not odd.held
-    held = pool.take(80)
-    DBuffer(*arguments, memory=held)
-    with pytest.raises(RuntimeError, match="a buffer holds this block of 80 bytes"):
-        DBuffer(*arguments, memory=held)
+    assert not odd.allocated
+    taken = pool.take(80)
+    DBuffer(*arguments, memory=taken)
+    with pytest.raises(RuntimeError, match="a buffer uses this block of 80 bytes"):
+        DBuffer(*arguments, memory=taken)
 
 
 @pytest.mark.parametrize("key", [3, -1, np.int64(3), "c", 1.0])
 def test_a_tensor_that_does_not_exist(mesh, key):
     buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     for way in (buffer.view, buffer.shard, buffer.dtensor):
-        with pytest.raises(ValueError, match=r"DBuffer: tensor .*; (wants 0 to 2|there are)"):
+        with pytest.raises(ValueError, match=r"DBuffer: tensor .*; (expected 0 to 2|there are)"):
             way(key)
 
 
@@ -154,12 +154,12 @@ def test_a_buffer_in_flight_is_not_used(mesh, use):
 @pytest.mark.parametrize(
     ("placements", "use", "message"),
     [
-        ([R, R], USES["all_gather_"], "Replicate() on axis 'fsdp', wants Shard(0)"),
+        ([R, R], USES["all_gather_"], "Replicate() on axis 'fsdp', expected Shard(0)"),
         ([R, S0], USES["all_gather_"], "memory for its shard of 10 elements only"),
         ([R, S0], USES["view"], "make it with full=True"),
         ([R, S0], USES["set_placements"], "make it with full=True"),
-        ([R, S0], USES["reduce_scatter_"], "Shard(dim=0) on axis 'fsdp', wants Partial"),
-        ([SUM, R], USES["all_reduce_"], "Replicate() on axis 'fsdp', wants Partial"),
+        ([R, S0], USES["reduce_scatter_"], "Shard(dim=0) on axis 'fsdp', expected Partial"),
+        ([SUM, R], USES["all_reduce_"], "Replicate() on axis 'fsdp', expected Partial"),
         ([SUM, SUM], DBuffer.all_reduce_, "2 axes of"),
         ([R, R], DBuffer.all_reduce_, "0 axes of"),
     ],
@@ -178,9 +178,9 @@ def test_tensors_that_come_in_are_checked(mesh):
     placed = DTensor.from_local(torch.ones(4, 3), mesh, [R, R])
     for given, message in (
         ([torch.ones(4, 3)], "1 tensors for a layout of 3; give one for each"),
-        ({"a": torch.ones(3, 4)}, r"'a'. has shape \(3, 4\), wants \(4, 3\)"),
+        ({"a": torch.ones(3, 4)}, r"'a'. has shape \(3, 4\), expected \(4, 3\)"),
         ({"c": torch.ones(1)}, "named 'c'"),
-        ({"a": placed}, r"is a DTensor; wants .* to_local\(\)"),
+        ({"a": placed}, r"is a DTensor; expected .* to_local\(\)"),
     ):
         with pytest.raises(ValueError, match=message):
             buffer.copy_from(given)
@@ -193,7 +193,7 @@ def test_buffers_that_differ_are_not_added(mesh):
     other = plan_layout([TensorSpec("a", 19)], 2)
     with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
         buffer.copy_(DBuffer(other, mesh, [R, R], torch.float32))
-    with pytest.raises(ValueError, match="wants the same"):
+    with pytest.raises(ValueError, match="expected the same"):
         buffer.add_(DBuffer(layout_of(), mesh, [R, SUM], torch.float32))
     shard = DBuffer(layout_of(), mesh, [R, S0], torch.float32)
     with pytest.raises(RuntimeError, match="make it with full=True"):
@@ -201,7 +201,7 @@ def test_buffers_that_differ_are_not_added(mesh):
 
 
 def disagreement(kind):
-    """What each of four ranks is told; on rank 3 something differs."""
+    """The error of each of four ranks; on rank 3 something differs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     odd = torch.distributed.get_rank() == 3
     layout = layout_of()
@@ -271,7 +271,7 @@ def test_sources_of_a_gather(mesh):
     with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
         full.all_gather_(DBuffer(layout_of(), mesh, [S0, R], torch.float32))
     whole = DBuffer(layout_of(), mesh, [R, R], torch.float32)
-    with pytest.raises(RuntimeError, match=r"Replicate\(\) on axis 'fsdp', wants Shard"):
+    with pytest.raises(RuntimeError, match=r"Replicate\(\) on axis 'fsdp', expected Shard"):
         full.all_gather_(whole)
 
 

@@ -104,10 +104,10 @@ def test_those_that_are_missing_are_zero_and_add_nothing():
         buffer = whole(mesh)
         buffer.local.fill_(7.0)  # padding too
         buffer.copy_from([given["a"], None, None, given["b"], None])
-        kept = {n: t if n in "ab" else torch.zeros_like(t) for n, t in given.items()}
-        assert_holds(buffer, kept)
+        expected = {n: t if n in "ab" else torch.zeros_like(t) for n, t in given.items()}
+        assert_holds(buffer, expected)
         buffer.add_from({"c": given["c"], 0: given["a"]})
-        assert_holds(buffer, kept | {"c": given["c"], "a": 2 * given["a"]})
+        assert_holds(buffer, expected | {"c": given["c"], "a": 2 * given["a"]})
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["shard", "full"])

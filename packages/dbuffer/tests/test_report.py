@@ -22,15 +22,15 @@ def reported(world_size, rank, placements=(S0,)):
     layout = plan_layout(SPECS, world_size, alignment=4, align_starts=True)
     with fake_mesh((world_size,), rank=rank) as mesh:
         buffer = DBuffer(layout, mesh, placements, torch.float32)
-        held = buffer.report()
+        allocated = buffer.report()
         buffer.release()
-        return held, buffer.report()
+        return allocated, buffer.report()
 
 
 def test_the_table_says_where_each_tensor_lies():
-    held, released = reported(2, 1)
-    lines = str(held).splitlines()
-    assert lines[0].endswith("48 bytes on this rank, held")
+    allocated, released = reported(2, 1)
+    lines = str(allocated).splitlines()
+    assert lines[0].endswith("48 bytes on this rank, allocated")
     assert str(released).splitlines()[0].endswith("released")
     assert "2 shards of 12 elements, padding 8 (50.00 % of the tensors)" in lines[1]
     head = "tensor shape start ranks on rank 1 aligned to name"
@@ -39,7 +39,7 @@ def test_the_table_says_where_each_tensor_lies():
     assert [row[-1] for row in rows] == [spec.name for spec in SPECS]
     assert [row[1] for row in rows] == ["2x6", "3", "0", "scalar"]
     assert sum(int(row[4]) for row in rows) == 4
-    assert all(tensor.aligned >= 16 for tensor in held.tensors)
+    assert all(tensor.aligned >= 16 for tensor in allocated.tensors)
     assert rows[2][3] == "none"
 
 
@@ -71,5 +71,5 @@ def test_widths_are_proportions_of_the_shard():
 
 
 def test_an_unsharded_buffer_reports_all_its_bytes():
-    held, _ = reported(2, 0, [Replicate()])
-    assert held.nbytes == 2 * 12 * 4
+    allocated, _ = reported(2, 0, [Replicate()])
+    assert allocated.nbytes == 2 * 12 * 4

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbuffer import _compat, shutdown
-from dbuffer.collectives import Axis
-from dbuffer.exchange import Exchange
+from dbuffer.collectives import Axis, Exchange
 from testkit import run_ranks
 
 SCRIPT = """
@@ -55,11 +54,11 @@ def test_a_process_that_exits_waits_for_what_is_in_flight(tmp_path):
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+        printed = [rank.communicate(timeout=60)[0].split() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert said == [["1", "0"], ["0"]]
+    assert printed == [["1", "0"], ["0"]]
     assert [rank.returncode for rank in ranks] == [3, 3]
 
 

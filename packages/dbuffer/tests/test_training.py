@@ -112,14 +112,14 @@ def trained(shared):
             weight.grad = group.grad_shard.dtensor(n)
         optimizer.step()
     found = [{n: group.shard.dtensor(n).full_tensor() for n in group.params} for group in groups]
-    return found, [group.full.held or group.grad.held for group in groups]
+    return found, [group.full.allocated or group.grad.allocated for group in groups]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own memory", "one block in turns"])
 def test_hybrid_sharded_layers_train_as_on_one_device(shared):
     wanted = alone()
-    for found, held in run_ranks(trained, 4, shared):
+    for found, allocated in run_ranks(trained, 4, shared):
         for layer, reference in zip(found, wanted, strict=True):
             for name, tensor in layer.items():
                 torch.testing.assert_close(tensor, reference[name])
-        assert held == [False, False]
+        assert allocated == [False, False]

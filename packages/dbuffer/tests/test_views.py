@@ -1,4 +1,4 @@
-"""Where tensors lie in a buffer: addresses, shapes and placements, without communication."""
+"""Where tensors are in a buffer: addresses, shapes and placements, without communication."""
 
 import math
 
@@ -40,7 +40,7 @@ def numbered(layout):
 def test_views_and_shards_lie_where_the_layout_says(data):
     world_size = data.draw(st.integers(1, 4))
     layout = data.draw(layouts(world_size))
-    held = [[] for _ in layout.specs]
+    parts = [[] for _ in layout.specs]
     for rank, mesh in each_rank((world_size,)):
         full = DBuffer(layout, mesh, [R], torch.float32)
         small = DBuffer(layout, mesh, [S0], torch.float32)
@@ -58,9 +58,9 @@ def test_views_and_shards_lie_where_the_layout_says(data):
             assert small.shard(i).shape == local_shape(layout, i, rank)
             assert torch.equal(small.shard(i), room.shard(i))
             assert torch.equal(small.shard(i), full.shard(i))
-            held[i] += small.shard(i).flatten().tolist()
+            parts[i] += small.shard(i).flatten().tolist()
     for i, spec in enumerate(layout.specs):
-        assert held[i] == list(range(layout.starts[i], layout.starts[i] + spec.numel))
+        assert parts[i] == list(range(layout.starts[i], layout.starts[i] + spec.numel))
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_modules_have_the_sharded_parameters_meanwhile():
         kept = model[0]._get_fsdp_state().groups[0].gatherer._keeper
         assert kept.has
         assert kept._near.nbytes == 2 * own[0].nbytes  # half of all, where a shard is a quarter
-        assert not kept._full.held
+        assert not kept._full.allocated
         out.sum().backward()
         assert not kept.has
-        assert not kept._near.held
+        assert not kept._near.allocated
         with torch.no_grad():
             model(batch(0))
         assert not kept.has  # there will be no backward

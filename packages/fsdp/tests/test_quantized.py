@@ -364,11 +364,11 @@ def test_memory_is_given_back():
         model = sharded(reshard_after_forward=True)
         group = model[0]._get_fsdp_state().groups[0]
         model(batch(0)).sum().backward()
-        assert not group.gatherer._buffer.held
+        assert not group.gatherer._buffer.allocated
         model[0].unshard()
         weight = model[0].up.weight
         assert weight.untyped_storage().size() == 4 * group.layout.buffer_size
-        assert not group.gatherer._buffer.held  # the bytes are of no use any more
+        assert not group.gatherer._buffer.allocated  # the bytes are of no use any more
         model[0].reshard()
         assert weight.untyped_storage().size() == 0
 

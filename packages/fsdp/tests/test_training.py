@@ -246,8 +246,8 @@ def test_memory_of_unsharded_parameters_is_given_back():
         assert isinstance(seen[0], DTensor)
         for state in model._get_fsdp_state().context.all_states:
             for group in state.groups:
-                assert not group.gatherer._buffer.held
-                assert not group.reducer._buffer.held
+                assert not group.gatherer._buffer.allocated
+                assert not group.reducer._buffer.allocated
                 assert group.params[0].unsharded.untyped_storage().nbytes() == 0
 
     run_ranks(check, 2)
@@ -323,7 +323,7 @@ def test_memory_is_given_back_before_gradients_take_theirs():
         take = Reducer.take
 
         def taking(self):
-            buffers = [group.reducer._buffer.held for group in groups]
+            buffers = [group.reducer._buffer.allocated for group in groups]
             seen.append((self._group.unsharded, any(buffers)))
             take(self)
 

@@ -1,12 +1,10 @@
 """A group of tensors in one distributed buffer."""
 
-from dbuffer.agree import verify
+from dbuffer.agreement import verify
 from dbuffer.buffer import DBuffer
-from dbuffer.collectives import Axis, Collectives, Strategy, collectives_for, own_row
-from dbuffer.handle import Handle
-from dbuffer.memory import Memory, ResizableMemory
-from dbuffer.placing import Inner
-from dbuffer.pool import Block, MemoryPool, memory_size
+from dbuffer.collectives import Axis, Collectives, Handle, Strategy, collectives_for, own_row
+from dbuffer.memory import Block, Memory, MemoryPool, ResizableMemory, memory_size
+from dbuffer.placements import Inner
 
 __version__ = "0.1.0"
 

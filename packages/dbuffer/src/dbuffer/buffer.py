@@ -1,44 +1,60 @@
 """DBuffer: a group of tensors in one buffer that is distributed over a mesh.
 
-Note: the words of this package, beside those of `ragged_shard.planner`.
+Note: the terms of this package, beside those of `ragged_shard.planner`.
     buffer: flat, of one dtype; its global content has a placement on each axis of a mesh, as a
         DTensor of one dim has: Shard(0), Replicate or Partial.
-    shard axis: the one along which the layout's shards lie. On it a rank has the whole buffer, or
-        only its shard.
+    shard axis: the one that the layout's shards are placed on. On it a rank has the whole buffer,
+        or only its shard.
     full: a buffer with memory for all shards, whatever its placements say; then all-gather and
         reduce-scatter happen in place.
     local: what the placements say this rank has: the whole buffer or its shard. Group operators
         work on that, padding included.
-    held: the memory is ours to read and write; see memory.py for what a release is.
+    allocated: the memory may be read and written; see memory.py for what a release is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import faults, group_ops, placing
-from dbuffer.base import BufferBase
-from dbuffer.collectives import Axis, Finish
-from dbuffer.group_ops import Tensors
-from dbuffer.handle import Handle
-
-if TYPE_CHECKING:
-    from dbuffer.report import BufferReport
+from dbuffer import _compat, errors, group_ops, views
+from dbuffer.arguments import checked, checked_memory
+from dbuffer.collectives import (
+    Axis,
+    Collectives,
+    Finish,
+    Handle,
+    Strategy,
+    axis_of,
+    collectives_for,
+)
+from dbuffer.group_ops import Tensors, index_of, padding_of
+from dbuffer.memory import Memory
+from dbuffer.placements import (
+    Inner,
+    Placements,
+    axis_index,
+    checked_placements,
+    is_sharded,
+    of_tensor,
+)
+from dbuffer.report import BufferReport, tensor_reports
+from ragged_shard.planner import Layout
 
 __all__ = ["DBuffer"]
 
 
-class DBuffer(BufferBase):
+class DBuffer:
     """A group of tensors in one distributed buffer, each a view at a stable address.
 
     Args:
-        layout: where the tensors lie; of as many shards as the shard axis has ranks.
+        layout: places the tensors; of as many shards as the shard axis has ranks.
         mesh: of any number of axes, this rank in it.
         placements: of the buffer, one per axis: ``Shard(0)`` on the shard axis, else Replicate or
             Partial of "sum" or "avg".
@@ -48,26 +64,235 @@ class DBuffer(BufferBase):
             `all_gather_` has room. Unsharded buffers are full.
         shard_axis: number or name; by default the axis that is sharded, else the last.
         inner: by place or name, the tensors that are placed on other axes too; see `Inner`.
-        memory: a `Block` of a pool, or other memory that nobody holds; by default its own, which a
-            release returns to torch's allocator.
+        memory: a `Block` of a pool, or other memory that no buffer uses; by default its own, which
+            a release returns to torch's allocator.
         alignment: bytes of which the memory's begin must be a multiple.
         pin_memory: of its own memory, where that is the host's.
         strategy: "native" for the backend's collectives, "exchange" for sends between pairs of
             ranks, "auto" for the faster on the axis's backend; or `Collectives` of your own.
-        name: what errors call the buffer, and what its collectives are told apart by, so the same
+        name: what errors call the buffer, and what distinguishes its collectives, so the same
             on every rank; a function is asked each time. By default the layout's tensors.
 
-    The memory is held at first, its content is anything, its padding zero.
+    The memory is allocated at first and not initialised, except for the padding, which is zero.
 
     A collective in which a rank does not take part raises on the others, after the process group's
     time-out or when its connection ends: the backend's type of RuntimeError, naming collective,
-    axis and buffer; see `faults`.
+    axis and buffer; see `errors`.
 
     Raises:
         ValueError: arguments that are wrong or do not go together; before any collective.
 
     Source: veScale-FSDP, section 5, "Distributed Buffer".
     """
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        *,
+        full: bool = False,
+        shard_axis: int | str | None = None,
+        inner: Mapping[int | str, Inner] | None = None,
+        memory: Memory | None = None,
+        alignment: int = 16,
+        pin_memory: bool = False,
+        strategy: Strategy | Collectives = "auto",
+        name: str | Callable[[], str] = "",
+    ) -> None:
+        given = checked(layout, mesh, placements, dtype, device, shard_axis, inner)
+        self.layout, self.mesh, self.dtype = layout, mesh, dtype
+        self.device, self.shard_axis, self.inner = given.device, given.shard_axis, given.inner
+        self._placements = self._initial = given.placements
+        self._axes = [axis_of(mesh, axis) for axis in range(mesh.ndim)]
+        self._collectives = [collectives_for(strategy, axis, self.device) for axis in self._axes]
+        self.full = full or not is_sharded(self._placements[self.shard_axis])
+        numel = layout.buffer_size if self.full else layout.shard_size
+        nbytes = numel * dtype.itemsize
+        self.memory = checked_memory(
+            memory, nbytes, self.device, alignment, dtype.itemsize, pin_memory=pin_memory
+        )
+        self._allocated = True  # the memory may also be used by another buffer, in turns
+        self._in_flight: Handle | None = None
+        self._name, self._tagged, self._checks = name, "", errors.checks()
+        begin = self.rank * layout.shard_size if self.full else 0
+        # (buffer_size or shard_size,) and (shard_size,), dtype, on the memory's storage
+        self._flat = views.tensor_in(self.memory.bytes, dtype, 0, (numel,))
+        self._shard = views.tensor_in(self.memory.bytes, dtype, begin, (layout.shard_size,))
+        self._views: dict[int, torch.Tensor] = {}
+        self._shards: dict[int, torch.Tensor] = {}
+        self._dtensors: dict[tuple[int, Placements], DTensor] = {}
+        zeros = padding_of(layout, self._flat, None if self.full else self.rank)
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+    # What it is.
+
+    @property
+    def placements(self) -> Placements:
+        """Of what is in it now; collectives change them."""
+        return self._placements
+
+    @property
+    def name(self) -> str:
+        """What errors call it, and what distinguishes its collectives."""
+        name = self._name if isinstance(self._name, str) else self._name()
+        return name or errors.names_of(self.layout)
+
+    @property
+    def collectives(self) -> str:
+        """The kinds of its collectives, one for each axis."""
+        return ", ".join(type(one).__name__ for one in self._collectives)
+
+    @property
+    def rank(self) -> int:
+        """Which of the layout's shards is this rank's."""
+        return self._axes[self.shard_axis].position
+
+    @property
+    def sharded(self) -> bool:
+        """Whether only this rank's shard is valid now."""
+        return is_sharded(self._placements[self.shard_axis])
+
+    @property
+    def allocated(self) -> bool:
+        """Whether its memory may be read and written."""
+        return self._allocated
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory, while it is allocated."""
+        return self._flat.numel() * self.dtype.itemsize
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank has, flat: ``(shard_size,)`` where it is sharded, else the whole."""
+        self._check("local")
+        return self._local
+
+    def __repr__(self) -> str:
+        state = "allocated" if self.allocated else "released"
+        return (
+            f"DBuffer({len(self.layout.specs)} tensors, {self.layout.buffer_size} elements of "
+            f"{self.dtype} on {self.device}, {self._placements} on {self.mesh}, {state})"
+        )
+
+    # Its tensors.
+
+    def view(self, i: int | str) -> torch.Tensor:
+        """The whole tensor `i`, in the buffer: always the same object, at the same address.
+
+        A full buffer has it in every state; where it is sharded only this rank's part is valid.
+        After a release and an acquire the object is valid again, and so is what autograd saved
+        of it, once the content is back: writes of this class do not change its version.
+
+        Args:
+            i: place or name.
+
+        Raises:
+            ValueError: no such tensor.
+            RuntimeError: the buffer has no room for it, or was released.
+        """
+        i = index_of(self.layout, i)
+        self._check_allocated("view")
+        self._check_full("view")
+        if i not in self._views:
+            shape = views.tensor_shape(self.layout, i)
+            start = self.layout.starts[i]
+            self._views[i] = views.tensor_in(self.memory.bytes, self.dtype, start, shape)
+        return self._views[i]
+
+    def shard(self, i: int | str) -> torch.Tensor:
+        """This rank's part of tensor `i` under its shard, in the buffer; the same object always.
+
+        Its shape is that of a RaggedShard's local tensor: some rows, or a flat run.
+
+        Args:
+            i: place or name.
+
+        Raises:
+            ValueError: no such tensor.
+            RuntimeError: the buffer was released.
+        """
+        i = index_of(self.layout, i)
+        self._check_allocated("shard")
+        if i not in self._shards:
+            shape = views.local_shape(self.layout, i, self.rank)
+            first = self.layout.starts[i] + self.layout.part(i, self.rank).start
+            begin = 0 if self.full else self.rank * self.layout.shard_size
+            start = first - begin if self.layout.part(i, self.rank).size else 0
+            self._shards[i] = views.tensor_in(self.memory.bytes, self.dtype, start, shape)
+        return self._shards[i]
+
+    def dtensor(self, i: int | str) -> DTensor:
+        """Tensor `i` as a DTensor whose local tensor is a view of the buffer.
+
+        Its placements are the buffer's: Shard(0) becomes the RaggedShard of the layout, or a
+        StridedRaggedShard where an inner axis shards dim 0. For each placement of the buffer it is
+        the same object always.
+
+        Args:
+            i: place or name.
+
+        Raises:
+            ValueError: no such tensor; placements that do not fit it (ragged_shard says how).
+            RuntimeError: the buffer was released.
+        """
+        i = index_of(self.layout, i)
+        self._check("dtensor")
+        key = (i, self._placements)
+        if key not in self._dtensors:
+            local = self.shard(i) if self.sharded else self.view(i)
+            inner = self.inner.get(i)
+            shape = views.tensor_shape(self.layout, i) if inner is None else inner.shape
+            ragged = views.ragged_shard(self.layout, i)
+            placed = of_tensor(ragged, self.mesh, self._placements, inner)
+            mesh = self.mesh if inner is None else inner.mesh
+            self._dtensors[key] = _compat.dtensor(
+                local, mesh, placed, shape, views.contiguous_stride(shape)
+            )
+        return self._dtensors[key]
+
+    # Memory and state.
+
+    def acquire(self) -> None:
+        """Holds the memory again after a release; the content is anything, the tensors the same.
+
+        The placements are those that the buffer was made with.
+        """
+        if not self.allocated:
+            self.memory.acquire()
+            self._allocated = True
+            self._placements = self._initial
+
+    def release(self) -> None:
+        """Gives the memory away: to torch's allocator, or to others who share its block.
+
+        Call it on the stream that used the buffer last. Tensors keep their identity, and must not
+        be read until it is acquired again.
+
+        Raises:
+            RuntimeError: a collective is in flight.
+        """
+        if self.allocated:
+            self._check("release")
+            self.memory.release()
+            self._allocated = False
+
+    def set_placements(self, placements: Sequence[Placement]) -> None:
+        """Says what the content now is; nothing moves.
+
+        Raises:
+            ValueError: placements that it cannot have.
+            RuntimeError: no room for them, released, in flight.
+        """
+        placements = checked_placements(placements, self.mesh, self.shard_axis)
+        self._check("set_placements")
+        if not is_sharded(placements[self.shard_axis]):
+            self._check_full("set_placements")
+        self._placements = placements
 
     # Collectives.
 
@@ -91,7 +316,7 @@ class DBuffer(BufferBase):
             if (source.dtype, source.device) != (self.dtype, self.device):
                 raise ValueError(
                     f"DBuffer.all_gather_: a source of {source.dtype} on {source.device} into "
-                    f"{self.dtype} on {self.device}; wants the same, or copy_() before"
+                    f"{self.dtype} on {self.device}; expected the same, or copy_() before"
                 )
             self._placements = source.placements
         if not self.sharded:
@@ -142,9 +367,9 @@ class DBuffer(BufferBase):
         if axis is None and len(summed) != 1:
             raise RuntimeError(
                 f"DBuffer.all_reduce_: {len(summed)} axes of {self._placements} are Partial; "
-                f"wants axis= to say which"
+                f"expected axis="
             )
-        number = summed[0] if axis is None else placing.axis_index(self.mesh, axis, "axis")
+        number = summed[0] if axis is None else axis_index(self.mesh, axis, "axis")
         self._check("all_reduce_")
         average, how = self._average("all_reduce_", number), self._collectives[number]
         local = self._local
@@ -175,7 +400,7 @@ class DBuffer(BufferBase):
         self._check_like("add_", other)
         if other.placements != self._placements:
             raise ValueError(
-                f"DBuffer.add_: {other.placements} into {self._placements}; wants the same"
+                f"DBuffer.add_: {other.placements} into {self._placements}; expected the same"
             )
         self.local.add_(other.local, alpha=alpha)
 
@@ -227,9 +452,16 @@ class DBuffer(BufferBase):
 
     def report(self) -> BufferReport:
         """Its tensors, their place and bytes; as a table with `str`, as a picture with `svg`."""
-        from dbuffer.report import report
-
-        return report(self)
+        return BufferReport(
+            self.layout,
+            tensor_reports(self.layout, self.rank, self.dtype),
+            self.rank,
+            self.dtype,
+            self.device,
+            self._placements,
+            self.allocated,
+            self.nbytes,
+        )
 
     def _pieces(self, what: str, tensors: Tensors) -> dict[int, torch.Tensor]:
         """What this rank keeps of whole tensors, shaped as `_parts`."""
@@ -255,11 +487,15 @@ class DBuffer(BufferBase):
     def _check_like(self, what: str, other: DBuffer) -> None:
         self._check(what)
         other._check(what)
-        mine, theirs = (self.mesh, self.shard_axis), (other.mesh, other.shard_axis)
-        if other.layout != self.layout or theirs != mine:
+        same = (other.layout, other.mesh, other.shard_axis) == (
+            self.layout,
+            self.mesh,
+            self.shard_axis,
+        )
+        if not same:
             raise ValueError(
                 f"DBuffer.{what}: {other!r} has another layout, mesh or shard axis than {self!r}; "
-                f"wants the same"
+                f"expected the same"
             )
 
     def _average(self, what: str, number: int) -> bool:
@@ -272,7 +508,7 @@ class DBuffer(BufferBase):
     def _wrong(self, what: str, number: int, wanted: str) -> str:
         return (
             f"DBuffer.{what}: {self._placements[number]!r} on axis {self._axes[number].name}, "
-            f"wants {wanted}; set_placements() says what the content is"
+            f"expected {wanted}; set_placements() says what the content is"
         )
 
     def _run(
@@ -290,18 +526,52 @@ class DBuffer(BufferBase):
 
         finish: Finish | None = None
         if not alone:
-            with faults.named(doing, axis):
+            with errors.collective_errors(doing, axis):
                 if self._checks:
-                    faults.compare(doing(), axis, self.mesh.device_type)
+                    errors.compare(doing(), axis, self.mesh.device_type)
                 finish = start(axis)
 
-        def land() -> None:
+        def finish_collective() -> None:
             if finish is not None:
-                with faults.named(doing, axis):
+                with errors.collective_errors(doing, axis):
                     finish()
             self._in_flight, self._placements = None, tuple(placements)
 
-        self._in_flight = handle = Handle(land, doing)
+        self._in_flight = handle = Handle(finish_collective, doing)
         if not async_op:
             handle.wait()
         return handle
+
+    @property
+    def _local(self) -> torch.Tensor:
+        return self._shard if self.sharded else self._flat
+
+    def _axis(self, number: int) -> Axis:
+        """An axis, tagged by the buffer's name."""
+        name = self.name
+        if name != self._tagged:
+            tag = errors.tag_of(name, self.layout.shard_size, self.dtype)
+            self._axes, self._tagged = [replace(axis, tag=tag) for axis in self._axes], name
+        return self._axes[number]
+
+    def _check(self, what: str) -> None:
+        """Raises where the content must not be touched."""
+        self._check_allocated(what)
+        if self._in_flight is not None:
+            raise RuntimeError(
+                f"DBuffer.{what}: a collective is in flight; call wait() of its handle first"
+            )
+
+    def _check_allocated(self, what: str) -> None:
+        if not self.allocated:
+            raise RuntimeError(
+                f"DBuffer.{what}: the buffer is released; call acquire() and fill it first"
+            )
+
+    def _check_full(self, what: str) -> None:
+        if not self.full:
+            raise RuntimeError(
+                f"DBuffer.{what}: the buffer has memory for its shard of "
+                f"{self.layout.shard_size} elements only, expected memory for all "
+                f"{self.layout.buffer_size}; make it with full=True"
+            )

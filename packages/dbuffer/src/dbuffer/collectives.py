@@ -1,9 +1,18 @@
-"""The collectives of a buffer along one mesh axis, in place, each as a strategy has it."""
+"""The collectives of a buffer along one mesh axis, in place: the backend's, or by sends.
+
+Note: `Exchange` makes them of sends between pairs of ranks, the faster way on gloo. Each rank sends
+the others their row straight out of the buffer and adds up what it receives in the order of ranks,
+so a sum has the same bits on every run and on every rank. Sends carry a tag of the buffer and the
+collective (`Axis.tag`, `Kind`), so a gather of one buffer never takes what a gather of another, or
+a reduction, has sent: where a rank leaves one out, both sides wait for the process group's
+time-out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -11,11 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer import _compat
+from dbuffer.shutdown import alias
 
 __all__ = [
     "Axis",
     "Collectives",
+    "Exchange",
     "Finish",
+    "Handle",
     "Native",
     "Strategy",
     "axis_of",
@@ -50,6 +62,34 @@ class Axis:
     def size(self) -> int:
         """How many ranks there are."""
         return len(self.ranks)
+
+
+class Handle:
+    """What a collective returns: with ``async_op=True`` its buffer is not to be used before `wait`.
+
+    On a GPU waiting makes the current stream wait, not the host; so nothing raises here when a rank
+    does not take part, and NCCL's watchdog ends the process. Handles of "exchange" are waited for
+    in the same order on every rank: an all-reduce sends its second half then.
+    """
+
+    def __init__(self, finish: Callable[[], None], what: Callable[[], str] | None = None) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._what = what
+
+    @property
+    def done(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Waits for the collective, and does what is left of it; again, it does nothing."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def _waits_for_(self) -> str:
+        """The collective and the names of the buffer's tensors, for `fused_comm.diagnosis`."""
+        return "DBuffer: a collective" if self._what is None else self._what()
 
 
 @runtime_checkable
@@ -92,6 +132,42 @@ class Native:
         return _wait(work, flat, axis.size if average and op == dist.ReduceOp.SUM else 1)
 
 
+class Kind(IntEnum):
+    """What is sent; two bits of the tag."""
+
+    GATHER = 0
+    REDUCE_SCATTER = 1
+    ALL_REDUCE = 2
+    ALL_REDUCE_END = 3
+
+
+class Exchange:
+    """`Collectives` by `isend` and `irecv`; see `dbuffer.collectives.Collectives`."""
+
+    def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
+        """Without any other memory; a row that is elsewhere is copied while others are sent."""
+        rows = flat.chunk(axis.size)
+        finish = _gather(rows, axis, Kind.GATHER, own)
+        if own.data_ptr() != rows[axis.position].data_ptr():
+            rows[axis.position].copy_(own)
+        return finish
+
+    def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
+        """With memory for the other ranks' rows until it is waited for."""
+        return _reduce(flat.chunk(axis.size), axis, Kind.REDUCE_SCATTER, average=average)
+
+    def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
+        """A reduce-scatter, and when that is waited for an all-gather."""
+        rows = flat.tensor_split(axis.size)  # of sizes that differ by one
+        reduced = _reduce(rows, axis, Kind.ALL_REDUCE, average=average)
+
+        def finish() -> None:
+            reduced()
+            _gather(rows, axis, Kind.ALL_REDUCE_END, rows[axis.position])()
+
+        return finish
+
+
 def own_row(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's row."""
     return flat.view(axis.size, -1)[axis.position]
@@ -110,21 +186,20 @@ def axis_of(mesh: DeviceMesh, axis: int) -> Axis:
 def collectives_for(
     strategy: Strategy | Collectives, axis: Axis, device: torch.device
 ) -> Collectives:
-    """The collectives that a strategy means on an axis; others than ours are their own.
+    """The collectives of a strategy on an axis; an object with their methods is returned.
 
-    "auto" is "exchange" on the host over gloo, whose own are some times slower, and "native"
-    elsewhere.
+    "auto" is "exchange" on the host over gloo, whose native collectives take several times as long,
+    and "native" elsewhere.
 
     Raises:
         ValueError: a strategy that does not exist, or that cannot work here.
     """
-    from dbuffer.exchange import Exchange
-
     if isinstance(strategy, Collectives):
         return strategy
     if strategy not in ("auto", "native", "exchange"):
         raise ValueError(
-            f"DBuffer: strategy={strategy!r}; wants 'auto', 'native', 'exchange' or `Collectives`"
+            f"DBuffer: strategy={strategy!r}; expected 'auto', 'native', 'exchange', or an object "
+            f"with the methods of Collectives"
         )
     on_gloo = device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
     if strategy == "exchange" and device.type != "cpu":
@@ -155,3 +230,59 @@ def _wait(work: dist.Work, result: torch.Tensor | None = None, divisor: int = 1)
             result.div_(divisor)
 
     return finish
+
+
+def _gather(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind, own: torch.Tensor) -> Finish:
+    works = []
+    for position in _others(axis):
+        works += _receive(rows[position], axis, position, kind)
+        works += _send(own, axis, position, kind)
+    return lambda: _wait_all(works)
+
+
+def _reduce(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind, *, average: bool) -> Finish:
+    own, others = rows[axis.position], _others(axis)
+    # (ranks - 1, row), of the rows' dtype: what the others send, until it is added up
+    received = dict(zip(others, own.new_empty((len(others), own.numel())), strict=True))
+    works = []
+    for position in others:
+        works += _receive(received[position], axis, position, kind)
+        works += _send(rows[position], axis, position, kind)
+
+    def finish() -> None:
+        _wait_all(works)
+        terms = [received.get(position, own) for position in range(axis.size)]
+        total = terms[0]
+        for position in range(1, axis.size):
+            # From the own row on, the own row is where the sum is made: no copy at the end.
+            into = own if position >= axis.position else total
+            total = torch.add(total, terms[position], out=into)
+        if average:
+            own.div_(axis.size)
+
+    return finish
+
+
+def _others(axis: Axis) -> list[int]:
+    """The other ranks' positions, beginning with the next, so that not all send to one."""
+    return [(axis.position + step) % axis.size for step in range(1, axis.size)]
+
+
+def _send(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist.Work | None]:
+    if not row.numel():
+        return []
+    tag = axis.tag << 2 | kind
+    return [dist.isend(alias(row), axis.ranks[position], group=axis.group, tag=tag)]
+
+
+def _receive(row: torch.Tensor, axis: Axis, position: int, kind: Kind) -> list[dist.Work | None]:
+    if not row.numel():
+        return []
+    tag = axis.tag << 2 | kind
+    return [dist.irecv(alias(row), axis.ranks[position], group=axis.group, tag=tag)]
+
+
+def _wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "checked by DBuffer: this rank is in the mesh"
+        work.wait()

@@ -37,13 +37,13 @@ def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Ten
     for i, tensor in found.items():
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) is a DTensor; wants what "
-                f"this rank has of it, to_local()"
+                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) is a DTensor; expected "
+                f"its local tensor, to_local()"
             )
         if tuple(tensor.shape) != tensor_shape(layout, i):
             raise ValueError(
                 f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) has shape "
-                f"{tuple(tensor.shape)}, wants {tensor_shape(layout, i)}"
+                f"{tuple(tensor.shape)}, expected {tensor_shape(layout, i)}"
             )
     return found
 
@@ -58,7 +58,7 @@ def index_of(layout: Layout, key: int | str) -> int:
         key = operator.index(key)
         if 0 <= key < len(layout.specs):
             return key
-        raise ValueError(f"DBuffer: tensor {key}; wants 0 to {len(layout.specs) - 1}")
+        raise ValueError(f"DBuffer: tensor {key}; expected 0 to {len(layout.specs) - 1}")
     places = [i for i, spec in enumerate(layout.specs) if spec.name == key]
     if len(places) != 1:
         names = ", ".join(repr(spec.name) for spec in layout.specs[:8])
@@ -76,9 +76,9 @@ def pieces_of(
         return dict(tensors)
     pieces = {}
     for i, tensor in tensors.items():
-        held = layout.part(i, rank)
-        if held.size:
-            pieces[i] = tensor.reshape(-1)[held.start : held.stop]
+        part = layout.part(i, rank)
+        if part.size:
+            pieces[i] = tensor.reshape(-1)[part.start : part.stop]
     return pieces
 
 

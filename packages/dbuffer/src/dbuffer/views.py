@@ -1,4 +1,4 @@
-"""Tensors that lie in a buffer, without a copy."""
+"""Tensors that are views of a buffer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
-    """The shape of tensor `i`; flat where the layout was told none."""
+    """The shape of tensor `i`; flat where the layout has none."""
     spec = layout.specs[i]
     return (spec.numel,) if spec.shape is None else spec.shape
 

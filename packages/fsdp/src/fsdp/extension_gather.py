@@ -87,7 +87,7 @@ class ExtensionGatherer:
         count = len(self._outputs)
         with torch.no_grad():
             for output in self._outputs:
-                if not output.held:
+                if not output.allocated:
                     output.acquire()
             whole = [output.bytes.tensor_split(group.ranks) for output in self._outputs]
             parts = [(whole[j][r], r * count + j) for r in range(group.ranks) for j in range(count)]

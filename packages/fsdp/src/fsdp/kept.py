@@ -44,7 +44,7 @@ class Keeper:
     @property
     def in_use(self) -> bool:
         """Whether what was gathered is of what was kept."""
-        return self._wide is not None and self._wide.held
+        return self._wide is not None and self._wide.allocated
 
     def gather(self) -> Handle:
         """Starts to gather what was kept into the FULL buffer's memory, which nobody holds."""
@@ -61,7 +61,7 @@ class Keeper:
         """Gives the FULL buffer's memory back; keeps this rank's larger shard of it, or nothing."""
         if self._wide is not None:
             self._wide.release()
-        if keep and self._full.held:
+        if keep and self._full.allocated:
             if self._near is None:
                 self._near = self._buffer(full=False)
             else:

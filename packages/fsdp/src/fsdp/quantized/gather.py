@@ -100,7 +100,7 @@ class TileGatherer(Gatherer):
         """The unsharded parameters, made of what all ranks have sent."""
         if self._whole is None:
             self._whole = self._group.new_buffer(self._group.compute_dtype)
-        elif not self._whole.held:
+        elif not self._whole.allocated:
             self._whole.acquire()
         whole = self._whole
         whole.set_placements([Replicate()] * whole.mesh.ndim)

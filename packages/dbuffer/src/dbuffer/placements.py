@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_shard import RaggedShard, StridedRaggedShard, dim_of, even_shape
 
-__all__ = ["Inner", "Placements", "axis_index", "checked", "is_sharded", "of_tensor"]
+__all__ = ["Inner", "Placements", "axis_index", "checked_placements", "is_sharded", "of_tensor"]
 
 Placements = tuple[Placement, ...]
 
@@ -40,7 +40,9 @@ class Inner:
         object.__setattr__(self, "shape", tuple(self.shape))
 
 
-def checked(placements: Sequence[Placement], mesh: DeviceMesh, shard_axis: int) -> Placements:
+def checked_placements(
+    placements: Sequence[Placement], mesh: DeviceMesh, shard_axis: int
+) -> Placements:
     """The placements of a buffer, if they are such.
 
     Raises:
@@ -58,7 +60,7 @@ def checked(placements: Sequence[Placement], mesh: DeviceMesh, shard_axis: int) 
         )
         if not (ok or is_sharded(placement)):
             raise ValueError(
-                f"DBuffer: {placement!r} on axis {axis}; a buffer is flat, so wants Shard(0), "
+                f"DBuffer: {placement!r} on axis {axis}; a buffer is flat: expected Shard(0), "
                 f"Replicate(), Partial('sum') or Partial('avg')"
             )
         if is_sharded(placement) and axis != shard_axis:
@@ -136,13 +138,13 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
     names, own = inner.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
         raise ValueError(
-            f"DBuffer: inner mesh of {what} has axes {names} and the buffer's {own}; wants named "
-            f"axes, the buffer's among them"
+            f"DBuffer: inner mesh of {what} has axes {names} and the buffer's {own}; expected "
+            f"named axes, the buffer's among them"
         )
     others = [axis for axis, name in enumerate(names) if name not in own]
     if len(inner.placements) != len(others):
         raise ValueError(
-            f"DBuffer: inner placements {inner.placements} of {what}; wants one for each of the "
+            f"DBuffer: inner placements {inner.placements} of {what}; expected one for each of the "
             f"axes {tuple(names[axis] for axis in others)}"
         )
     local = inner.shape

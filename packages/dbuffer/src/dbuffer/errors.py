@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dbuffer.collectives import Axis
 from ragged_shard.planner import Layout
 
-__all__ = ["CHECK", "checks", "compare", "named", "names_of", "tag_of"]
+__all__ = ["CHECK", "checks", "collective_errors", "compare", "names_of", "tag_of"]
 
 #: Environment variable: "1" has ranks compare names before each collective, and wait for that.
 CHECK = "DBUFFER_CHECK"
@@ -40,7 +40,7 @@ def tag_of(name: str, shard_size: int, dtype: torch.dtype) -> int:
     return zlib.crc32(f"{name}, {shard_size}, {dtype}".encode()) >> 3
 
 
-class named:  # noqa: N801  # it reads as a function, as contextlib's do
+class collective_errors:  # noqa: N801  # it reads as a function, as contextlib's do
     """A block that waits for other ranks: errors of the backend say what was under way.
 
     A class, and not `contextlib.contextmanager`, as one stands around every collective.
@@ -85,7 +85,7 @@ def checks() -> bool:
     """Whether ranks are to compare names before each collective."""
     value = os.environ.get(CHECK, "0")
     if value not in ("", "0", "1"):
-        raise ValueError(f"DBuffer: the environment has {CHECK}={value!r}; wants 0 or 1")
+        raise ValueError(f"DBuffer: the environment has {CHECK}={value!r}; expected 0 or 1")
     return value == "1"
 
 
@@ -102,8 +102,8 @@ def compare(what: str, axis: Axis, device: str) -> None:
         return
     others: list[Any] = [None] * axis.size
     dist.all_gather_object(others, (dist.get_rank(), what), group=axis.group)
-    said = "; ".join(f"rank {rank} starts {one}" for rank, one in sorted(others))
-    raise RuntimeError(f"ranks do not start the same collective: {said}")
+    starts = "; ".join(f"rank {rank} starts {one}" for rank, one in sorted(others))
+    raise RuntimeError(f"ranks do not start the same collective: {starts}")
 
 
 def _ranks(axis: Axis) -> str:

@@ -58,7 +58,7 @@ def test_an_acquired_buffer_is_placed_as_it_was_made():
 
 def test_memory_of_its_own_is_held_once():
     memory = ResizableMemory(64, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="a buffer holds it"):
+    with pytest.raises(RuntimeError, match="a buffer uses it"):
         memory.acquire()
 
 
@@ -70,10 +70,10 @@ def test_a_block_keeps_its_address_and_serves_buffers_in_turns():
         address = first.view("a").data_ptr()
         first.release()
         second = DBuffer(LAYOUT, mesh, [R], torch.bfloat16, memory=block)
-        assert not first.held
-        assert second.held
+        assert not first.allocated
+        assert second.allocated
         assert second.view("a").data_ptr() == address
-        with pytest.raises(RuntimeError, match="a buffer holds this block"):
+        with pytest.raises(RuntimeError, match="a buffer uses this block"):
             first.acquire()
         with pytest.raises(RuntimeError, match="the buffer is released"):
             first.zero_()
@@ -97,7 +97,7 @@ def test_several_buffers_lie_in_one_slab():
         small.local.fill_(1.0)
         full.local.fill_(2.0)
         assert (small.local == 1.0).all()
-        assert pool.report().held == small.nbytes + full.nbytes
+        assert pool.report().allocated == small.nbytes + full.nbytes
         assert pool.report().slabs == 1
 
 
@@ -133,7 +133,7 @@ def test_a_free_block_is_taken_again_if_it_wastes_less_than_half():
 def test_trim_returns_slabs_of_which_nothing_is_taken():
     with live_bytes() as profile:
         pool = MemoryPool("cpu")
-        kept, gone = pool.take_many([160, 160])[0], pool.take(320)
+        in_use, gone = pool.take_many([160, 160])[0], pool.take(320)
         pool.give_back(gone)
         before = pool.report()
         del gone
@@ -141,7 +141,7 @@ def test_trim_returns_slabs_of_which_nothing_is_taken():
     after = pool.report()
     assert changes(profile)[-1] == -freed == after.reserved - before.reserved
     assert (after.slabs, after.peak_reserved) == (1, before.reserved)
-    kept.acquire()
+    in_use.acquire()
     assert "in use 160 (peak 160)" in str(pool.report())
 
 
@@ -149,7 +149,7 @@ def test_a_block_is_given_back_once_and_not_while_it_is_held():
     pool = MemoryPool("cpu")
     block = pool.take(16)
     block.acquire()
-    with pytest.raises(RuntimeError, match="a buffer holds the block"):
+    with pytest.raises(RuntimeError, match="a buffer uses the block"):
         pool.give_back(block)
     block.release()
     with pytest.raises(ValueError, match="or another pool's"):
@@ -164,8 +164,8 @@ def test_a_block_is_given_back_once_and_not_while_it_is_held():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MemoryPool("cpu", alignment=12), "wants a power of two"),
-        (lambda: MemoryPool("cpu", alignment=0), "wants a power of two"),
+        (lambda: MemoryPool("cpu", alignment=12), "expected a power of two"),
+        (lambda: MemoryPool("cpu", alignment=0), "expected a power of two"),
         (lambda: MemoryPool("cpu").take(-1), "a block of -1 bytes"),
         (lambda: MemoryPool("cpu").allocate(1, F32, torch.device("meta")), "the pool is on cpu"),
     ],
@@ -182,7 +182,7 @@ def reduced_in_a_pool():
     reducer = GradReducer([("w", param)], allocate=pool.allocate)
     param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     reducer.finish()
-    return param.grad.to_local().tolist(), pool.report().peak_held >= 16
+    return param.grad.to_local().tolist(), pool.report().peak_allocated >= 16
 
 
 @pytest.mark.ranks
@@ -196,5 +196,5 @@ def test_a_flat_buffer_is_released_to_the_pool():
     assert (buffer.data.shape, buffer.data.dtype) == ((10,), torch.bfloat16)
     address = buffer.data.data_ptr()
     buffer.release()
-    assert pool.report().held == 0
+    assert pool.report().allocated == 0
     assert pool.allocate(5, F32, torch.device("cpu")).data.data_ptr() == address

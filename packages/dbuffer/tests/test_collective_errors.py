@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dbuffer import DBuffer, faults, verify
+from dbuffer import DBuffer, errors, verify
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import fake_mesh, run_ranks
 
@@ -52,11 +52,11 @@ def test_a_rank_that_is_missing_is_told_with_collective_axis_and_buffer(strategy
                     continue
                 with pytest.raises(RuntimeError, match=f"^DBuffer: {what} of 'a', 'b' ") as caught:
                     start(buffer)
-                told = str(caught.value)
-                assert "(8 elements of torch.float32)" in told
-                assert "over axis 'fsdp' of ranks [0, 1] failed on rank 0: " in told
-                assert "imed out" in told
-                assert "init_process_group(timeout=)" in told
+                message = str(caught.value)
+                assert "(8 elements of torch.float32)" in message
+                assert "over axis 'fsdp' of ranks [0, 1] failed on rank 0: " in message
+                assert "imed out" in message
+                assert "init_process_group(timeout=)" in message
                 assert "imed out" in str(caught.value.__cause__)
 
     run_ranks(check, 2)
@@ -71,8 +71,8 @@ def test_a_connection_that_ends_is_told_so_too():
         else:
             mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
             buffer = buffer_on(mesh, Shard(0), "exchange", name="the head")
-            told = r"all_gather of the head .* failed on rank 0: .*[Cc]onnection"
-            with pytest.raises(RuntimeError, match=told):
+            message = r"all_gather of the head .* failed on rank 0: .*[Cc]onnection"
+            with pytest.raises(RuntimeError, match=message):
                 buffer.all_gather_()
         dist.barrier()
 
@@ -135,7 +135,7 @@ def test_exchanges_may_be_started_in_another_order_on_each_rank():
 @pytest.mark.parametrize("kind", ["collective", "name", "tensors"])
 def test_names_are_compared_before_each_collective_if_wanted(kind, strategy):
     def check():
-        os.environ[faults.CHECK] = "1"
+        os.environ[errors.CHECK] = "1"
         try:
             with mesh_with(timeout=30) as mesh:
                 same = buffer_on(mesh, Shard(0), strategy)
@@ -147,7 +147,7 @@ def test_names_are_compared_before_each_collective_if_wanted(kind, strategy):
                     start(buffer)
                 torch.testing.assert_close(buffer._flat, before, rtol=0, atol=0)
         finally:
-            del os.environ[faults.CHECK]
+            del os.environ[errors.CHECK]
         return str(caught.value)
 
     others = {
@@ -155,19 +155,24 @@ def test_names_are_compared_before_each_collective_if_wanted(kind, strategy):
         "name": "all_gather of layer 1",
         "tensors": "all_gather of 'c', 'd'",
     }
-    for told in run_ranks(check, 2):
-        assert "ranks do not start the same collective: rank 0 starts DBuffer: all_gather" in told
-        assert f"; rank 1 starts DBuffer: {others[kind]}" in told
+    for message in run_ranks(check, 2):
+        assert (
+            "ranks do not start the same collective: rank 0 starts DBuffer: all_gather" in message
+        )
+        assert f"; rank 1 starts DBuffer: {others[kind]}" in message
 
 
 def test_a_check_is_on_or_off(monkeypatch):
-    monkeypatch.setenv(faults.CHECK, "yes")
-    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="DBUFFER_CHECK='yes'; wants 0 o"):
+    monkeypatch.setenv(errors.CHECK, "yes")
+    with (
+        fake_mesh((2,)) as mesh,
+        pytest.raises(ValueError, match="DBUFFER_CHECK='yes'; expected 0 o"),
+    ):
         buffer_on(mesh, Shard(0), "auto")
 
 
 def test_tags_leave_room_for_the_kind_of_collective():
-    tags = {faults.tag_of(f"layer {i}", 8, torch.float32) for i in range(1000)}
+    tags = {errors.tag_of(f"layer {i}", 8, torch.float32) for i in range(1000)}
     assert len(tags) == 1000
     assert all(0 <= tag < 2**29 for tag in tags)
 
@@ -176,13 +181,16 @@ def test_only_errors_of_waiting_get_more_words():
     with fake_mesh((2,), ("fsdp",)) as mesh:
         axis = buffer_on(mesh, Shard(0), "auto")._axes[0]
         for error in (torch.OutOfMemoryError("full"), ValueError("wrong")):
-            with pytest.raises(type(error)) as caught, faults.named(lambda: "a gather", axis):
+            with (
+                pytest.raises(type(error)) as caught,
+                errors.collective_errors(lambda: "a gather", axis),
+            ):
                 raise error
             assert caught.value is error
-        told = r"^a gather over axis 'fsdp'"
+        message = r"^a gather over axis 'fsdp'"
         with (
-            pytest.raises(dist.DistBackendError, match=told) as caught,
-            faults.named(lambda: "a gather", axis),
+            pytest.raises(dist.DistBackendError, match=message) as caught,
+            errors.collective_errors(lambda: "a gather", axis),
         ):
             raise dist.DistBackendError("NCCL is unhappy")
         assert isinstance(caught.value.__cause__, dist.DistBackendError)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbuffer.base import BufferBase
+from dbuffer.buffer import DBuffer
 from dbuffer.collectives import axis_of
-from dbuffer.faults import named
+from dbuffer.errors import collective_errors
 
 __all__ = ["verify"]
 
-# What is told first, as the rest may follow from it: a tensor that one rank lacks moves others.
+# In the order of the errors: a tensor that one rank lacks also moves others.
 _ORDER = ("", "shape", "dtype", "block", "inner placements", "buffer", "options", "place", "plan")
 
 
 def verify(
-    buffers: Sequence[BufferBase],
+    buffers: Sequence[DBuffer],
     *,
     names: Sequence[Sequence[str]] | None = None,
     options: Sequence[str] | None = None,
@@ -53,7 +53,7 @@ def verify(
     axes = [axis_of(mesh, axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     # All axes before anybody decides, so that all ranks decide the same.
     for axis in axes:
-        with named(lambda: f"verify of {_count(buffers)}", axis):
+        with collective_errors(lambda: f"verify of {_count(buffers)}", axis):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis.group)
     if extremes[0].item() == -extremes[1].item():
         return
@@ -75,7 +75,7 @@ class _Fact:
 
 
 def _facts(
-    buffers: Sequence[BufferBase],
+    buffers: Sequence[DBuffer],
     names: Sequence[Sequence[str]] | None,
     options: Sequence[str] | None,
 ) -> Iterator[_Fact]:
@@ -109,12 +109,12 @@ def _facts(
 
 def _difference(everyone: Sequence[tuple[int, list[_Fact]]]) -> str:
     """The first fact that two ranks have otherwise."""
-    told = [(rank, {(f.what, f.whose): f.value for f in facts}) for rank, facts in everyone]
-    found = dict.fromkeys(key for _, facts in told for key in facts)
-    first_rank, first = told[0]
+    by_rank = [(rank, {(f.what, f.whose): f.value for f in facts}) for rank, facts in everyone]
+    found = dict.fromkeys(key for _, facts in by_rank for key in facts)
+    first_rank, first = by_rank[0]
     for what, whose in sorted(found, key=lambda key: _ORDER.index(key[0])):
         here = first.get((what, whose))
-        for rank, facts in told[1:]:
+        for rank, facts in by_rank[1:]:
             there = facts.get((what, whose))
             if here == there:
                 continue
@@ -130,5 +130,5 @@ def _difference(everyone: Sequence[tuple[int, list[_Fact]]]) -> str:
     return "verify: ranks differ"  # unreachable but for a collision of hashes
 
 
-def _count(buffers: Sequence[BufferBase]) -> str:
+def _count(buffers: Sequence[DBuffer]) -> str:
     return f"{len(buffers)} buffers, the first of {buffers[0].name},"

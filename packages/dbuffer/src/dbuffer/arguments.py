@@ -9,10 +9,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import placing
 from dbuffer.group_ops import index_of
 from dbuffer.memory import Memory, ResizableMemory
-from dbuffer.placing import Inner, Placements
+from dbuffer.placements import (
+    Inner,
+    Placements,
+    axis_index,
+    check_inner,
+    checked_placements,
+    is_sharded,
+)
 from dbuffer.views import tensor_shape
 from ragged_shard.planner import Layout
 
@@ -47,14 +53,14 @@ def checked(
         ("layout", layout, Layout), ("mesh", mesh, DeviceMesh), ("dtype", dtype, torch.dtype),
     ):  # fmt: skip
         if not isinstance(value, wanted):
-            raise ValueError(f"DBuffer: {what}={value!r}; wants a {wanted.__name__}")
+            raise ValueError(f"DBuffer: {what}={value!r}; expected a {wanted.__name__}")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"DBuffer: this rank is not in {mesh}; only the mesh's ranks may make the buffer"
         )
     placements = tuple(placements)
     axis = _shard_axis(mesh, placements, shard_axis)
-    placements = placing.checked(placements, mesh, axis)
+    placements = checked_placements(placements, mesh, axis)
     if layout.world_size != mesh.size(axis):
         raise ValueError(
             f"DBuffer: the layout has {layout.world_size} shards and axis {axis} of {mesh} has "
@@ -63,9 +69,7 @@ def checked(
         )
     found = {index_of(layout, key): other for key, other in (inner or {}).items()}
     for i, other in found.items():
-        placing.check_inner(
-            other, mesh, tensor_shape(layout, i), f"tensor {i} ({layout.specs[i].name!r})"
-        )
+        check_inner(other, mesh, tensor_shape(layout, i), f"tensor {i} ({layout.specs[i].name!r})")
     return Checked(placements, axis, _device(device, mesh), found)
 
 
@@ -78,14 +82,14 @@ def checked_memory(
     *,
     pin_memory: bool,
 ) -> Memory:
-    """Memory for a buffer, held: what was given, or new.
+    """Memory for a buffer, acquired: the given, or new.
 
     Raises:
         ValueError: too small, elsewhere, pinned though given, or badly aligned.
         RuntimeError: somebody holds it.
     """
     if alignment < 1:
-        raise ValueError(f"DBuffer: alignment={alignment!r}; wants a positive number of bytes")
+        raise ValueError(f"DBuffer: alignment={alignment!r}; expected a positive number of bytes")
     if memory is None:
         if alignment > ALLOCATOR_ALIGNMENT:
             raise ValueError(
@@ -97,8 +101,8 @@ def checked_memory(
         raise ValueError("DBuffer: pin_memory=True and memory=; pin the memory that you give")
     elif memory.bytes.numel() < nbytes or memory.bytes.device != device:
         raise ValueError(
-            f"DBuffer: memory of {memory.bytes.numel()} bytes on {memory.bytes.device}; wants at "
-            f"least {nbytes} on {device}"
+            f"DBuffer: memory of {memory.bytes.numel()} bytes on {memory.bytes.device}; expected "
+            f"at least {nbytes} on {device}"
         )
     else:
         memory.acquire()
@@ -106,7 +110,7 @@ def checked_memory(
     if begin % alignment or offset % itemsize:
         memory.release()
         raise ValueError(
-            f"DBuffer: memory that begins at {begin:#x}, {offset} bytes into its storage; wants "
+            f"DBuffer: memory that begins at {begin:#x}, {offset} bytes into its storage; expected "
             f"multiples of alignment={alignment} and of an element's {itemsize} bytes"
         )
     return memory
@@ -114,8 +118,8 @@ def checked_memory(
 
 def _shard_axis(mesh: DeviceMesh, placements: Placements, shard_axis: int | str | None) -> int:
     if shard_axis is not None:
-        return placing.axis_index(mesh, shard_axis, "shard_axis")
-    sharded = [axis for axis, p in enumerate(placements) if placing.is_sharded(p)]
+        return axis_index(mesh, shard_axis, "shard_axis")
+    sharded = [axis for axis, p in enumerate(placements) if is_sharded(p)]
     return sharded[0] if sharded and sharded[0] < mesh.ndim else mesh.ndim - 1
 
 
