@@ -47,7 +47,7 @@ def tests(session: nox.Session, project: str) -> None:
     report = RESULTS / f"{project}.xml"
     report.unlink(missing_ok=True)
     # As a script, not `python -m pytest`: that would put the root on sys.path, where the folders
-    # testkit/ and integration/ could stand in for packages that failed to install.
+    # testkit/ and integration/ could replace packages that failed to install.
     pytest = Path(python).with_name("pytest")
     folder = (PROJECTS[project] / "tests").relative_to(ROOT)
     workers = ("-n", "logical", "--maxprocesses=4", "--dist=loadfile")
@@ -85,9 +85,9 @@ def compat(session: nox.Session, torch: str) -> None:
     made = Path(session.create_tmp())
     pins, dist = made / "constraints.txt", made / "dist"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    # torch 2.11 wants an older setuptools than the pinned one.
-    kept = (line for line in lines if not line.startswith(("torch==", "setuptools==")))
-    pins.write_text("".join(kept))
+    # torch 2.11 needs an older setuptools than the pinned one.
+    others = (line for line in lines if not line.startswith(("torch==", "setuptools==")))
+    pins.write_text("".join(others))
     groups = nox.project.load_toml(ROOT / "pyproject.toml")
     tools = nox.project.dependency_groups(groups, "build", "dev")
     # Of an earlier call; wheels are tried where no package is.
@@ -103,7 +103,7 @@ def compat(session: nox.Session, torch: str) -> None:
     session.install("--no-build-isolation", "-c", str(pins), *local)
     failed = []
     for name in names or PACKAGES:
-        # Other versions warn of other things; their warnings are not ours to mend.
+        # Other versions warn of other things; their warnings are not for this repository to repair.
         try:
             session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
         except CommandFailed:  # the next package is tested all the same

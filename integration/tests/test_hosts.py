@@ -170,7 +170,7 @@ def test_a_host_that_disappears_is_named_and_the_run_goes_on_from_its_checkpoint
     assert "error: rank 0 of 2 stopped: the host of rank 1, " in sentence(logs[0])
     reached = len(losses(out))
     assert 5 <= reached < STEPS, "the host went too late to prove anything"
-    hosts.mend()
+    hosts.reconnect()
     processes, logs = start(hosts, out)
     assert codes(processes) == [0, 0]
     resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", logs[0].read_text())[1])

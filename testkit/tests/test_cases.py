@@ -70,9 +70,9 @@ def test_shards_are_those_of_distribute_tensor(case):
         with CommLog() as log:
             mine = case.distribute(mesh, whole)
         log.assert_counts({})
-        theirs = distribute_tensor(whole, mesh, case.placements, src_data_rank=None)
-        assert_bitwise(mine.to_local(), theirs.to_local())
-        assert mine.placements == theirs.placements
+        expected = distribute_tensor(whole, mesh, case.placements, src_data_rank=None)
+        assert_bitwise(mine.to_local(), expected.to_local())
+        assert mine.placements == expected.placements
         assert (mine.shape, mine.stride()) == (whole.shape, whole.stride())
 
 
@@ -100,7 +100,7 @@ def test_an_unknown_reduction_is_refused():
 
 def test_a_mesh_or_tensor_of_another_shape_is_refused():
     case = Case((2,), (Shard(0),), (4,))
-    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match=r"wants \(2,\) and \(4,\)"):
+    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match=r"expected \(2,\) and \(4,\)"):
         case.distribute(mesh, torch.ones(5))
     with fake_mesh((4,)) as mesh, pytest.raises(ValueError, match=r"given a mesh of \(4,\)"):
         case.distribute(mesh)

@@ -26,8 +26,8 @@ def test_what_is_held_together_does():
 def test_what_another_thread_freed_does_not_count():
     def action():
         for _ in range(3):
-            held = [torch.zeros(1 << 18)]
-            thread = threading.Thread(target=held.clear)
+            living = [torch.zeros(1 << 18)]
+            thread = threading.Thread(target=living.clear)
             thread.start()
             thread.join()
 
@@ -36,10 +36,10 @@ def test_what_another_thread_freed_does_not_count():
 
 
 def test_what_another_thread_holds_does():
-    kept = []
+    living = []
 
     def action():
-        thread = threading.Thread(target=lambda: kept.append(torch.zeros(1 << 18)))
+        thread = threading.Thread(target=lambda: living.append(torch.zeros(1 << 18)))
         thread.start()
         thread.join()
         torch.zeros(1)
@@ -49,11 +49,11 @@ def test_what_another_thread_holds_does():
 
 
 def test_what_an_earlier_call_left_makes_room():
-    kept = []
-    peak_bytes(lambda: kept.append(torch.zeros(1 << 18)))
+    living = []
+    peak_bytes(lambda: living.append(torch.zeros(1 << 18)))
 
     def action():
-        kept.clear()
+        living.clear()
         return torch.zeros(1 << 17)
 
     most, _ = peak_bytes(action)

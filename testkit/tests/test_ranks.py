@@ -255,7 +255,7 @@ def test_a_hung_rank_is_killed_and_named_with_its_stack():
 
 def test_ranks_that_die_are_named_with_their_end():
     def die():
-        os.write(1, b"last words")
+        os.write(1, b"last output")
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
@@ -264,7 +264,7 @@ def test_ranks_that_die_are_named_with_their_end():
     assert sorted(states(error)) == [(0, "died"), (1, "died")]
     assert "[rank 0] exited with code 3 in the middle" in str(error)
     assert "[rank 1] was killed by SIGKILL in the middle" in str(error)
-    assert "[rank 1]   last words" in str(error)
+    assert "[rank 1]   last output" in str(error)
 
 
 def test_an_unsendable_result_names_the_rank_and_the_remedy():

@@ -1,4 +1,4 @@
-"""Test tools for SPMD code on stock PyTorch: ranks, meshes, communication, cases, parity."""
+"""Test tools for SPMD code on PyTorch: ranks, meshes, communication, cases, parity."""
 
 from testkit.cases import Case, cases
 from testkit.comm_log import Collective, CommLog

@@ -103,7 +103,7 @@ class Case:
         if tuple(mesh.shape) != self.mesh_shape or tuple(tensor.shape) != self.shape:
             raise ValueError(
                 f"case {self}: given a mesh of {tuple(mesh.shape)} and a tensor of "
-                f"{tuple(tensor.shape)}; wants {self.mesh_shape} and {self.shape}"
+                f"{tuple(tensor.shape)}; expected {self.mesh_shape} and {self.shape}"
             )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None

@@ -4,9 +4,9 @@ Note: a collective is one call that reached a process group (one ``c10d::`` oper
 call is one collective with many tensors. Bytes are this rank's. "Wire" bytes are those it sends to
 other ranks, under the conventions of `Collective.wire_bytes`.
 
-The record comes from torch's execution trace, whose callback sits beside the dispatcher. A
-`TorchDispatchMode` would be simpler, but DTensor dispatch, ours and torch's, takes another path
-while one is active: what was measured would not be what runs.
+The record comes from torch's execution trace, whose callback is called by the dispatcher. A
+`TorchDispatchMode` would be simpler, but DTensor dispatch, native or by dtensor-rules, takes
+another path while one is active: what was measured would not be what runs.
 """
 
 from __future__ import annotations

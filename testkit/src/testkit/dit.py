@@ -2,7 +2,7 @@
 
 DiT of Peebles and Xie, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748), section 3:
 adaLN-Zero blocks between a patch embedding and a linear decoder. Modules have the names of the
-authors' own code, so that a plan for theirs fits this one.
+authors' own code, so that a plan for either fits both.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class Diffusion(nn.Module):
         self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, noise: torch.Tensor
     ) -> torch.Tensor:
         """The loss of clean images, times, classes, and the noise to add, of the images' shape."""
-        kept = kept_share(t).view(-1, 1, 1, 1)
-        noisy = kept * x + (1 - kept**2).sqrt() * noise
+        share = kept_share(t).view(-1, 1, 1, 1)
+        noisy = share * x + (1 - share**2).sqrt() * noise
         loss: torch.Tensor = self.criterion(self.model(noisy, t, y), noise)
         return loss
 

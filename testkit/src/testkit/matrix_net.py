@@ -129,6 +129,8 @@ def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(param) for name, param in model.named_parameters()}
 
 
-def same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+def same_bits(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[str]:
     """The names of tensors that are not the same: none, if all is well."""
-    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    return [name for name in expected if not torch.equal(actual[name], expected[name])]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def peak_bytes(action: Callable[[], T]) -> tuple[int, T]:
-    """The most bytes of the host that are held at once, above those before, and what is returned.
+    """The most bytes of the host that are allocated at once, above those before, and the result.
 
     It is read whenever the calling thread allocates or frees, and counts what all threads hold:
     gloo's free much of what they send. Freed tensors count until they are freed; pages that the
@@ -25,10 +25,10 @@ def peak_bytes(action: Callable[[], T]) -> tuple[int, T]:
     _count_all_threads()
     gc.collect()  # what others left in cycles would be released in the middle
     with torch.profiler.profile(profile_memory=True) as profiler:
-        torch.empty(1, dtype=torch.int8)  # the first event tells what is held before
+        torch.empty(1, dtype=torch.int8)  # the first event tells what is allocated before
         result = action()
-    held = list(_held(profiler.profiler.kineto_results.experimental_event_tree()))
-    return max(held) - held[0] + 1, result
+    allocated = list(_allocated(profiler.profiler.kineto_results.experimental_event_tree()))
+    return max(allocated) - allocated[0] + 1, result
 
 
 def _count_all_threads() -> None:
@@ -40,9 +40,9 @@ def _count_all_threads() -> None:
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
-def _held(events: Iterable[Any]) -> Iterator[int]:
-    """Bytes held after each allocation and release, in order."""
+def _allocated(events: Iterable[Any]) -> Iterator[int]:
+    """Bytes allocated after each allocation and release, in order."""
     for event in events:
         if event.name == "[memory]":
             yield event.extra_fields.total_allocated
-        yield from _held(event.children)
+        yield from _allocated(event.children)

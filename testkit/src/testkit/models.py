@@ -125,7 +125,7 @@ def dit(**changes: Any) -> Diffusion:
 
 
 def reinitialize(model: nn.Module, seed: int = 1) -> None:
-    """Draws all parameters anew as the model itself does, wherever they are by now."""
+    """Draws all parameters again, as the model itself does, wherever they are by now."""
     torch.manual_seed(seed)
     if isinstance(model, Diffusion):
         model.model.initialize_weights()

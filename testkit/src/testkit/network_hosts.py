@@ -89,10 +89,10 @@ class NetworkHosts:
         return process
 
     def cut(self) -> None:
-        """Take the link away: nothing arrives any more, and nobody is told."""
+        """Take the link away: nothing arrives any more, and no process gets an error."""
         self._ip(0, "link", "set", self._links[0], "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Bring a link that was cut back."""
         self._ip(0, "link", "set", self._links[0], "up")
 

@@ -150,22 +150,22 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, index: int) -> Rank:
-        ours, theirs = socket.socketpair()
-        connection = Connection(ours.detach())
+        own_end, rank_end = socket.socketpair()
+        connection = Connection(own_end.detach())
         log = self._folder / f"rank{index}.log"
-        arguments = (theirs.fileno(), os.getpid(), index, self._store.port)
+        arguments = (rank_end.fileno(), os.getpid(), index, self._store.port)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "TESTKIT_RANK": str(index),
         }
-        with theirs, log.open("ab") as output, contextlib.ExitStack() as on_error:
+        with rank_end, log.open("ab") as output, contextlib.ExitStack() as on_error:
             on_error.callback(connection.close)
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "testkit.worker", *map(str, arguments)],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[rank_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

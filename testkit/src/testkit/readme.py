@@ -23,7 +23,7 @@ def examples(test_file: str) -> list[str]:
     readme = Path(test_file).resolve().parents[1] / "README.md"
     found = blocks(readme.read_text(), "python")
     if not found:
-        raise ValueError(f"{readme} has no ```python block; a test of its examples wants one")
+        raise ValueError(f"{readme} has no ```python block; expected one at least")
     return found
 
 
