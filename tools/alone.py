@@ -1,4 +1,4 @@
-"""Runs what the pages of `docs/alone` show: one package within a framework that is not ours.
+"""Runs what the pages of `docs/alone` show: one package within another framework.
 
 A page has pairs of a block of Python, a whole script, and a block of the command that runs it.
 The script says what it needs as inline metadata does (PEP 723, ``# /// script``). Here a test
@@ -92,12 +92,12 @@ def examples(package: str, root: Path = ROOT) -> list[Example]:
     if not scripts or len(scripts) != len(commands):
         raise ValueError(
             f"{page}: {len(scripts)} blocks of Python and {len(commands)} of commands (sh); "
-            f"wants pairs, at least one"
+            f"expected pairs, at least one"
         )
     words = [tuple(shlex.split(command)) for command in commands]
     for command in words:
         if command[0] not in PROGRAMS or command[-1] != SCRIPT:
-            raise ValueError(f"{page}: {command}; wants {' or '.join(PROGRAMS)} of {SCRIPT}")
+            raise ValueError(f"{page}: {command}; expected {' or '.join(PROGRAMS)} of {SCRIPT}")
     return [Example(page, *pair) for pair in zip(scripts, words, strict=True)]
 
 

@@ -40,7 +40,8 @@ def notes(changelog: Path, version: str) -> Notes:
         found = re.fullmatch(r"\[(.+?)\](?: - (\d{4}-\d{2}-\d{2}))?\s*", heading)
         if found is None or (found[1] == "Unreleased") != (found[2] is None):
             raise ValueError(
-                f"{changelog}: the heading {heading!r}; wants [Unreleased] or [x.y.z] - YYYY-MM-DD"
+                f"{changelog}: the heading {heading!r}; expected [Unreleased], or "
+                "[x.y.z] - YYYY-MM-DD"
             )
         date = datetime.date.fromisoformat(found[2]) if found[2] else None
         sections[found[1]] = Notes(_checked(changelog, found[1], text), date)
@@ -67,6 +68,6 @@ def _checked(changelog: Path, version: str, text: str) -> str:
         if kind.strip() not in KINDS or not entries.strip():
             raise ValueError(
                 f"{changelog}: {version} has {kind.strip()!r} with {len(entries.split())} words; "
-                f"wants some, under one of {', '.join(KINDS)}"
+                f"expected some, under one of {', '.join(KINDS)}"
             )
     return text.strip()

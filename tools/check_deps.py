@@ -18,7 +18,7 @@ from tools.workspace import ROOT, Project, normalised, projects
 
 @dataclass(frozen=True)
 class Allowed:
-    """The others of ours that a project may import: its dependencies, and those of its extras."""
+    """The others that a project may import: its dependencies, and those of its extras."""
 
     always: set[str] = field(default_factory=set)
     lazily: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ def check_cycles(source: Path) -> Iterator[str]:
         yield f"{source}: imports go in a circle: {cycle}; move what both use to a third module"
 
 
-def check_declared(project: Project, ours: set[str]) -> Iterator[str]:
+def check_declared(project: Project, workspace: set[str]) -> Iterator[str]:
     """What is wrong with a package's requirements: others than its rule says, pins, torch."""
     path, rule = project.folder / "pyproject.toml", RULES[project.source.name]
     lines = path.read_text().splitlines()
@@ -95,32 +95,32 @@ def check_declared(project: Project, ours: set[str]) -> Iterator[str]:
         ("dependencies", project.dependencies, rule.always),
         ("extras", project.extras, rule.lazily),
     ):
-        local = {normalised(text) for text in requirements} & ours
+        local = {normalised(text) for text in requirements} & workspace
         if local != (wanted := {name.replace("_", "-") for name in allowed}):
             yield f"{where}: {what} name {sorted(local)}; declare {sorted(wanted)}, {TABLE}"
         for text in requirements:
-            if normalised(text) in ours and (">=" not in text or ",<" not in text):
+            if normalised(text) in workspace and (">=" not in text or ",<" not in text):
                 yield f"{where}: {text!r} is no range; write >=0.1,<0.2 (docs/adr/0001)"
     if TORCH not in project.dependencies:
         yield f"{where}: torch is not declared as all packages do; write {TORCH!r}"
 
 
 def main(root: Path = ROOT) -> int:
-    """Prints every fault of the workspace; the exit status."""
-    faults, all_projects = [], projects(root)
+    """Prints every error of the workspace; the exit status."""
+    errors, all_projects = [], projects(root)
     for project in all_projects:
         if project.source.name not in RULES:
-            faults.append(f"{project.folder}/pyproject.toml:1: no rule for it; add one to {TABLE}")
+            errors.append(f"{project.folder}/pyproject.toml:1: no rule for it; add one to {TABLE}")
             continue
         for path in sorted(project.source.rglob("*.py")):
-            faults += check_module(path, project.source)
+            errors += check_module(path, project.source)
         if project.source.name not in WITH_CYCLES:
-            faults += check_cycles(project.source)
+            errors += check_cycles(project.source)
         if project.folder.parent.name == "packages":
-            faults += check_declared(project, {other.name for other in all_projects})
-    for fault in faults:
-        print(fault.removeprefix(f"{root}/"))
-    return 1 if faults else 0
+            errors += check_declared(project, {other.name for other in all_projects})
+    for error in errors:
+        print(error.removeprefix(f"{root}/"))
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def build(project: Project, dist: Path) -> Path:
     if log.returncode != 0:
         sys.exit(f"{log.stdout.decode()}\n{project.name}: the build failed, see above")
     (wheel,) = dist.glob(f"{project.name.replace('-', '_')}-*.whl")
-    held = zipfile.ZipFile(wheel).namelist()
+    names = zipfile.ZipFile(wheel).namelist()
     for file in ("/py.typed", "/licenses/LICENSE"):
-        if not any(name.endswith(file) for name in held):
+        if not any(name.endswith(file) for name in names):
             sys.exit(f"{wheel.name}: holds no {file[1:]}; see the other packages' pyproject.toml")
     return wheel
 
@@ -73,7 +73,7 @@ def try_alone(
     with tempfile.TemporaryDirectory(prefix=f"{project.name}-") as name:
         folder = Path(name)
         python = clean_environment(folder / "env", options)
-        # Constraints that are files: a namesake in a package index is never taken for ours.
+        # Constraints that are files: a namesake in a package index is never installed.
         local = folder / "local.txt"
         local.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -92,11 +92,11 @@ def try_alone(
         install(wheels[project.name])
         run("-m", "pip", "check")
         listed = json.loads(run("-m", "pip", "list", "--format", "json"))
-        ours = {normalised(entry["name"]) for entry in listed} & by_name.keys()
-        if ours != needed(project.name, by_name):
-            sys.exit(f"{project.name}: installed alone it brings {sorted(ours)}: see its pyproject")
+        brought = {normalised(entry["name"]) for entry in listed} & by_name.keys()
+        if brought != needed(project.name, by_name):
+            sys.exit(f"{project.name}: alone it brings {sorted(brought)}: see its pyproject")
         run("-c", f"import {project.source.name}")
-        said = run(project.folder / "tests" / "smoke.py")
+        output = run(project.folder / "tests" / "smoke.py")
         shown = alone.examples(project.name)
         asked = {requirement for example in shown for requirement in example.dependencies}
         if others := [each for each in asked if normalised(each) not in by_name]:
@@ -104,7 +104,7 @@ def try_alone(
         for example in shown:
             alone.run(example, folder, python=str(python), env=env)
     took = time.monotonic() - start
-    return f"{said}{project.name}: works alone, as docs/alone shows it ({took:.0f} s)"
+    return f"{output}{project.name}: works alone, as docs/alone shows it ({took:.0f} s)"
 
 
 def main(names: list[str], options: Options) -> None:
@@ -120,8 +120,8 @@ def main(names: list[str], options: Options) -> None:
     # Two at a time: pip writes torch's files while the other environment computes.
     with ThreadPoolExecutor(max_workers=2) as pool:
         tried = [by_name[name] for name in chosen]
-        for said in pool.map(lambda project: try_alone(project, wheels, by_name, options), tried):
-            print(said, flush=True)
+        for output in pool.map(lambda project: try_alone(project, wheels, by_name, options), tried):
+            print(output, flush=True)
 
 
 if __name__ == "__main__":
@@ -131,5 +131,5 @@ if __name__ == "__main__":
     parser.add_argument("--pins", type=Path, default=Options.pins)
     parser.add_argument("--stacked", action="store_true")
     given = parser.parse_args()
-    # What is run in other folders is told of these.
+    # What is run in other folders gets these.
     main(given.names, Options(given.dist.resolve(), given.pins.resolve(), given.stacked))

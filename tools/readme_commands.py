@@ -157,7 +157,7 @@ def _of_pip(wanted: list[str], root: Path) -> Iterator[str]:
     names = {folder.name for folder in folders}
     if "siblings.txt" in wanted:
         names |= siblings(root)
-    ours = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
+    packages = {path.parent.name for path in root.glob("packages/*/pyproject.toml")}
     for folder in folders:
         project = root / folder / "pyproject.toml"
         if not project.is_file():
@@ -171,7 +171,7 @@ def _of_pip(wanted: list[str], root: Path) -> Iterator[str]:
         brought = (each for extra in extras[folder] for each in offered.get(extra, []))
         for needed in [*metadata.get("dependencies", []), *brought]:
             name = re.split(r"[^\w-]", needed)[0]
-            if name in ours - names:
+            if name in packages - names:
                 yield f"{folder} needs {name}, which is not on an index; add -c siblings.txt"
 
 
@@ -182,7 +182,7 @@ def siblings(root: Path = ROOT) -> set[str]:
 
 
 def _module(name: str, root: Path) -> bool:
-    """Whether ``python -m`` finds a module: ours by its file, others by their distribution."""
+    """Whether ``python -m`` finds a module: by its file, or by its distribution."""
     parts = name.split(".")
     sources = [root, *root.glob("packages/*/src"), *root.glob("*/src")]
     if not any((source / parts[0]).is_dir() for source in sources):

@@ -72,12 +72,12 @@ def problems(project: Project, built: Built) -> Iterator[str]:
         yield f"Requires-Python is {metadata['Requires-Python']!r}; pyproject.toml has another"
     if metadata["Name"] != project.name:
         yield f"Name is {metadata['Name']!r}; the package's is {project.name!r}"
-    for header, said in (
+    for header, found in (
         ("Classifier", wanted.get("classifiers", [])),
         ("License-File", wanted.get("license-files", [])),
     ):
-        if sorted(metadata.get_all(header, [])) != sorted(said):
-            yield f"{header} is {metadata.get_all(header)}; pyproject.toml has {said}"
+        if sorted(metadata.get_all(header, [])) != sorted(found):
+            yield f"{header} is {metadata.get_all(header)}; pyproject.toml has {found}"
     if built.sdist_metadata.items() != metadata.items():
         yield "the sdist's metadata are not the wheel's"
     if metadata["Description-Content-Type"] != "text/markdown":
@@ -95,14 +95,14 @@ def _disagreements(project: Project, metadata: Message) -> Iterator[str]:
     if f'__version__ = "{version}"' not in (project.source / "__init__.py").read_text():
         yield f"__init__.py does not say __version__ = {version!r}"
     classified = "Programming Language :: Python :: 3."
-    said = [each for each in metadata.get_all("Classifier", []) if each.startswith(classified)]
+    found = [each for each in metadata.get_all("Classifier", []) if each.startswith(classified)]
     range_ = SpecifierSet(metadata["Requires-Python"])
     supported = [f"{classified}{minor}" for minor in range(30) if f"3.{minor}.0" in range_]
-    if sorted(said) != sorted(supported):
-        yield f"Requires-Python {range_} is {supported}; classifiers say {said}"
+    if sorted(found) != sorted(supported):
+        yield f"Requires-Python {range_} is {supported}; classifiers say {found}"
     for requirement in metadata.get_all("Requires-Dist", []):
         if "==" in requirement.partition(";")[0] or "@" in requirement:
-            yield f"it needs {requirement}; wants a range of versions (docs/adr/0001)"
+            yield f"it needs {requirement}; expected a range of versions (docs/adr/0001)"
 
 
 def _of_files(project: Project, built: Built) -> Iterator[str]:
@@ -113,11 +113,11 @@ def _of_files(project: Project, built: Built) -> Iterator[str]:
     if missing:
         yield f"the wheel lacks {sorted(missing)}"
     with tarfile.open(built.sdist) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
+        names = {name.partition("/")[2] for name in archive.getnames()}
     for file in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"):
-        if file not in held:
+        if file not in names:
             yield f"the sdist lacks {file}"
-    compiled = sorted(name for name in held if name.endswith((".so", ".o", ".pyc")))
+    compiled = sorted(name for name in names if name.endswith((".so", ".o", ".pyc")))
     if compiled:
         yield f"the sdist holds {compiled}"
     pure = built.wheel.name.endswith("-py3-none-any.whl")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.workspace import ROOT, Project, packages
 
-HOME = ROOT / ".nox" / "sanitize"
+FOLDER = ROOT / ".nox" / "sanitize"
 SANITIZERS = "address,undefined"
 OPTIONS = {
     # Python and torch never free what lives as long as the process: all of it would be a leak.
@@ -69,7 +69,7 @@ def environment(site: Path, reports: Path) -> dict[str, str]:
     return os.environ | OPTIONS | {"ASAN_OPTIONS": asan_options} | paths
 
 
-def said(reports: Path) -> str:
+def reported(reports: Path) -> str:
     """What the sanitizers found, in all processes; nothing is good."""
     return "\n".join(path.read_text(errors="replace") for path in sorted(reports.iterdir()))
 
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     """Builds and tests; the exit status."""
     name, *passed_on = arguments
     project = {project.name: project for project in packages()}[name]
-    site, reports = HOME / name / "site", HOME / name / "reports"
+    site, reports = FOLDER / name / "site", FOLDER / name / "reports"
     build(project, site)
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir(parents=True)
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
         passed_on.append(str(project.folder / "tests"))
     pytest = Path(sys.executable).with_name("pytest")
     tests = subprocess.run([str(pytest), *passed_on], cwd=ROOT, env=under, check=False)
-    if found := said(reports):
+    if found := reported(reports):
         print(f"{found}\n{name}: the sanitizers found something, see above", file=sys.stderr)
         return 1
     return tests.returncode

@@ -1,6 +1,6 @@
 """What docs/alone shows runs where no other package of the workspace can be imported.
 
-Each script compares itself with one device or with stock torch, and fails where they differ.
+Each script compares itself with one device or with torch alone, and fails where they differ.
 """
 
 import os
@@ -114,8 +114,8 @@ def test_scripts_and_commands_go_in_pairs(page):
     [
         ("nothing", "0 blocks of Python and 0 of commands"),
         (SCRIPT, "1 blocks of Python and 0 of commands"),
-        (SCRIPT + "```sh\nbash example.py\n```\n", "wants python or torchrun of example.py"),
-        (SCRIPT + "```sh\npython other.py\n```\n", "wants python or torchrun of example.py"),
+        (SCRIPT + "```sh\nbash example.py\n```\n", "expected python or torchrun of example.py"),
+        (SCRIPT + "```sh\npython other.py\n```\n", "expected python or torchrun of example.py"),
     ],
 )
 def test_a_page_that_cannot_be_run_is_an_error(page, text, sentence):

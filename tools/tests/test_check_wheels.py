@@ -22,11 +22,11 @@ def test_only_a_stacked_environment_sees_the_present_one(stacked, tmp_path, monk
 
 
 def test_an_unknown_package_is_an_error_before_anything_is_built(tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_text("")
+    folder = tmp_path / "folder"
+    folder.write_text("")
     with pytest.raises(SystemExit, match=r"no package \['nope'\]; there are \['dbuffer'"):
         main(["nope"], Options(dist=tmp_path))
-    assert kept.exists()
+    assert folder.exists()
 
 
 def test_what_a_package_needs_is_built_and_only_what_is_named_is_tried(tmp_path, monkeypatch):

@@ -27,11 +27,11 @@ def report(tmp_path):
 def test_the_record_has_a_row_per_file_and_what_it_ran_on(report, tmp_path):
     record = tmp_path / "nightly.md"
     assert main(report("passed", "also", "skipped"), record) == 0
-    said = record.read_text()
-    assert "| `a.test_x` | 2 passed, 0 failed, 0 skipped | 4 s |" in said
-    assert "| `a.test_y` | 0 passed, 0 failed, 1 skipped | 0 s |" in said
-    assert ": 2 passed, 0 failed, 1 skipped." in said
-    assert "torch 2." in said
+    text = record.read_text()
+    assert "| `a.test_x` | 2 passed, 0 failed, 0 skipped | 4 s |" in text
+    assert "| `a.test_y` | 0 passed, 0 failed, 1 skipped | 0 s |" in text
+    assert ": 2 passed, 0 failed, 1 skipped." in text
+    assert "torch 2." in text
 
 
 @pytest.mark.parametrize("names", [("passed", "failed"), ("passed", "error"), ("skipped",), ()])

@@ -1,4 +1,4 @@
-"""A small package is built for real; then what was built, or said of it, is spoilt."""
+"""A small package is built for real; then what was built, or its metadata, is spoilt."""
 
 import io
 import shutil
@@ -71,9 +71,9 @@ def edit(path, old, new):
 def edit_wheel(built, old, new):
     """Replaces text in the METADATA of the wheel and in that of the sdist."""
     with zipfile.ZipFile(built.wheel) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
+        files = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(built.wheel, "w") as archive:
-        for name, content in held.items():
+        for name, content in files.items():
             changed = name.endswith("METADATA")
             assert not changed or old in content.decode()
             archive.writestr(name, content.decode().replace(old, new) if changed else content)
@@ -82,12 +82,12 @@ def edit_wheel(built, old, new):
 def edit_sdist(built, change):
     """Has a function change the sdist's files, by name without the folder above."""
     with tarfile.open(built.sdist) as archive:
-        held = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}
-    top = next(iter(held)).partition("/")[0]
-    held = {name.partition("/")[2]: content for name, content in held.items()}
-    change(held)
+        files = {m.name: archive.extractfile(m).read() for m in archive if m.isfile()}
+    top = next(iter(files)).partition("/")[0]
+    files = {name.partition("/")[2]: content for name, content in files.items()}
+    change(files)
     with tarfile.open(built.sdist, "w:gz") as archive:
-        for name, content in held.items():
+        for name, content in files.items():
             info = tarfile.TarInfo(f"{top}/{name}")
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
@@ -96,8 +96,8 @@ def edit_sdist(built, change):
 def test_what_was_built_is_fine_and_what_an_index_would_not_show_is_remarked(made):
     folder, built = made
     assert list(problems(Project(folder), built)) == []
-    said = list(remarks(built))
-    assert [remark.split(";")[0].split(":")[0] for remark in said] == [
+    found = list(remarks(built))
+    assert [remark.split(";")[0].split(":")[0] for remark in found] == [
         "no project urls",
         "1 links of the README lead nowhere on an index, ../x.md the first",
     ]
@@ -125,8 +125,8 @@ def test_metadata_that_pyproject_does_not_say(copied, old, new, sentence):
     ("old", "new", "sentence"),
     [
         (">=3.11", ">=3.12", "Requires-Python <3.13,>=3.12 is ['Programming"),
-        ("torch<2.16,>=2.11", "torch==2.13.0", "it needs torch==2.13.0; wants a range"),
-        ("torch<2.16,>=2.11", "torch @ file:///t", "it needs torch @ file:///t; wants a range"),
+        ("torch<2.16,>=2.11", "torch==2.13.0", "it needs torch==2.13.0; expected a range"),
+        ("torch<2.16,>=2.11", "torch @ file:///t", "it needs torch @ file:///t; expected a range"),
         ("Version: 0.1.0", "Version: 0.1.dev0", "the version '0.1.dev0' is not x.y.z"),
         ("text/markdown", "text/x-rst", "Description-Content-Type is text/x-rst, not Markdown"),
         ("See [this]", "Look at [this]", "the description is not README.md"),
@@ -169,9 +169,9 @@ def test_a_wheel_of_one_machine_of_a_package_that_is_not_compiled(copied):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda held: held.pop("LICENSE"), "the sdist lacks LICENSE"),
-        (lambda held: held.pop("CHANGELOG.md"), "the sdist lacks CHANGELOG.md"),
-        (lambda held: held.update({"src/a/_core.so": b""}), "the sdist holds ['src/a/_core.so']"),
+        (lambda files: files.pop("LICENSE"), "the sdist lacks LICENSE"),
+        (lambda files: files.pop("CHANGELOG.md"), "the sdist lacks CHANGELOG.md"),
+        (lambda files: files.update({"src/a/_core.so": b""}), "the sdist holds ['src/a/_core.so']"),
     ],
     ids=["no licence", "no changelog", "a compiled module"],
 )

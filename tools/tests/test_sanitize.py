@@ -5,7 +5,7 @@ import pytest
 
 from tools import sanitize
 
-FAULTS = """
+ERRORS = """
 extern "C" int overflow(int x) { return x + 2147483647; }
 extern "C" int use_after_free(int x) {
   int* volatile p = new int(x);
@@ -18,7 +18,7 @@ extern "C" int use_after_free(int x) {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "faults.cpp").write_text(FAULTS)
+    (folder / "faults.cpp").write_text(ERRORS)
     command = ["c++", "-shared", "-fPIC", f"-fsanitize={sanitize.SANITIZERS}", "faults.cpp"]
     subprocess.run([*command, "-o", "faults.so"], cwd=folder, check=True)
     return folder / "faults.so"
@@ -41,8 +41,8 @@ def test_a_fault_is_reported_from_any_process_and_nothing_else_is(tmp_path, libr
     reports.mkdir()
     under = sanitize.environment(tmp_path, reports)
     subprocess.run([sys.executable, "-c", code], env=under, check=True, stderr=subprocess.DEVNULL)
-    said = sanitize.said(reports)
-    assert (report in said) if report else said == ""
+    reported = sanitize.reported(reports)
+    assert (report in reported) if report else reported == ""
 
 
 def test_a_package_that_cannot_be_compiled_so_is_named():
