@@ -82,8 +82,9 @@ PENDING = (
     "packages/fsdp", "packages/fused-comm", "packages/plan-api", "packages/ragged-shard",
 )  # fmt: skip
 
+FOLDERS = ("docs", "integration", "packages", "testkit", "tools")
 CPP = {".cpp", ".h", ".hpp", ".cu", ".cuh"}
-GENERATED = NOT_SOURCE | {"build", "dist", ".git", ".nox", ".venv"}
+GENERATED = NOT_SOURCE | {"build", "dist"}
 COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|R"\((.*?)\)"|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 
 
@@ -164,14 +165,14 @@ def check(path: Path, root: Path) -> Iterator[str]:
 
 
 def files(root: Path) -> Iterator[Path]:
-    """The sources and pages that are checked, in order."""
-    for path in sorted(root.rglob("*")):
+    """The sources and pages that are checked, in order; results of runs are not among them."""
+    found = [path for folder in FOLDERS for path in (root / folder).rglob("*")]
+    for path in sorted([*found, *root.glob("*")]):
         where = path.relative_to(root)
         if path.suffix not in CPP | {".py", ".pyi", ".md"} or GENERATED.intersection(where.parts):
             continue
-        if path.is_file() and not any(
-            where.is_relative_to(folder) for folder in (*EXEMPT, *PENDING)
-        ):
+        skipped = any(where.is_relative_to(folder) for folder in (*EXEMPT, *PENDING))
+        if path.is_file() and not skipped:
             yield path
 
 

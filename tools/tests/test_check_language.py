@@ -64,5 +64,11 @@ def test_what_is_allowed_or_pending_passes(printed, monkeypatch):
     assert printed(where, "stock = 1  # ours\n") == ""
 
 
+def test_results_of_runs_are_not_checked(printed, workspace):
+    (workspace / "integration-results").mkdir()
+    assert printed("integration-results/report.md", "stock\n") == ""
+    assert printed("README.md", "stock\n") == "README.md:1: 'stock'; write native or torch's\n"
+
+
 def test_what_is_pending_exists():
     assert all((check_language.ROOT / name).exists() for name in check_language.PENDING)
