@@ -23,7 +23,6 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dtensor_rules
-from dtensor_rules import _compat
 from dtensor_rules._core import MultiAxisGather
 from dtensor_rules.gathers import _Blocks, merge_transforms
 from dtensor_rules.redistribution import plan_redistribution
@@ -132,16 +131,24 @@ def test_axes_of_one_rank_need_not_be_flattened():
         assert steps(mesh, (R, S0, S1), (R, R, R), (4, 4)) == [("AllGather", "2")]
 
 
-@pytest.mark.skipif(_compat.RELEASE < (2, 12), reason="2.11 makes no plan for strided shards")
-def test_pieces_that_are_not_equal_are_gathered_axis_by_axis():
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (16, 1),
+        (4, 2),  # four pieces of one for eight places
+        (10, 2),  # five pieces of two: one rank has six elements, the other four
+    ],
+)
+def test_strided_shards_are_gathered_at_once_where_their_pieces_are_equal(size, count):
     strided = _StridedShard(0, split_factor=4)
     with fake_mesh((2, 2)) as mesh:
-        assert steps(mesh, (strided, S1), (R, R), (16, 4)) == [("MultiAxisGather", "4")]
-        # Four pieces of one for eight places; five of two, of which one rank has one more.
-        for size in (4, 10):
-            src, dst = spec(mesh, (strided, S1), (size, 4)), spec(mesh, (R, R), (size, 4))
-            apart = _compat.redistribution_transforms(src, dst)
-            assert merge_transforms(apart, mesh, src.placements, dst.placements) == apart
+        transforms = [
+            _redistribute._TransformInfo(1, (S1, R), [size // 2, 4]),
+            _redistribute._TransformInfo(0, (strided, R), [size, 4]),
+        ]
+        merged = merge_transforms(transforms, mesh, (strided, S1), (R, R))
+        assert len(merged) == count
+        assert (merged == transforms) is (count == 2)
 
 
 def test_what_comes_between_gathers_counts():
@@ -219,7 +226,7 @@ def test_torch_s_flag_against_merging_is_heeded():
 
 
 def test_every_rank_comes_to_the_same_decision():
-    """Of shards that are not equal, each rank sees another: none may join what others do not."""
+    """Of shards that are not equal, each rank sees another: none may merge what others do not."""
     table = list(itertools.product((R, S0, S1), repeat=3))
     shapes = [(8, 8), (5, 8), (6, 4), (3, 7)]
     decisions = [

@@ -122,17 +122,17 @@ def filled_by_torch(source, target):
 
 
 def compare(mesh, pairs, shapes, dtype=torch.float32, *, values, every_layout=False):
-    """Runs all natively and then by their plans, on every rank in the same order; how many ran.
+    """Runs all natively and then by plan, on every rank in the same order; returns how many ran.
 
-    Collectives are torch's, but where gathers are joined: there they are at most as many.
+    Collectives are torch's, except where gathers are merged: there they are at most as many.
     """
     table = list(redistributions(mesh, pairs, shapes, dtype, every_layout=every_layout))
-    as_torchs = [row for row in table if not joins_gathers(row[3])]
-    joined = [row for row in table if joins_gathers(row[3])]
+    as_torchs = [row for row in table if not merges_gathers(row[3])]
+    merged = [row for row in table if merges_gathers(row[3])]
     expected, actual = run_both(as_torchs, values=values)
     assert actual == expected
-    expected, actual = run_both(joined, values=values)
-    assert len(actual) == sum(collectives(plan) for *_, plan, _ in joined)
+    expected, actual = run_both(merged, values=values)
+    assert len(actual) == sum(collectives(plan) for *_, plan, _ in merged)
     assert len(actual) <= len(expected)
     return len(table)
 
@@ -150,14 +150,14 @@ def run_both(table, *, values):
         ]
     with CommLog() as our_log:
         actual = [outcome(plan.apply, local) for _, _, _, plan, local in table]
-    for row, our, native, before in zip(table, actual, expected, copies, strict=True):
+    for row, result, reference, before in zip(table, actual, expected, copies, strict=True):
         what, _, _, plan, local = row
-        assert_same(our, native, what, values=values or not plan.communicates)
+        assert_same(result, reference, what, values=values or not plan.communicates)
         assert_bitwise(local, before, f"the input of {what}")
     return log.calls, our_log.calls
 
 
-def joins_gathers(plan):
+def merges_gathers(plan):
     return any(isinstance(step, MultiAxisGather) for step in plan.steps)
 
 
@@ -342,7 +342,7 @@ def compare_orders(shape):
             expected = _redistribute.redistribute_local_tensor(local, src, dst)
         with CommLog() as our_log:
             actual = plan.apply(local)
-        if joins_gathers(plan):
+        if merges_gathers(plan):
             assert len(our_log.calls) < len(log.calls), (source, target)
         else:
             assert our_log.calls == log.calls, (source, target)

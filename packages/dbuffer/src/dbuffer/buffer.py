@@ -487,12 +487,8 @@ class DBuffer:
     def _check_like(self, what: str, other: DBuffer) -> None:
         self._check(what)
         other._check(what)
-        same = (other.layout, other.mesh, other.shard_axis) == (
-            self.layout,
-            self.mesh,
-            self.shard_axis,
-        )
-        if not same:
+        expected = (self.layout, self.mesh, self.shard_axis)
+        if (other.layout, other.mesh, other.shard_axis) != expected:
             raise ValueError(
                 f"DBuffer.{what}: {other!r} has another layout, mesh or shard axis than {self!r}; "
                 f"expected the same"

@@ -1,10 +1,10 @@
-"""What a collective is known by on all ranks, and the error when ranks do not all take part.
+"""Names collectives on all ranks, and makes the error for a rank that does not take part.
 
-Note: a rank that skips a module starts another collective than its neighbours. Where buffers have
-one size nothing would tell them apart, and wrong numbers would come of it without a word. So
-"exchange" sends under a tag that is made of the buffer's name: other buffers never meet, and both
-ranks end in the time-out of the process group. Backends' own collectives are matched by order
-alone; for those, and to be told at once by either, there is `CHECK`.
+Note: a rank that skips a module starts another collective than its neighbours. Buffers of equal
+size would be mixed up silently. So "exchange" tags its sends with a hash of the buffer's name:
+sends of different buffers are never matched, and both ranks end in the time-out of the process
+group. The backend's collectives are matched by order alone; `CHECK` finds the mismatch there, and
+at once with either strategy.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def tag_of(name: str, shard_size: int, dtype: torch.dtype) -> int:
 
 
 class collective_errors:  # noqa: N801  # it reads as a function, as contextlib's do
-    """A block that waits for other ranks: errors of the backend say what was under way.
+    """Names the collective in the backend's errors that a block raises.
 
-    A class, and not `contextlib.contextmanager`, as one stands around every collective.
+    A class, and not `contextlib.contextmanager`, because every collective enters one.
 
     Args:
-        what: says the collective and the buffer.
-        axis: along which.
+        what: returns the collective and the buffer, for the error.
+        axis: of the collective.
 
     Raises:
         RuntimeError: of the backend's type, from its time-out, or from a connection that a rank

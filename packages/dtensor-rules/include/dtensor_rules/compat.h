@@ -1,6 +1,6 @@
 // What differs between the minor versions of torch that this is compiled for; the Python side has
-// _compat.py. An interface is recognised by what it offers where that can be seen at compile time, and a
-// behaviour, which cannot, by torch's version.
+// _compat.py. An interface is recognised by what it offers where that can be seen at compile time,
+// and a behaviour, which cannot, by torch's version.
 #pragma once
 
 #include <torch/version.h>

@@ -1,15 +1,15 @@
-"""Joins gathers over several mesh axes into one over all of their ranks.
+"""Merges all-gathers over several mesh axes into one.
 
-torch gathers a tensor that several mesh axes shard axis by axis, and merges gathers only where they
-are of one tensor dim, in the mesh's order, and the mesh has been flattened. A gather moves elements
-and computes nothing, so one over all axes followed by a copy into order gives the same bits,
-whatever dims and in whatever order the axes shard.
+Torch gathers a tensor that several mesh axes shard axis by axis. It merges these gathers only over
+a flattened mesh, where all are of one tensor dim and in the mesh's order. An all-gather moves
+elements and computes nothing, so one over all axes, followed by a permutation of blocks, gives the
+same bits, whatever dims the axes shard and in whatever order.
 
-`merge_transforms` replaces torch's own function while the library is enabled: what is
-left to torch, on one rank perhaps, has to send what the others send. It joins only shards that are
-equal on all ranks, for every rank must come to the same decision, and sees only its own. Others are
-gathered axis by axis, on a flattened mesh too: there torch takes the pieces of nested shards for
-those of one shard, and puts some elements in the wrong place.
+`merge_transforms` replaces torch's own function while the library is enabled: one rank's call may
+fall back to torch, and has to issue the collectives that the other ranks issue. Only shards of
+equal size on all ranks are merged, because every rank must make the same decision and knows the
+size of its own shard only. Others are gathered axis by axis, over a flattened mesh too: torch's
+merged gather places some elements of nested shards of unequal sizes wrongly.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class ShardsOfAxes(Placement):
-    """What a transform that stands for gathers over several mesh axes begins with."""
+class MultiAxisShard(Placement):
+    """The source placement of a transform that gathers over several mesh axes at once."""
 
     def __init__(self, step: MultiAxisGather) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ def merge_transforms(
         dst_placements: after all of them.
 
     Returns:
-        torch's ``_TransformInfo``; those over several axes begin with `ShardsOfAxes` or are merged
-        by torch.
+        torch's ``_TransformInfo``; those over several axes have the source `MultiAxisShard`, or are
+        merged by torch.
     """
     if len(transforms) < 2:
         return transforms
@@ -83,7 +83,7 @@ def merge_transforms(
     for are_gathers, group in itertools.groupby(transforms, _is_gather):
         run = list(group)
         if are_gathers:
-            merged += _joined(run, mesh, placements)
+            merged += _merged_gathers(run, mesh, placements)
         else:
             merged += _compat.merged_by_torch(run, mesh, src_placements, dst_placements)
         for transform in run:
@@ -92,9 +92,9 @@ def merge_transforms(
 
 
 def _before(transforms: Sequence[Any], src_placements: Sequence[Placement]) -> list[Placement]:
-    """The placements in the words of the transforms.
+    """The placements before the first transform, as the transforms name them.
 
-    What a spec calls a strided shard may stand for an order of axes, and is a shard to them.
+    A ``_StridedShard`` of a spec may encode an order of axes, which the transforms gather as Shard.
     """
     placements = list(src_placements)
     for transform in reversed(transforms):
@@ -107,8 +107,10 @@ def _is_gather(transform: Any) -> bool:
     return isinstance(src, Shard | _StridedShard) and isinstance(dst, Replicate)
 
 
-def _joined(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Any]:
-    """Gathers that follow one another, as many as possible in one; axes of one rank need none.
+def _merged_gathers(
+    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[Any]:
+    """Merges as many successive gathers as possible; axes of one rank need none.
 
     Args:
         gathers: over different axes.
@@ -116,22 +118,22 @@ def _joined(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Place
         placements: of all axes, before the first of the gathers.
     """
     left = [transform for transform in gathers if mesh.size(transform.mesh_dim) > 1]
-    before, joined = list(placements), []
+    before, merged = list(placements), []
     while left:
         for count in range(len(left), 1, -1):
-            joint = _join(left[:count], mesh, before)
-            if joint is not None:
+            one = _merge(left[:count], mesh, before)
+            if one is not None:
                 break
         else:
-            count, joint = 1, left[0]
-        joined.append(joint)
+            count, one = 1, left[0]
+        merged.append(one)
         for transform in left[:count]:
             before[transform.mesh_dim] = Replicate()
         del left[:count]
-    return joined
+    return merged
 
 
-def _join(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> Any | None:
+def _merge(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> Any | None:
     """The transform that does what these gathers do one after another, or None."""
     axes = sorted(transform.mesh_dim for transform in gathers)
     group = _group_of(mesh, axes)
@@ -150,7 +152,7 @@ def _join(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placeme
         order=blocks.order(),
         sizes=[math.prod(block.size for block in dim) for dim in blocks.of_dims],
     )
-    return _compat.transform_of_axes(ShardsOfAxes(step), mesh, tuple(axes))
+    return _compat.transform_of_axes(MultiAxisShard(step), mesh, tuple(axes))
 
 
 def _equal_shard(

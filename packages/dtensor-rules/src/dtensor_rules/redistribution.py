@@ -1,7 +1,7 @@
 """Plans redistributions that C++ executes.
 
 Note: a redistribution is a sequence of steps; a step changes the placement on one mesh axis, or
-gathers several. torch decides which (its transforms), `gathers.py` joins gathers, this module says
+gathers several. torch decides which (its transforms), `gathers.py` merges gathers, this module says
 what each is for this rank, and `redistribute.h` runs them with the operators that torch would call.
 Whatever is not plain is left to torch, which then does it, or raises, as it always has.
 """
@@ -36,7 +36,7 @@ from dtensor_rules._core import (
     StridedChunk,
     StridedGather,
 )
-from dtensor_rules.gathers import ShardsOfAxes, merge_transforms
+from dtensor_rules.gathers import MultiAxisShard, merge_transforms
 from dtensor_rules.plan import Transform
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
     mesh = getattr(transform, "mesh", mesh)  # that of merged axes, where they are
     dim, count = transform.mesh_dim, mesh.size(transform.mesh_dim)
     src, dst = transform.src_dst_placements
-    if isinstance(src, ShardsOfAxes):
+    if isinstance(src, MultiAxisShard):
         return [src.step]
     if count == 1:
         return []

@@ -4,8 +4,8 @@
 // gloo that breaks the heap, once in some millions of them: the two worker threads of a group note
 // what they have done in one std::string (ProcessGroupGloo::runLoop, `lastCompletedWorkName`),
 // without a lock, and "ALLGATHER_COALESCED" alone of all the names is too long to be stored in the
-// string itself, so that both threads free the same memory. _allgather_base sends the same bytes and has a
-// short name. tests/gathers_in_flight.py shows both. Registered while the library is enabled.
+// string itself, so that both threads free the same memory. _allgather_base sends the same bytes and
+// has a short name. tests/gathers_in_flight.py shows both. Registered while the library is enabled.
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

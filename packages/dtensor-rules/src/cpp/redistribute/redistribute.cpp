@@ -155,7 +155,8 @@ at::Tensor run(const AllToAll& step, const at::Tensor& local) {
   const int64_t from_whole = chunk_size(step.from_size, count);
   const int64_t to_whole = chunk_size(step.to_size, count);
   at::Tensor input = local;
-  // Of an even dim torch asks nothing, so that a local tensor that its spec does not describe is not padded.
+  // Torch does not look at an even dim: a local tensor of another size than its spec says is not
+  // padded.
   if (step.from_size % count != 0) {
     input = pad(input, step.from_dim, from_whole);
   }
