@@ -113,7 +113,8 @@ class Typed<Result(Args...)> {
           return returned(std::move(*result), args...);
         }
       }
-      // Autograd saves tensors, and torch takes the GIL for each: once for all is cheaper.
+      // Autograd saves tensors, and torch takes the GIL for each: once for all is cheaper. The locks
+      // that autograd takes meanwhile (AutogradMeta::mutex_) torch's getters take with the GIL too.
       const Gil gil;
       // What torch's own fallback at this key does, but for the boxing.
       const at::impl::MaybeSetTLSOnEntryGuard guard;

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "dtensor_rules/python.h"
+
 namespace dtensor_rules {
 
 // Why a call was left to torch; the names are those that stats() shows (reason_name).
@@ -38,7 +40,7 @@ struct OpStats {
   Counter typed = 0;  // of both, those that a typed kernel ran
   Counter miss = 0;   // plans made
   std::array<Counter, static_cast<size_t>(Reason::kCount)> fallbacks = {};
-  std::atomic<uint32_t> logged = 0;  // a bit per reason that was logged (fallback_log.h)
+  std::atomic<uint32_t> logged = 0;  // a bit per reason that was logged
 
   void clear() {
     rule = cache = typed = miss = 0;
@@ -47,10 +49,14 @@ struct OpStats {
       count = 0;
     }
   }
-  void count_fallback(Reason reason) {
-    fallbacks[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
-  }
 };
+
+// A Python function of (name, reason) that logs why calls fall back to torch (logs.py), or None.
+void set_fallback_logger(py::object function);
+
+// Counts a call that falls back to torch; calls the logger, with the GIL, where it is the first of
+// this operator, or method, and reason since OpStats::clear.
+void count_fallback(OpStats& stats, const char* name, Reason reason);
 
 // One more, by the holder of the GIL: no locked instruction.
 inline void count(OpStats::Counter& counter) {

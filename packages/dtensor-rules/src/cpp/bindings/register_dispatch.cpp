@@ -6,7 +6,7 @@
 #include "dtensor_rules/dispatch/kernels.h"
 #include "dtensor_rules/plans/plan.h"
 #include "dtensor_rules/register.h"
-#include "dtensor_rules/dispatch/fallback_log.h"
+#include "dtensor_rules/plans/stats.h"
 #include "dtensor_rules/dispatch/watch.h"
 
 namespace dtensor_rules {

@@ -11,7 +11,6 @@
 #include "dtensor_rules/dispatch/execute.h"
 #include "dtensor_rules/dispatch/explicit_only.h"
 #include "dtensor_rules/dispatch/kernels.h"
-#include "dtensor_rules/dispatch/fallback_log.h"
 #include "dtensor_rules/dispatch/watch.h"
 
 namespace dtensor_rules {
@@ -54,8 +53,7 @@ c10::ArrayRef<c10::IValue> arguments_of(const Operator& op, const Stack& stack) 
 void fall_back(Operator& op, Reason reason, Stack& stack) {
   // What torch does on fake tensors of its own, to learn a shape, is nobody's call.
   if (!planning && !(reason == Reason::kMode && path != Path::kAsSet)) {
-    op.stats.count_fallback(reason);
-    log_fallback_once(op.stats, op.name.c_str(), reason);
+    count_fallback(op.stats, op.name.c_str(), reason);
   }
   (*getPyInterpreter())->dispatch(op.handle, &stack);
 }

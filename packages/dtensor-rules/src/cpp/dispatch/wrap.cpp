@@ -1,6 +1,9 @@
 #include "dtensor_rules/dispatch/wrap.h"
 
-#include "dtensor_rules/dispatch/detached.h"
+#include <ATen/ops/detach_ops.h>
+
+#include "dtensor_rules/dispatch/kernels.h"
+#include "dtensor_rules/dispatch/typed.h"
 
 namespace dtensor_rules {
 
@@ -14,6 +17,34 @@ c10::Storage empty_storage(const at::Tensor& local, const Spec& spec) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), before + spec.nbytes,
       at::DataPtr(nullptr, local.device()), meta, /*resizable=*/true));
+}
+
+using Detach = at::_ops::detach;
+using DetachKernel = Typed<Detach::schema>::AtPython;
+
+// Found once: operators outlive their kernels. Needs the GIL.
+Operator* detach_operator() {
+  static Operator* op = nullptr;
+  if (op == nullptr) {
+    op = find_operator("aten.detach.default");
+  }
+  return op != nullptr && op->installed ? op : nullptr;
+}
+
+// A DTensor as `detach()` below autograd makes it, by aten.detach's plan; null where the library may
+// not run it now. Takes the GIL.
+c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl& dtensor) {
+  if (!gate_is_open() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    return {};
+  }
+  const Gil gil;  // once for all that follows
+  Operator* op = detach_operator();
+  if (op == nullptr) {
+    return {};
+  }
+  auto* impl = const_cast<c10::TensorImpl*>(&dtensor);
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(impl));
+  return DetachKernel(op, &Detach::call)({}, tensor).getIntrusivePtr();
 }
 
 // A DTensor's tensor. It differs from torch's own only in how it is copied for autograd, which saves

@@ -5,7 +5,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "dtensor_rules/redistribute/redistribute.h"
-#include "dtensor_rules/dispatch/fallback_log.h"
 
 namespace dtensor_rules {
 
@@ -40,8 +39,7 @@ OpStats& half_stats(Half half) {
 }
 
 void count_fallback(Half half, Reason reason) {
-  half_stats(half).count_fallback(reason);
-  log_fallback_once(half_stats(half), half_name(half), reason);
+  count_fallback(half_stats(half), half_name(half), reason);
 }
 
 Key key_of(Half half) {

@@ -28,4 +28,32 @@ Reason reason_of(const char* name) {
   throw std::invalid_argument(std::string("dtensor_rules: no reason is called '") + name + "'");
 }
 
+namespace {
+
+static_assert(static_cast<size_t>(Reason::kCount) <= 32, "OpStats::logged has a bit per reason");
+
+py::object& fallback_logger() {
+  static auto* function = new py::object(py::none());  // outlives the interpreter's end
+  return *function;
+}
+
+}  // namespace
+
+void set_fallback_logger(py::object function) {
+  fallback_logger() = std::move(function);
+}
+
+void count_fallback(OpStats& stats, const char* name, Reason reason) {
+  stats.fallbacks[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  const uint32_t bit = uint32_t{1} << static_cast<unsigned>(reason);
+  if ((stats.logged.load(std::memory_order_relaxed) & bit) != 0 ||
+      (stats.logged.fetch_or(bit, std::memory_order_relaxed) & bit) != 0) {
+    return;
+  }
+  const Gil gil;
+  if (const py::object function = fallback_logger(); !function.is_none()) {
+    function(name, reason_name(reason));
+  }
+}
+
 }  // namespace dtensor_rules
