@@ -24,6 +24,7 @@ def printed(workspace, capsys, monkeypatch):
     ("name", "text", "expected"),
     [
         ("adopt.py", "", "adopt.py:1: the name adopt; write reset_sharded_param or swap\n"),
+        ("given.py", "", "given.py:1: the module given; write arguments\n"),
         ("a.py", "class Keeper: ...\n", "a.py:1: the name Keeper; write cache\n"),
         ("a.py", "\ndef roll_call(): ...\n", "a.py:2: the name roll_call; write liveness_check\n"),
         ("a.py", "def f(twin): ...\n", "a.py:1: the name twin; write shadow_model\n"),
@@ -44,7 +45,7 @@ def test_a_name_or_phrase_is_refused_with_what_to_write(printed, name, text, exp
     ("name", "text"),
     [
         ("a.py", "import stock\nstock.held()\n"),  # defined elsewhere
-        ("a.py", "keeps = standing = 1\n"),
+        ("a.py", "keeps = standing = line = 1\n"),
         ("a.md", "`stock` is code\n"),
         ("a.txt", "stock\n"),
     ],
