@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from testkit.readme import blocks
+from testkit.inspection.readme import blocks
 from tools.workspace import ROOT
 
 __all__ = ["Example", "examples", "run", "without"]

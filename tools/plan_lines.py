@@ -1,10 +1,10 @@
 """Counts the lines of plan code of the zoo, beside those that the veScale paper reports.
 
 Counted are the lines of the zoo that run when a plan is made for tensor, sequence and data
-parallelism, in the functions that it calls as well (`testkit.code_lines`); not what refuses options
-and names placements, which builds nothing. Lines of `annotate` are counted by themselves: they are
-for static mode, and do nothing in Eager, of which the paper's counts are. `python -m
-integration.lines` puts them beside TorchTitan's.
+parallelism, in the functions that it calls as well (`testkit.inspection.code_lines`); not what
+refuses options and names placements, which builds nothing. Lines of `annotate` are counted by
+themselves: they are for static mode, and do nothing in Eager, of which the paper's counts are.
+`python -m integration.lines` puts them beside TorchTitan's.
 
     python -m tools.plan_lines
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from testkit import fake_mesh
-from testkit.code_lines import Built, built_by
+from testkit.inspection.code_lines import Built, built_by
 
 __all__ = ["PAPER", "count"]
 

@@ -9,7 +9,7 @@ import pytest
 from integration.train.config import TrainConfig
 from plan_api import Plan, parallelize, zoo
 from testkit import run_ranks
-from testkit.readme import blocks
+from testkit.inspection.readme import blocks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide.md").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration.metrics import read_metrics
-from testkit.network_hosts import NetworkHosts, no_network_hosts
+from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
 
 pytestmark = pytest.mark.ranks
 

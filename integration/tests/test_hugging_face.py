@@ -17,7 +17,7 @@ from integration.train.config import TrainConfig
 from integration.train.setup import prepare
 from integration.train.world import process_group
 from testkit import run_ranks
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 
 def tensors(folder):

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-import testkit.models as models
 from integration.errors import UsageError
 from integration.pipeline.chain import Chain, even_split, require_untied, stage_units
 from integration.pipeline.families import family_of
 from integration.pipeline.part import Absent, part_of
 from integration.pipeline.schedules import SCHEDULES
-from testkit import fake_mesh
+from testkit import fake_mesh, models
 
 
 def chain(layers):

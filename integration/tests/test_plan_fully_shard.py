@@ -11,7 +11,7 @@ from fsdp import FSDPModule, fully_shard
 from plan_api import deferred_init, parallelize, zoo
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 pytestmark = [
     pytest.mark.ranks,

@@ -21,7 +21,7 @@ from integration.soak.options import parse_options as parse_soak
 from integration.soak.options import prepare as prepare_soak
 from integration.train.config import TrainConfig, parse_config
 from integration.train.setup import prepare as prepare_run
-from testkit.readme import blocks
+from testkit.inspection.readme import blocks
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "integration" / "README.md").read_text()

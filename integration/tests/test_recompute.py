@@ -13,7 +13,7 @@ from integration.train.loop import Trainer
 from integration.train.recompute import recompute_activations
 from integration.train.setup import prepare
 from integration.train.world import process_group
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 MODES = ("full", "selective-op", "selective-layer")
 

@@ -10,7 +10,7 @@ from integration.models import build_model, model_shape
 from integration.sample import main
 from integration.sampling import Sampling, digits_in_turn, load_dit, sample
 from integration.train.checkpoint import FOLDER, MANIFEST
-from testkit.dit import kept_share
+from testkit.models.diffusion import signal_rate
 
 DIGITS = digits_in_turn(2)
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -25,7 +25,7 @@ class Towards:
 
     def __call__(self, noisy, time, classes):
         self.times.append(time.unique().tolist())
-        kept = kept_share(time.double()).view(-1, 1, 1, 1)
+        kept = signal_rate(time.double()).view(-1, 1, 1, 1)
         images = torch.cat([self.without_class, self.images])
         assert classes.tolist() == [CLASSES] * 20 + DIGITS.tolist()
         return ((noisy - kept * images) / (1 - kept**2).sqrt()).float()
@@ -86,7 +86,7 @@ def test_a_step_is_equation_12_of_ddim():
     for time, following in ((999, 500), (500, 0)):
         times = torch.full((20,), time)
         noise = model(noisy.float(), times, DIGITS).double().detach()
-        signal, next_signal = kept_share(torch.tensor([time, following]).double())
+        signal, next_signal = signal_rate(torch.tensor([time, following]).double())
         image = ((noisy - (1 - signal**2).sqrt() * noise) / signal).clamp(-1, 1)
         noise = (noisy - signal * image) / (1 - signal**2).sqrt()
         noisy = next_signal * image + (1 - next_signal**2).sqrt() * noise

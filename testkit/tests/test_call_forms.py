@@ -1,6 +1,6 @@
 import pytest
 
-from testkit.call_forms import call_forms
+from testkit.inspection.call_forms import call_forms
 
 
 def function(a, /, b, c=3, *more, d=4, **options):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from testkit.code_lines import Built, body_lines, built_by, code_lines, lines_run
+from testkit.inspection.code_lines import Built, body_lines, built_by, code_lines, lines_run
 
 SOURCE = '''
 import x

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 
 import testkit
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 
 def test_what_a_statement_imports_is_named():

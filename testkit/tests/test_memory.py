@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 
 def test_what_was_freed_before_does_not_count():

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from testkit import RankError, fake_mesh, ranks, run_ranks
+from testkit import RankError, fake_mesh, run_ranks
+from testkit.ranks import run
 
 pytestmark = pytest.mark.ranks
 
@@ -277,7 +278,7 @@ def test_an_unsendable_result_names_the_rank_and_the_remedy():
 
 
 def test_a_rank_that_cannot_start_is_named(monkeypatch):
-    monkeypatch.setattr(ranks, "_pool", None)  # the kept one comes back afterwards
+    monkeypatch.setattr(run, "_pool", None)  # the kept one comes back afterwards
     monkeypatch.setattr(sys, "executable", "/bin/false")
     error = failing(fn=dist.get_rank, world_size=1)
     assert states(error) == [(0, "not ready")]
@@ -298,11 +299,11 @@ def test_a_rank_that_ends_while_leaving_a_call_is_named_by_the_next():
 
 
 def test_modules_that_ranks_can_import_are_sent_by_reference():
-    assert ranks._importable(ranks)
-    assert ranks._importable(torch.nn)
-    assert ranks._importable(os.path)
-    assert not ranks._importable(sys.modules[__name__])
-    assert not ranks._importable(sys.modules["__main__"])
+    assert run._importable(run)
+    assert run._importable(torch.nn)
+    assert run._importable(os.path)
+    assert not run._importable(sys.modules[__name__])
+    assert not run._importable(sys.modules["__main__"])
     assert run_ranks(os.path.join, 1, "a", "b") == ["a/b"]
 
 

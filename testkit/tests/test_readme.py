@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from testkit.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, run_example
 
 
 def _test_file(tmp_path, text):

@@ -1,6 +1,6 @@
 import pytest
 
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 CHANGES = {
     "a function": (

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from testkit import fake_mesh
-from testkit.worker import _dumps
+from testkit.ranks.worker import _dumps
 
 
 def test_plain_results_make_the_way():

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from testkit.imports import PACKAGES
+from testkit.inspection.imports import PACKAGES
 from tools.alone import Example, examples, run, without
 from tools.workspace import ROOT, needed, normalised, packages
 

@@ -15,7 +15,7 @@ from integration.data.digits import CHANNELS, CLASSES, SIDE, TIMES
 from integration.errors import UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.train import checkpoint
-from testkit.dit import kept_share
+from testkit.models.diffusion import signal_rate
 
 # Images (batch, 1, 8, 8), times and classes (batch,) int64, to the noise in the images.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -77,7 +77,7 @@ def sample(model: Denoiser, classes: Tensor, how: Sampling) -> Tensor:
     generator = torch.Generator().manual_seed(how.seed)
     noisy = torch.randn(len(classes), CHANNELS, SIDE, SIDE, generator=generator)
     times = torch.linspace(TIMES - 1, 0, how.steps + 1).round().long()
-    kept = kept_share(times.double())
+    kept = signal_rate(times.double())
     noise_share = (1 - kept**2).sqrt()
     for step in range(how.steps):
         time = times[step].expand(len(classes))

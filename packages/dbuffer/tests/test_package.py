@@ -3,8 +3,8 @@
 import importlib.metadata
 
 import dbuffer
-from testkit.imports import PACKAGES, loaded_by
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.imports import PACKAGES, loaded_by
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 NOT_LOADED = PACKAGES - {"dbuffer", "ragged_shard"} | {"matplotlib"}
 

@@ -12,8 +12,8 @@ from torch import nn
 import dist_rng
 from dist_rng.emulate import emulated_device
 from dist_rng.geometry import Geometry
-from testkit.call_forms import call_forms
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.call_forms import call_forms
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

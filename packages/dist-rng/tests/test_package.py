@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import dist_rng
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 NOT_LOADED = PACKAGES - {"dist_rng"}
 

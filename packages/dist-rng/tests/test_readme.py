@@ -2,7 +2,7 @@
 
 import pytest
 
-from testkit.readme import examples, run_example
+from testkit.inspection.readme import examples, run_example
 
 EXAMPLES = examples(__file__)
 

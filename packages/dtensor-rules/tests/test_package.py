@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import dtensor_rules
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 NOT_LOADED = PACKAGES - {"dtensor_rules"} | {"torch"}
 

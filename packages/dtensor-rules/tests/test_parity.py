@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import dtensor_rules
 from dtensor_rules import _compat, _core
 from testkit import fake_mesh
-from testkit.operator_cases import operator_cases
+from testkit.operators import operator_cases
 
 # The rank that is played on each mesh: the last of four has uneven and empty shards.
 RANKS = {(4,): 3, (2, 2): 2}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from testkit.readme import examples, run_example
+from testkit.inspection.readme import examples, run_example
 
 COMPILED = "cut_rules"
 EXAMPLES = [code for code in examples(__file__) if COMPILED not in code]

@@ -12,7 +12,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 import dtensor_rules
 from dtensor_rules import _compat
 from testkit import assert_bitwise, fake_mesh
-from testkit.call_forms import call_forms
+from testkit.inspection.call_forms import call_forms
 
 NAME = "dtensor_rules_replaced::nothing"
 torch.library.define(NAME, "(Tensor x) -> Tensor")

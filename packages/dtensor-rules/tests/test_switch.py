@@ -9,7 +9,7 @@ import dtensor_rules
 from dtensor_rules import patches, results
 from dtensor_rules.planning import operators
 from testkit import fake_mesh
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 ADD = "aten::add.Tensor"
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import dtensor_rules
 from dtensor_rules import _core
 from testkit import assert_bitwise, fake_mesh
-from testkit.operator_cases import operator_cases
+from testkit.operators import operator_cases
 
 
 @pytest.fixture(params=["native", "dtensor_rules"])

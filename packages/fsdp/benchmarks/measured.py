@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dbuffer import DBuffer
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 # Kernels that only move: of copies, of foreach copies, and of FSDP2's copy-in and copy-out.
 MOVES = (

@@ -102,7 +102,7 @@ def _forward(name):
 def _measured(model, name, cpu):
     """Seconds of a step, and the peak of its memory above what lies there between steps."""
     import fsdp
-    from testkit.memory import peak_bytes
+    from testkit.inspection.memory import peak_bytes
 
     for layer in model.model.layers:
         fsdp.fully_shard(layer)

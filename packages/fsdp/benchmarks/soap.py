@@ -12,7 +12,7 @@ import torch
 from matrix_steps import NAIVE, main, own_run, sharded, whole
 
 from fsdp.optim import SOAP
-from testkit.plain_soap import PlainSoap
+from testkit.models.reference_soap import ReferenceSoap
 
 SIZE = 256
 
@@ -23,7 +23,7 @@ class Naive:
     def __init__(self, params):
         self.params = list(params)
         self.alone = [torch.zeros(param.shape) for param in self.params]
-        self.plain = PlainSoap(self.alone, lr=1e-3, weight_decay=0.0, block_size=SIZE)
+        self.plain = ReferenceSoap(self.alone, lr=1e-3, weight_decay=0.0, block_size=SIZE)
 
     @torch.no_grad()
     def step(self):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp.optim import Adam8bit
-from testkit.block_net import SIZE, losses, model_of, optimizer_of, step
+from testkit.models.block_net import SIZE, losses, model_of, optimizer_of, step
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -34,7 +34,7 @@ from fsdp import Block, Rows, Whole
 from fsdp.optim import Adam8bit
 from ragged_shard import StridedRaggedShard
 from testkit import CommLog, run_ranks
-from testkit.block_net import SIZE, losses, model_of, optimizer_of, step
+from testkit.models.block_net import SIZE, losses, model_of, optimizer_of, step
 
 GRANULARITIES = {"rows": Rows(32), "block": Block(SIZE), "larger block": Block(5 * SIZE)}
 pytestmark = pytest.mark.ranks

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import fsdp
 from fsdp._compat import AllGather, ReduceScatter
 from testkit import CommLog, run_ranks
-from testkit.stacks import batch, losses, shard, stack
+from testkit.models.residual_stack import batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
 # Since 2.13 the old names warn.

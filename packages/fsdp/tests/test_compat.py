@@ -11,7 +11,7 @@ from torch.distributed.pipelining import stage
 import fsdp
 from fsdp import _compat
 from testkit import run_ranks
-from testkit.stacks import batch, shard, stack
+from testkit.models.residual_stack import batch, shard, stack
 
 BOTH = (fsdp, torch_fsdp)
 

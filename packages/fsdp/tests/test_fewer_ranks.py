@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp import Rows
 from testkit import CommLog, run_ranks
-from testkit.stacks import batch, losses, shard, stack
+from testkit.models.residual_stack import batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp
 from testkit import run_ranks
-from testkit.stacks import losses, shard, stack
+from testkit.models.residual_stack import losses, shard, stack
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from fsdp import Rows, clip_grad_norm_
 from fsdp._compat import placement_and_mesh
 from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import run_ranks
-from testkit.stacks import batch, shard, stack
+from testkit.models.residual_stack import batch, shard, stack
 
 pytestmark = pytest.mark.ranks
 # Since 2.13 the old names warn.

@@ -10,8 +10,8 @@ from torch import nn
 
 import fsdp
 from testkit import models, run_ranks
-from testkit.memory import peak_bytes
-from testkit.stacks import Block, batch, losses, shard, stack
+from testkit.inspection.memory import peak_bytes
+from testkit.models.residual_stack import ResidualBlock, batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 def test_it_begins_on_meta_without_a_full_copy():
     def check():
         with torch.device("meta"):
-            model = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(8, 4))
+            model = nn.Sequential(*[ResidualBlock() for _ in range(3)], nn.Linear(8, 4))
         shard(fsdp, model)
         assert all(param.device.type == "meta" for param in model.parameters())
         model.to_empty(device="cpu")
@@ -38,7 +38,7 @@ def test_it_begins_on_meta_without_a_full_copy():
         assert torch.equal(ours, theirs)
 
 
-class Wide(Block):
+class Wide(ResidualBlock):
     """512 KB of parameters."""
 
     def __init__(self):

@@ -17,17 +17,17 @@ from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
 from fsdp.optim.tensors import subtract_
 from testkit import run_ranks
-from testkit.matrix_net import (
-    Mlp,
-    Net,
+from testkit.models.matrix_net import (
+    MatrixMlp,
+    MatrixNet,
     TorchMuon,
+    full_tensor,
+    full_tensors,
     matrices_of,
     optimizer_of,
     same_bits,
     sharded,
     train,
-    whole,
-    wholes,
 )
 
 GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
@@ -38,9 +38,9 @@ GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_fifty_steps_are_torchs_bit_for_bit(ranks, granularity):
     def check():
-        ours, theirs = sharded(fully_shard, GRANULARITIES[granularity]), Net()
+        ours, theirs = sharded(fully_shard, GRANULARITIES[granularity]), MatrixNet()
         losses = train(ours, optimizer_of(Muon, ours)), train(theirs, TorchMuon(theirs))
-        return losses, same_bits(wholes(ours), wholes(theirs))
+        return losses, same_bits(full_tensors(ours), full_tensors(theirs))
 
     for (ours, theirs), differing in run_ranks(check, ranks):
         assert ours == theirs
@@ -58,14 +58,14 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
 def test_options_are_torchs_on_plain_parameters(options):
-    ours, theirs = Net(), Net()
+    ours, theirs = MatrixNet(), MatrixNet()
     losses = train(ours, optimizer_of(Muon, ours, **options), 5)
     assert losses == train(theirs, TorchMuon(theirs, **options), 5)
-    assert same_bits(wholes(ours), wholes(theirs)) == []
+    assert same_bits(full_tensors(ours), full_tensors(theirs)) == []
 
 
 def test_a_learning_rate_may_be_a_tensor():
-    ours, theirs = Net(), Net()
+    ours, theirs = MatrixNet(), MatrixNet()
     optimizer = optimizer_of(Muon, ours, lr=torch.tensor(0.02, dtype=torch.float64))
     assert train(ours, optimizer, 3) == train(theirs, TorchMuon(theirs), 3)
 
@@ -76,10 +76,10 @@ def test_other_dtypes(dtype):
     """torch rounds an update of bfloat16 twice where it lies in no whole vector of the CPU."""
 
     def check():
-        model = fully_shard(Net().to(dtype))
+        model = fully_shard(MatrixNet().to(dtype))
         return train(model, optimizer_of(Muon, model), 8)
 
-    alone, theirs = Net().to(dtype), Net().to(dtype)
+    alone, theirs = MatrixNet().to(dtype), MatrixNet().to(dtype)
     wanted = train(alone, optimizer_of(Muon, alone), 8)
     assert run_ranks(check, 2) == [wanted] * 2
     tolerance = {torch.bfloat16: 0.05, torch.float64: 0.0}[dtype]
@@ -99,7 +99,7 @@ def test_how_a_parameter_is_cut_does_not_change_what_an_update_makes_of_it(dtype
 
 
 def test_a_schedule_changes_the_learning_rate_of_both_kinds():
-    ours, theirs = Net(), Net()
+    ours, theirs = MatrixNet(), MatrixNet()
     one, others = optimizer_of(Muon, ours), TorchMuon(theirs)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (one, *others.both)]
     for step in range(4):
@@ -154,9 +154,9 @@ def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
             torch.manual_seed(step)
             model(torch.randn(3, 6)).backward()
             with torch.no_grad():
-                parts = list(whole(model.experts.grad))
+                parts = list(full_tensor(model.experts.grad))
                 for name, rows in ROWS.items():
-                    parts += whole(getattr(model, name).grad).split(rows)
+                    parts += full_tensor(getattr(model, name).grad).split(rows)
             for param, grad in zip(params, parts, strict=True):
                 param.grad = grad.contiguous()
             ours.step()
@@ -164,7 +164,7 @@ def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
             ours.zero_grad()
         got = Stacks()
         for name, param in model.named_parameters():
-            getattr(got, name).data = whole(param)
+            getattr(got, name).data = full_tensor(param)
         assert all(torch.equal(a, b) for a, b in zip(apart(got), params, strict=True))
         return ours.owners()
 
@@ -176,16 +176,16 @@ def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
 
 def steps_of(model, optimizer, inputs, steps=3):
     """Steps ours and torch's with the same gradients: the names of matrices that differ."""
-    alone = {name: nn.Parameter(whole(param)) for name, param in matrices_of(model)}
+    alone = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
     theirs = torch.optim.Muon(alone.values(), lr=0.02)
     for step in range(steps):
         model(inputs(step)).sum().backward()
         for name, param in matrices_of(model):
-            alone[name].grad = None if param.grad is None else whole(param.grad)
+            alone[name].grad = None if param.grad is None else full_tensor(param.grad)
         optimizer.step()
         theirs.step()
         optimizer.zero_grad()
-    return same_bits(wholes(model), alone)
+    return same_bits(full_tensors(model), alone)
 
 
 @pytest.mark.ranks
@@ -208,7 +208,7 @@ def test_tensor_parallel_matrices_are_whole_where_they_iterate(fsdp):
     def check():
         shape = (2, 2) if fsdp else (1, 4)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-        model = Mlp()
+        model = MatrixMlp()
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if fsdp:
             fully_shard(model, mesh=mesh["dp"])
@@ -236,11 +236,11 @@ def test_stacked_experts_beside_expert_and_tensor_parallelism(dim):
             model.experts.grad = torch.zeros_like(model.experts)
             torch.manual_seed(dist.get_rank())
             model.experts.grad.to_local().normal_()
-            for param, grad in zip(alone, whole(model.experts.grad), strict=True):
+            for param, grad in zip(alone, full_tensor(model.experts.grad), strict=True):
                 param.grad = grad.contiguous()
             ours.step()
             theirs.step()
-        assert torch.equal(whole(model.experts), torch.stack(list(alone)))
+        assert torch.equal(full_tensor(model.experts), torch.stack(list(alone)))
         return ours.owners()
 
     for owners in run_ranks(check, 4):
@@ -250,7 +250,7 @@ def test_stacked_experts_beside_expert_and_tensor_parallelism(dim):
 @pytest.mark.ranks
 def test_torchs_fully_shard_is_served_too():
     def check():
-        model = torch_fully_shard(Net())
+        model = torch_fully_shard(MatrixNet())
         torch.manual_seed(dist.get_rank())
         assert (
             steps_of(model, optimizer_of(Muon, model), lambda step: torch.randint(0, 11, (4, 6)))
@@ -263,14 +263,16 @@ def test_torchs_fully_shard_is_served_too():
 @pytest.mark.ranks
 def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
     def check():
-        model = Net()
+        model = MatrixNet()
         model.down.requires_grad_(False)
         model.unused = nn.Linear(5, 5)
         fully_shard(model)
-        before = wholes(model)
+        before = full_tensors(model)
         optimizer = optimizer_of(Muon, model)
         assert steps_of(model, optimizer, lambda step: torch.randint(0, 11, (4, 6))) == []
-        same = [name for name, value in wholes(model).items() if torch.equal(value, before[name])]
+        same = [
+            name for name, value in full_tensors(model).items() if torch.equal(value, before[name])
+        ]
         assert same == ["down.weight", "down.bias", "unused.weight", "unused.bias"]
         return optimizer.owners()
 

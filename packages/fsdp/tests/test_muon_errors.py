@@ -15,18 +15,18 @@ from fsdp.optim import SOAP, Muon
 from fsdp.optim.owned.matrices import rows_of
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
-from testkit.matrix_net import (
-    Net,
+from testkit.models.matrix_net import (
+    MatrixNet,
+    full_tensors,
     optimizer_of,
     same_bits,
     sharded,
     train,
-    wholes,
 )
 
 
 def test_what_is_no_matrix_is_refused_by_name():
-    model = Net()
+    model = MatrixNet()
     with pytest.raises(ValueError, match=r"parameter 'norm.weight' is .* of shape \(13,\).*AdamW"):
         Muon(model.named_parameters())
     optimizer = optimizer_of(Muon, model)
@@ -64,12 +64,12 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all(kind):
         model(torch.arange(6)).backward()
         if dist.get_rank() == 1:
             model.square.weight.grad = None
-        before = wholes(model)
+        before = full_tensors(model)
         with pytest.raises(
             ValueError, match=rf"{kind.who}.* square.weight .*: a gradient on rank 0 and .*no gra"
         ):
             optimizer.step()
-        assert same_bits(wholes(model), before) == []
+        assert same_bits(full_tensors(model), before) == []
 
     run_ranks(check, 2)
 

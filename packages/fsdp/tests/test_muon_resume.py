@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
 from testkit import models, run_ranks
-from testkit.matrix_net import (
+from testkit.models.matrix_net import (
     STEPS,
     TorchMuon,
     optimizer_of,

@@ -16,7 +16,7 @@ from fsdp.optim.owned.owners import Load, choose_owners
 from fsdp.optim.owned.visit import visit_owners
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
-from testkit.matrix_net import (
+from testkit.models.matrix_net import (
     matrices_of,
     optimizer_of,
     sharded,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fsdp
 from fsdp import Rows, Whole, fully_shard
 from testkit import CommLog, fake_mesh, run_ranks
-from testkit.stacks import batch, shard, stack
+from testkit.models.residual_stack import batch, shard, stack
 
 
 class Gathered(torch.Tensor):

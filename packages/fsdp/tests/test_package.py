@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import fsdp
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 NEEDED = {"fsdp", "dbuffer", "fused_comm", "ragged_shard"}
 NOT_LOADED = PACKAGES - NEEDED

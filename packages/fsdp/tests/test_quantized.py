@@ -14,7 +14,7 @@ import fsdp
 from fsdp import Block, Rows, Tiles, Whole
 from fsdp.optim import Adam8bit, Muon
 from testkit import CommLog, run_ranks
-from testkit.tile_net import batch, fake_quantized, losses, net, plain_losses
+from testkit.models.tile_net import batch, fake_quantized, losses, net, plain_losses
 
 pytestmark = pytest.mark.ranks
 DTYPES = (torch.int8, torch.float8_e4m3fn)

@@ -22,7 +22,7 @@ import fsdp
 from fsdp import Block, Rows, Tiles, Whole
 from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import run_ranks
-from testkit.tile_net import batch, fake_quantized, losses, net, plain_losses
+from testkit.models.tile_net import batch, fake_quantized, losses, net, plain_losses
 
 pytestmark = pytest.mark.ranks
 with_dcp = pytest.mark.filterwarnings("ignore")  # DCP's own

@@ -14,7 +14,7 @@ from dbuffer import DBuffer
 from fsdp.optim import Adam8bit
 from fsdp.simulate import Link, probe, simulate
 from testkit import CommLog, models, run_ranks
-from testkit.memory import peak_bytes
+from testkit.inspection.memory import peak_bytes
 
 pytestmark = pytest.mark.ranks
 

@@ -19,18 +19,18 @@ from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
 from fsdp.optim.tensors import local_of
 from testkit import run_ranks
-from testkit.matrix_net import (
-    Mlp,
-    Net,
+from testkit.models.matrix_net import (
+    MatrixMlp,
+    MatrixNet,
+    full_tensor,
+    full_tensors,
     matrices_of,
     optimizer_of,
     same_bits,
     sharded,
     train,
-    whole,
-    wholes,
 )
-from testkit.plain_soap import PlainSoap, PlainSoapAndAdamW
+from testkit.models.reference_soap import ReferenceSoap, ReferenceSoapAndAdamW
 
 GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
 SIZE = 13  # of blocks: 37 x 13 has three, of two shapes
@@ -49,9 +49,9 @@ def bytes_of(optimizer, params):
 @cache
 def alone():
     """Losses, weights, and bytes of state on one device."""
-    model = Net()
-    plain = PlainSoapAndAdamW(model, block_size=SIZE)
-    return train(model, plain), wholes(model), plain.soap.state_bytes
+    model = MatrixNet()
+    plain = ReferenceSoapAndAdamW(model, block_size=SIZE)
+    return train(model, plain), full_tensors(model), plain.soap.state_bytes
 
 
 @pytest.mark.ranks
@@ -63,7 +63,7 @@ def test_fifty_steps_are_one_devices_bit_for_bit_and_so_is_the_memory(ranks, gra
         optimizer = optimizer_of(SOAP, model, block_size=SIZE)
         losses = train(model, optimizer)
         held = bytes_of(optimizer, [param for _, param in matrices_of(model)])
-        return losses, wholes(model), held
+        return losses, full_tensors(model), held
 
     wanted, weights, state_bytes = alone()
     found = run_ranks(check, ranks)
@@ -86,10 +86,10 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
 def test_options_on_plain_parameters(options):
-    ours, theirs = Net(), Net()
+    ours, theirs = MatrixNet(), MatrixNet()
     losses = train(ours, optimizer_of(SOAP, ours, **options), 12)
-    assert losses == train(theirs, PlainSoapAndAdamW(theirs, **options), 12)
-    assert same_bits(wholes(ours), wholes(theirs)) == []
+    assert losses == train(theirs, ReferenceSoapAndAdamW(theirs, **options), 12)
+    assert same_bits(full_tensors(ours), full_tensors(theirs)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -135,15 +135,15 @@ def test_rotating_the_weights_rotates_the_training():
 
 
 def test_a_learning_rate_may_be_a_tensor_and_follow_a_schedule():
-    ours, theirs = Net(), Net()
+    ours, theirs = MatrixNet(), MatrixNet()
     one = optimizer_of(SOAP, ours, lr=torch.tensor(0.02, dtype=torch.float64))
-    assert train(ours, one, 4) == train(theirs, PlainSoapAndAdamW(theirs), 4)
-    halves = Net()
+    assert train(ours, one, 4) == train(theirs, ReferenceSoapAndAdamW(theirs), 4)
+    halves = MatrixNet()
     other = optimizer_of(SOAP, halves)
     schedule = torch.optim.lr_scheduler.LambdaLR(other, [lambda n: 0.0, lambda n: 0.0])
-    before = wholes(halves)
+    before = full_tensors(halves)
     train(halves, other, 3)
-    assert same_bits(wholes(halves), before) == []
+    assert same_bits(full_tensors(halves), before) == []
     assert schedule.get_last_lr() == [0.0, 0.0]
 
 
@@ -153,13 +153,13 @@ def test_other_dtypes(dtype):
     """State is float32 at least, and gradients and updates travel in the parameter's dtype."""
 
     def check():
-        model = fully_shard(Net().to(dtype))
+        model = fully_shard(MatrixNet().to(dtype))
         optimizer = optimizer_of(SOAP, model, block_size=SIZE, precondition_frequency=3)
         losses = train(model, optimizer, 8)
         return losses, optimizer.state[model.up.weight]["left.0"].dtype
 
-    alone = Net().to(dtype)
-    plain = PlainSoapAndAdamW(alone, block_size=SIZE, precondition_frequency=3)
+    alone = MatrixNet().to(dtype)
+    plain = ReferenceSoapAndAdamW(alone, block_size=SIZE, precondition_frequency=3)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert run_ranks(check, 2) == [(train(alone, plain, 8), wanted)] * 2
 
@@ -186,7 +186,7 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
             {"params": [("experts", model.experts)]}, {"params": [("qkv", model.qkv)], "split": 3}
         ]  # fmt: skip
         ours = SOAP(groups, lr=0.1, block_size=4, precondition_frequency=2)
-        theirs = PlainSoap(params, lr=0.1, block_size=4, precondition_frequency=2)
+        theirs = ReferenceSoap(params, lr=0.1, block_size=4, precondition_frequency=2)
         for step in range(5):
             torch.manual_seed(step)
             grads = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
@@ -198,8 +198,8 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
                 param.grad = grad
             ours.step()
             theirs.step()
-        assert torch.equal(whole(model.experts), torch.stack(params[:5]))
-        assert torch.equal(whole(model.qkv), torch.cat(params[5:]))
+        assert torch.equal(full_tensor(model.experts), torch.stack(params[:5]))
+        assert torch.equal(full_tensor(model.qkv), torch.cat(params[5:]))
         return ours.owners()
 
     owners = run_ranks(check, ranks)
@@ -211,16 +211,16 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
 
 def steps_of(model, optimizer, inputs, steps=4, **options):
     """Steps ours and the plain one with the same gradients: names of matrices that differ."""
-    alone = {name: nn.Parameter(whole(param)) for name, param in matrices_of(model)}
-    theirs = PlainSoap(alone.values(), **options)
+    alone = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
+    theirs = ReferenceSoap(alone.values(), **options)
     for step in range(steps):
         model(inputs(step)).sum().backward()
         for name, param in matrices_of(model):
-            alone[name].grad = None if param.grad is None else whole(param.grad)
+            alone[name].grad = None if param.grad is None else full_tensor(param.grad)
         optimizer.step()
         theirs.step()
         optimizer.zero_grad()
-    return same_bits(wholes(model), alone)
+    return same_bits(full_tensors(model), alone)
 
 
 def ids(step):
@@ -243,7 +243,7 @@ def test_hybrid_shards_are_computed_on_within_their_axis():
 @pytest.mark.ranks
 def test_torchs_fully_shard_is_served_too():
     def check():
-        model = torch_fully_shard(Net())
+        model = torch_fully_shard(MatrixNet())
         torch.manual_seed(dist.get_rank())
         assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
 
@@ -256,7 +256,7 @@ def test_tensor_parallelism_cuts_blocks():
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = Mlp()
+        model = MatrixMlp()
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
         torch.manual_seed(mesh.get_local_rank("dp"))
@@ -264,7 +264,7 @@ def test_tensor_parallelism_cuts_blocks():
         optimizer = optimizer_of(SOAP, model, **options)
         assert steps_of(model, optimizer, lambda step: torch.randn(5, 6), **options) == []
         held = bytes_of(optimizer, [model.up.weight, model.down.weight])
-        return held, whole(optimizer.state[model.up.weight]["exp_avg.0"]).shape
+        return held, full_tensor(optimizer.state[model.up.weight]["exp_avg.0"]).shape
 
     found = run_ranks(check, 4)
     blocks = [(4, 4), (4, 2)] * 2 + [(4, 4), (2, 4)] * 2  # of up's rows, of down's columns
@@ -285,16 +285,16 @@ def test_stacked_experts_beside_expert_parallelism(dim):
         fully_shard(model, mesh=mesh["dp"])
         ours = SOAP(model.named_parameters(), lr=0.1, block_size=3, precondition_frequency=2)
         alone = [nn.Parameter(one) for one in values.clone()]
-        theirs = PlainSoap(alone, lr=0.1, block_size=3, precondition_frequency=2)
+        theirs = ReferenceSoap(alone, lr=0.1, block_size=3, precondition_frequency=2)
         for _ in range(4):
             model.experts.grad = torch.zeros_like(model.experts)
             torch.manual_seed(dist.get_rank())
             model.experts.grad.to_local().normal_()
-            for param, grad in zip(alone, whole(model.experts.grad), strict=True):
+            for param, grad in zip(alone, full_tensor(model.experts.grad), strict=True):
                 param.grad = grad.contiguous()
             ours.step()
             theirs.step()
-        assert torch.equal(whole(model.experts), torch.stack(list(alone)))
+        assert torch.equal(full_tensor(model.experts), torch.stack(list(alone)))
         return bytes_of(ours, [model.experts]), theirs.state_bytes
 
     found = run_ranks(check, 4)
@@ -304,14 +304,16 @@ def test_stacked_experts_beside_expert_parallelism(dim):
 @pytest.mark.ranks
 def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
     def check():
-        model = Net()
+        model = MatrixNet()
         model.down.requires_grad_(False)
         model.unused = nn.Linear(5, 5)
         fully_shard(model)
-        before = wholes(model)
+        before = full_tensors(model)
         optimizer = optimizer_of(SOAP, model, precondition_frequency=2)
         assert steps_of(model, optimizer, ids, precondition_frequency=2) == []
-        same = [name for name, value in wholes(model).items() if torch.equal(value, before[name])]
+        same = [
+            name for name, value in full_tensors(model).items() if torch.equal(value, before[name])
+        ]
         assert same == ["down.weight", "down.bias", "unused.weight", "unused.bias"]
         assert not optimizer.state[model.unused.weight]
         used = [model.up.weight, model.square.weight]

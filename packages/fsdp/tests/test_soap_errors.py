@@ -17,13 +17,21 @@ from fsdp.optim import SOAP
 from fsdp.optim.soap.eigenbasis import BlockState, Hyperparameters, step_block
 from ragged_shard import InterleavedShard, RaggedShard
 from testkit import run_ranks
-from testkit.matrix_net import Net, optimizer_of, same_bits, sharded, train, whole, wholes
+from testkit.models.matrix_net import (
+    MatrixNet,
+    full_tensor,
+    full_tensors,
+    optimizer_of,
+    same_bits,
+    sharded,
+    train,
+)
 
 NOW = Hyperparameters(beta1=0.9, beta2=0.9, eps=1e-8, updates=1, renews=True)
 
 
 def test_what_is_no_matrix_is_refused_by_name():
-    model = Net()
+    model = MatrixNet()
     with pytest.raises(ValueError, match=r"SOAP: parameter 'norm.weight' is .*\(13,\).*use_soap="):
         SOAP(model.named_parameters())
     optimizer = optimizer_of(SOAP, model)
@@ -95,10 +103,11 @@ def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names
     """On one device likewise; columns 8 to 12 of rows 16 to 23 are one block of `up.weight`."""
 
     def check(bad):
-        model = sharded(fully_shard) if dist.is_initialized() else Net()
+        model = sharded(fully_shard) if dist.is_initialized() else MatrixNet()
         optimizer = optimizer_of(SOAP, model, block_size=8, weight_decay=0.0)
         train(model, optimizer, 3)
-        before = whole(model.up.weight).clone()  # of one rank it is the parameter's own memory
+        # On one rank the full tensor is the parameter's own memory.
+        before = full_tensor(model.up.weight).clone()
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         if bad:
@@ -114,9 +123,9 @@ def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names
             warnings.simplefilter("always")
             optimizer.step()
         optimizer.zero_grad()
-        after = whole(model.up.weight).clone()
+        after = full_tensor(model.up.weight).clone()
         losses = train(model, optimizer, 3, 3)
-        return before, after, [str(one.message) for one in said], losses, wholes(model)
+        return before, after, [str(one.message) for one in said], losses, full_tensors(model)
 
     _, wanted, none, *_ = check(False)
     assert none == []
@@ -196,12 +205,12 @@ def test_state_of_another_layout_is_refused():
 
 
 def test_a_state_dict_keeps_dtypes_and_training_goes_on():
-    model = Net().bfloat16()
+    model = MatrixNet().bfloat16()
     optimizer = optimizer_of(SOAP, model, block_size=8)
     train(model, optimizer, 3)
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     wanted = train(model, optimizer, 12, 3)
-    again = Net().bfloat16()
+    again = MatrixNet().bfloat16()
     again.load_state_dict(weights)
     loaded = optimizer_of(SOAP, again, block_size=8)
     loaded.load_state_dict(saved)

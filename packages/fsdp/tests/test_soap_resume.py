@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
 from testkit import run_ranks
-from testkit.matrix_net import Net, optimizer_of, sharded, train
+from testkit.models.matrix_net import MatrixNet, optimizer_of, sharded, train
 
 OPTIONS = {"block_size": 8, "precondition_frequency": 3}
 
@@ -79,7 +79,7 @@ def test_a_full_state_dict_has_every_block_and_loads_on_one_device():
         return found, train(model, optimizer, 8, 5)
 
     (weights, state), wanted = run_ranks(save, 2)[0]
-    model = Net()
+    model = MatrixNet()
     model.load_state_dict(weights)
     optimizer = optimizer_of(SOAP, model, **OPTIONS)
     set_optimizer_state_dict(model, optimizer, state)

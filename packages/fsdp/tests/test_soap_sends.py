@@ -8,7 +8,7 @@ from fsdp.optim import SOAP
 from fsdp.optim.owned.matrices import matrices_of as matrices_in
 from fsdp.optim.soap.blocks import cut, strips_of, work_by_shape
 from testkit import CommLog, run_ranks
-from testkit.matrix_net import matrices_of, optimizer_of, sharded, train
+from testkit.models.matrix_net import matrices_of, optimizer_of, sharded, train
 
 
 def sent(granularity, **options):

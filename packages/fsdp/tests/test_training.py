@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import fsdp
 from fsdp.reduce import Reducer
 from testkit import CommLog, run_ranks
-from testkit.stacks import Block, batch, losses, shard, stack
+from testkit.models.residual_stack import ResidualBlock, batch, losses, shard, stack
 
 pytestmark = pytest.mark.ranks
 BOTH = (fsdp, torch_fsdp)
@@ -255,7 +255,7 @@ def test_memory_of_unsharded_parameters_is_given_back():
 
 def test_other_methods_gather_when_told():
     def check():
-        class Encoder(Block):
+        class Encoder(ResidualBlock):
             def encode(self, x):
                 return self.up(x)
 

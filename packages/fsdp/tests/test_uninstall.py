@@ -1,6 +1,6 @@
 """What fsdp changes in torch: nothing by its import, one hook by `fully_shard`, undone."""
 
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 HOOK = "torch.optim.optimizer._global_optimizer_pre_hooks[0]"
 

@@ -8,7 +8,7 @@ from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon, WholeMatrices
 from fsdp.optim.muon.newton_schulz import work_of
 from testkit import CommLog, run_ranks
-from testkit.matrix_net import wholes
+from testkit.models.matrix_net import full_tensors
 
 
 class Layer(nn.Module):
@@ -71,7 +71,7 @@ def test_owners_are_balanced_over_groups_and_compute_the_same(ranks):
             model = layers(placement)
             optimizer = muon(model)
             losses = [step(model, optimizer, seed) for seed in range(5)]
-            found.append((losses, wholes(model), busiest(optimizer, model, ranks)))
+            found.append((losses, full_tensors(model), busiest(optimizer, model, ranks)))
         (losses, params, balanced), (wanted, others, bytes_alone) = found
         assert losses == wanted
         assert all(torch.equal(params[name], others[name]) for name in others)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import deposit, fake_mesh, run_ranks
+from testkit import fake_mesh, loss_with_grad, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -215,7 +215,7 @@ def test_any_pattern_of_gradients_adds_up(shape, zero_copy, target, op):
                         if rank == dist.get_rank():
                             local = torch.full((4, 4), float(value))
                             grad = DTensor.from_local(local, mesh, [P] * mesh.ndim, run_check=False)
-                            total = total + deposit(param, grad)
+                            total = total + loss_with_grad(param, grad)
                 total.backward()
             reducer.finish()
             if waits:

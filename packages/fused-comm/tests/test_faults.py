@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from testkit import deposit, fake_mesh, run_ranks
+from testkit import fake_mesh, loss_with_grad, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -206,7 +206,8 @@ def test_gradients_that_need_nothing_are_enough():
         reducer = GradReducer([param])
         for _ in range(2):
             param.grad = None
-            deposit(param, DTensor.from_local(local, mesh, [Shard(0)], run_check=False)).backward()
+            grad = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            loss_with_grad(param, grad).backward()
             reducer.finish()
             assert torch.equal(param.grad.to_local(), local)
         param.grad = None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from testkit.readme import examples, run_example
+from testkit.inspection.readme import examples, run_example
 
 
 @pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fused_comm import GradReducer
-from testkit import CommLog, deposit, run_ranks
+from testkit import CommLog, loss_with_grad, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -16,8 +16,10 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 SHAPES = [(5, 3), (7,), (1,), (4, 6), (3, 2, 2), (2,)]
 
 
-def deposit_all(params, grads):
-    sum(deposit(p, g) for p, g in zip(params, grads, strict=True) if g is not None).backward()
+def backward_with(params, grads):
+    sum(
+        loss_with_grad(p, g) for p, g in zip(params, grads, strict=True) if g is not None
+    ).backward()
 
 
 def make_params(mesh, placements, shapes=SHAPES, dtype=torch.float32):
@@ -65,7 +67,7 @@ def test_two_ranks_have_the_bits_of_redistribution(source, target, dtype):
         results = []
         for step in range(3):
             grads = make_grads(params, source, step)
-            deposit_all(params, grads)
+            backward_with(params, grads)
             reducer.finish()
             results += equal(locals_of(params), alone(grads, target))
             results += [p.grad.placements == target and p.grad.shape == p.shape for p in params]
@@ -100,7 +102,7 @@ def test_four_ranks_agree_with_redistribution(case, fuse_axes):
         results = []
         for step in range(2):
             grads = make_grads(params, source, step)
-            deposit_all(params, grads)
+            backward_with(params, grads)
             reducer.finish()
             for ours, theirs in zip(locals_of(params), alone(grads, target), strict=True):
                 results.append(ours.shape == theirs.shape)
@@ -128,7 +130,7 @@ def test_collectives_are_buckets_times_sets_of_axes():
                     param.grad = None
                 grads = make_grads(norms, (P, P)), make_grads(weights, (P, S0))
                 with CommLog() as log:
-                    deposit_all(params, [g for pair in zip(*grads, strict=True) for g in pair])
+                    backward_with(params, [g for pair in zip(*grads, strict=True) for g in pair])
                     reducer.finish()
             counts[fuse] = log.counts()
             reducer.remove()
@@ -147,7 +149,7 @@ def test_buckets_are_sent_while_backward_goes_on():
             grads = make_grads(params, (P,), step)
             total = torch.zeros((), requires_grad=True)
             for param, grad in zip(params, grads, strict=True):
-                total = total + deposit(param, grad)
+                total = total + loss_with_grad(param, grad)
                 total.register_hook(lambda _: sent.append(len(reducer._step.flights)))
             total.backward()
             sent.append(len(reducer._step.flights))
@@ -197,7 +199,7 @@ def test_pieces_of_shards_are_cut_from_them(rows):
         param = torch.nn.Parameter(whole.detach().redistribute(placements=pieces))
         reducer = GradReducer([param])
         (grad,) = make_grads([whole], (P, S0))
-        deposit_all([param], [grad])
+        backward_with([param], [grad])
         with CommLog() as log:
             reducer.finish()
         expected = grad.redistribute(placements=(R, S0)).redistribute(placements=pieces)
@@ -219,7 +221,7 @@ def test_other_pieces_are_no_cut():
         )
         (whole,) = make_params(mesh, (R, S0), [(8, 3)])
         reducer = GradReducer([param])
-        deposit_all([param], make_grads([whole], (P, S0)))
+        backward_with([param], make_grads([whole], (P, S0)))
         with pytest.raises(ValueError, match="its own part of the sum is no shard of that"):
             reducer.finish()
 
@@ -235,7 +237,7 @@ def test_reduce_dtype_holds_on_every_axis(axes):
         (param,) = make_params(mesh, (R, R), [(64,)], torch.bfloat16)
         reducer = GradReducer([param], reduce_dtype=torch.float32)
         (grad,) = make_grads([param], axes)
-        deposit_all([param], [grad])
+        backward_with([param], [grad])
         with CommLog() as log:
             reducer.finish()
         wide = DTensor.from_local(grad.to_local().float(), mesh, axes, run_check=False)
@@ -255,7 +257,7 @@ def test_means_of_halves_do_not_overflow():
         (param,) = make_params(mesh, (R,), [(8,)], torch.float16)
         reducer = GradReducer([param], op="avg")
         grad = DTensor.from_local(torch.full((8,), 30000.0).half(), mesh, (P,), run_check=False)
-        deposit_all([param], [grad])
+        backward_with([param], [grad])
         reducer.finish()
         return param.grad.to_local().tolist()
 

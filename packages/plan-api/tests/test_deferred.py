@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from plan_api import Phase, Plan, deferred_init, extras, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, run_ranks
-from testkit.call_forms import call_forms
+from testkit.inspection.call_forms import call_forms
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import plan_api
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 NOT_LOADED = PACKAGES - {"plan_api"}
 

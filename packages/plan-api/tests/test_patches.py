@@ -8,8 +8,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from plan_api import Plan, installed, parallelize
 from testkit import fake_mesh
+from testkit.inspection.torch_snapshot import changes_by, importing
 from testkit.models import TwoLinears
-from testkit.torch_snapshot import changes_by, importing
 
 MESH = """
 import dist_rng, dtensor_rules

@@ -6,7 +6,7 @@ import pytest
 
 from plan_api import zoo
 from testkit import fake_mesh
-from testkit.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, run_example
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 import ragged_shard
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 OTHERS = PACKAGES - {"ragged_shard"}
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import (
 import ragged_shard
 from ragged_shard import RaggedShard
 from testkit import assert_bitwise, fake_mesh
-from testkit.call_forms import call_forms
-from testkit.torch_snapshot import changes_by, importing
+from testkit.inspection.call_forms import call_forms
+from testkit.inspection.torch_snapshot import changes_by, importing
 
 KINDS = {
     "ragged": "ragged_shard.RaggedShard((0,), (3, 5))",

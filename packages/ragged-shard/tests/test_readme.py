@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, run_example
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 # What a terminal shows has spaces at the ends of lines, and drawn rules of its width.

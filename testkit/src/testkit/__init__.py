@@ -2,11 +2,11 @@
 
 from testkit.cases import Case, cases
 from testkit.comm_log import Collective, CommLog
-from testkit.deposit import deposit
+from testkit.gradients import loss_with_grad
 from testkit.mesh import clear_caches, each_rank, fake_mesh
 from testkit.parity import assert_bitwise, assert_close, assert_same_tensor, assert_ulp
 from testkit.ranks import RankError, RankReport, run_ranks
-from testkit.release import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, TORCH_RELEASE
+from testkit.torch_release import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, TORCH_RELEASE
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,8 @@ __all__ = [
     "assert_ulp",
     "cases",
     "clear_caches",
-    "deposit",
     "each_rank",
     "fake_mesh",
+    "loss_with_grad",
     "run_ranks",
 ]

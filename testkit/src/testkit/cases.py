@@ -204,7 +204,7 @@ def _chunk(tensor: torch.Tensor, dim: int, index: int, count: int) -> torch.Tens
 
 def _contribution(tensor: torch.Tensor, reduce_op: str, index: int, count: int) -> torch.Tensor:
     """What rank `index` of `count` holds of a Partial tensor."""
-    # No two ranks hold the same and none holds nothing: whoever forgets one is caught.
+    # No two ranks have the same part and none has zeros: a missing part changes the sum.
     owned = torch.arange(tensor.numel()).view(tensor.shape) % count == index
     match reduce_op:
         case "sum":

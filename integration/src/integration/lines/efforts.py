@@ -12,7 +12,7 @@ from integration.systems import Degrees, torchtitan, zoo
 from integration.systems.torchtitan.sharing import apply_fsdp
 from integration.systems.torchtitan.system import APPLY_TP
 from testkit import fake_mesh
-from testkit.code_lines import body_lines, built_by, lines_run
+from testkit.inspection.code_lines import body_lines, built_by, lines_run
 
 # Of the zoo, what refuses options and names placements.
 _NO_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})

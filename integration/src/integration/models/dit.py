@@ -12,7 +12,7 @@ from integration.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class DiTShape(ModelShape):
-    """Sizes of a ``testkit.dit.DiT``, which the loss of predicted noise contains."""
+    """Sizes of a ``testkit.models.diffusion.DiT``, which the loss of predicted noise contains."""
 
     family: ClassVar[str] = "dit"
     modality: ClassVar[Modality] = Modality.DIGITS
@@ -32,7 +32,7 @@ class DiTShape(ModelShape):
 
         Which images lose their class is the data's to say, so that it is the same on all ranks.
         """
-        from testkit.dit import Diffusion, DiT
+        from testkit.models.diffusion import DiffusionLoss, DiT
 
         model = DiT(
             **asdict(self),
@@ -42,7 +42,7 @@ class DiTShape(ModelShape):
             class_dropout_prob=0.0,
             dropout=dropout,
         )
-        return Diffusion(model).train()
+        return DiffusionLoss(model).train()
 
 
 DITS: dict[str, DiTShape] = {

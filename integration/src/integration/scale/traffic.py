@@ -19,7 +19,7 @@ from integration.scale.shapes import Depth, Shape
 from integration.scale.ways import NODE, Axis, Way, axes_of, distribute
 from integration.scale.weightless import StepRecord, weightless
 from testkit import Collective, fake_mesh
-from testkit.collective import Op
+from testkit.comm_log import Op
 
 __all__ = ["SEQUENCE", "Counted", "Part", "Traffic", "count", "count_at"]
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp.simulate.work import work_of
 from plan_api.track.collective import group_of, name_of
 from testkit import Collective
-from testkit.collective import Op
+from testkit.comm_log import Op
 
 __all__ = ["StepRecord", "weightless"]
 

@@ -1,6 +1,6 @@
 """What importing the planner loads: the standard library, and nothing of torch's size."""
 
-from testkit.imports import PACKAGES, loaded_by
+from testkit.inspection.imports import PACKAGES, loaded_by
 
 NOT_LOADED = PACKAGES - {"ragged_shard"} | {"torch", "numpy", "rich", "matplotlib"}
 

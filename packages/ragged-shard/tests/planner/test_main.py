@@ -11,7 +11,7 @@ from ragged_shard.planner import plan_layout
 from ragged_shard.planner.__main__ import main
 from ragged_shard.planner.blocks import specs_of
 from ragged_shard.planner.presets import preset_model
-from testkit.imports import loaded_by
+from testkit.inspection.imports import loaded_by
 
 TOY = {
     "model_type": "mixtral",

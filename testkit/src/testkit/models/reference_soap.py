@@ -1,4 +1,4 @@
-"""SOAP on one device, written down from the paper: what a sharded one has to equal bit for bit.
+"""SOAP on one device, written from the paper: the bits that a sharded one has to reproduce.
 
 Algorithms 3 and 4 of arXiv 2409.11321, on blocks of matrices; it knows nothing of ranks. The
 paper's L, R, Q_L, Q_R, M and V are `left`, `right`, `left_basis`, `right_basis`, `mean`, `squares`.
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from testkit.matrix_net import matrices_of
+from testkit.models.matrix_net import matrices_of
 
-__all__ = ["PlainSoap", "PlainSoapAndAdamW"]
+__all__ = ["ReferenceSoap", "ReferenceSoapAndAdamW"]
 
 
-class _Block:
+class _PreconditionedBlock:
     """Preconditioners and moments of a part of a matrix."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class _Block:
     def step(
         self, grad: torch.Tensor, t: int, betas: tuple[float, float], eps: float, frequency: int
     ) -> torch.Tensor:
-        """Step t, the first of which is 0, and only finds bases."""
+        """Makes step t; the first, step 0, only computes the bases."""
         beta1, beta2 = betas
         update = torch.zeros_like(grad)
         if t:
@@ -59,17 +59,17 @@ def _first_basis(square: torch.Tensor) -> torch.Tensor:
 
 
 def _order(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Of the columns of a basis, by what they are of eigenvalues."""
+    """The order of a basis' columns by their estimated eigenvalues, descending."""
     return torch.argsort((basis * (square @ basis)).sum(0), descending=True, stable=True)
 
 
 def _next_basis(square: torch.Tensor, basis: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Sorted behind the product: the bits of MKL's column depend on which of them it is."""
+    """One power iteration; sorted after the product: MKL's bits depend on a column's index."""
     vectors: torch.Tensor = torch.linalg.qr((square @ basis)[:, order]).Q
     return vectors.contiguous()
 
 
-class PlainSoap:
+class ReferenceSoap:
     """SOAP of plain matrices, each with a table of blocks.
 
     Args:
@@ -90,11 +90,11 @@ class PlainSoap:
         self._params, self._lr, self._decay = list(params), lr, weight_decay
         self._size, self._rest = block_size, (betas, eps, precondition_frequency)
         self._steps: dict[int, int] = {}
-        self._blocks: dict[tuple[int, int, int], _Block] = {}
+        self._blocks: dict[tuple[int, int, int], _PreconditionedBlock] = {}
 
     @torch.no_grad()
     def step(self) -> None:
-        """Of matrices that have gradients."""
+        """Updates the matrices that have gradients."""
         size = self._size
         for number, param in enumerate(self._params):
             if param.grad is None:
@@ -108,7 +108,7 @@ class PlainSoap:
                 for j, part in enumerate(rows.split(size, dim=1)):
                     # A copy: MKL's products depend on where in 16 bytes a matrix begins.
                     grad = part.to(dtype).clone(memory_format=torch.contiguous_format)
-                    fresh = _Block(part.shape[0], part.shape[1], dtype)
+                    fresh = _PreconditionedBlock(part.shape[0], part.shape[1], dtype)
                     block = self._blocks.setdefault((number, i, j), fresh)
                     own = update[i * size : (i + 1) * size, j * size : (j + 1) * size]
                     own.copy_(block.step(grad, t, *self._rest))
@@ -116,39 +116,39 @@ class PlainSoap:
             param.copy_(param.to(dtype).add(update, alpha=-self._lr))
 
     def zero_grad(self) -> None:
-        """Of all."""
+        """Clears all gradients."""
         for param in self._params:
             param.grad = None
 
     @property
     def state_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of the states of all blocks."""
         return sum(
             value.nbytes for block in self._blocks.values() for value in vars(block).values()
         )
 
 
-class PlainSoapAndAdamW:
-    """`PlainSoap` for the hidden matrices of a model, torch's AdamW for the rest.
+class ReferenceSoapAndAdamW:
+    """`ReferenceSoap` for the hidden matrices of a model, torch's AdamW for the rest.
 
     Args:
-        model: a `matrix_net.Net`, or another whose matrices are named alike.
-        options: of `PlainSoap`.
+        model: a `matrix_net.MatrixNet`, or another whose matrices have such names.
+        options: of `ReferenceSoap`.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         own = dict(matrices_of(model))
         rest = [param for name, param in model.named_parameters() if name not in own]
         decay = options.get("weight_decay", 0.01)
-        self.soap = PlainSoap(own.values(), **options)
+        self.soap = ReferenceSoap(own.values(), **options)
         self.adamw = torch.optim.AdamW(rest, lr=1e-2, weight_decay=decay)
 
     def step(self) -> None:
-        """Of both."""
+        """Steps both."""
         self.soap.step()
         self.adamw.step()
 
     def zero_grad(self) -> None:
-        """Of both."""
+        """Clears the gradients of both."""
         self.soap.zero_grad()
         self.adamw.zero_grad()

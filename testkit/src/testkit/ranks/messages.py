@@ -1,9 +1,9 @@
-"""What the parent and its ranks say to each other.
+"""The messages between the parent and its ranks.
 
-Parent to rank: `Call`, then `Release` when every rank has answered (a rank that destroyed its
-process group earlier would break the connections that slower ranks still use). Rank to parent:
-`Ready` at the start and after each `Release`, and one `Reply` per call. Each is one pickle on a
-socket.
+Parent to rank: `RankCall`, then `DestroyGroup` when every rank has answered (a rank that destroyed
+its process group earlier would break the connections that slower ranks still use). Rank to parent:
+`Ready` at the start and after each `DestroyGroup`, and one `Reply` per call. Each is one pickle on
+a socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WarningFilter:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One function to run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Task:
-    """What the payload of a call holds."""
+    """The payload of a call."""
 
     fn: Any
     args: tuple[Any, ...]
@@ -69,5 +69,5 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Release:
+class DestroyGroup:
     """Every rank has answered: destroy the process group."""

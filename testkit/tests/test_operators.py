@@ -3,8 +3,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from testkit import fake_mesh
-from testkit.operator_cases import operator_cases
-from testkit.operator_table import OPERATORS
+from testkit.operators import OPERATORS, operator_cases
 
 CASES = operator_cases((4,))
 

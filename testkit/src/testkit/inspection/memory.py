@@ -1,4 +1,4 @@
-"""What torch's host allocator holds while something is done."""
+"""The peak of host memory that torch's allocator has allocated during a call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stack of blocks, sharded by any package that offers `fully_shard`, and a script that trains it.
+"""A stack of residual blocks, sharded by any package's `fully_shard`, and its training script.
 
-For comparing such packages: the same lines, the same batches, so the same losses.
+For comparing such packages: the same script and the same batches give the same losses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "batch", "losses", "shard", "stack"]
+__all__ = ["ResidualBlock", "batch", "losses", "shard", "stack"]
 
 WIDTH = 8
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block of 8 features: LayerNorm, two Linears."""
 
     def __init__(self) -> None:
@@ -27,15 +27,15 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As many features as came in."""
+        """Features (..., 8) to (..., 8)."""
         y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
         return y
 
 
 def stack(count: int = 3) -> nn.Sequential:
-    """Blocks, and a Linear of 8 to 4 features; always the same parameters."""
+    """Residual blocks and a Linear of 8 to 4 features, always with the same parameters."""
     torch.manual_seed(5)
-    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(WIDTH, 4))
+    return nn.Sequential(*[ResidualBlock() for _ in range(count)], nn.Linear(WIDTH, 4))
 
 
 def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
 
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
-    """A rank's rows of a step: (3, 8); by default those of this one."""
+    """The batch of a step on a rank, by default this one: (3, 8)."""
     torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(3, WIDTH)
 
@@ -65,7 +65,7 @@ def losses(
     prepare: Callable[[Any, bool], None] = lambda model, last: None,
     clip: float | None = None,
 ) -> torch.Tensor:
-    """Trains by AdamW.
+    """Trains with AdamW and returns the losses.
 
     Args:
         model: of 8 features.
@@ -75,7 +75,8 @@ def losses(
         clip: the largest norm of all gradients; None: they are not clipped.
 
     Returns:
-        fp32, of each backward the loss, and of each step the norm where it is clipped.
+        fp32, 1-D: the loss of each backward, and behind those of a step its norm where it is
+        clipped.
     """
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(steps):

@@ -2,7 +2,7 @@
 
 Nodes carry a schema, their arguments' values, shapes and dtypes, and an id given when they start;
 they are written when they end. Their parent links are not used: gloo ends its own nodes on other
-threads, after which torch's link points to stale nodes. Start and end order do not lie.
+threads, after which torch's link points to stale nodes. The order of starts and ends is reliable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import flop_counter
 
-from testkit.collective import Collective, Op
+from testkit.comm_log.collective import Collective, Op
 
 _LONGEST_LIST = 4096  # torch cuts longer ones, after one more element
 
@@ -71,7 +71,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TraceNode:
     """One node of the trace, its arguments by name.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Call:
         tensors = (tensor for value in self.values.values() for tensor in _tensors(value, self))
         return any(tensor[5] == "meta" for tensor in tensors)
 
-    def encloses(self, other: _Call) -> bool:
+    def encloses(self, other: _TraceNode) -> bool:
         return self.thread == other.thread and self.start < other.start and self.end > other.end
 
 
@@ -169,11 +169,11 @@ def read_product_flops(trace: Mapping[str, Any]) -> int:
     )
 
 
-def _read_calls(trace: Mapping[str, Any]) -> list[_Call]:
+def _read_calls(trace: Mapping[str, Any]) -> list[_TraceNode]:
     return [call for end, node in enumerate(trace["nodes"]) if (call := _read_call(end, node))]
 
 
-def _read_call(end: int, node: Mapping[str, Any]) -> _Call | None:
+def _read_call(end: int, node: Mapping[str, Any]) -> _TraceNode | None:
     attributes = {attribute["name"]: attribute["value"] for attribute in node["attrs"]}
     schema = attributes.get("op_schema", "")
     if " -> " not in schema:  # an annotation, not an operator
@@ -181,7 +181,7 @@ def _read_call(end: int, node: Mapping[str, Any]) -> _Call | None:
     arguments = schema[schema.index("(") + 1 : schema.index(") -> ")].split(", ")
     names = [argument.split("=")[0].split()[-1] for argument in arguments if argument]
     inputs = node["inputs"]
-    return _Call(
+    return _TraceNode(
         start=node["id"],
         end=end,
         thread=attributes["tid"],
@@ -192,11 +192,12 @@ def _read_call(end: int, node: Mapping[str, Any]) -> _Call | None:
     )
 
 
-def _read_collective(call: _Call, group: _Group) -> Collective:
+def _read_collective(call: _TraceNode, group: _Group) -> Collective:
     kind = _KINDS.get(call.name.removeprefix("c10d::"))
     if kind is None:
         raise RuntimeError(
-            f"CommLog: torch ran {call.name}, which testkit cannot weigh; add it to testkit.trace"
+            f"CommLog: torch ran {call.name}, whose bytes testkit does not know; add it to _KINDS "
+            "of testkit.comm_log.execution_trace"
         )
     given = call.values[kind.inputs] if kind.inputs else []
     taken = call.values[kind.outputs] if kind.outputs else []
@@ -219,7 +220,7 @@ def _read_collective(call: _Call, group: _Group) -> Collective:
     )
 
 
-def _splits(call: _Call, side: str, size: int | None) -> tuple[int, ...]:
+def _splits(call: _TraceNode, side: str, size: int | None) -> tuple[int, ...]:
     """Bytes per peer of an all_to_all: one tensor and its row counts, or a tensor per peer."""
     if side not in call.values:
         return tuple(_bytes([tensor], call) for tensor in call.values[f"{side}_tensors"])
@@ -228,11 +229,11 @@ def _splits(call: _Call, side: str, size: int | None) -> tuple[int, ...]:
     return tuple(total * count // max(sum(rows), 1) for count in rows)
 
 
-def _bytes(value: Any, call: _Call) -> int:
+def _bytes(value: Any, call: _TraceNode) -> int:
     return sum(math.prod(tensor[3:5]) for tensor in _tensors(value, call))
 
 
-def _tensors(value: Any, call: _Call) -> Iterator[Sequence[Any]]:
+def _tensors(value: Any, call: _TraceNode) -> Iterator[Sequence[Any]]:
     if not isinstance(value, list):
         return
     if len(value) == 6 and isinstance(value[5], str):
@@ -252,7 +253,7 @@ def _dtype(written: str) -> str:
     return found.pop() if len(found) == 1 else "mixed" if found else ""
 
 
-def _group_of(call: _Call, named: Sequence[_Call]) -> _Group:
+def _group_of(call: _TraceNode, named: Sequence[_TraceNode]) -> _Group:
     """The group by the innermost enclosing call that names one, else by elimination."""
     around = [outer for outer in named if outer.encloses(call)]
     if around:

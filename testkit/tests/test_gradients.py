@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from testkit import CommLog, deposit, fake_mesh
+from testkit import CommLog, fake_mesh, loss_with_grad
 
 
 @pytest.mark.parametrize("placement", [Partial(), Replicate(), Shard(0)], ids=str)
@@ -11,7 +11,7 @@ def test_a_gradient_is_accumulated_as_it_is_placed(placement):
         param = torch.nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh, [placement]))
         for count in (1, 2):
             grad = DTensor.from_local(torch.ones(2, 3), mesh, [placement], run_check=False)
-            (deposit(param, grad) + deposit(param, grad)).backward()
+            (loss_with_grad(param, grad) + loss_with_grad(param, grad)).backward()
             assert param.grad.placements == (placement,)
             assert torch.equal(param.grad._local_tensor, torch.full((2, 3), 2.0 * count))
     assert not log.counts()
@@ -19,5 +19,5 @@ def test_a_gradient_is_accumulated_as_it_is_placed(placement):
 
 def test_a_plain_parameter_takes_the_memory():
     param, grad = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
-    deposit(param, grad).backward()
+    loss_with_grad(param, grad).backward()
     assert param.grad.data_ptr() == grad.data_ptr()

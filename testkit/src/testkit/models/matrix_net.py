@@ -1,4 +1,4 @@
-"""A net of matrices, and a script that trains it: for optimizers that treat matrices as such."""
+"""A net of matrices and a script that trains it, for matrix optimizers such as Muon and SOAP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "STEPS", "Mlp", "Net", "TorchMuon", "matrices_of", "optimizer_of", "same_bits", "sharded",
-    "train", "whole", "wholes",
+    "STEPS", "MatrixMlp", "MatrixNet", "TorchMuon", "full_tensor", "full_tensors", "matrices_of",
+    "optimizer_of", "same_bits", "sharded", "train",
 ]  # fmt: skip
 
 STEPS = 50
 
 
-class Net(nn.Module):
+class MatrixNet(nn.Module):
     """Matrices of several shapes, uneven, wide and tall; an embedding, norms and biases."""
 
     def __init__(self) -> None:
@@ -28,15 +28,15 @@ class Net(nn.Module):
         self.square, self.head = nn.Linear(13, 13, bias=False), nn.Linear(13, 11)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mean square of what comes out; ids are below 11."""
+        """The mean square of the outputs, a scalar; ids are below 11."""
         x = self.norm(self.embed(ids))
         x = x + self.down(torch.tanh(self.up(x)))
         loss: torch.Tensor = self.head(x + self.square(x)).square().mean()
         return loss
 
 
-class Mlp(nn.Module):
-    """Matrices that tensor parallelism cuts, `up` by columns and `down` by rows, and one not."""
+class MatrixMlp(nn.Module):
+    """Matrices for tensor parallelism, `up` column-wise and `down` row-wise, and one replicated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class Mlp(nn.Module):
         self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of 6 features."""
+        """Features (..., 6) to (..., 6)."""
         y: torch.Tensor = self.mix(x + self.down(torch.relu(self.up(x))))
         return y
 
 
 def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Of hidden layers: what Muon is for."""
+    """The matrices of hidden layers, which Muon is for, by name."""
     return [
         (name, param)
         for name, param in model.named_parameters()
@@ -59,18 +59,18 @@ def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def sharded(fully_shard: Callable[..., Any], granularity: Any = None, **options: Any) -> Any:
-    """A `Net` that is fully sharded, its matrices with a granularity."""
+    """A `MatrixNet` that is fully sharded, its matrices with a granularity."""
     choose = lambda param: granularity if param.ndim == 2 else None  # an argument
-    return fully_shard(Net(), shard_placement_fn=choose, **options)
+    return fully_shard(MatrixNet(), shard_placement_fn=choose, **options)
 
 
 def optimizer_of(kind: Any, model: nn.Module, **options: Any) -> Any:
-    """An optimizer of both groups of a model: of fsdp's `Muon` or `SOAP`."""
+    """Fsdp's `Muon` or `SOAP` for both parameter groups of a model."""
     return kind(_groups_of(model, f"use_{kind.who.lower()}"), **{"lr": 0.02, **options})
 
 
 def _groups_of(model: nn.Module, flag: str) -> list[dict[str, Any]]:
-    """Two parameter groups: these matrices, and with a flag that is False the rest."""
+    """Two parameter groups: the matrices, and the rest with a flag that is False."""
     hidden = matrices_of(model)
     names = {name for name, _ in hidden}
     rest = [(name, param) for name, param in model.named_parameters() if name not in names]
@@ -78,10 +78,10 @@ def _groups_of(model: nn.Module, flag: str) -> list[dict[str, Any]]:
 
 
 class TorchMuon:
-    """Two optimizers of torch, which know nothing of shards.
+    """torch's Muon for the matrices and AdamW for the rest, which know nothing of shards.
 
     Args:
-        model: a `Net`, or another whose matrices are named alike.
+        model: a `MatrixNet`, or another whose matrices are named alike.
         options: of `torch.optim.Muon`.
     """
 
@@ -95,18 +95,18 @@ class TorchMuon:
         ]
 
     def step(self) -> None:
-        """Of both."""
+        """Steps both."""
         for one in self.both:
             one.step()
 
     def zero_grad(self) -> None:
-        """Of both."""
+        """Clears the gradients of both."""
         for one in self.both:
             one.zero_grad()
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) -> list[float]:
-    """The losses; the same batch on all ranks, so that gradients do not depend on their number."""
+    """Returns the losses; all ranks have one batch, so gradients do not depend on their number."""
     losses = []
     for step in range(first, first + steps):
         torch.manual_seed(step)
@@ -118,19 +118,19 @@ def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) 
     return losses
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with all its shards, outside of autograd."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, outside of autograd; a copy of a plain tensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of a model with all their shards, by name."""
-    return {name: whole(param) for name, param in model.named_parameters()}
+def full_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full parameters of a model, by name."""
+    return {name: full_tensor(param) for name, param in model.named_parameters()}
 
 
 def same_bits(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """The names of tensors that are not the same: none, if all is well."""
+    """The names of the tensors whose bits differ; empty if all are the same."""
     return [name for name in expected if not torch.equal(actual[name], expected[name])]

@@ -1,7 +1,7 @@
 """What a test calls: an operator, a function of tensors, and its operands.
 
-Note: `testkit.cases` has tensors, this and the table in `testkit.operator_table` have what is done
-to them, and `testkit.operator_cases` puts them on a mesh.
+Note: `testkit.cases` has tensors, this and the table in `testkit.operators.table` have what is done
+to them, and `testkit.operators.cases` puts them on a mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Operand:
+class OpInput:
     """A tensor that an operator takes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OpEntry:
     """A function of tensors.
 
     Attributes:
@@ -49,6 +49,6 @@ class Operator:
 
     name: str
     run: Callable[..., Any]
-    operands: tuple[Operand, ...]
+    operands: tuple[OpInput, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
     mutates: int = 0

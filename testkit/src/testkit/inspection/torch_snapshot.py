@@ -1,4 +1,4 @@
-"""What torch is at a moment: its functions, tables, kernels, hooks and flags."""
+"""A snapshot of torch's global state: functions, tables, kernels, hooks and flags."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def torch_snapshot() -> TorchSnapshot:
 
 _SCRIPT = """
 import json, sys
-from testkit.torch_snapshot import torch_snapshot
+from testkit.inspection.torch_snapshot import torch_snapshot
 before, scope, found = torch_snapshot(), {}, []
 for statement in sys.argv[1:]:
     exec(statement, scope)

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
-from testkit.messages import Reply, Task, WarningFilter
-from testkit.pool import START_TIMEOUT, Pool, Rank, arrivals, receive
+from testkit.ranks.messages import Reply, Task, WarningFilter
+from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, arrivals, receive
 
 T = TypeVar("T")
 
@@ -34,10 +34,10 @@ _pool: Pool | None = None
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank of a failed call.
+    """The end of one rank of a failed call.
 
     Attributes:
-        rank: which.
+        rank: its number.
         state: ``"raised"``; ``"died"`` (signal or exit); ``"hung"`` at the time limit;
             ``"running"`` when another rank's failure ended the call; ``"not ready"`` when it did
             not start, or did not get out of the call before.
@@ -75,9 +75,9 @@ def run_ranks(
 ) -> list[T]:
     """Runs ``fn(*args, **kwargs)`` on `world_size` processes, in a fresh gloo process group.
 
-    The processes are started once and kept (`testkit.pool`). Between calls the process group is
-    destroyed, torch's distributed caches are cleared and the seeds of `torch` and `random` are set
-    to 0; whatever else `fn` changes in its process stays changed. Ranks have the caller's
+    The processes are started once and reused (`testkit.ranks.pool`). Between calls the process
+    group is destroyed, torch's distributed caches are cleared and the seeds of `torch` and `random`
+    are set to 0; whatever else `fn` changes in its process stays changed. Ranks have the caller's
     `sys.path` and warning filters, and one thread each. What they print is printed here, labelled,
     when the call succeeds, and is part of the error when it fails.
 
@@ -217,7 +217,7 @@ def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     with _by_value([fn, *args, *kwargs.values()]):
         try:
             buffer = io.BytesIO()
-            _Pickler(buffer).dump(Task(fn, args, kwargs, _warning_filters()))
+            _TaskPickler(buffer).dump(Task(fn, args, kwargs, _warning_filters()))
             return buffer.getvalue()
         except Exception as error:
             raise TypeError(
@@ -226,7 +226,7 @@ def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
             ) from error
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
+class _TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
     """cloudpickle sends a plain module by name, but not one of a class of its own: torch.ops."""
 
     def reducer_override(self, obj: object) -> Any:

@@ -1,4 +1,4 @@
-"""The Python examples of a package's README, for the tests that run them as they stand."""
+"""The Python examples of a package's README, for the tests that run them unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A net whose weights have tiles that edges cut, and its training with weights that are quantised.
+"""A net whose weights have partial tiles at their edges, and its training with quantized weights.
 
-The quantisation here is written as plainly as it goes, and knows nothing of shards.
+The quantization here is the plain reference, and knows nothing of shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH, EXPERTS = 20, 3
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-class Block(nn.Module):
+class TileBlock(nn.Module):
     """A residual block: a norm, two Linears, and a stack of matrices as experts have it."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.experts = nn.Parameter(torch.randn(EXPERTS, 12, WIDTH) / WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As many features as came in."""
+        """Features (..., WIDTH) to (..., WIDTH)."""
         h = self.norm(x)
         each = torch.cat([h @ expert.t() for expert in self.experts.unbind()], -1)
         y: torch.Tensor = x + self.down(torch.tanh(self.up(h) + each))
@@ -36,13 +36,13 @@ class Block(nn.Module):
 
 
 def net() -> nn.Sequential:
-    """Two blocks and a Linear of five rows; always the same parameters."""
+    """Two blocks and a Linear of five rows, always with the same parameters."""
     torch.manual_seed(3)
-    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
+    return nn.Sequential(TileBlock(), TileBlock(), nn.Linear(WIDTH, 5))
 
 
 def batch(number: int) -> torch.Tensor:
-    """(6, WIDTH): the same on all ranks, so that gradients do not depend on their number."""
+    """A batch (6, WIDTH), the same on all ranks: gradients do not depend on their number."""
     torch.manual_seed(100 + number)
     return torch.randn(6, WIDTH)
 
@@ -55,14 +55,14 @@ def losses(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[bool], object] = bool,
 ) -> list[float]:
-    """Of each backward.
+    """Trains and returns the loss of each backward.
 
     Args:
         model: a `net`.
         optimizer: of its parameters.
         steps: of the optimizer.
         micro: backwards for each step.
-        dtype: of what the model is given.
+        dtype: of the model's inputs.
         prepare: called before each forward with whether it is a step's last.
     """
     found = []
@@ -85,16 +85,16 @@ def plain_losses(
     micro: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:
-    """`losses` on one device, of a model that computes with other weights than it has.
+    """`losses` on one device, with parameters that are transformed before each forward.
 
     Args:
         model: whose parameters are trained.
         optimizer: of these.
         steps: as of `losses`.
-        used: what is computed with in place of a parameter, which is given by name; its gradient
-            is the parameter's.
+        used: takes a parameter's name and value and returns the value to compute with, whose
+            gradient becomes the parameter's.
         micro: as of `losses`.
-        dtype: that computes.
+        dtype: of the computation.
     """
     found = []
     for step in steps:
@@ -119,7 +119,7 @@ def plain_losses(
 
 
 def fake_quantized(weight: torch.Tensor, dtype: torch.dtype, rows: int, cols: int) -> torch.Tensor:
-    """A weight of fp32, quantised and dequantised tile by tile; of 1 dim as it is."""
+    """A weight of fp32, quantized and dequantized tile by tile; a copy of a weight of 1 dim."""
     if weight.ndim < 2:
         return weight.clone()
     found = torch.empty_like(weight)

@@ -1,4 +1,4 @@
-"""A small diffusion transformer for tests, for one device: it knows nothing of meshes.
+"""A small diffusion transformer for one device, and its loss; it knows nothing of meshes.
 
 DiT of Peebles and Xie, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748), section 3:
 adaLN-Zero blocks between a patch embedding and a linear decoder. Modules have the names of the
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["DiT", "Diffusion", "kept_share"]
+__all__ = ["DiT", "DiffusionLoss", "signal_rate"]
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class LabelEmbedder(nn.Module):
         return embedded
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention of (batch, tokens, width), with one projection for queries, keys, values."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         return dropped
 
 
-class Mlp(nn.Module):
+class FeedForward(nn.Module):
     """Two linear layers on the last dim."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
@@ -106,9 +106,9 @@ class DiTBlock(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.attn = Attention(width, heads, dropout)
+        self.attn = SelfAttention(width, heads, dropout)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = Mlp(width, 4 * width, dropout)
+        self.mlp = FeedForward(width, 4 * width, dropout)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -192,12 +192,12 @@ class DiT(nn.Module):
         return x.reshape(x.shape[0], self.channels, side * patch, side * patch)
 
 
-def kept_share(t: torch.Tensor) -> torch.Tensor:
-    """What is left of an image at times in [0, 1000]: 1 falling to 0, along a cosine."""
+def signal_rate(t: torch.Tensor) -> torch.Tensor:
+    """The factor of the image in a noisy one, at times in [0, 1000]: a cosine from 1 to 0."""
     return torch.cos(t / 1000 * math.pi / 2)
 
 
-class Diffusion(nn.Module):
+class DiffusionLoss(nn.Module):
     """The training loss of a diffusion model: the squared error of the predicted noise.
 
     Args:
@@ -212,8 +212,8 @@ class Diffusion(nn.Module):
         self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, noise: torch.Tensor
     ) -> torch.Tensor:
         """The loss of clean images, times, classes, and the noise to add, of the images' shape."""
-        share = kept_share(t).view(-1, 1, 1, 1)
-        noisy = share * x + (1 - share**2).sqrt() * noise
+        rate = signal_rate(t).view(-1, 1, 1, 1)
+        noisy = rate * x + (1 - rate**2).sqrt() * noise
         loss: torch.Tensor = self.criterion(self.model(noisy, t, y), noise)
         return loss
 

@@ -97,7 +97,7 @@ class NetworkHosts:
         self._ip(0, "link", "set", self._links[0], "up")
 
     def slow_down(self, *, kbit: int) -> str | None:
-        """Have both ends send at most so much; return why not, if this kernel cannot."""
+        """Limits what both ends send per second; returns the reason where this kernel cannot."""
         for host in range(2):
             try:
                 subprocess.run(

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from testkit.cases import SHORT, Case, placements_named
-from testkit.operator_table import OPERATORS
-from testkit.operators import Operand, Operator
+from testkit.operators.operator import OpEntry, OpInput
+from testkit.operators.table import OPERATORS
 
 _ONE_AXIS = "R S0 S1 Psum"
 _TWO_AXES = "R.R S0.R S0.S1 S0.S0 Psum.S0"
@@ -27,7 +27,7 @@ class OperatorCase:
         operands: one row of the table of tensors for each of its operands.
     """
 
-    operator: Operator
+    operator: OpEntry
     dtype: torch.dtype
     operands: tuple[Case, ...]
 
@@ -100,7 +100,7 @@ def operator_cases(
 
 
 def _rows(
-    operator: Operator, mesh_shape: tuple[int, ...], dtype: torch.dtype
+    operator: OpEntry, mesh_shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[tuple[Case, ...]]:
     """The operands of one operator with every choice of placements."""
     names = (_ONE_AXIS if len(mesh_shape) == 1 else _TWO_AXES).split()
@@ -126,7 +126,7 @@ def _named(rows: list[Case], name: str) -> Case:
 
 
 def _case(
-    operand: Operand, mesh_shape: tuple[int, ...], dtype: torch.dtype, name: str
+    operand: OpInput, mesh_shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Case | None:
     """The operand with these placements, or None where they do not fit it."""
     placements = placements_named(name)

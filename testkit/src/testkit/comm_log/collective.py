@@ -59,10 +59,10 @@ class Collective:
         without compression, n ranks, i this rank:
 
         =================  =============================================================
-        all_gather         output - input              (n - 1 pieces travel through me)
+        all_gather         output - input              (n - 1 pieces are forwarded by this rank)
         reduce_scatter     input - output              (likewise)
         all_reduce         2 (n - 1) / n x input       (reduce_scatter, then all_gather)
-        all_to_all         input - my own split        (needs i where splits are uneven)
+        all_to_all         input - its own split       (needs i where splits are uneven)
         broadcast          input, 0 for the last of the chain root, root+1, ..., root-1
         reduce             input, 0 for the root       (the same chain backwards)
         scatter            root: input - its piece; others 0

@@ -1,4 +1,6 @@
-"""One rank of the pool: ``python -m testkit.worker FD PARENT RANK PORT``, started by testkit.pool.
+"""The process of one rank, started by `testkit.ranks.pool`.
+
+Usage: ``python -m testkit.ranks.worker FD PARENT RANK PORT``.
 
 Serves calls from the socket FD until its parent closes it or dies. Its stdout and stderr are the
 rank's log file, emptied before each call.
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from testkit.mesh import clear_caches
-from testkit.messages import Call, Ready, Release, Reply, Task
+from testkit.ranks.messages import DestroyGroup, RankCall, Ready, Reply, Task
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -52,10 +54,10 @@ def main(fd: int, parent: int, rank: int, port: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pool
         while True:
             connection.send(Ready())
-            call: Call = connection.recv()
+            call: RankCall = connection.recv()
             os.ftruncate(sys.stdout.fileno(), 0)
             connection.send(_serve(call, rank, dist.PrefixStore(f"call{call.number}", store)))
-            assert connection.recv() == Release()
+            assert connection.recv() == DestroyGroup()
             _reset()
 
 
@@ -65,7 +67,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(call: Call, rank: int, store: dist.Store) -> Reply:
+def _serve(call: RankCall, rank: int, store: dist.Store) -> Reply:
     sys.path[:] = call.sys_path
     with warnings.catch_warnings():
         try:
@@ -78,7 +80,7 @@ def _serve(call: Call, rank: int, store: dist.Store) -> Reply:
     return reply
 
 
-def _run(call: Call, rank: int, store: dist.Store) -> Any:
+def _run(call: RankCall, rank: int, store: dist.Store) -> Any:
     task: Task = pickle.loads(call.payload)
     warnings.resetwarnings()
     for entry in reversed(task.warning_filters):
@@ -95,7 +97,7 @@ def _run(call: Call, rank: int, store: dist.Store) -> Any:
     return task.fn(*task.args, **task.kwargs)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, DTensor):
             raise TypeError(
@@ -108,7 +110,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
 def _dumps(result: Any) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump(result)
+        _ResultPickler(buffer).dump(result)
     except Exception as error:
         raise TypeError(
             f"the result, a {type(result).__name__}, cannot be sent back ({error}); "

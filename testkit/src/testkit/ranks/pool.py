@@ -1,4 +1,4 @@
-"""The rank processes: started once, kept for the next call, killed with their parent."""
+"""The rank processes: started once, reused by the next call, killed with their parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from testkit.messages import Call, Ready, Release
+from testkit.ranks.messages import DestroyGroup, RankCall, Ready
 
 START_TIMEOUT = 120.0  # seconds to import torch; several ranks share the cores
 _TAIL = 8_000  # characters of a rank's output that are shown
@@ -80,7 +80,7 @@ class Rank:
 
 
 class Pool:
-    """Rank processes of this process, and the store through which they meet.
+    """Rank processes of this process, and the store of their rendezvous.
 
     A call uses the first `world_size` of them; the pool grows when a call needs more.
     """
@@ -127,7 +127,7 @@ class Pool:
     def send(self, world_size: int, payload: bytes) -> None:
         """Hands a call to the first `world_size` ranks."""
         self._calls += 1
-        call = Call(self._calls, world_size, tuple(sys.path), payload)
+        call = RankCall(self._calls, world_size, tuple(sys.path), payload)
         for rank in self.ranks[:world_size]:
             rank.ready = False
             with contextlib.suppress(ConnectionError):  # it died; who waits for its reply sees it
@@ -137,7 +137,7 @@ class Pool:
         """Lets the ranks of a finished call destroy its process group."""
         for rank in self.ranks[:world_size]:
             with contextlib.suppress(ConnectionError):
-                rank.connection.send(Release())
+                rank.connection.send(DestroyGroup())
 
     def close(self) -> None:
         """Kills every process and removes the logs; harmless in a forked child."""
@@ -163,7 +163,7 @@ class Pool:
         with rank_end, log.open("ab") as output, contextlib.ExitStack() as on_error:
             on_error.callback(connection.close)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "testkit.worker", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "testkit.ranks.worker", *map(str, arguments)],
                 env=environment,
                 pass_fds=[rank_end.fileno()],
                 stdin=subprocess.DEVNULL,

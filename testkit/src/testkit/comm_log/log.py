@@ -27,10 +27,10 @@ from typing import TypeVar, get_args
 import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver
 
-from testkit.collective import Collective, Op
-from testkit.trace import read_collectives, read_product_flops
+from testkit.comm_log.collective import Collective, Op
+from testkit.comm_log.execution_trace import read_collectives, read_product_flops
 
-__all__ = ["Collective", "CommLog", "Op"]
+__all__ = ["CommLog"]
 
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""A net whose parameters end within blocks, and a script that trains it: for 8-bit optimizers."""
+"""A net whose parameters end within quantization blocks, and its training by 8-bit optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 64  # of blocks: small, so that small tensors have many
 
 
 def model_of() -> nn.Sequential:
-    """Its second weight ends in the middle of a block; norms and biases are not quantised."""
+    """A net whose second weight ends within a block; norms and biases are not quantized."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
@@ -22,13 +22,13 @@ def model_of() -> nn.Sequential:
 
 
 def optimizer_of(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
-    """An 8-bit optimizer of the model, by names."""
+    """An 8-bit optimizer of the model's named parameters."""
     options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
     return kind(model.named_parameters(), **options)
 
 
 def step(model: nn.Module, optimizer: Any, number: int) -> float:
-    """The loss of a step, whose batch is the same on all ranks."""
+    """Makes one training step and returns its loss; all ranks have the same batch."""
     torch.manual_seed(100 + number)
     x = torch.randn(8, 24)
     loss = (model(x) - x.flip(1)).square().mean()
@@ -40,5 +40,5 @@ def step(model: nn.Module, optimizer: Any, number: int) -> float:
 
 
 def losses(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> list[float]:
-    """Those of several steps."""
+    """The losses of several steps."""
     return [step(model, optimizer, number) for number in steps]
