@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api.context import Order, ring
-from plan_api.context.attend import _LOCAL
-from plan_api.context.kernel import kernel_of
-from plan_api.context.order import ORDERS, piece_between
-from plan_api.context.setting import Setting
+from plan_api.context_parallel import Order, ring
+from plan_api.context_parallel.attend import _LOCAL
+from plan_api.context_parallel.kernel import kernel_of
+from plan_api.context_parallel.order import ORDERS, piece_between
+from plan_api.context_parallel.setting import Setting
 from testkit import run_ranks
 
 CASES = [(method, order) for method in _LOCAL for order in reversed(ORDERS)]

@@ -7,6 +7,6 @@ import plan_api
 
 version = importlib.metadata.version("plan-api")
 assert plan_api.__version__ == version, f"{plan_api.__version__} imported, {version} installed"
-for name in ("py.typed", "view/page.css", "view/page.js"):
+for name in ("py.typed", "inspect/view/page.css", "inspect/view/page.js"):
     assert importlib.resources.files(plan_api).joinpath(name).is_file(), f"{name} is missing"
 print(f"plan_api {version}: imported from {plan_api.__file__}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plan_api.containers import map_tensors, replace_part
+from plan_api.runtime.containers import map_tensors, replace_part
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
-from plan_api.context import Order
-from plan_api.context.attend import _LOCAL
-from plan_api.context.setting import Setting
+from plan_api.context_parallel import Order
+from plan_api.context_parallel.attend import _LOCAL
+from plan_api.context_parallel.setting import Setting
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -6,12 +6,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api.context import Order
-from plan_api.context.attend import _LOCAL
-from plan_api.context.kernel import Partial, kernel_of
-from plan_api.context.merge import Merged
-from plan_api.context.order import pieces_over_all
-from plan_api.context.setting import Setting
+from plan_api.context_parallel import Order
+from plan_api.context_parallel.attend import _LOCAL
+from plan_api.context_parallel.kernel import Partial, kernel_of
+from plan_api.context_parallel.merge import Merged
+from plan_api.context_parallel.order import pieces_over_all
+from plan_api.context_parallel.setting import Setting
 
 pytestmark = [
     pytest.mark.cuda,

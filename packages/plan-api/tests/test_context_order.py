@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from plan_api.context import Order
-from plan_api.context.order import ORDERS, piece_between, pieces_over_all
+from plan_api.context_parallel import Order
+from plan_api.context_parallel.order import ORDERS, piece_between, pieces_over_all
 
 LENGTH = 24
 RANKS = (1, 2, 3, 4)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from plan_api import Plan, generate_static, lower, parallelize, zoo
-from plan_api.context.kernel import kernel_of
+from plan_api.context_parallel.kernel import kernel_of
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models
 
 needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)

@@ -175,7 +175,7 @@ def test_a_model_that_looks_at_values_is_refused():
 
 
 def test_the_tape_goes_with_the_model():
-    from plan_api import deferred
+    from plan_api.runtime import deferred_init as deferred
 
     gc.collect()
     before = len(deferred._tapes)

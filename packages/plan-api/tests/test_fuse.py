@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, lower
-from plan_api.fuse import fuse, last_words
-from plan_api.ir import Act, Moment, Op
+from plan_api.lowering.fuse import fuse, last_words
+from plan_api.lowering.ir import Act, Moment, Op
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

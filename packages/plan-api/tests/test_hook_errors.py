@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Phase, Plan, parallelize
-from plan_api.errors import append_site
-from plan_api.fuse import Move, Site, Step
-from plan_api.ir import Act, Moment
+from plan_api.lowering.fuse import Move, Site, Step
+from plan_api.lowering.ir import Act, Moment
+from plan_api.runtime.error_context import append_site
 from testkit.models import TwoLinears
 
 R, S0 = Replicate(), Shard(0)

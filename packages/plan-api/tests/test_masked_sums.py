@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api.fuse import Move, Step
-from plan_api.ir import Act
-from plan_api.move import Mover
+from plan_api.lowering.fuse import Move, Step
+from plan_api.lowering.ir import Act
+from plan_api.runtime.redistribute import Mover
 from testkit import fake_mesh
 
 

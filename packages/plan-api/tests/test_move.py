@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from plan_api import Plan, lower
-from plan_api.move import Mover
+from plan_api.runtime.redistribute import Mover
 from testkit import CommLog
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plan_api.path import Kind, parse
+from plan_api.spec.path import Kind, parse
 
 
 @pytest.mark.parametrize(

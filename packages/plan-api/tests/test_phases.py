@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from plan_api import Phase, Plan, parallelize, track
-from plan_api.use import Copy
+from plan_api.runtime.unsharded_param import Copy
 from testkit import CommLog, fake_mesh, models, run_ranks
 
 R, S0 = Replicate(), Shard(0)

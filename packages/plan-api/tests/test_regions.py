@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api import Phase, Plan, fully, lower, parallelize
+from plan_api import Phase, Plan, lower, parallelize
+from plan_api.runtime import fully_shard as fully
 from testkit import models, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

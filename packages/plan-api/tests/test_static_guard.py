@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, StaticError, installed, parallelize, zoo
-from plan_api.agree import differs_anywhere, first_anywhere
+from plan_api.runtime.agreement import differs_anywhere, first_anywhere
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
 

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api.fuse import Move, Step
-from plan_api.ir import Act
+from plan_api.lowering.fuse import Move, Step
+from plan_api.lowering.ir import Act
+from plan_api.runtime.local_redistribute import local_move
 from plan_api.static.mover import StaticMover
-from plan_api.static.moves import local_move
 from testkit import CommLog, fake_mesh, run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

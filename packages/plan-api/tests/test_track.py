@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_rules
-from plan_api import Plan, extras, parallelize, track, watch
-from plan_api.track import Collective, Phase
+from plan_api import Plan, extras, parallelize, track
+from plan_api.inspect.track import Collective, Phase
+from plan_api.runtime import attribution as watch
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -243,7 +244,7 @@ def overlapping():
 
 
 def test_collectives_that_overlap_are_on_threads_of_their_own():
-    from plan_api.track.chrome import trace_of
+    from plan_api.inspect.track.chrome import trace_of
 
     events = trace_of(overlapping(), (), "Model", 3)["traceEvents"]
     assert [(one["tid"], one["pid"]) for one in events if one["ph"] == "X"] == [

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import plan_api
 from plan_api import Plan, parallelize, track, view
-from plan_api.track import Collective, Phase, Record
-from plan_api.view.colours import DIMS, colour_of
-from plan_api.view.html import element
-from plan_api.view.rows import size
-from plan_api.view.tree import Traffic, tree_of
+from plan_api.inspect.track import Collective, Phase, Record
+from plan_api.inspect.view.colours import DIMS, colour_of
+from plan_api.inspect.view.html import element
+from plan_api.inspect.view.rows import size
+from plan_api.inspect.view.tree import Traffic, tree_of
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 VOID = {"meta", "input"}

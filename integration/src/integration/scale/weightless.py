@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.simulate.work import work_of
-from plan_api.track.collective import group_of, name_of
+from plan_api.inspect.track.collective import group_of, name_of
 from testkit import Collective
 from testkit.comm_log import Op
 

@@ -8,16 +8,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context.attend import install_context
-from plan_api.context.sequence import Reorder, install_shifts
-from plan_api.fuse import Site, Step
-from plan_api.hooks import Fired, Moves, install
-from plan_api.indices import Indices
-from plan_api.ir import Act
-from plan_api.move import Mover
-from plan_api.region import install_regions
-from plan_api.schedule import Schedule
-from plan_api.state import use_copies
+from plan_api.context_parallel.attend import install_context
+from plan_api.context_parallel.sequence import Reorder, install_shifts
+from plan_api.lowering.fuse import Site, Step
+from plan_api.lowering.ir import Act
+from plan_api.lowering.schedule import Schedule
+from plan_api.ops.expert_indices import Indices
+from plan_api.ops.local_region import install_regions
+from plan_api.runtime.hooks import Fired, Moves, install
+from plan_api.runtime.redistribute import Mover
+from plan_api.runtime.state import use_copies
 
 __all__ = ["install_eager"]
 

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.agree import check_agreement
-from plan_api.axes import axis_names
-from plan_api.deferred import made_from
 from plan_api.eager import install_eager
 from plan_api.extras import warn_of_slow_planning
-from plan_api.forward_errors import install_forward_errors
-from plan_api.fully import apply_fully_shard, fully_sharded_names
-from plan_api.gradients import Gradients
-from plan_api.hooks import Fired
-from plan_api.lowered import Lowered, lower
+from plan_api.lowering.lower import Lowered, lower
+from plan_api.ops.router_loss import refuse_router_loss
 from plan_api.options import Options, check_in_effect
 from plan_api.patches import install_patches, uninstall_patches
-from plan_api.plan import Plan
-from plan_api.router_loss import refuse_router_loss
-from plan_api.state import place_state
+from plan_api.runtime.agreement import check_agreement
+from plan_api.runtime.deferred_init import made_from
+from plan_api.runtime.forward_errors import install_forward_errors
+from plan_api.runtime.fully_shard import apply_fully_shard, fully_sharded_names
+from plan_api.runtime.gradients import Gradients
+from plan_api.runtime.hooks import Fired
+from plan_api.runtime.state import place_state
+from plan_api.spec.axes import axis_names
+from plan_api.spec.plan import Plan
 from plan_api.static.check import check_static
 from plan_api.static.compare import Difference
 from plan_api.static.guard import Guard

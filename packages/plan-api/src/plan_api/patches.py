@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from plan_api._compat import use_rule_for_convolution_backward
-from plan_api.attention import register_cpu_attention
 from plan_api.extras import enable_extra
-from plan_api.losses import loss_handlers
+from plan_api.ops.attention import register_cpu_attention
+from plan_api.ops.losses import loss_handlers
 from plan_api.static.optimizer import remove_step_hooks
 
 __all__ = ["install_patches", "uninstall_patches"]

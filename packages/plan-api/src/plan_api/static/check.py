@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from plan_api.context.check import sequences_of
-from plan_api.fuse import Site
-from plan_api.ir import Act, Moment
-from plan_api.lowered import Lowered
-from plan_api.resolve import state_of
+from plan_api.lowering.context_check import sequences_of
+from plan_api.lowering.fuse import Site
+from plan_api.lowering.ir import Act, Moment
+from plan_api.lowering.lower import Lowered
+from plan_api.lowering.resolve import state_of
 from plan_api.static.compare import StaticError
 from plan_api.static.mover import StaticMover
 from plan_api.static.on_dtensors import check_borders

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.containers import map_tensors
+from plan_api.runtime.containers import map_tensors
 from plan_api.static.fake import is_fake
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from plan_api.containers import map_tensors
+from plan_api.runtime.containers import map_tensors
 
 __all__ = ["Faker", "is_fake"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from plan_api.lowered import Lowered, lower
+from plan_api.lowering.lower import Lowered, lower
 from plan_api.parallelize import installed, parallelize
-from plan_api.path import numbered
-from plan_api.plan import Plan
+from plan_api.spec.path import numbered
+from plan_api.spec.plan import Plan
 from plan_api.static.check import unsupported
 from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker

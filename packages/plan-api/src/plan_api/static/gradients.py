@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.axes import axis_names
-from plan_api.gradients import Gradients
-from plan_api.hooks import Fired
+from plan_api.runtime.gradients import Gradients
+from plan_api.runtime.hooks import Fired
+from plan_api.spec.axes import axis_names
 from plan_api.static.leaves import Leaf
 
 if TYPE_CHECKING:

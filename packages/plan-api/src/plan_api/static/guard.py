@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.agree import differs_anywhere, first_anywhere
 from plan_api.eager import install_eager
-from plan_api.hooks import Fired
-from plan_api.lowered import Lowered
+from plan_api.lowering.lower import Lowered
+from plan_api.runtime.agreement import differs_anywhere, first_anywhere
+from plan_api.runtime.hooks import Fired
 from plan_api.static.compare import Difference, StaticError, compare
 from plan_api.static.fake import is_fake
 from plan_api.static.gradients import LeafGradients

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from plan_api.ir import spelled
+from plan_api.inspect.track import Collective, Phase, Record, track
+from plan_api.lowering.ir import spelled
+from plan_api.lowering.resolve import is_inside
 from plan_api.parallelize import installed, parallelize
-from plan_api.path import numbered, quoted
-from plan_api.plan import Plan
-from plan_api.resolve import is_inside
+from plan_api.spec.path import numbered, quoted
+from plan_api.spec.plan import Plan
 from plan_api.static.compare import gradients, kept
 from plan_api.static.twin import twin_of
-from plan_api.track import Collective, Phase, Record, track
 
 __all__ = ["hint"]
 

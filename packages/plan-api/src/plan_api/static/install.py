@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.containers import map_tensors
-from plan_api.errors import StepContext
-from plan_api.fuse import Site
-from plan_api.gradients import Gradients
-from plan_api.hooks import Fired, install
-from plan_api.indices import install_indices
-from plan_api.ir import Act, Moment
-from plan_api.lowered import Lowered
+from plan_api.lowering.fuse import Site
+from plan_api.lowering.ir import Act, Moment
+from plan_api.lowering.lower import Lowered
+from plan_api.ops.expert_indices import install_indices
 from plan_api.options import Options
+from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.gradients import Gradients
+from plan_api.runtime.hooks import Fired, install
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.resolve import state_of
+from plan_api.lowering.resolve import state_of
 
 __all__ = ["Leaf", "leaves_of"]
 

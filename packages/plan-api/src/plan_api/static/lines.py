@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.entry import Entry
-from plan_api.ir import Act, Moment
-from plan_api.lowered import Lowered
-from plan_api.path import Kind, numbered
-from plan_api.plan import Plan
-from plan_api.resolve import is_inside
+from plan_api.lowering.ir import Act, Moment
+from plan_api.lowering.lower import Lowered
+from plan_api.lowering.resolve import is_inside
+from plan_api.spec.entry import Entry
+from plan_api.spec.path import Kind, numbered
+from plan_api.spec.plan import Plan
+from plan_api.spec.verb import Verb
 from plan_api.static.record import Call, Passed, Placements, Record
-from plan_api.verb import Verb
 
 __all__ = ["Said", "lines_of", "sizes_of", "written"]
 

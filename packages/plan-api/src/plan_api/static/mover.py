@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.axes import axis_names
-from plan_api.errors import StepContext
-from plan_api.fuse import Move, Step
-from plan_api.ir import short
-from plan_api.static.moves import LocalMove, local_move
+from plan_api.lowering.fuse import Move, Step
+from plan_api.lowering.ir import short
+from plan_api.runtime.attribution import moving
+from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.local_redistribute import LocalMove, local_move
+from plan_api.spec.axes import axis_names
 from plan_api.static.passed import Passed
-from plan_api.watch import moving
 
 __all__ = ["StaticMover"]
 

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.axes import axis_names
-from plan_api.containers import map_tensors, replace_part
 from plan_api.eager import install_eager
-from plan_api.fuse import Move, Site, Step
-from plan_api.hooks import Fired, argument_at, places_of
-from plan_api.indices import Indices
-from plan_api.ir import Act, Moment
-from plan_api.resolve import is_inside
+from plan_api.lowering.fuse import Move, Site, Step
+from plan_api.lowering.ir import Act, Moment
+from plan_api.lowering.resolve import is_inside
+from plan_api.ops.expert_indices import Indices
+from plan_api.runtime.containers import map_tensors, replace_part
+from plan_api.runtime.hooks import Fired, argument_at, places_of
+from plan_api.spec.axes import axis_names
 from plan_api.static.compare import StaticError
 
 __all__ = ["check_borders", "install_on_dtensors"]

@@ -21,14 +21,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn._reduction import legacy_get_string
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.axes import axis_names
-from plan_api.containers import map_tensors
-from plan_api.cross_entropy import Cut, cross_entropy
-from plan_api.errors import StepContext
-from plan_api.fuse import Site
-from plan_api.static.catching import Calls, Operator, Span
+from plan_api.lowering.fuse import Site
+from plan_api.ops.cross_entropy import Cut, cross_entropy
+from plan_api.ops.function_calls import Calls, Operator, Span
+from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.local_redistribute import local_move
+from plan_api.spec.axes import axis_names
 from plan_api.static.fake import is_fake
-from plan_api.static.moves import local_move
 
 __all__ = ["check_operators", "install_operators"]
 

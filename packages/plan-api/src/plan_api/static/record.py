@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from plan_api.containers import map_tensors
 from plan_api.eager import install_eager
-from plan_api.fuse import Step
-from plan_api.hooks import Fired, places_of
-from plan_api.lowered import Lowered
-from plan_api.move import Mover
+from plan_api.lowering.fuse import Step
+from plan_api.lowering.lower import Lowered
+from plan_api.runtime.containers import map_tensors
+from plan_api.runtime.hooks import Fired, places_of
+from plan_api.runtime.redistribute import Mover
 from plan_api.static.compare import gradients, kept
 
 __all__ = ["Call", "Passed", "Record", "record"]

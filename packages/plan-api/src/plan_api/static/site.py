@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.axes import axis_names
-from plan_api.fuse import Site, Step
-from plan_api.hooks import Moves
-from plan_api.ir import Act, Moment
+from plan_api.lowering.fuse import Site, Step
+from plan_api.lowering.ir import Act, Moment
+from plan_api.runtime.hooks import Moves
+from plan_api.spec.axes import axis_names
 from plan_api.static.mover import StaticMover
 from plan_api.static.passed import Passed
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from plan_api.path import numbered
+from plan_api.spec.path import numbered
 
 __all__ = ["around", "widened"]
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.axes import axis_names
-from plan_api.fuse import Move, Site, Step
-from plan_api.ir import Act, Moment
-from plan_api.lowered import Lowered
-from plan_api.schedule import Schedule
+from plan_api.lowering.fuse import Move, Site, Step
+from plan_api.lowering.ir import Act, Moment
+from plan_api.lowering.lower import Lowered
+from plan_api.lowering.schedule import Schedule
+from plan_api.spec.axes import axis_names
 from plan_api.static.compare import StaticError
 
 __all__ = ["with_tables"]

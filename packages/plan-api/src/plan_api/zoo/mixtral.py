@@ -7,7 +7,7 @@ import itertools
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.plan import Plan
+from plan_api.spec.plan import Plan
 from plan_api.zoo.llama import decoder
 from plan_api.zoo.needs import Axes, ExpertAxes, check_options, expert_axes, fused, names_of
 

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.axes import axis_names
-from plan_api.context.attend import Method
-from plan_api.context.order import OrderName
-from plan_api.plan import Plan
+from plan_api.context_parallel.attend import Method
+from plan_api.context_parallel.order import OrderName
+from plan_api.spec.axes import axis_names
+from plan_api.spec.plan import Plan
 
 __all__ = [
     "Axes", "Context", "ExpertAxes", "check_options", "cut_batch", "cut_classes", "cut_sequence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.plan import Plan
+from plan_api.spec.plan import Plan
 from plan_api.zoo.needs import check_options, cut_batch
 
 __all__ = ["vit"]

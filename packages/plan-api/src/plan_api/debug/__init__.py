@@ -1,5 +1,0 @@
-"""A debugger for one of many ranks."""
-
-from plan_api.debug.stop import breakpoint  # noqa: A004  # its name in torch as well
-
-__all__ = ["breakpoint"]

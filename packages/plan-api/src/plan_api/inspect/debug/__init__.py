@@ -1,0 +1,5 @@
+"""A debugger for one of many ranks."""
+
+from plan_api.inspect.debug.stop import breakpoint  # noqa: A004  # its name in torch as well
+
+__all__ = ["breakpoint"]

@@ -1,0 +1,162 @@
+"""What a plan does to a model, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from plan_api.lowering.fuse import Override, Step
+from plan_api.lowering.ir import Act, Moment, short
+from plan_api.lowering.lower import lower
+from plan_api.lowering.resolve import state_of
+from plan_api.runtime.shapes import local_shape
+from plan_api.spec.entry import Entry
+from plan_api.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Diff", "Explanation", "Row", "diff", "explain", "show"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor at one site.
+
+    Attributes:
+        site: the module.
+        hook: the moment.
+        tensor: its name there, with the argument's number or name.
+        before: a placement per axis; what the plan does not say is empty.
+        after: the same.
+        bytes: of a parameter or buffer on this rank then, along all axes; activations have them at
+            run time.
+        line: of the plan.
+    """
+
+    site: str
+    hook: str
+    tensor: str
+    before: str
+    after: str
+    bytes: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan on a model; `str` makes a table, and `table` one for rich."""
+
+    rows: tuple[Row, ...]
+    overrides: tuple[Override, ...]
+
+    def __str__(self) -> str:
+        cells = [[field.name for field in fields(Row)], *(list(astuple(row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
+        return "\n".join([*lines, *map(str, self.overrides)])
+
+    def table(self) -> Table:
+        """A `rich.table.Table`.
+
+        Raises:
+            ImportError: rich is not installed (`pip install plan-api[report]`).
+        """
+        from rich.table import Table
+
+        table = Table(*(field.name for field in fields(Row)), caption=_caption(self.overrides))
+        for row in self.rows:
+            table.add_row(*astuple(row))
+        return table
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What two plans say differently; where a line was written does not count."""
+
+    removed: tuple[Entry, ...]
+    added: tuple[Entry, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*(f"- {entry}" for entry in self.removed), *(f"+ {entry}" for entry in self.added)]
+        )
+
+
+def explain(plan: Plan, model: nn.Module) -> Explanation:
+    """Every site of a plan on a model, in the order of its modules.
+
+    Args:
+        plan: any.
+        model: on any device, ``meta`` included; it is not changed.
+
+    Raises:
+        ValueError: the plan does not fit the model.
+    """
+    lowered = lower(plan, model)
+    order = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    moments = list(Moment)
+    state = dict(state_of(model))
+    sites = sorted(lowered.sites, key=lambda site: (order[site.path], moments.index(site.moment)))
+    rows = []
+    for site in sites:
+        for step in site.steps:
+            name = f"{site.path}.{step.tensor}" if site.path else step.tensor
+            shown = step.tensor if site.moment.of_state else f"{step.tensor}:{step.index}"
+            size = ""
+            if step.act is Act.SHARD:
+                placements = lowered.schedules[name].at(site.moment)
+                part = local_shape(state[name], plan.mesh, placements)
+                size = str(part.numel() * state[name].element_size())
+            lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
+            rows.append(
+                Row(
+                    site.path, site.moment.value, shown, _placed(step, plan, "src"),
+                    _placed(step, plan, "dst"), size, ", ".join(lines),
+                )
+            )  # fmt: skip
+    return Explanation(tuple(rows), lowered.overrides)
+
+
+def show(found: Explanation) -> None:
+    """Prints it: drawn with rich, plain text without."""
+    if find_spec("rich"):
+        from rich.console import Console
+
+        console, table = Console(), found.table()
+        if not console.is_terminal:  # a file or a pipe has no width, and rich takes 80 columns
+            unlimited = console.options.update(max_width=1_000_000)
+            needed = console.measure(table, options=unlimited).maximum
+            console.width = max(console.width, needed)
+        console.print(table)
+    else:
+        print(found)
+
+
+def diff(plan_a: Plan, plan_b: Plan) -> Diff:
+    """The entries of one plan that the other has not, and the reverse, in their orders."""
+    return Diff(
+        tuple(entry for entry in plan_a.entries if entry not in plan_b.entries),
+        tuple(entry for entry in plan_b.entries if entry not in plan_a.entries),
+    )
+
+
+def _placed(step: Step, plan: Plan, end: str) -> str:
+    shown = [
+        f"{axis}={short(placement)}"
+        for axis in plan.axes
+        if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
+    ]
+    if end == "dst":
+        shown += [f"{name}={v}" for one in step.moves.values() for name, v in one.options]
+    return ", ".join(shown)
+
+
+def _caption(overrides: tuple[Override, ...]) -> str | None:
+    return "\n".join(map(str, overrides)) or None

@@ -1,0 +1,1 @@
+"""Operators and modules that DTensor alone computes otherwise, or not at all."""

@@ -1,0 +1,89 @@
+"""Tensors that a module's forward makes, as `torch.zeros` does, become DTensors.
+
+Without it they are plain, and an operator of a plain tensor and a DTensor is an error of torch's
+(veScale, appendix 12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.spec.axes import axis_names
+
+__all__ = ["install_factory"]
+
+# Those that make a tensor from numbers alone. What is made like a DTensor is one.
+_MAKERS = frozenset(
+    getattr(torch, name)
+    for name in (
+        "arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "normal", "ones",
+        "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices",
+        "triu_indices", "zeros",
+    )
+)  # fmt: skip
+
+
+def install_factory(
+    module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh
+) -> list[RemovableHandle]:
+    """Places what is made while a module's forward runs, in nested calls too.
+
+    Args:
+        module: any.
+        placements: by axis; along others what is made is replicated. A tensor without the dim of a
+            shard is whole.
+        mesh: the plan's.
+    """
+    placed = [placements.get(axis, Replicate()) for axis in axis_names(mesh)]
+    modes: list[Any] = []
+
+    def enter(_: nn.Module, __: Any) -> None:
+        mode: Any = _Placing(mesh, placed)
+        modes.append(mode)
+        mode.__enter__()
+
+    def leave(_: nn.Module, __: Any, ___: Any) -> None:
+        if modes:
+            modes.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, prepend=True, always_call=True),
+    ]
+
+
+class _Placing(TorchFunctionMode):
+    def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+        super().__init__()
+        self._mesh, self._placements = mesh, placements
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in _MAKERS or type(made) is not torch.Tensor:
+            return made
+        if made.device.type != self._mesh.device_type:
+            return made
+        # Made whole, so that random numbers are those of one device; each rank keeps its part.
+        whole = DTensor.from_local(
+            made, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False
+        )
+        target = [
+            p if getattr(p, "dim", 0) < made.ndim or p == Replicate() else Replicate()
+            for p in self._placements
+        ]
+        return whole.redistribute(placements=target) if tuple(target) != whole.placements else whole

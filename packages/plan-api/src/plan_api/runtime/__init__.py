@@ -1,0 +1,1 @@
+"""What is installed on a model: DTensors, hooks, redistributions, and gradients."""

@@ -1,0 +1,152 @@
+"""Plans as JSON, to be kept, compared and edited."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.lowering.ir import short
+from plan_api.spec.axes import axes_of
+from plan_api.spec.entry import Entry
+from plan_api.spec.path import parse
+from plan_api.spec.phase import Phase
+from plan_api.spec.verb import Verb
+
+__all__ = ["entries_from_json", "entries_to_json"]
+
+_VERSION = 1
+_LISTS = ("dst", "src", "grad_dst", "grad_src")
+_PLAN = ("version", "mesh", "cover", "entries")
+_NEEDED = {"verb", "path", "axes", "dst", "phase"}
+_ROW = ("verb", "path", "pattern", "axes", *_LISTS, "options", "phase", "line")
+_OPTIONS = {
+    Verb.SHARD: ("unit",),
+    Verb.INDEX: ("count", "flag"),
+    Verb.DISPATCH: ("tokens", "weights", "count"),
+    Verb.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),
+    Verb.CONTEXT: ("method", "order", "heads"),
+    Verb.SEQUENCE: ("order", "shift"),
+}
+_SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
+
+
+def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -> str:
+    """A plan as text.
+
+    Args:
+        entries: of the plan.
+        mesh: the plan's; only its shape and names are kept, for the reader.
+        cover: whether every parameter has to be named.
+    """
+    rows = []
+    for entry in entries:
+        row: dict[str, Any] = {"verb": entry.verb.value, "path": entry.path.text}
+        if entry.path != parse(entry.path.text, entry.verb.of_modules):  # moved under a prefix
+            row["pattern"] = entry.path.pattern
+        row["axes"] = list(entry.axes)
+        for name in _LISTS:
+            placements = getattr(entry, name)
+            if placements is not None:
+                row[name] = [_to_json(one) for one in placements]
+        if entry.options:
+            row["options"] = dict(entry.options)
+        rows.append(row | {"phase": entry.phase.value, "line": entry.line})
+    shape = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+    plan = {"version": _VERSION, "mesh": shape, "cover": cover, "entries": rows}
+    return json.dumps(plan, indent=1) + "\n"
+
+
+def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
+    """The entries of a plan for a mesh that has their axes, and whether it has to cover all.
+
+    Raises:
+        ValueError: the text is no plan of this version, or the mesh lacks an axis.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no plan as Plan.to_json() writes it: {error}") from None
+    if not isinstance(found, dict) or found.get("version") != _VERSION:
+        raise ValueError(f"this is no plan of version {_VERSION}, as Plan.to_json() writes it")
+    _check_names("the plan", found, _PLAN, set(_PLAN))
+    entries = []
+    for number, row in enumerate(found["entries"]):
+        _check_names(f"entry {number}", row, _ROW, _NEEDED)
+        what = f"{row['verb']}({row['path']!r})"
+        lists = {
+            name: tuple(_from_json(one, what) for one in row[name]) if name in row else None
+            for name in _LISTS
+        }
+        dst = lists.pop("dst")
+        assert dst is not None
+        verb = Verb(_among(row["verb"], [one.value for one in Verb], f"entry {number}: verb"))
+        _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(verb, ()), set())
+        path = parse(row["path"], verb.of_modules)
+        if "pattern" in row:
+            path = type(path)(path.text, row["pattern"], path.kind, path.index)
+        axes = axes_of(row["axes"], mesh, what)
+        phase = Phase(_among(row["phase"], [one.value for one in Phase], f"{what}: phase"))
+        line = row.get("line", "")
+        options = tuple(row.get("options", {}).items())
+        entries.append(
+            Entry(verb, path, axes, dst, **lists, phase=phase, line=line, options=options)
+        )
+    return entries, bool(found["cover"])
+
+
+def _check_names(
+    what: str, given: Mapping[str, Any], known: Collection[str], needed: Collection[str]
+) -> None:
+    """Refuses names that nothing reads, and missing ones.
+
+    Raises:
+        ValueError: naming them.
+    """
+    for name in given:
+        _among(name, known, what)
+    missing = sorted(set(needed) - set(given))
+    if missing:
+        raise ValueError(f"{what}: expected {', '.join(map(repr, missing))}, got none")
+
+
+def _among(name: str, known: Collection[str], what: str) -> str:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        listed = ", ".join(map(repr, known)) or "nothing"
+        raise ValueError(f"{what}: expected {listed}, got {name!r}{meant}")
+    return name
+
+
+def _to_json(placement: Placement) -> str | dict[str, Any]:
+    if type(placement) in (Replicate, Shard, Partial):
+        return short(placement)
+    kind = type(placement)
+    arguments = {name: getattr(placement, name) for name in inspect.signature(kind).parameters}
+    return {"type": f"{kind.__module__}:{kind.__qualname__}"} | arguments
+
+
+def _from_json(value: str | dict[str, Any], what: str) -> Placement:
+    if isinstance(value, str):
+        found = _SHORT.fullmatch(value)
+        if found is None:
+            raise ValueError(f"{what}: {value!r} is no placement: R, S(0), P, P(avg) and so on are")
+        if found["kind"] == "S":
+            return Shard(int(found["argument"]))
+        return Replicate() if found["kind"] == "R" else Partial(found["argument"] or "sum")
+    arguments = dict(value)
+    module, _, name = arguments.pop("type").partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    if not (isinstance(kind, type) and issubclass(kind, Placement)):
+        raise ValueError(f"{what}: {module}.{name} is no placement")
+    made: Placement = kind(**arguments)
+    return made
