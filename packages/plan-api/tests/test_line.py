@@ -52,7 +52,7 @@ def test_a_plan_of_the_zoo_has_the_users_call_and_its_own_line(mesh):
 
 def test_a_models_own_plan_has_the_users_call_and_the_line_that_reads_it(mesh):
     plan, line = Plan.from_tp_plan(models.llama(), mesh), here()
-    assert all(one.line.startswith(f"{line} > tp_plan.py:") for one in plan.entries)
+    assert all(one.line.startswith(f"{line} > spec/tp_plan.py:") for one in plan.entries)
     assert all("plan.shard(" in source(one.line) for one in plan.entries)
 
 
