@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dtensor_rules
 from dtensor_rules._core import MultiAxisGather
-from dtensor_rules.gathers import _Blocks, merge_transforms
+from dtensor_rules.gathers import Transforms, _Blocks, merge_transforms
 from dtensor_rules.redistribution import plan_redistribution
 from testkit import CommLog, assert_bitwise, each_rank, fake_mesh, run_ranks
 
@@ -146,25 +146,28 @@ def test_strided_shards_are_gathered_at_once_where_their_pieces_are_equal(size, 
             _redistribute._TransformInfo(1, (S1, R), [size // 2, 4]),
             _redistribute._TransformInfo(0, (strided, R), [size, 4]),
         ]
+        transforms = Transforms(transforms, (size, 4))
         merged = merge_transforms(transforms, mesh, (strided, S1), (R, R))
         assert len(merged) == count
         assert (merged == transforms) is (count == 2)
 
 
-def test_what_comes_between_gathers_counts():
-    """After the first transform another axis shards dim 1, so a rank does not know its size."""
+@pytest.mark.parametrize(("size", "count"), [(8, 2), (12, 3)])
+def test_a_shard_that_is_made_between_gathers_counts(size, count):
+    """After the first transform three axes shard dim 1, into unequal shards where it has 12."""
     with fake_mesh((2, 2, 2)):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
         mesh["b", "c"]._flatten()
         transforms = [
             _redistribute._TransformInfo(axis, placements, shape)
             for axis, placements, shape in (
-                (0, (S0, S1), [8, 8]),
-                (2, (S1, R), [8, 2]),
-                (1, (S1, R), [8, 4]),
+                (0, (S0, S1), [8, size]),
+                (2, (S1, R), [8, size // 4]),
+                (1, (S1, R), [8, size // 2]),
             )
         ]
-        assert merge_transforms(transforms, mesh, (S0, S1, S1), (S1, R, R)) == transforms
+        merged = merge_transforms(Transforms(transforms, (8, size)), mesh, (S0, S1, S1), (S1, R, R))
+        assert len(merged) == count
 
 
 def test_what_comes_between_gathers_keeps_its_place():
@@ -191,12 +194,28 @@ def test_two_of_three_axes_are_gathered_at_once_where_they_are_flattened():
         assert steps(mesh, (S0, S1, R), (R, R, R), (4, 4)) == two
 
 
-def test_a_dim_that_stays_sharded_is_gathered_axis_by_axis():
-    """A rank does not know the whole size there, so not whether the others' shards are equal."""
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 4), [("MultiAxisGather", "4")]),
+        ((6, 4), [("AllGather", "2")] * 2),  # of some ranks two, of others one
+    ],
+)
+def test_a_dim_that_stays_sharded_is_gathered_at_once_where_shards_are_equal(shape, expected):
     with fake_mesh((2, 2, 2)):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
         mesh["b", "c"]._flatten()
-        assert steps(mesh, (S0, S0, S1), (S0, R, R), (8, 4)) == [("AllGather", "2")] * 2
+        assert steps(mesh, (S0, S0, S1), (S0, R, R), shape) == expected
+
+
+def test_transforms_without_the_shape_of_the_tensor_are_merged_as_torch_does():
+    """They come from a caller that did not get them from torch's function, which is wrapped."""
+    with fake_mesh((2, 2)) as mesh:
+        transforms = [
+            _redistribute._TransformInfo(1, (S1, R), [4, 4]),
+            _redistribute._TransformInfo(0, (S0, R), [4, 4]),
+        ]
+        assert merge_transforms(transforms, mesh, (S0, S1), (R, R)) == transforms
 
 
 def test_as_many_as_have_a_group_are_gathered_at_once():
@@ -208,10 +227,11 @@ def test_as_many_as_have_a_group_are_gathered_at_once():
         turned["b", "a"]._flatten()
         expected = [("MultiAxisGather", "4"), ("AllGather", "2")]
         assert steps(turned, (S0, S1, S2), (R, R, R), (4, 4, 4)) == expected
-        assert steps(turned, (S0, S1, S0), (R, R, R), (8, 4)) == apart
-        turned["c", "b"]._flatten()
-        expected.reverse()  # the last axis cut what the first left
         assert steps(turned, (S0, S1, S0), (R, R, R), (8, 4)) == expected
+        assert steps(turned, (S0, S1, S0), (R, R, R), (6, 4)) == apart
+        turned["c", "b"]._flatten()
+        expected.reverse()  # when a is gathered, c leaves three elements to every rank
+        assert steps(turned, (S0, S1, S0), (R, R, R), (6, 4)) == expected
 
 
 def test_the_sub_mesh_of_a_world_has_no_default_group():
@@ -278,6 +298,7 @@ def full_tensor_and_gradient():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(32.0).reshape(8, 4)
     counts = []
+    distribute_tensor(whole, mesh, [S1, S0]).full_tensor()  # torch remembers its own transforms
     with dtensor_rules.enabled():
         for mode in (nullcontext(), nullcontext(), FlopCounterMode(display=False), DebugMode()):
             x = distribute_tensor(whole, mesh, [S1, S0]).requires_grad_()
@@ -319,6 +340,35 @@ def flatten_after_a_step():
 def test_a_mesh_that_is_flattened_late_is_used_from_there_on():
     for counts in run_ranks(flatten_after_a_step, 4, timeout=120):
         assert counts == [2, 2, 1, 1]
+
+
+def gather_on_three_axes():
+    """Every pair of placements on three axes of which two or three are gathered."""
+    dtensor_rules.disable()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    for axes in itertools.combinations("abc", 2):
+        mesh[axes]._flatten()
+    whole = torch.arange(8.0 * 24).reshape(8, 24)
+    merged = 0
+    for source in itertools.product((S0, S1), repeat=3):
+        x = distribute_tensor(whole, mesh, source)
+        for stays in ((), (0,), (1,), (2,)):
+            target = [source[axis] if axis in stays else R for axis in range(3)]
+            expected = x.redistribute(placements=target).to_local()
+            with dtensor_rules.enabled():
+                for who in ("torch, wrapped", "this package"):
+                    with CommLog() as log:
+                        actual = x.redistribute(placements=target).to_local()
+                    assert_bitwise(actual, expected, f"{source} to {target} by {who}")
+                    merged += sum(log.counts().values()) == 1
+    return merged
+
+
+@pytest.mark.ranks
+@pytest.mark.nightly
+def test_gathers_on_three_axes_give_torch_s_bits():
+    [count] = set(run_ranks(gather_on_three_axes, 8, timeout=300))
+    assert count == 8 * 4 * 2  # each pair, by torch and by this package
 
 
 def gather_unequal_shards():

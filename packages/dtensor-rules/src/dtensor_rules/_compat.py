@@ -77,7 +77,8 @@ def schema_info(op: torch._ops.OpOverload) -> Any:
 
 
 def forget_decisions() -> None:
-    """Empties torch's caches of sharding decisions, those of the calling thread."""
+    """Empties torch's caches of transforms and of sharding decisions, those of this thread."""
+    _redistribute._gen_transform_infos.cache_clear()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, CLEAR)()
 
@@ -113,6 +114,7 @@ def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
 #: Torch's own function that merges transforms, also while another is in its place.
 merged_by_torch: Callable[..., list[Any]] = _redistribute._optimize_transform_infos
 MERGE = "_optimize_transform_infos"  # of torch.distributed.tensor._redistribute
+TRANSFORMS = "_gen_transform_infos_non_cached"  # of the same, which caches what it returns
 
 
 def transform_of_axes(src: Placement, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:

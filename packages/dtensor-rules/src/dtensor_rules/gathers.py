@@ -6,17 +6,19 @@ elements and computes nothing, so one over all axes, followed by a permutation o
 same bits, whatever dims the axes shard and in whatever order.
 
 `merge_transforms` replaces torch's own function while the library is enabled: one rank's call may
-fall back to torch, and has to issue the collectives that the other ranks issue. Only shards of
-equal size on all ranks are merged, because every rank must make the same decision and knows the
-size of its own shard only. Others are gathered axis by axis, over a flattened mesh too: torch's
-merged gather places some elements of nested shards of unequal sizes wrongly.
+fall back to torch, and has to issue the collectives that the other ranks issue. For the same reason
+whether gathers are merged depends on the placements and on the shape of the whole tensor alone,
+which `transforms_with_shape` adds to what torch passes on: a transform has the shape that this rank
+sees. Shards of unequal sizes are gathered axis by axis, over a flattened mesh too: torch's merged
+gather places some elements of nested ones wrongly.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from dtensor_rules._core import Axis, MultiAxisGather, Redistribution
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class MultiAxisShard(Placement):
@@ -53,6 +56,24 @@ class MultiAxisShard(Placement):
         return Redistribution([self.step]).apply(local)
 
 
+class Transforms(list[Any]):
+    """Torch's transforms from one spec to another, with the shape of the whole tensor."""
+
+    def __init__(self, transforms: Sequence[Any], shape: Sequence[int]) -> None:
+        super().__init__(transforms)
+        self.shape = tuple(shape)
+
+
+def transforms_with_shape(native: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Wraps torch's function that makes the transforms between two specs."""
+
+    @functools.wraps(native)
+    def transforms(src_spec: DTensorSpec, *args: Any, **kwargs: Any) -> list[Any]:
+        return Transforms(native(src_spec, *args, **kwargs), src_spec.shape)
+
+    return transforms
+
+
 def merge_transforms(
     transforms: list[Any],
     mesh: DeviceMesh,
@@ -65,7 +86,8 @@ def merge_transforms(
     ``mesh["dp", "tp"]._flatten()``, or of the default group. Reductions are merged as torch does.
 
     Args:
-        transforms: torch's ``_TransformInfo``, in order, none merged.
+        transforms: torch's ``_TransformInfo``, in order, none merged. Gathers are merged where
+            these are `Transforms`.
         mesh: of the tensor.
         src_placements: before all of them.
         dst_placements: after all of them.
@@ -76,14 +98,18 @@ def merge_transforms(
     """
     if len(transforms) < 2:
         return transforms
-    if not _compat.merges_transforms() or _compat.is_tracing():
+    if (
+        not isinstance(transforms, Transforms)
+        or not _compat.merges_transforms()
+        or _compat.is_tracing()
+    ):
         return _compat.merged_by_torch(transforms, mesh, src_placements, dst_placements)
     merged: list[Any] = []
     placements = _before(transforms, src_placements)
     for are_gathers, group in itertools.groupby(transforms, _is_gather):
         run = list(group)
         if are_gathers:
-            merged += _merged_gathers(run, mesh, placements)
+            merged += _merged_gathers(run, mesh, placements, transforms.shape)
         else:
             merged += _compat.merged_by_torch(run, mesh, src_placements, dst_placements)
         for transform in run:
@@ -108,7 +134,7 @@ def _is_gather(transform: Any) -> bool:
 
 
 def _merged_gathers(
-    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]
+    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> list[Any]:
     """Merges as many successive gathers as possible; axes of one rank need none.
 
@@ -116,12 +142,13 @@ def _merged_gathers(
         gathers: over different axes.
         mesh: of all axes.
         placements: of all axes, before the first of the gathers.
+        shape: of the whole tensor.
     """
     left = [transform for transform in gathers if mesh.size(transform.mesh_dim) > 1]
     before, merged = list(placements), []
     while left:
         for count in range(len(left), 1, -1):
-            one = _merge(left[:count], mesh, before)
+            one = _merge(left[:count], mesh, before, shape)
             if one is not None:
                 break
         else:
@@ -133,11 +160,13 @@ def _merged_gathers(
     return merged
 
 
-def _merge(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]) -> Any | None:
+def _merge(
+    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Any | None:
     """The transform that does what these gathers do one after another, or None."""
     axes = sorted(transform.mesh_dim for transform in gathers)
     group = _group_of(mesh, axes)
-    shard = _equal_shard(gathers, mesh, placements)
+    shard = _equal_shard(gathers, mesh, placements, shape)
     if group is None or shard is None:
         return None
     blocks = _Blocks.of_shards([mesh.size(axis) for axis in axes], shard)
@@ -156,29 +185,22 @@ def _merge(gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placem
 
 
 def _equal_shard(
-    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement]
+    gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> list[int] | None:
     """The sizes of the local tensor: -1 of dims that are not gathered, those may differ on ranks.
 
     Returns:
-        None where sizes of the others differ, or cannot be told: a rank knows the whole size of
-        a dim only where every axis that shards it is gathered.
+        None where sizes of the others differ.
     """
-    of_run = {transform.mesh_dim for transform in gathers}
-    shard = [-1] * len(gathers[0].logical_shape)
+    shard = [-1] * len(shape)
     for dim in {transform.src_dst_placements[0].dim for transform in gathers}:
-        sharding = {
-            axis
-            for axis, placement in enumerate(placements)
-            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1
-        }
-        if not sharding <= of_run:
+        count = parts = 1
+        for axis, placement in enumerate(placements):
+            if getattr(placement, "dim", None) == dim and mesh.size(axis) > 1:
+                count, parts = count * mesh.size(axis), parts * _parts(placement)
+        if shape[dim] % (count * parts) != 0:
             return None
-        whole: int = max(transform.logical_shape[dim] for transform in gathers)
-        count = math.prod(mesh.size(axis) for axis in sharding)
-        if whole % (count * math.prod(_parts(placements[axis]) for axis in sharding)) != 0:
-            return None
-        shard[dim] = whole // count
+        shard[dim] = shape[dim] // count
     return shard
 
 

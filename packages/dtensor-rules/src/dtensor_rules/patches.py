@@ -51,6 +51,7 @@ def install() -> None:
         _after(distributed_c10d, name, _compat.forget_decisions)
     _watch_specs()
     _watch_flattening()
+    _wrap(_redistribute, _compat.TRANSFORMS, gathers.transforms_with_shape)
     _replace(_redistribute, _compat.MERGE, gathers.merge_transforms)
     _replace_everywhere(_compat.expand_to_full_mesh, expansion.expand)
     _undo.append(inference.clear)

@@ -36,7 +36,7 @@ from dtensor_rules._core import (
     StridedChunk,
     StridedGather,
 )
-from dtensor_rules.gathers import MultiAxisShard, merge_transforms
+from dtensor_rules.gathers import MultiAxisShard, Transforms, merge_transforms
 from dtensor_rules.plan import Transform
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | 
     if not _is_plain(src, dst):
         return None
     try:
-        transforms = _compat.redistribution_transforms(src, dst)
+        transforms = Transforms(_compat.redistribution_transforms(src, dst), src.shape)
     except Exception:
         return None  # torch raises it again, from where its users know it
     steps: list[Step] = []

@@ -29,7 +29,8 @@ def enable() -> None:
     - ``expand_to_full_mesh_op_strategy``, wherever it was imported, by `expansion.expand`, and what
       sharding propagation infers results by (`inference`);
     - ``_optimize_transform_infos``, by which redistributions are merged, by
-      `gathers.merge_transforms`;
+      `gathers.merge_transforms`, and ``_gen_transform_infos_non_cached``, whose results get the
+      shape of the tensor;
     - what changes decisions and plans, which it listens to: registrations of strategies, the
       clearing of caches, ``DTensorSpec.__setattr__``, ``DeviceMesh._flatten``, the end of process
       groups.
