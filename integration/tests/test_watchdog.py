@@ -53,7 +53,7 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
     assert "number 1, all_reduce of Float [2], started " in lost
     assert " in lost_in_thought\n" in lost
     for report in (waiting, lost):
-        assert "rank 1 did not come to number 2, which others have started: rank 0 all_r" in report
+        assert "rank 1 did not reach number 2, which others have started: rank 0 all_r" in report
     assert lost.count("rank 1 of 2") == 1
     for rank in range(2):
         dump = pickle.loads((tmp_path / FOLDER / f"rank{rank}").read_bytes())

@@ -51,9 +51,9 @@ def test_gathers_and_reductions_are_named_by_their_parameters(strategy, tmp_path
     assert named in gather
     assert "\n  for fsdp: the parameters 0.weight, 0.bias\n" in gather
     assert "\n  for module '0' of FSDPSequential\n" in gather
-    assert "\nrank 1 stands at (forward, it has not ended within 0.4 s) test_diagno" in gather
+    assert "\nrank 1 is at (forward, it has not ended within 0.4 s) test_diagno" in gather
     if strategy == "native":
-        assert "rank 1 did not come to number " in gather
+        assert "rank 1 did not reach number " in gather
         assert ", which others have started: rank 0 all_gather of Float [12], by dbuffer" in gather
     assert "\n  for a backward\n" in reduce
     assert "DBuffer: reduce_scatter of '0.weight', '0.bias' (24 elements of " in reduce

@@ -1,4 +1,4 @@
-"""What a Watch costs while nothing hangs: microseconds of a `step`, the median of 20 rounds."""
+"""Measures `Watch.step` while nothing hangs: microseconds, the median of 20 rounds."""
 
 import statistics
 import time

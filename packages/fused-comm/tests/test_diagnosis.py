@@ -1,4 +1,4 @@
-"""What is reported when ranks stand still."""
+"""Reports of hangs: which rank the others wait for, and for which tensors and modules."""
 
 import pickle
 import re
@@ -7,13 +7,19 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fused_comm.diagnosis import Recorded, Stand, Watch, compare, stand_of
-from fused_comm.diagnosis.stack import Level, Place, behind
+from fused_comm.diagnosis import (
+    RankSnapshot,
+    RecordedCollective,
+    Watch,
+    compare_snapshots,
+    take_snapshot,
+)
+from fused_comm.diagnosis.stack import CodeLocation, StackFrame, waits_for
 from testkit import fake_mesh, run_ranks
 
 
-def stood(script, folder, ranks=2):
-    """The reports of ranks that run a script under a Watch of half a second, and what they gave."""
+def reports_of(script, folder, ranks=2):
+    """Runs a script under a Watch of half a second; the reports and the results by rank."""
 
     def run(out):
         from fused_comm.diagnosis import Watch
@@ -22,12 +28,12 @@ def stood(script, folder, ranks=2):
             watch.step("step 7")
             return script(watch)
 
-    given = run_ranks(run, ranks, str(folder), timeout=60)
-    return [(folder / f"report-rank{rank}.txt").read_text() for rank in range(ranks)], given
+    results = run_ranks(run, ranks, str(folder), timeout=60)
+    return [(folder / f"report-rank{rank}.txt").read_text() for rank in range(ranks)], results
 
 
 @pytest.mark.ranks
-def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
+def test_a_late_rank_is_named_with_the_collective_of_a_module(tmp_path):
     def script(_):
         import time
 
@@ -51,30 +57,30 @@ def test_a_collective_of_the_models_own_to_which_one_rank_comes_late(tmp_path):
             def forward(self):
                 self.layers[1]()
 
-        def lost_in_thought():
+        def long_computation():
             time.sleep(1.5)
 
         model = Model()
         if dist.get_rank() == 1:
-            lost_in_thought()
+            long_computation()
         model()
 
-    (waiting, lost), _ = stood(script, tmp_path)
-    assert waiting.startswith("rank 0 of 2, step 7: it has not ended within 0.5 s\n  stands at ")
+    (waiting, late), _ = reports_of(script, tmp_path)
+    assert waiting.startswith("rank 0 of 2, step 7: it has not ended within 0.5 s\n  at ")
     assert "\n  called by test_diagnosis.py:" in waiting
     assert "\n  for all_reduce of parameter 'layers.1.scale'\n" in waiting
     assert "\n  for module 'layers.1' of Model\n" in waiting
     newest = "newest collective of group 0 (default_pg) of ranks [0, 1]: number"
     assert newest in waiting
     assert re.search(r", all_reduce of Double \[5\], started 0\.\d s ago by test_diag", waiting)
-    assert " in lost_in_thought: time.sleep(1.5)\n" in lost
-    for report in (waiting, lost):
-        assert "group 0 (default_pg) of ranks [0, 1]: rank 1 did not come to number " in report
+    assert " in long_computation: time.sleep(1.5)\n" in late
+    for report in (waiting, late):
+        assert "group 0 (default_pg) of ranks [0, 1]: rank 1 did not reach number " in report
         assert (
             ", which others have started: rank 0 all_reduce of Double [5], by test_diag" in report
         )
-        assert "\nrank 0 stands at (step 7, it has not ended within 0.5 s) " in report
-        assert "\nrank 1 stands at (step 7, it has not ended within 0.5 s) test_diag" in report
+        assert "\nrank 0 is at (step 7, it has not ended within 0.5 s) " in report
+        assert "\nrank 1 is at (step 7, it has not ended within 0.5 s) test_diag" in report
         assert "\nCurrent thread 0x" in report or "\nThread 0x" in report
     dump = pickle.loads((tmp_path / "rank0").read_bytes())
     assert dump["entries"][-1]["output_sizes"] == [[5]]
@@ -106,14 +112,14 @@ def test_a_bucket_of_gradients_is_named_by_its_parameters(tmp_path):
             (x @ params[0] @ params[1]).sum().backward()
             reducer.finish()
 
-    (waiting, _), _ = stood(script, tmp_path)
+    (waiting, _), _ = reports_of(script, tmp_path)
     assert "\n  called by fused_comm < test_diagnosis.py:" in waiting
     assert (
         "bytes, all-reduce over 2, float32, with the gradients of up.weight, gate.weight\n"
         in waiting
     )
     assert "  for fused-comm: bucket of " in waiting
-    assert "rank 1 did not come to number " in waiting
+    assert "rank 1 did not reach number " in waiting
     assert "newest collective of group 0 (default_pg) of ranks [0, 1]: number " in waiting
     assert " by fused_comm < test_diagnosis.py:" in waiting
 
@@ -142,15 +148,15 @@ def test_a_redistribution_of_a_dtensor_in_backward(tmp_path):
             time.sleep(1.5)
         loss.backward()
 
-    (waiting, _), _ = stood(script, tmp_path)
-    # ragged_shard stands between them where another test has installed it in this process.
+    (waiting, _), _ = reports_of(script, tmp_path)
+    # ragged_shard is between them where another test has installed it in this process.
     assert re.search(r"\n  called by DTensor < (ragged_shard < )?test_diagnosis\.py:", waiting)
     assert (
         "  for redistribution of a DTensor of shape (8,) from (Shard(dim=0),) to (Replicate(),) on "
         "DeviceMesh((tp=2)" in waiting
     )
     assert "\n  for a backward\n" in waiting
-    assert "rank 1 did not come to number " in waiting
+    assert "rank 1 did not reach number " in waiting
     assert "rank 0 all_gather of Float [4], by DTensor < " in waiting
 
 
@@ -173,7 +179,7 @@ def test_ranks_that_start_different_collectives(tmp_path):
             return str(error)
         return ""
 
-    reports, errors = stood(script, tmp_path)
+    reports, errors = reports_of(script, tmp_path)
     assert all(errors)
     for report in reports:
         differ = (
@@ -182,7 +188,7 @@ def test_ranks_that_start_different_collectives(tmp_path):
         )
         assert differ in report
         assert "; rank 1 all_gather of Float [5], by test_diagnosis.py:" in report
-        assert "did not come" not in report
+        assert "did not reach" not in report
 
 
 @pytest.mark.ranks
@@ -199,13 +205,13 @@ def test_ranks_whose_tensors_have_different_shapes(tmp_path):
             time.sleep(1.2)
         dist.barrier()
 
-    for report in stood(script, tmp_path)[0]:
+    for report in reports_of(script, tmp_path)[0]:
         assert ": rank 0 broadcast of Float [3], by test_diagnosis.py:" in report
         assert "; rank 1 broadcast of Float [5], by test_diagnosis.py:" in report
 
 
 @pytest.mark.ranks
-def test_an_error_is_told_to_those_that_wait_with_the_stack_that_it_has_ended(tmp_path):
+def test_waiting_ranks_report_the_error_of_another_with_its_stack(tmp_path):
     def script():
         from datetime import timedelta
 
@@ -240,15 +246,15 @@ def test_an_error_is_told_to_those_that_wait_with_the_stack_that_it_has_ended(tm
 
     assert run_ranks(run, 2, str(tmp_path), timeout=60)[1] == "ValueError"
     waiting, failed = [(tmp_path / f"report-rank{rank}.txt").read_text() for rank in range(2)]
-    assert failed.startswith("rank 1 of 2, step 7: ValueError: a bad batch\n  stands at ")
+    assert failed.startswith("rank 1 of 2, step 7: ValueError: a bad batch\n  at ")
     assert ' in compute: raise KeyError("no such token")\n' in failed
     assert "\n  for the loss of the batch\n" in failed
     assert "all ranks:" not in failed
-    assert "\nrank 1 stands at (step 7, ValueError: a bad batch) test_diagnosis.py:" in waiting
+    assert "\nrank 1 is at (step 7, ValueError: a bad batch) test_diagnosis.py:" in waiting
 
 
 @pytest.mark.ranks
-def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
+def test_a_rank_that_continues_withdraws_its_snapshot(tmp_path):
     def script():
         import time
 
@@ -276,18 +282,18 @@ def test_a_rank_that_goes_on_after_a_report_takes_it_back(tmp_path):
     assert "\nrank 1 gave no answer: " in report
 
 
-def test_standard_error_is_where_reports_go_without_a_folder(capsys):
+def test_reports_go_to_standard_error_without_a_folder(capsys):
     with fake_mesh((1,)), Watch(0.1, patience=0) as watch:
-        watch.step("a dream")
+        watch.step("step 7")
         time.sleep(1)
         watch.report("somebody asks")
-    told = capsys.readouterr().err
-    late = "rank 0 of 1, a dream: it has not ended within 0.1 s\n"
-    assert told.startswith(f"{late}  stands at test_diagnosis.py:")
-    assert "rank 0 of 1, a dream: somebody asks\n" in told
+    printed = capsys.readouterr().err
+    late = "rank 0 of 1, step 7: it has not ended within 0.1 s\n"
+    assert printed.startswith(f"{late}  at test_diagnosis.py:")
+    assert "rank 0 of 1, step 7: somebody asks\n" in printed
 
 
-def test_nothing_is_said_while_all_is_well(capsys, tmp_path):
+def test_nothing_is_written_while_steps_are_in_time(capsys, tmp_path):
     with fake_mesh((1,)), Watch(1.5, folder=tmp_path / "hangs") as watch:
         for number in range(4):
             watch.step(f"step {number}")
@@ -296,23 +302,23 @@ def test_nothing_is_said_while_all_is_well(capsys, tmp_path):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("given", [{"seconds": 0}, {"seconds": 1, "patience": -1}])
-def test_times_that_cannot_be_are_refused(given):
-    with fake_mesh((1,)), pytest.raises(ValueError, match="has to be positive, patience="):
-        Watch(**given)
+@pytest.mark.parametrize("arguments", [{"seconds": 0}, {"seconds": 1, "patience": -1}])
+def test_times_that_are_not_positive_are_refused(arguments):
+    with fake_mesh((1,)), pytest.raises(ValueError, match="expected seconds > 0"):
+        Watch(**arguments)
 
 
-def test_without_a_process_group_there_is_nothing_to_watch():
+def test_a_process_group_and_frames_are_required():
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"Watch: .*call init_process_group"):
         Watch(1)
-    with pytest.raises(ValueError, match=r"stand_of: .*call init_process_group"):
-        stand_of([])
-    with fake_mesh((1,)), pytest.raises(ValueError, match="no levels"):
-        stand_of([])
+    with pytest.raises(ValueError, match=r"take_snapshot: .*call init_process_group"):
+        take_snapshot([])
+    with fake_mesh((1,)), pytest.raises(ValueError, match="no frames"):
+        take_snapshot([])
 
 
-def test_who_cannot_say_what_it_waits_for_does_not_end_the_report():
+def test_an_error_in_waits_for_does_not_end_the_report():
     class Half:
         def _waits_for_(self):
             return self.names
@@ -320,80 +326,84 @@ def test_who_cannot_say_what_it_waits_for_does_not_end_the_report():
         def wait(self):
             import sys
 
-            return Level(sys._getframe(), 1)
+            return StackFrame(sys._getframe(), 1)
 
-    (said,) = behind([Half().wait()])
-    assert said.startswith("Half, which cannot say more: AttributeError(")
-
-
-def _stand(rank, *calls, size=3, why="late"):
-    place = Place("train.py", 5, "main")
-    return Stand(rank, size, "step 1", why, place, ("train.py:5",), ("sums",), calls)
+    (phrase,) = waits_for([Half().wait()])
+    assert phrase.startswith("Half, whose _waits_for_ failed: AttributeError(")
 
 
-def _call(number, operator="all_reduce", size=4, ranks=(0, 1, 2), group="0", paired=False):
-    return Recorded(
-        group, "world", ranks, number, operator, ((size,),), ("Float",), 1.0, ("ours",), paired
+def _snapshot(rank, *calls, world_size=3):
+    location = CodeLocation("train.py", 5, "main")
+    packages, phrases = ("train.py:5",), ("sums",)
+    return RankSnapshot(rank, world_size, "step 1", "late", location, packages, phrases, calls)
+
+
+def _call(number, operator="all_reduce", size=4, ranks=(0, 1, 2), group="0", is_p2p=False):
+    sizes, dtypes, packages = ((size,),), ("Float",), ("trainer",)
+    return RecordedCollective(
+        group, "world", ranks, number, operator, sizes, dtypes, 1.0, packages, is_p2p
     )
 
 
-def test_the_first_difference_of_a_group_is_told_and_not_what_follows():
-    stands = [
-        _stand(2, _call(3), _call(4, size=8), _call(5, "barrier"), _call(6)),
-        _stand(0, _call(3), _call(4), _call(5)),
-        _stand(1, _call(4), _call(5)),
+def test_only_the_first_difference_of_a_group_is_reported():
+    snapshots = [
+        _snapshot(2, _call(3), _call(4, size=8), _call(5, "barrier"), _call(6)),
+        _snapshot(0, _call(3), _call(4), _call(5)),
+        _snapshot(1, _call(4), _call(5)),
     ]
-    first, *rest = compare(stands)
+    first, *rest = compare_snapshots(snapshots)
     assert first == (
         "group 0 (world) of ranks [0, 1, 2]: ranks differ from number 4 on: rank 0 all_reduce of "
-        "Float [4], by ours; rank 1 all_reduce of Float [4], by ours; rank 2 all_reduce of "
-        "Float [8], by ours"
+        "Float [4], by trainer; rank 1 all_reduce of Float [4], by trainer; rank 2 all_reduce of "
+        "Float [8], by trainer"
     )
     assert rest == [
-        f"rank {rank} stands at (step 1, late) train.py:5 in main (train.py:5); for sums"
+        f"rank {rank} is at (step 1, late) train.py:5 in main (train.py:5); for sums"
         for rank in range(3)
     ]
 
 
-def test_sizes_may_differ_where_operators_allow_it_and_sends_have_an_order_of_their_own():
-    stands = [
-        _stand(0, _call(1, "all_to_all", 3), _call(2, "send", paired=True), size=2),
-        _stand(1, _call(1, "all_to_all", 5), _call(2, "recv", paired=True), size=2),
+def test_sizes_of_all_to_all_and_the_order_of_sends_are_not_compared():
+    snapshots = [
+        _snapshot(0, _call(1, "all_to_all", 3), _call(2, "send", is_p2p=True), world_size=2),
+        _snapshot(1, _call(1, "all_to_all", 5), _call(2, "recv", is_p2p=True), world_size=2),
     ]
-    assert compare(stands)[0].startswith("these ranks have started the same collectives")
-
-
-def test_ranks_outside_a_group_are_not_missed_in_it():
-    stands = [
-        _stand(0, _call(1, ranks=(0, 2), group="a")),
-        _stand(1),
-        _stand(2, _call(1, ranks=(0, 2), group="a"), _call(2, ranks=(0, 2), group="a")),
-    ]
-    assert compare(stands)[0] == (
-        "group a (world) of ranks [0, 2]: rank 0 did not come to number 2, which others have "
-        "started: rank 2 all_reduce of Float [4], by ours"
+    assert compare_snapshots(snapshots)[0].startswith(
+        "these ranks have started the same collectives"
     )
 
 
-def test_ranks_without_an_answer_are_named():
-    assert compare([]) == []
-    assert compare([_stand(1)])[0].startswith("ranks 0, 2 gave no answer: dead, ")
-    assert len(compare([_stand(1)])) == 2
+def test_ranks_outside_a_group_are_not_reported_as_behind():
+    snapshots = [
+        _snapshot(0, _call(1, ranks=(0, 2), group="a")),
+        _snapshot(1),
+        _snapshot(2, _call(1, ranks=(0, 2), group="a"), _call(2, ranks=(0, 2), group="a")),
+    ]
+    assert compare_snapshots(snapshots)[0] == (
+        "group a (world) of ranks [0, 2]: rank 0 did not reach number 2, which others have "
+        "started: rank 2 all_reduce of Float [4], by trainer"
+    )
+
+
+def test_ranks_without_a_snapshot_are_named():
+    assert compare_snapshots([]) == []
+    assert compare_snapshots([_snapshot(1)])[0].startswith("ranks 0, 2 gave no answer: dead, ")
+    assert len(compare_snapshots([_snapshot(1)])) == 2
 
 
 @pytest.mark.ranks
-def test_collectives_of_a_destroyed_group_are_not_those_of_one_of_the_same_name():
+def test_collectives_of_a_destroyed_group_are_not_read_as_those_of_a_new_one():
     """torch's flight recorder keeps them, and each call has a default group in the same process."""
 
     def reduces(count):
         import torch
         import torch.distributed as dist
 
-        from fused_comm.diagnosis.recorder import recorded
+        from fused_comm.diagnosis.flight_recorder import recorded_collectives
 
         for _ in range(count):
             dist.all_reduce(torch.ones(2))
-        return [one.number for one in recorded() if one.operator == "all_reduce"]
+        return [one.number for one in recorded_collectives() if one.operator == "all_reduce"]
 
     assert run_ranks(reduces, 2, 3) == [[1, 2, 3]] * 2
     assert run_ranks(reduces, 2, 0) == [[]] * 2

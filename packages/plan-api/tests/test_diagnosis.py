@@ -56,10 +56,10 @@ def test_moves_and_gradients_are_named_by_the_plan(mode, tmp_path):
     ]
     assert "plan_api < test_diagnosis.py:" in move
     assert "\n  for plan-api: 1.forward_pre:<in>:0, entry 1 of the plan (test_diagnosis.py:" in move
-    assert "rank 1 did not come to number " in move
+    assert "rank 1 did not reach number " in move
     assert "\n  called by fused_comm < plan_api < test_diagnosis.py:" in reduce
     assert "\n  for fused-comm: bucket of " in reduce
     assert ", with the gradients of 1." in reduce
     assert ", 0.weight" in reduce
     assert "\n  for a backward\n" in reduce
-    assert "rank 1 did not come to number " in reduce
+    assert "rank 1 did not reach number " in reduce

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fused_comm.diagnosis.board import ask_in_thread
+from fused_comm.diagnosis.store_channel import call_in_thread
 from integration.train.addresses import Endpoint, wait_for_listener
 
 _LEAST_SECONDS = 1.0
@@ -58,7 +58,7 @@ def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
     Raises:
         TimeoutError: time is over.
     """
-    return ask_in_thread(question).result(timeout)
+    return call_in_thread(question).result(timeout)
 
 
 def first_line(error: BaseException) -> str:

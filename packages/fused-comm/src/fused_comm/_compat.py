@@ -90,8 +90,8 @@ def all_to_all(
     return work
 
 
-class FlightRecord(TypedDict):
-    """An entry of the flight recorder, as much of it as is read here."""
+class FlightRecorderEntry(TypedDict):
+    """The fields of a flight recorder entry that `diagnosis` reads."""
 
     process_group: tuple[str, str]
     collective_seq_id: int
@@ -104,28 +104,28 @@ class FlightRecord(TypedDict):
     frames: list[dict[str, Any]]
 
 
-def flight_dump() -> bytes:
-    """The flight recorder's pickle, of gloo's collectives too (since torch 2.11)."""
+def flight_recorder_dump() -> bytes:
+    """Returns the flight recorder's pickle, with gloo's collectives (since torch 2.11)."""
     dump: bytes = c10d._dump_fr_trace()  # type: ignore[attr-defined]
     return dump
 
 
-def flight_records() -> list[FlightRecord]:
-    """What the flight recorder has, the oldest first."""
-    entries: list[FlightRecord] = pickle.loads(flight_dump()).get("entries", [])
+def flight_recorder_entries() -> list[FlightRecorderEntry]:
+    """Returns the entries of the flight recorder, the oldest first."""
+    entries: list[FlightRecorderEntry] = pickle.loads(flight_recorder_dump()).get("entries", [])
     return entries
 
 
-def group_named(name: str) -> dist.ProcessGroup | None:
-    """A process group by the name that the flight recorder has of it, if it is still there."""
+def process_group_named(name: str) -> dist.ProcessGroup | None:
+    """Returns the process group of this name in the flight recorder; None if it was destroyed."""
     try:
         return distributed_c10d._resolve_process_group(distributed_c10d.GroupName(name))
     except (KeyError, RuntimeError, ValueError):
         return None
 
 
-def collectives_of(group: dist.ProcessGroup) -> float:
-    """How many collectives of a group this rank has started; infinite where it does not count."""
+def started_collectives(group: dist.ProcessGroup) -> float:
+    """Returns how many collectives this rank has started on a group; infinity if not counted."""
     try:
         return group._get_sequence_number_for_group()  # type: ignore[attr-defined,no-any-return]
     except RuntimeError:  # a fake process group's backend
@@ -133,14 +133,14 @@ def collectives_of(group: dist.ProcessGroup) -> float:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The process group of all ranks."""
+    """Returns the process group of all ranks."""
     return distributed_c10d._get_default_group()
 
 
 def connect_to_store() -> dist.Store:
-    """A connection of its own to the store of the default process group, if it has any."""
+    """Opens another connection to the store of the default process group."""
     store: dist.Store = distributed_c10d._get_default_store()
     try:
         return store.clone()  # type: ignore[attr-defined,no-any-return]
-    except RuntimeError:  # that of a fake process group, which is not reached by connections
+    except RuntimeError:  # the store of a fake process group, which is in this process
         return store

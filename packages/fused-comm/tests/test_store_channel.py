@@ -1,4 +1,4 @@
-"""Ranks' word of what they do, in a store that may not answer."""
+"""Snapshots of ranks in a store, also in one that does not answer."""
 
 import os
 import signal
@@ -11,8 +11,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fused_comm.diagnosis import Watch, board, stand_of
-from fused_comm.diagnosis.stack import levels_of_thread
+from fused_comm.diagnosis import Watch, store_channel, take_snapshot
+from fused_comm.diagnosis.stack import frames_of_thread
+from fused_comm.diagnosis.store_channel import StoreChannel
 from testkit import run_ranks
 
 _HOST = """
@@ -42,50 +43,50 @@ def host_of_the_store():
 
 
 @pytest.fixture
-def stand():
-    return stand_of(levels_of_thread(threading.get_ident()), doing="a test")
+def snapshot():
+    return take_snapshot(frames_of_thread(threading.get_ident()), activity="a test")
 
 
-def test_a_store_that_stands_still_keeps_nobody_and_is_asked_again_when_it_goes_on(
-    host_of_the_store, stand, monkeypatch
+def test_a_stopped_store_blocks_no_request_and_gets_the_next_when_it_continues(
+    host_of_the_store, snapshot, monkeypatch
 ):
-    monkeypatch.setattr(board, "_ANSWER_SECONDS", 0.3)
-    ours = board.Board()
-    ours.put(stand)
-    assert ours.news(()) == {0: stand}
-    assert ours.news([0]) == {}
+    monkeypatch.setattr(store_channel, "_REQUEST_SECONDS", 0.3)
+    channel = StoreChannel()
+    channel.publish(snapshot)
+    assert channel.poll(()) == {0: snapshot}
+    assert channel.poll([0]) == {}
     host_of_the_store.send_signal(signal.SIGSTOP)
     os.waitpid(host_of_the_store.pid, os.WUNTRACED)  # all of its threads have stopped
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"their store has not answered within 0\.3 s"):
-        ours.news(())
+    with pytest.raises(RuntimeError, match=r"the store has not answered within 0\.3 s"):
+        channel.poll(())
     assert 0.3 <= time.monotonic() - started < 5
     with pytest.raises(RuntimeError, match="has not answered"):
-        ours.take_back()
-    asking = [thread for thread in threading.enumerate() if thread.name == "ask the store"]
-    assert len(asking) == 1, "asked although the last question is open"
+        channel.withdraw()
+    requests = [thread for thread in threading.enumerate() if thread.name == "store request"]
+    assert len(requests) == 1, "a request was made while the last one was pending"
     host_of_the_store.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + 30
     while True:
         try:
-            ours.take_back()
+            channel.withdraw()
             break
         except RuntimeError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert ours.news(()) == {}
+    assert channel.poll(()) == {}
 
 
-def test_a_store_whose_host_has_ended_is_an_error(host_of_the_store, stand):
-    ours = board.Board()
+def test_a_store_whose_host_has_ended_is_an_error(host_of_the_store, snapshot):
+    channel = StoreChannel()
     host_of_the_store.kill()
     host_of_the_store.wait()
     with pytest.raises(dist.DistNetworkError):
-        ours.news(())
+        channel.poll(())
 
 
-@pytest.mark.parametrize(("owner", "slow"), [(Watch, "_write"), (board.Board, "put")])
-def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
+@pytest.mark.parametrize(("owner", "slow"), [(Watch, "_write"), (StoreChannel, "publish")])
+def test_a_snapshot_that_is_being_published_is_withdrawn_by_the_next_step(
     owner, slow, host_of_the_store, monkeypatch, tmp_path
 ):
     began, go_on = threading.Event(), threading.Event()
@@ -103,28 +104,28 @@ def test_what_a_rank_says_that_goes_on_meanwhile_is_not_left_behind(
     with Watch(0.1, folder=tmp_path, patience=0) as watch:
         watch.step("slow")
         assert began.wait(30)
-        if slow == "put":
+        if slow == "publish":
             threading.Timer(0.3, go_on.set).start()
-            watch.step("the next")  # waits for what is being told
+            watch.step("the next")  # waits until the snapshot is published
             assert go_on.is_set()
         else:
             watch.step("the next")
             go_on.set()
         watch.step("and the next")
-    assert watch._board.news(()) == {}
+    assert watch._channel.poll(()) == {}
 
 
 @pytest.mark.ranks
-def test_ranks_that_were_in_other_groups_find_each_others_words():
+def test_ranks_that_were_in_other_groups_find_each_others_snapshots():
     def alone():
-        board.Board()
+        StoreChannel()
 
     def both():
-        ours = board.Board()
-        ours.put(stand_of(levels_of_thread(threading.get_ident()), doing="a test"))
+        channel = StoreChannel()
+        channel.publish(take_snapshot(frames_of_thread(threading.get_ident()), activity="a test"))
         dist.barrier()
-        found = sorted(ours.news(()))
-        again = sorted(board.Board().news(()))
+        found = sorted(channel.poll(()))
+        again = sorted(StoreChannel().poll(()))
         dist.barrier()
         return found, again
 
@@ -132,8 +133,8 @@ def test_ranks_that_were_in_other_groups_find_each_others_words():
     assert run_ranks(both, 2) == [([0, 1], [])] * 2
 
 
-def test_what_was_said_before_a_restart_is_gone(host_of_the_store, stand):
-    """torchrun keeps its store over restarts, and the processes begin to count anew."""
-    board.Board().put(stand)
-    board._numbers.clear()
-    assert board.Board().news(()) == {}
+def test_a_snapshot_from_before_a_restart_is_removed(host_of_the_store, snapshot):
+    """torchrun keeps its store over restarts, and the processes start to count again."""
+    StoreChannel().publish(snapshot)
+    store_channel._numbers.clear()
+    assert StoreChannel().poll(()) == {}
