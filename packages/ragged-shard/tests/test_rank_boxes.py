@@ -12,13 +12,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from ragged_shard.fit import check_fit
-from ragged_shard.rank_boxes import normalized, rank_boxes, replicates
+from ragged_shard.rank_boxes import normalized, rank_boxes, rank_pieces, replicates
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-def held(numbers, placements, mesh_shape, coordinate):
-    """The indices that a rank holds, ascending."""
+def stored(numbers, placements, mesh_shape, coordinate):
+    """The indices of a rank's elements, in the order of its local tensor."""
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, InterleavedShard):
             chunks = numbers.chunk(placement.interleaves, placement.dim)
@@ -32,7 +32,7 @@ def held(numbers, placements, mesh_shape, coordinate):
         if isinstance(placement, RaggedShard):
             unit = numbers.numel() // sum(placement.local_units)
             numbers = numbers.flatten().split([unit * n for n in placement.local_units])[index]
-    return sorted(numbers.flatten().tolist())
+    return numbers.flatten().tolist()
 
 
 def chunked(tensor, dim, count, index):
@@ -82,7 +82,7 @@ def ragged(draw, shape, mesh_shape, placements, axis):
     below = [*placements[:axis], R, *placements[axis + 1 :]]
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     coordinates = itertools.product(*map(range, mesh_shape))
-    sizes = [len(held(numbers, below, mesh_shape, coordinate)) for coordinate in coordinates]
+    sizes = [len(stored(numbers, below, mesh_shape, coordinate)) for coordinate in coordinates]
     common = math.gcd(*sizes) or 4
     total = draw(st.sampled_from([n for n in range(1, common + 1) if common % n == 0]))
     count = mesh_shape[axis] - 1
@@ -98,9 +98,20 @@ def test_boxes_are_what_torch_would_cut(case):
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     for coordinate in itertools.product(*map(range, mesh_shape)):
         boxes = rank_boxes(shape, mesh_shape, placements, coordinate)
-        assert sorted(elements(boxes, shape)) == held(numbers, placements, mesh_shape, coordinate)
+        expected = stored(numbers, placements, mesh_shape, coordinate)
+        assert sorted(elements(boxes, shape)) == sorted(expected)
         assert [box.offsets for box in boxes] == sorted(box.offsets for box in boxes)
         assert all(box.numel for box in boxes)
+        pieces = rank_pieces(shape, mesh_shape, placements, coordinate)
+        assert sorted((piece.box for piece in pieces), key=lambda box: box.offsets) == list(boxes)
+        local = torch.full((sum(box.numel for box in boxes),), -1)
+        for piece in pieces:
+            window, box = piece.window, piece.box
+            values = numbers[
+                tuple(slice(n, n + m) for n, m in zip(box.offsets, box.sizes, strict=True))
+            ]
+            local.as_strided(window.sizes, window.strides, window.offset).copy_(values)
+        assert local.tolist() == expected
 
 
 STRIDED = StridedRaggedShard((0, 1), (5, 7), 2)

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
@@ -152,7 +159,10 @@ def two_axes():
     ]  # fmt: skip
     for source in placements:
         placed = distribute_tensor(tensor, mesh, source)
-        assert_bitwise(placed.full_tensor(), tensor, f"{source}")
+        with CommLog() as log:
+            assert_bitwise(placed.full_tensor(), tensor, f"{source}")
+        if any(isinstance(p, RaggedShard | InterleavedShard) for p in source):
+            assert len(log.calls) == 1, (source, log.calls)  # over both axes at once
         for target in placements:
             moved = placed.redistribute(placements=target)
             assert moved.placements == tuple(target)
@@ -162,6 +172,51 @@ def two_axes():
 
 def test_every_pair_on_a_mesh_of_two_axes():
     run_ranks(two_axes, 4)
+
+
+def axes_that_stay():
+    """On three axes: the third stays as it is, or the second, or none."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    tensor = whole((8, 12))
+    counts = []
+    for flatten in (False, True):
+        if flatten:
+            mesh["a", "b"]._flatten()
+            mesh["a", "c"]._flatten()
+        for source, target in [
+            ((RaggedShard(ROWS, (1, 3)), S1, R), (R, R, R)),
+            ((RaggedShard(ELEMENTS, (1, 3)), S0, S1), (R, R, S1)),
+            ((InterleavedShard(0, 2), R, S1), (R, R, R)),
+            ((InterleavedShard(0, 2), S1, S1), (R, R, S1)),  # c shards what b shards
+            ((S1, S0, RaggedShard(ROWS, (1, 1))), (R, R, RaggedShard(ROWS, (1, 1)))),
+        ]:
+            placed = distribute_tensor(tensor, mesh, source)
+            with CommLog() as log:
+                moved = placed.redistribute(placements=target)
+            counts.append(len(log.calls))
+            expected = distribute_tensor(tensor, mesh, target)
+            assert_bitwise(moved.to_local(), expected.to_local(), f"{source} -> {target}")
+    return counts
+
+
+@pytest.mark.nightly
+def test_axes_that_were_flattened_are_gathered_at_once_beside_others():
+    [counts] = {tuple(counts) for counts in run_ranks(axes_that_stay, 8)}
+    apart, flat = counts[:5], counts[5:]
+    assert flat == (1, 1, 1, apart[3], apart[4])
+    assert min(apart) > 1
+
+
+def gather_not_merged():
+    mesh = init_device_mesh("cpu", (2, 2))
+    placed = distribute_tensor(whole(), mesh, [RaggedShard(ROWS, (1, 2)), S1])
+    with _redistribute.disable_redistribute_transform_optimization(), CommLog() as log:
+        assert_bitwise(placed.full_tensor(), whole(), "axis by axis")
+    log.assert_counts({"all_to_all": 1, "all_gather": 1})
+
+
+def test_torch_s_flag_against_merging_is_obeyed():
+    run_ranks(gather_not_merged, 4)
 
 
 def hybrid_gradient():

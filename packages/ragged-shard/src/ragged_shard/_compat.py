@@ -1,6 +1,6 @@
 """What differs between torch 2.11 and 2.15, and the private names this package stands on.
 
-tests/test_compat.py holds a canary for each: it fails when the difference or the name is gone.
+tests/test_compat.py and test_seams.py hold canaries: one fails when a difference or a name is gone.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor, _utils
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -27,6 +31,29 @@ reduce_scatter: _Collective = (
 )
 
 is_tracing: Callable[[], bool] = funcol._are_we_tracing
+
+
+def merges_collectives() -> bool:
+    """Whether torch may merge collectives over several mesh axes; a flag of its own says no."""
+    return not _redistribute._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION
+
+
+def flattened_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
+    """The mesh that these axes, ascending, were flattened into, if they were."""
+    return _redistribute._get_flattened_mesh_by_layout(mesh, axes)
+
+
+def default_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The default group, if its ranks are this mesh's in the same order.
+
+    It must also be able to send this mesh's tensors.
+    """
+    world: Any = distributed_c10d._get_default_group()
+    if mesh.mesh.flatten().tolist() != list(range(world.size())):
+        return None
+    group: dist.ProcessGroup = world
+    return group if torch.device(mesh.device_type) in world._device_types else None
+
 
 _FIELDS = {field.name for field in dataclasses.fields(DTensorSpec)}
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_shard import _compat
+
+#: What torch's functional collectives take.
+Group = dist.ProcessGroup | tuple[DeviceMesh, int]
 
 _REDUCERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -38,14 +42,29 @@ def all_gather(
     Returns:
         A flat tensor of ``sum(sizes)`` elements, perhaps still on its way.
     """
-    group = (mesh, axis)
+    return all_gather_in_group(piece, sizes, (mesh, axis), mesh.get_local_rank(axis))
+
+
+def all_gather_in_group(
+    piece: torch.Tensor, sizes: Sequence[int], group: Group, rank: int
+) -> torch.Tensor:
+    """Gathers as `all_gather` does, in a process group.
+
+    Args:
+        piece: flat, this rank's.
+        sizes: elements of every rank's piece.
+        group: as torch's functional collectives take it.
+        rank: of this process, in the group.
+
+    Returns:
+        A flat tensor of ``sum(sizes)`` elements; an AsyncCollectiveTensor, perhaps.
+    """
     if len(set(sizes)) == 1:
         return _compat.all_gather(piece, 0, group)
-    holders = [rank for rank, size in enumerate(sizes) if size]
+    holders = [other for other, size in enumerate(sizes) if size]
     if len(holders) == 1:
         [owner] = holders
-        mine = mesh.get_local_rank(axis) == owner
-        whole = piece if mine else piece.new_empty(sum(sizes))
+        whole = piece if rank == owner else piece.new_empty(sum(sizes))
         return _compat.broadcast(whole, owner, group)
     count = len(sizes)
     everywhere = [piece.numel()] * count

@@ -110,7 +110,7 @@ def read(local: torch.Tensor, windows: tuple[Window, ...]) -> torch.Tensor:
         return flat
     if not windows:
         return flat.new_empty(0)
-    return torch.cat([_view(flat, window).reshape(-1) for window in windows])
+    return torch.cat([view_of(flat, window).reshape(-1) for window in windows])
 
 
 def write(
@@ -130,11 +130,12 @@ def write(
         if _compat.is_tracing():  # torch.compile knows no writes through as_strided
             flat = flat.as_strided_scatter(values, window.sizes, window.strides, window.offset)
         else:
-            _view(flat, window).copy_(values)
+            view_of(flat, window).copy_(values)
     return flat.view(shape)
 
 
-def _view(flat: torch.Tensor, window: Window) -> torch.Tensor:
+def view_of(flat: torch.Tensor, window: Window) -> torch.Tensor:
+    """The window of a flat tensor."""
     return flat.as_strided(window.sizes, window.strides, flat.storage_offset() + window.offset)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ragged_shard.boxes import Box, boxes_of_run
+from ragged_shard.boxes import Box, boxes_of_run, contiguous_strides
+from ragged_shard.holdings import Piece, Window
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 
@@ -41,6 +42,17 @@ def rank_boxes(
     Raises:
         ValueError: ragged units that do not fit the base at this coordinate.
     """
+    pieces = rank_pieces(shape, mesh_shape, placements, coordinate)
+    return tuple(sorted((piece.box for piece in pieces), key=lambda box: box.offsets))
+
+
+def rank_pieces(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[Piece, ...]:
+    """The boxes of `rank_boxes`, and where the rank's contiguous local tensor has each of them."""
     runs: list[_Runs] = [(range(size),) for size in shape]
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, _CUTS_A_DIM):
@@ -54,8 +66,14 @@ def rank_boxes(
             placement.check(base, size)
             interval = placement.interval(base, index)
             local = boxes_of_run(base, interval.start, interval.stop)
-    boxes = [found for box in local for found in _in_global(box, runs)]
-    return tuple(sorted(boxes, key=lambda box: box.offsets))
+    pieces, start = [], 0
+    for box in local:
+        strides = contiguous_strides(box.sizes)
+        for found, offsets in _in_global(box, runs):
+            offset = start + sum(n * s for n, s in zip(offsets, strides, strict=True))
+            pieces.append(Piece(found, Window(found.sizes, strides, offset)))
+        start += box.numel
+    return tuple(pieces)
 
 
 def normalized(placement: Placement, ndim: int) -> Placement:
@@ -106,11 +124,17 @@ def _take(runs: _Runs, wanted: range) -> Iterator[range]:
         start += len(run)
 
 
-def _in_global(box: Box, runs: list[_Runs]) -> Iterator[Box]:
-    """A box of the base, as boxes of the global tensor: one for every run of every dim."""
-    found = (
-        _take(of_dim, range(offset, offset + size))
-        for of_dim, offset, size in zip(runs, box.offsets, box.sizes, strict=True)
-    )
-    for part in itertools.product(*found):
-        yield Box(tuple(run.start for run in part), tuple(len(run) for run in part))
+def _in_global(box: Box, runs: list[_Runs]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """A box of the base as boxes of the global tensor, and where each begins in the first.
+
+    There is one for every run of every dim.
+    """
+    found = []
+    for of_dim, offset, size in zip(runs, box.offsets, box.sizes, strict=True):
+        parts = list(_take(of_dim, range(offset, offset + size)))
+        starts = itertools.accumulate(map(len, parts), initial=0)
+        found.append(list(zip(parts, starts, strict=False)))
+    for of_dims in itertools.product(*found):
+        parts = [part for part, _ in of_dims]
+        inner = Box(tuple(part.start for part in parts), tuple(map(len, parts)))
+        yield inner, tuple(start for _, start in of_dims)

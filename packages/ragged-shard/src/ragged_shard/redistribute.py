@@ -1,8 +1,9 @@
 """The seam under every redistribution, `redistribute_local_tensor`, for specs with ours in them.
 
 Axis by axis: what stock torch can do, it does, on the tensor that remains when our axes are taken
-away; ours are taken off before and put on after. One case is short: if only one axis changes, and
-besides it sums become replicas, nothing is taken off.
+away; ours are taken off before and put on after. Two cases are short: several axes that become
+replicas are gathered at once (`multi_axis_gather`), and if only one axis changes, and besides it
+sums become replicas, nothing is taken off.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ragged_shard.fallback import note
 from ragged_shard.filled import Filled
 from ragged_shard.fit import check_local, check_placements
 from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.multi_axis_gather import MultiAxisGather, plan_gather
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.spec import (
     Placements,
@@ -152,6 +154,11 @@ class _Way:
         others = [axis for axis in self._differing() if axis not in sums]
         if not others:
             return self._reduce(local, sums)
+        gather = self._gather_of(others)
+        if gather is not None:
+            local = gather.apply(self._reduce(local, sums), self.mesh)
+            self.at = self.target
+            return local
         if len(others) == 1 and self._is_direct(others[0]):
             [axis] = others
             if isinstance(self.at[axis], RaggedShard):  # the fewest elements are summed
@@ -161,6 +168,14 @@ class _Way:
 
     def _differing(self) -> list[int]:
         return [axis for axis, now in enumerate(self.at) if now != self.target[axis]]
+
+    def _gather_of(self, axes: list[int]) -> MultiAxisGather | None:
+        """One gather over all these axes, where that is what they need."""
+        shards = [self.at[axis] for axis in axes]
+        gathered = all(isinstance(self.target[axis], Replicate) for axis in axes)
+        if not gathered or not any_ours(shards) or any(p.is_partial() for p in shards):
+            return None
+        return plan_gather(self.meta.shape, self.mesh, self.at, axes)
 
     def _is_direct(self, axis: int) -> bool:
         """Whether the axis can change while the others stay."""
