@@ -56,20 +56,22 @@ def tests(session: nox.Session, project: str) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """The slow tier: tests that take minutes. The whole is recorded in docs/nightly.md.
+    """The slow tier: tests marked slow, then the oldest and the newest torch (`compat`).
 
-    Arguments go to pytest, and nothing is recorded then.
+    docs/nightly.md records what they came to. Arguments go to pytest, and nothing is recorded then.
     """
     python = dev_env(session)
-    pytest, report = Path(python).with_name("pytest"), RESULTS / "nightly.xml"
+    pytest, report = Path(python).with_name("pytest"), RESULTS / "slow.xml"
     report.unlink(missing_ok=True)
     folders = [str((folder / "tests").relative_to(ROOT)) for folder in PROJECTS.values()]
-    arguments = ("-m", "nightly", f"--junit-xml={report}", *folders, *session.posargs)
+    arguments = ("-m", "slow", f"--junit-xml={report}", *folders, *session.posargs)
     if session.posargs:
         session.run(str(pytest), *arguments)
         return
     session.run(str(pytest), *arguments, success_codes=(0, 1))  # failed tests are recorded too
-    session.run(python, "-m", "tools.nightly_record")
+    for torch in (OTHER_TORCHES[0], OTHER_TORCHES[-1]):
+        session.notify(f"compat({torch})")
+    session.run(python, "-m", "tools.nightly_record", str(report))
 
 
 @nox.session
@@ -77,7 +79,8 @@ def nightly(session: nox.Session) -> None:
 def compat(session: nox.Session, torch: str) -> None:
     """The packages named, or all, with another torch: each wheel alone, then the tests.
 
-    Several GB from PyPI. ``alone`` among the names leaves the tests out.
+    Several GB from PyPI. ``alone`` among the names leaves the tests out. docs/nightly.md records
+    what the tests came to.
     """
     names = [name for name in session.posargs if name != "alone"]
     if unknown := set(names) - set(PACKAGES):
@@ -103,11 +106,16 @@ def compat(session: nox.Session, torch: str) -> None:
     session.install("--no-build-isolation", "-c", str(pins), *local)
     failed = []
     for name in names or PACKAGES:
+        report = RESULTS / f"{name}-{torch}.xml"
+        report.unlink(missing_ok=True)
         # Other versions warn of other things; their warnings are not for this repository to repair.
+        options = ("-W", "default", f"--junit-xml={report}")
         try:
-            session.run("pytest", "-W", "default", str(PACKAGES[name] / "tests"))
+            session.run("pytest", *options, str(PACKAGES[name] / "tests"))
         except CommandFailed:  # the next package is tested all the same
             failed.append(name)
+        record = ("tools.nightly_record", str(report), "--package", name)
+        session.run("python", "-m", *record, success_codes=(0, 1))
     if failed:
         session.error(f"with torch {torch} these packages' tests fail: {failed}")
 

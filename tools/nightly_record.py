@@ -1,74 +1,68 @@
-"""Writes the last ``nox -s nightly`` into docs/nightly.md, a row per file, from its JUnit file.
+"""Records what a run of the slow tier came to: ``python -m tools.nightly_record REPORT``.
 
-Exits 1 where it ran no test or one failed; the record says so then.
+REPORT is a JUnit file of pytest's: of the tests marked slow, or of a package's tests with another
+torch, ``--package NAME``. docs/nightly.json has the results, docs/nightly.md the tables made of
+them. Exits 1 where no test ran or one failed; the record says so then.
 """
 
+import argparse
 import datetime
+import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from tools.test_counts import RESULTS, Counts
 from tools.workspace import ROOT
 
-RECORD = ROOT / "docs" / "nightly.md"
+PAGES = ROOT / "docs"
 
 
 @dataclass(frozen=True)
-class FileResult:
-    """What the tests of one file came to.
+class Result:
+    """What tests came to, and where.
 
     Attributes:
-        counts: of its tests.
+        counts: of the tests.
         seconds: that they took.
+        date: of the run, as ISO 8601 has it.
+        commit: as ``git describe --always --dirty`` names it.
+        torch: its version.
+        cores: of the machine.
     """
 
     counts: Counts
     seconds: float
+    date: str
+    commit: str
+    torch: str
+    cores: int
+
+    @property
+    def where(self) -> str:
+        """The date, commit and machine in words."""
+        return f"{self.date}, at {self.commit}, {self.cores} cores, torch {self.torch}"
 
 
-def read(report: Path) -> dict[str, FileResult]:
+@dataclass(frozen=True)
+class Record:
+    """The last results.
+
+    Attributes:
+        slow: of the tests marked slow, by module.
+        others: of all tests of a package, by package and by minor version of torch.
+    """
+
+    slow: dict[str, Result]
+    others: dict[str, dict[str, Result]]
+
+
+def read_report(report: Path) -> dict[str, Result]:
     """The results in a JUnit file of pytest's, by the module of the tests."""
-    found: dict[str, FileResult] = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        failed = case.find("failure") is not None or case.find("error") is not None
-        skipped = case.find("skipped") is not None
-        name = str(case.get("classname"))
-        before = found.get(name, FileResult(Counts(), 0.0))
-        counts = Counts(int(not failed and not skipped), int(failed), int(skipped))
-        seconds = before.seconds + float(case.get("time", 0))
-        found[name] = FileResult(before.counts + counts, seconds)
-    return found
-
-
-def text(results: dict[str, FileResult], heading: str) -> str:
-    """The record, as Markdown."""
-    total = sum((result.counts for result in results.values()), Counts())
-    rows = [
-        f"| `{name}` | {result.counts} | {result.seconds:.0f} s |"
-        for name, result in sorted(results.items())
-    ]
-    return "\n".join(
-        [
-            "# The last run of the slow tier",
-            "",
-            f"`nox -s nightly`, {heading}: {total}.",
-            "",
-            "| tests | outcome | took |",
-            "|---|---|---:|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def main(report: Path, record: Path = RECORD) -> int:
-    """Writes the record; the exit status."""
-    results = read(report)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,
@@ -76,13 +70,106 @@ def main(report: Path, record: Path = RECORD) -> int:
         text=True,
         check=True,
     ).stdout.strip()
-    today = datetime.datetime.now(datetime.UTC).date()
-    machine = f"{os.cpu_count()} cores, torch {version('torch')}"
-    record.write_text(text(results, f"{today}, at {commit}, {machine}"))
-    total = sum((result.counts for result in results.values()), Counts())
-    print(total)
-    return 0 if total.passed and not total.failed else 1
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    cores = os.cpu_count() or 1
+    found: dict[str, tuple[Counts, float]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        failed = case.find("failure") is not None or case.find("error") is not None
+        skipped = case.find("skipped") is not None
+        name = str(case.get("classname"))
+        before, seconds = found.get(name, (Counts(), 0.0))
+        counts = Counts(int(not failed and not skipped), int(failed), int(skipped))
+        found[name] = (before + counts, seconds + float(case.get("time", 0)))
+    return {
+        name: Result(counts, seconds, today, commit, version("torch"), cores)
+        for name, (counts, seconds) in found.items()
+    }
+
+
+def read(path: Path) -> Record:
+    """The record in a JSON file; an empty one if there is no such file."""
+    if not path.is_file():
+        return Record({}, {})
+
+    def result(fields: dict[str, object]) -> Result:
+        return Result(**{**fields, "counts": Counts(**fields["counts"])})  # type: ignore[arg-type]
+
+    data = json.loads(path.read_text())
+    return Record(
+        {name: result(fields) for name, fields in data["slow"].items()},
+        {
+            package: {torch: result(fields) for torch, fields in of_one.items()}
+            for package, of_one in data["others"].items()
+        },
+    )
+
+
+def total(results: dict[str, Result]) -> Counts:
+    """The counts of all of them."""
+    return sum((result.counts for result in results.values()), Counts())
+
+
+def page(record: Record) -> str:
+    """The record, as Markdown."""
+    lines = ["# The last run of the slow tier", ""]
+    lines += ["Written by `nox -s nightly`, from `docs/nightly.json`.", ""]
+    if record.slow:
+        where = next(iter(record.slow.values())).where
+        lines += ["## Tests marked slow", ""]
+        lines += [f"`pytest -m slow`, {where}: {total(record.slow)}.", ""]
+        lines += ["| tests | outcome | took |", "|---|---|---:|"]
+        lines += [
+            f"| `{name}` | {result.counts} | {result.seconds:.0f} s |"
+            for name, result in sorted(record.slow.items())
+        ]
+        lines.append("")
+    if record.others:
+        versions = sorted({torch for of_one in record.others.values() for torch in of_one})
+        lines += ["## Other versions of torch", ""]
+        lines += ['`nox -s "compat(2.11)"` and the like: all tests of a package but the slow. With']
+        lines += ["the pinned torch `.ci/run` runs them.", ""]
+        lines += [f"| package | {' | '.join(f'torch {torch}' for torch in versions)} |"]
+        lines += ["|---" * (len(versions) + 1) + "|"]
+        for package, of_one in sorted(record.others.items()):
+            cells = (_cell(of_one[torch]) if torch in of_one else "not run" for torch in versions)
+            lines.append(f"| {package} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(result: Result) -> str:
+    return f"{result.counts} ({result.date}, at {result.commit})"
+
+
+def main(report: Path, package: str | None = None, pages: Path = PAGES) -> int:
+    """Adds the results of a report to the record; the exit status.
+
+    Args:
+        report: a JUnit file.
+        package: whose tests these are, with another torch; None for the tests marked slow.
+        pages: the folder of nightly.json and nightly.md.
+    """
+    results = read_report(report)
+    record = read(pages / "nightly.json")
+    counts = total(results)
+    if package is None:
+        record = Record(results, record.others)
+    elif results:
+        one = next(iter(results.values()))
+        seconds = sum(result.seconds for result in results.values())
+        whole = Result(counts, seconds, one.date, one.commit, one.torch, one.cores)
+        minor = ".".join(one.torch.split(".")[:2])
+        of_package = {**record.others.get(package, {}), minor: whole}
+        record = Record(record.slow, {**record.others, package: of_package})
+    (pages / "nightly.json").write_text(json.dumps(asdict(record), indent=1, sort_keys=True) + "\n")
+    (pages / "nightly.md").write_text(page(record))
+    print(counts)
+    return 0 if counts.passed and not counts.failed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(RESULTS / "nightly.xml"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("report", type=Path, nargs="?", default=RESULTS / "slow.xml")
+    parser.add_argument("--package")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.report, arguments.package))

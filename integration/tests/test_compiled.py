@@ -36,7 +36,6 @@ def test_layers_that_are_alike_share_one_graph():
 
 # torch's own, where inductor imports torch.utils.mkldnn.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.slow
 def test_inductor_trains_a_single_device(train_runs, tmp_path):
     runs = [{}, {"compile": "inductor"}]
     expected, compiled = train_runs(1, runs, out=tmp_path, steps=2)

@@ -270,7 +270,7 @@ def hybrid(fused, name):
     [
         pytest.param(interleaved, (2,), id="interleaved"),
         pytest.param(ragged, (2,), id="ragged"),
-        pytest.param(hybrid, (2, 2), id="hybrid", marks=pytest.mark.slow),
+        pytest.param(hybrid, (2, 2), id="hybrid"),
     ],
 )
 def test_training(place, shape, how):

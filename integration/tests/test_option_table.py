@@ -57,7 +57,7 @@ def test_an_option_is_in_effect_beside_every_option_it_is_accepted_with(choice, 
     runs.check(choice, covering_runs(), 2)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_is_in_effect_in_products_on_four_ranks(choice, runs):
     runs.check(choice, covering_runs(), 4)

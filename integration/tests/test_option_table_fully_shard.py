@@ -72,7 +72,7 @@ def test_an_option_of_fully_shard_is_in_effect(choice, runs):
     runs.check(choice, covering_runs(), 2)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_of_fully_shard_is_in_effect_on_four_ranks(choice, runs):
     runs.check(choice, covering_runs(), 4)

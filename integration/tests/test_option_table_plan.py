@@ -73,7 +73,7 @@ def test_an_option_of_a_plan_is_in_effect(choice, runs):
     runs.check(choice, table().runs, 2)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
 def test_an_option_of_a_plan_is_in_effect_on_four_ranks(choice, runs):
     runs.check(choice, table().runs, 4)

@@ -3,7 +3,7 @@
 import pytest
 
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.slow,
     # torch says so of every mesh without a CUDA device.
     pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete"),
 ]

@@ -162,7 +162,7 @@ def test_modules_on_plain_tensors_have_the_same_bits(training):
     "placement",
     [
         pytest.param(Replicate(), id="replicated"),
-        pytest.param(Shard(0), id="sharded", marks=pytest.mark.nightly),  # a minute and a half
+        pytest.param(Shard(0), id="sharded", marks=pytest.mark.slow),  # a minute and a half
     ],
 )
 def test_modules_on_dtensors_have_the_same_results_or_are_refused_alike(placement):

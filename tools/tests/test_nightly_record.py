@@ -1,8 +1,8 @@
-"""tools.nightly_record: a JUnit file becomes docs/nightly.md."""
+"""tools.nightly_record: JUnit files become docs/nightly.json and docs/nightly.md."""
 
 import pytest
 
-from tools.nightly_record import main, read
+from tools.nightly_record import main, page, read, read_report
 
 CASES = {
     "passed": '<testcase classname="a.test_x" time="1.5"/>',
@@ -16,7 +16,7 @@ CASES = {
 @pytest.fixture
 def report(tmp_path):
     def make(*names):
-        path = tmp_path / "nightly.xml"
+        path = tmp_path / "slow.xml"
         cases = "".join(CASES[name] for name in names)
         path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
         return path
@@ -25,21 +25,43 @@ def report(tmp_path):
 
 
 def test_the_record_has_a_row_per_file_and_what_it_ran_on(report, tmp_path):
-    record = tmp_path / "nightly.md"
-    assert main(report("passed", "also", "skipped"), record) == 0
-    text = record.read_text()
+    assert main(report("passed", "also", "skipped"), pages=tmp_path) == 0
+    text = (tmp_path / "nightly.md").read_text()
     assert "| `a.test_x` | 2 passed, 0 failed, 0 skipped | 4 s |" in text
     assert "| `a.test_y` | 0 passed, 0 failed, 1 skipped | 0 s |" in text
     assert ": 2 passed, 0 failed, 1 skipped." in text
     assert "torch 2." in text
 
 
+def test_packages_with_another_torch_have_a_row_and_a_column_each(report, tmp_path, monkeypatch):
+    for torch, package in (("2.11.0+cpu", "dbuffer"), ("2.15.1", "fsdp"), ("2.15.1", "dbuffer")):
+        monkeypatch.setattr("tools.nightly_record.version", lambda _, torch=torch: torch)
+        main(report("passed", "also"), package, pages=tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "nightly.md").read_text().splitlines()]
+    heading, dbuffer, fsdp = (row for row in rows if len(row) == 3)
+    assert heading == ["| package", "torch 2.11", "torch 2.15 |"]
+    assert dbuffer[1].startswith("2 passed, 0 failed, 0 skipped (")
+    assert dbuffer[2].startswith("2 passed")
+    assert fsdp[1] == "not run"
+
+
+def test_a_later_run_replaces_its_own_results_only(report, tmp_path):
+    main(report("failed"), "fsdp", pages=tmp_path)
+    main(report("skipped"), pages=tmp_path)
+    main(report("passed"), pages=tmp_path)
+    record = read(tmp_path / "nightly.json")
+    assert list(record.slow) == ["a.test_x"]
+    [[result]] = [list(of_one.values()) for of_one in record.others.values()]
+    assert result.counts.failed == 1
+    assert (tmp_path / "nightly.md").read_text() == page(record)
+
+
+@pytest.mark.parametrize("package", [None, "fsdp"])
 @pytest.mark.parametrize("names", [("passed", "failed"), ("passed", "error"), ("skipped",), ()])
-def test_a_failure_or_no_test_at_all_is_one_and_is_recorded(names, report, tmp_path):
-    record = tmp_path / "nightly.md"
-    assert main(report(*names), record) == 1
-    assert record.exists()
+def test_a_failure_or_no_test_at_all_is_one_and_is_recorded(names, package, report, tmp_path):
+    assert main(report(*names), package, pages=tmp_path) == 1
+    assert (tmp_path / "nightly.md").exists()
 
 
 def test_an_error_counts_as_a_failure(report):
-    assert read(report("error"))["a.test_y"].counts.failed == 1
+    assert read_report(report("error"))["a.test_y"].counts.failed == 1

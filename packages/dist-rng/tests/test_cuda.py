@@ -253,7 +253,6 @@ def test_a_device_gives_another_ones_numbers(draw, dtype, geometry):
     assert on_gpu.cpu().equal(on_cpu)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numel", "dtype"),
     [(2**29, torch.float32), (2**29 + 1029, torch.float32), (2**31 + 4097, torch.uint8)],

@@ -30,7 +30,6 @@ def built(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_the_library_loads_without_a_device_and_speaks_of_the_same_job(built):
     symbols = ctypes.CDLL(str(built))
     assert symbols.dist_rng_job_bytes() == ctypes.sizeof(Job)
@@ -38,7 +37,6 @@ def test_the_library_loads_without_a_device_and_speaks_of_the_same_job(built):
     assert callable(symbols.dist_rng_error_text)
 
 
-@pytest.mark.slow
 def test_the_library_links_no_torch(built):
     needed = subprocess.run(
         ["ldd", str(built)], check=True, stdout=subprocess.PIPE, text=True
@@ -47,7 +45,6 @@ def test_the_library_links_no_torch(built):
     assert "cudart" not in needed
 
 
-@pytest.mark.slow
 def test_a_launch_without_a_device_is_an_error_not_silence(built):
     if "CUDA_VISIBLE_DEVICES" in os.environ or Path("/dev/nvidia0").exists():
         pytest.skip("this is about machines without a CUDA driver, and here one may be")

@@ -1,6 +1,5 @@
 """A tensor of 16 GB, never allocated: parts of it against torch's stream, drawn chunk by chunk."""
 
-import pytest
 import torch
 
 import dist_rng
@@ -13,7 +12,6 @@ SAMPLE = 5_000
 SAMPLED = (0, 1, 100, 128, 255)  # chunks; the last ends the tensor
 
 
-@pytest.mark.slow
 def test_sampled_regions_of_16_gigabytes_and_the_state_after_them():
     generator = torch.Generator().manual_seed(8)
     chunk, expected = torch.empty(CHUNK), {}

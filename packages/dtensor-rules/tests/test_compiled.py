@@ -24,7 +24,7 @@ COMPILER = os.environ.get("CXX", "c++")
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
 NEG = "aten.neg.default"
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_rules_after")]
+pytestmark = pytest.mark.usefixtures("same_rules_after")
 
 
 def run_compiler(*arguments):

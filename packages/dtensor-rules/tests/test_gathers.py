@@ -365,7 +365,7 @@ def gather_on_three_axes():
 
 
 @pytest.mark.ranks
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_gathers_on_three_axes_give_torch_s_bits():
     [count] = set(run_ranks(gather_on_three_axes, 8, timeout=300))
     assert count == 8 * 4 * 2  # each pair, by torch and by this package

@@ -47,7 +47,6 @@ def resident():
     return psutil.Process().memory_info().rss / 2**20
 
 
-@pytest.mark.slow
 def test_memory_and_cache_after_many_calls(mesh):
     with torch.no_grad():
         mixed(mesh, CALLS // 10)

@@ -171,7 +171,6 @@ def _losses(folder, again, rank):
     return dict(json.loads(line) for line in lines)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_in_backward_and_training_that_goes_on(tmp_path):
     _torchrun(tmp_path / "undisturbed")
     said = _torchrun(tmp_path / "killed", "3")

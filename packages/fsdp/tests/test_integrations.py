@@ -38,7 +38,6 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BIT_FOR_BIT)
 def test_losses_and_what_is_saved_are_those_of_native_fsdp2(runs, name):
     native, ours = runs["native"][name], runs["fsdp"][name]
@@ -51,7 +50,6 @@ def test_losses_and_what_is_saved_are_those_of_native_fsdp2(runs, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_ACCELERATE)
 def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(runs, name):
     stopped, whole = runs["fsdp"][f"{name}, resumed"], runs["fsdp"][name]
@@ -60,7 +58,6 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(runs, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weights only", "loaded", "loaded, tied", "loaded, experts"])
 def test_what_the_trainer_saves_is_the_model_on_one_device(runs, name):
     ours = runs["fsdp"][name]
@@ -68,7 +65,6 @@ def test_what_the_trainer_saves_is_the_model_on_one_device(runs, name):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_tied_weights_are_one_parameter_of_one_group(runs):
     """FSDP2 reduces the gradients of both places and adds them; here they are added first."""
     native, ours = runs["native"]["loaded, tied"], runs["fsdp"]["loaded, tied"]
@@ -78,7 +74,6 @@ def test_tied_weights_are_one_parameter_of_one_group(runs):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_what_cannot_work_is_an_error_on_every_rank(runs):
     first, second = runs["refused"]
     assert first == second
@@ -88,7 +83,6 @@ def test_what_cannot_work_is_an_error_on_every_rank(runs):
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 def test_after_uninstall_models_are_sharded_by_torch(runs):
     assert runs["uninstalled"] == "Shard"
 
@@ -186,7 +180,6 @@ def test_the_loader_reads_a_ranks_rows_of_tensors_and_of_single_experts():
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_beside_tensor_parallelism_of_transformers_losses_are_those_of_fsdp2(tmp_path):
     def check(source):

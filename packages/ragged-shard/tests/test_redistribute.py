@@ -199,7 +199,7 @@ def axes_that_stay():
     return counts
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_axes_that_were_flattened_are_gathered_at_once_beside_others():
     [counts] = {tuple(counts) for counts in run_ranks(axes_that_stay, 8)}
     apart, flat = counts[:5], counts[5:]
