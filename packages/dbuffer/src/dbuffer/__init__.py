@@ -3,20 +3,20 @@
 from dbuffer.agreement import verify
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import Axis, Collectives, Handle, Strategy, collectives_for, own_row
-from dbuffer.memory import Block, Memory, MemoryPool, ResizableMemory, memory_size
+from dbuffer.memory import BufferMemory, MemoryPool, PoolBlock, ResizableMemory, memory_size
 from dbuffer.placements import Inner
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Axis",
-    "Block",
+    "BufferMemory",
     "Collectives",
     "DBuffer",
     "Handle",
     "Inner",
-    "Memory",
     "MemoryPool",
+    "PoolBlock",
     "ResizableMemory",
     "Strategy",
     "collectives_for",

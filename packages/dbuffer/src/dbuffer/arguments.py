@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer.group_ops import index_of
-from dbuffer.memory import Memory, ResizableMemory
+from dbuffer.memory import BufferMemory, ResizableMemory
 from dbuffer.placements import (
     Inner,
     Placements,
@@ -74,14 +74,14 @@ def checked(
 
 
 def checked_memory(
-    memory: Memory | None,
+    memory: BufferMemory | None,
     nbytes: int,
     device: torch.device,
     alignment: int,
     itemsize: int,
     *,
     pin_memory: bool,
-) -> Memory:
+) -> BufferMemory:
     """Memory for a buffer, acquired: the given, or new.
 
     Raises:

@@ -35,7 +35,7 @@ from dbuffer.collectives import (
     collectives_for,
 )
 from dbuffer.group_ops import Tensors, index_of, padding_of
-from dbuffer.memory import Memory
+from dbuffer.memory import BufferMemory
 from dbuffer.placements import (
     Inner,
     Placements,
@@ -64,8 +64,8 @@ class DBuffer:
             `all_gather_` has room. Unsharded buffers are full.
         shard_axis: number or name; by default the axis that is sharded, else the last.
         inner: by place or name, the tensors that are placed on other axes too; see `Inner`.
-        memory: a `Block` of a pool, or other memory that no buffer uses; by default its own, which
-            a release returns to torch's allocator.
+        memory: a `PoolBlock`, or other memory that no buffer uses; by default the buffer's own,
+            which a release returns to torch's allocator.
         alignment: bytes of which the memory's begin must be a multiple.
         pin_memory: of its own memory, where that is the host's.
         strategy: "native" for the backend's collectives, "exchange" for sends between pairs of
@@ -96,7 +96,7 @@ class DBuffer:
         full: bool = False,
         shard_axis: int | str | None = None,
         inner: Mapping[int | str, Inner] | None = None,
-        memory: Memory | None = None,
+        memory: BufferMemory | None = None,
         alignment: int = 16,
         pin_memory: bool = False,
         strategy: Strategy | Collectives = "auto",

@@ -23,17 +23,17 @@ import torch
 from ragged_shard.planner import Layout
 
 __all__ = [
-    "Block",
+    "BufferMemory",
     "Lease",
-    "Memory",
     "MemoryPool",
+    "PoolBlock",
     "PoolReport",
     "ResizableMemory",
     "memory_size",
 ]
 
 
-class Memory(Protocol):
+class BufferMemory(Protocol):
     """Bytes that a buffer can acquire, release and acquire again."""
 
     @property
@@ -75,7 +75,7 @@ class ResizableMemory:
         self._stream = current_stream(device)
 
     def acquire(self) -> None:
-        """Allocates it again; see `Memory.acquire`.
+        """Allocates it again; see `BufferMemory.acquire`.
 
         Raises:
             RuntimeError: a buffer uses it.
@@ -87,7 +87,7 @@ class ResizableMemory:
         self.allocated = True
 
     def release(self) -> None:
-        """Returns it to the allocator; see `Memory.release`."""
+        """Returns it to the allocator; see `BufferMemory.release`."""
         if not self.allocated:
             return
         if self._stream is not None:
@@ -128,8 +128,8 @@ class PoolReport:
         )
 
 
-class Block:
-    """A part of a slab; `Memory` whose address never changes, and that buffers use in turns.
+class PoolBlock:
+    """A part of a slab; `BufferMemory` whose address never changes, and that buffers use in turns.
 
     A release records an event on the current stream, and the next holder's stream waits for it:
     no `record_stream`, and no guess at when memory is free.
@@ -149,10 +149,10 @@ class Block:
             RuntimeError: a buffer uses it, or it was given back.
         """
         if self not in self._pool._taken:
-            raise RuntimeError("Block.acquire: it was given back to its pool; take() another")
+            raise RuntimeError("PoolBlock.acquire: it was given back to its pool; take() another")
         if self.allocated:
             raise RuntimeError(
-                f"Block.acquire: a buffer uses this block of {self.bytes.numel()} bytes; "
+                f"PoolBlock.acquire: a buffer uses this block of {self.bytes.numel()} bytes; "
                 f"release() that buffer first, or take() another block"
             )
         self._wait()
@@ -181,7 +181,7 @@ class Lease:
     """
 
     data: torch.Tensor
-    _block: Block
+    _block: PoolBlock
 
     def release(self) -> None:
         """Gives the block back to its pool."""
@@ -209,13 +209,13 @@ class MemoryPool:
         self.device = torch.empty(0, device=device).device
         self.alignment = alignment
         self._pin_memory = pin_memory
-        self._slabs: dict[int, list[Block]] = {}  # by number: all blocks, in order
+        self._slabs: dict[int, list[PoolBlock]] = {}  # by number: all blocks, in order
         self._streams: dict[int, Any] = {}  # by number: the stream that allocated it
         self._reserved: dict[int, int] = {}  # by number: bytes
-        self._taken: set[Block] = set()
+        self._taken: set[PoolBlock] = set()
         self._made = self._allocated = self._peak_allocated = self._peak_reserved = 0
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PoolBlock:
         """A block of at least so many bytes: the smallest free one that wastes less than half.
 
         Raises:
@@ -234,7 +234,7 @@ class MemoryPool:
         self._taken.add(found)
         return found
 
-    def take_many(self, sizes: Sequence[int]) -> tuple[Block, ...]:
+    def take_many(self, sizes: Sequence[int]) -> tuple[PoolBlock, ...]:
         """Blocks of one new slab: one allocation, whatever their number.
 
         Args:
@@ -249,7 +249,7 @@ class MemoryPool:
         start, number = -slab.data_ptr() % self.alignment, self._made
         blocks = []
         for size in rounded:
-            blocks.append(Block(self, number, slab[start : start + size]))
+            blocks.append(PoolBlock(self, number, slab[start : start + size]))
             start += size
         self._made += 1
         self._slabs[number] = blocks
@@ -259,7 +259,7 @@ class MemoryPool:
         self._peak_reserved = max(self._peak_reserved, sum(self._reserved.values()))
         return tuple(blocks)
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: PoolBlock) -> None:
         """Lets the pool give the block to others; its slab stays until `trim`.
 
         Raises:

@@ -31,7 +31,7 @@ from ragged_shard.spec import Placements, dim_of, local_shape, put
 
 
 @dataclass(frozen=True)
-class MultiAxisGather:
+class GatherOverAxes:
     """What a gather over several axes does, the same on all of its ranks.
 
     Attributes:
@@ -74,7 +74,7 @@ class MultiAxisGather:
 
 def plan_gather(
     shape: Sequence[int], mesh: DeviceMesh, placements: Placements, axes: Sequence[int]
-) -> MultiAxisGather | None:
+) -> GatherOverAxes | None:
     """The gather that makes these axes replicate.
 
     Args:
@@ -104,7 +104,7 @@ def plan_gather(
             rest = put(rest, axis, Replicate())
         else:
             gathered = put(gathered, axis, Replicate())
-    return MultiAxisGather(*group, gathered, axes, local_shape(shape, mesh, rest))
+    return GatherOverAxes(*group, gathered, axes, local_shape(shape, mesh, rest))
 
 
 def _group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Group, int] | None:

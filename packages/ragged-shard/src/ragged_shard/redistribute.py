@@ -23,7 +23,7 @@ from ragged_shard.fallback import note
 from ragged_shard.filled import Filled
 from ragged_shard.fit import check_local, check_placements
 from ragged_shard.interleaved import InterleavedShard
-from ragged_shard.multi_axis_gather import MultiAxisGather, plan_gather
+from ragged_shard.multi_axis_gather import GatherOverAxes, plan_gather
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.spec import (
     Placements,
@@ -169,7 +169,7 @@ class _Way:
     def _differing(self) -> list[int]:
         return [axis for axis, now in enumerate(self.at) if now != self.target[axis]]
 
-    def _gather_of(self, axes: list[int]) -> MultiAxisGather | None:
+    def _gather_of(self, axes: list[int]) -> GatherOverAxes | None:
         """One gather over all these axes, where that is what they need."""
         shards = [self.at[axis] for axis in axes]
         gathered = all(isinstance(self.target[axis], Replicate) for axis in axes)

@@ -19,8 +19,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Partial
 
 from dtensor_rules import _compat
-from dtensor_rules.planning.path_search import Edges, Order, PathSearch, State
-from dtensor_rules.planning.step_times import INF, Codebook, Codes, Step, StepTimes, Topology
+from dtensor_rules.planning.path_search import Edges, Order, PathSearch, SearchState
+from dtensor_rules.planning.step_times import INF, AxisStep, Codebook, Codes, StepTimes, Topology
 
 
 class CostModel:
@@ -73,9 +73,9 @@ class CostModel:
             return INF
         strided = strided or any(book.is_strided[code] for code in self.codes)
         in_order = _is_ascending(order) and _is_ascending(self._order)
-        steps: Iterable[Step]
+        steps: Iterable[AxisStep]
         if strided or not in_order or _compat.redistributes_by_graph():
-            steps = self._shortest(State(target, order))
+            steps = self._shortest(SearchState(target, order))
         else:
             steps = self._greedy(target)
         return self._times.total(self.codes, steps)
@@ -94,7 +94,7 @@ class CostModel:
                 axes[dim] = (*axes[dim], axis)
         return tuple(axes)
 
-    def _greedy(self, target: Codes) -> Iterator[Step]:
+    def _greedy(self, target: Codes) -> Iterator[AxisStep]:
         """Yields the steps where all shards are plain: inner axes first, then outer ones."""
         book, now = self._book, list(self.codes)
         if len(now) > 1 and self._times.shards(self.codes) > 1:
@@ -104,11 +104,11 @@ class CostModel:
                 if book.is_shard[after] and not self._are_alike(now, target, axis):
                     after = book.replicate
                 if now[axis] != after:
-                    yield Step(axis, now[axis], after)
+                    yield AxisStep(axis, now[axis], after)
                     now[axis] = after
         for axis, after in enumerate(target):
             if now[axis] != after:
-                yield Step(axis, now[axis], after)
+                yield AxisStep(axis, now[axis], after)
 
     def _are_alike(self, now: Sequence[int], target: Codes, axis: int) -> bool:
         """Returns whether the same axes in front of one shard the dim that it is to shard."""
@@ -120,15 +120,15 @@ class CostModel:
         )
         return before == after
 
-    def _shortest(self, goal: State) -> Iterable[Step]:
+    def _shortest(self, goal: SearchState) -> Iterable[AxisStep]:
         edges = self._edges_to(goal.codes)
         search = self._searches.get(edges)
         if search is None:
             assert self._order is not None
-            search = PathSearch(self._times, State(self.codes, self._order), edges)
+            search = PathSearch(self._times, SearchState(self.codes, self._order), edges)
             self._searches[edges] = search
         return [
-            Step(axis, old, new)
+            AxisStep(axis, old, new)
             for before, after in itertools.pairwise(search.path(goal))
             for axis, (old, new) in enumerate(zip(before.codes, after.codes, strict=True))
             if old != new

@@ -25,7 +25,7 @@ class NoPathError(Exception):
     """Raised where torch's graph search finds no steps between two placements."""
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """How a tensor is placed, for the graph search."""
 
     codes: Codes
@@ -58,16 +58,16 @@ class PathSearch:
         edges: what paths may lead through, as the target says.
     """
 
-    def __init__(self, times: StepTimes, start: State, edges: Edges) -> None:
+    def __init__(self, times: StepTimes, start: SearchState, edges: Edges) -> None:
         self._times, self._edges = times, edges
         self._sum = times.book.partial("sum")
-        self._settled: dict[State, State | None] = {}
+        self._settled: dict[SearchState, SearchState | None] = {}
         self._pushed = itertools.count()
-        self._heap: list[tuple[float, int, State, State | None]] = [
+        self._heap: list[tuple[float, int, SearchState, SearchState | None]] = [
             (0.0, next(self._pushed), start, None)
         ]
 
-    def path(self, goal: State) -> list[State]:
+    def path(self, goal: SearchState) -> list[SearchState]:
         """Returns the states from the start to the goal, both included.
 
         Raises:
@@ -75,7 +75,7 @@ class PathSearch:
         """
         while goal not in self._settled:
             self._settle_next()
-        path: list[State] = [goal]
+        path: list[SearchState] = [goal]
         while (before := self._settled[path[-1]]) is not None:
             path.append(before)
         return path[::-1]
@@ -89,16 +89,16 @@ class PathSearch:
         self._settled[state] = before
         gigabytes = self._times.local_gigabytes(state.codes)
         for axis, code, order in self._neighbours(state):
-            after = State((*state.codes[:axis], code, *state.codes[axis + 1 :]), order)
+            after = SearchState((*state.codes[:axis], code, *state.codes[axis + 1 :]), order)
             if after not in self._settled:
                 time, _ = self._times.step(axis, state.codes[axis], code, gigabytes)
                 heapq.heappush(self._heap, (cost + time, next(self._pushed), after, state))
         for axis, order in self._sums(state):  # free for the search, though not for the path
-            after = State((*state.codes[:axis], self._sum, *state.codes[axis + 1 :]), order)
+            after = SearchState((*state.codes[:axis], self._sum, *state.codes[axis + 1 :]), order)
             if after not in self._settled:
                 heapq.heappush(self._heap, (cost, next(self._pushed), after, state))
 
-    def _neighbours(self, state: State) -> Iterator[tuple[int, int, Order]]:
+    def _neighbours(self, state: SearchState) -> Iterator[tuple[int, int, Order]]:
         """Yields axis, placement and order of the states one step away, in torch's sequence.
 
         The cases are numbered as in `DTensorRedistributePlanner.get_next_state`.
@@ -134,7 +134,7 @@ class PathSearch:
             for code in self._edges.strided:
                 yield axis, code, _moved(order, axis, None, book.dims[code])
 
-    def _sums(self, state: State) -> Iterator[tuple[int, Order]]:
+    def _sums(self, state: SearchState) -> Iterator[tuple[int, Order]]:
         """Yields axis and order of the shards that may become a sum of the target."""
         for dim, axes in enumerate(state.order):
             axis = axes[-1] if axes else -1

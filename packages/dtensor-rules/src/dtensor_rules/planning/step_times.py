@@ -28,7 +28,7 @@ Codes = tuple[int, ...]
 INF = math.inf
 
 
-class Step(NamedTuple):
+class AxisStep(NamedTuple):
     """A change of the placement on one mesh axis."""
 
     axis: int
@@ -173,7 +173,7 @@ class StepTimes:
             return 0.0, gigabytes / size
         return 0.0, gigabytes
 
-    def total(self, start: Codes, steps: Iterable[Step]) -> float:
+    def total(self, start: Codes, steps: Iterable[AxisStep]) -> float:
         """Returns the time of several steps one after another."""
         total, gigabytes = 0.0, self.local_gigabytes(start)
         for step in steps:
