@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import Whole, fully_shard
-from fsdp.optim.owned.optimizer import MatrixOptimizer
+from fsdp.optim.matrix.optimizer import MatrixOptimizer
 from testkit import CommLog, run_ranks
 
 HIDDEN, FEED_FORWARD, LAYERS = 256, 688, 6
@@ -80,8 +80,8 @@ def measure(ways, rounds, first):
 def busiest(optimizer):
     """The work of the rank that has most of it, of an equal share."""
     busy = [0] * dist.get_world_size()
-    for job in optimizer._work.jobs:
-        busy[job.owner] += job.work
+    for task in optimizer._owner_plan.tasks:
+        busy[task.owner] += task.cost
     return max(busy) * len(busy) / sum(busy)
 
 

@@ -12,8 +12,8 @@ import torch
 from matrix_steps import NAIVE, main, own_run, sharded, whole
 
 from fsdp.optim import Muon
+from fsdp.optim.matrix import exchange
 from fsdp.optim.muon.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schulz
-from fsdp.optim.owned import visit
 
 
 class Naive:
@@ -43,15 +43,15 @@ class Blocking(Muon):
     """Waits for each exchange at once."""
 
     def step(self, closure=None):
-        exchange = visit.redistribute_many
-        visit.redistribute_many = lambda *args, **_: Arrived(exchange(*args))
+        original = exchange.redistribute_many
+        exchange.redistribute_many = lambda *args, **_: Completed(original(*args))
         try:
             return super().step(closure)
         finally:
-            visit.redistribute_many = exchange
+            exchange.redistribute_many = original
 
 
-class Arrived(list):
+class Completed(list):
     def wait(self):
         return self
 

@@ -7,8 +7,8 @@ by the choice of owners; `Whole()` ones by the planner, which balances bytes wit
 with `WholeMatrices` work over all groups.
 """
 
-from fsdp.optim.muon.newton_schulz import work_of
-from fsdp.optim.owned.owners import Load, choose_owners
+from fsdp.optim.matrix.assignment import MatrixLoad, choose_owners
+from fsdp.optim.muon.newton_schulz import newton_schulz_cost
 from ragged_shard.planner import TensorSpec, balance, plan_layout
 from ragged_shard.planner.balance import work_of_shards
 
@@ -25,7 +25,7 @@ def row(layers, ranks, way):
     specs = [
         TensorSpec(str(n), a * b, a * b if whole else 1, (a, b)) for n, (a, b) in enumerate(shapes)
     ]
-    work = [work_of(shape) for shape in shapes]
+    work = [newton_schulz_cost(shape) for shape in shapes]
     planned = plan_layout(specs, ranks, alignment=4, order="best" if whole else "given")
     loads, busy = [], [0] * ranks
     for _ in range(LAYERS // layers):
@@ -33,22 +33,23 @@ def row(layers, ranks, way):
         busy = [sum(pair) for pair in zip(busy, work_of_shards(layout, work), strict=True)]
         for n, amount in enumerate(work):
             held = tuple(units * layout.unit_size(n) for units in layout.units(n))
-            loads.append(Load(amount, held, held.index(max(held)) if whole else None))
+            loads.append(MatrixLoad(amount, held, held.index(max(held)) if whole else None))
     owners = choose_owners(loads, ranks)
     busy = [0] * ranks
     for load, owner in zip(loads, owners, strict=True):
-        busy[owner] += load.work
-    travelling = sum(
-        sum(one.held) - one.held[owner] for one, owner in zip(loads, owners, strict=True)
+        busy[owner] += load.cost
+    sent = sum(
+        sum(load.elements_by_rank) - load.elements_by_rank[owner]
+        for load, owner in zip(loads, owners, strict=True)
     )
-    everything = sum(sum(load.held) for load in loads) * (ranks - 1)
+    everything = sum(sum(load.elements_by_rank) for load in loads) * (ranks - 1)
     return {
         "layers in a group": layers,
         "ranks": ranks,
         "way": way,
         "padding": round(planned.padding_ratio, 3),
         "busiest rank / equal share": round(max(busy) * ranks / sum(busy), 2),
-        "bytes / naive's": round(travelling / everything, 3),  # half the bytes, twice
+        "bytes / naive's": round(sent / everything, 3),  # half the bytes, twice
     }
 
 

@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_makes_its_block_nan_and_says_whose():
     optimizer = Adam8bit([("a.weight", param)], block_size=SIZE, min_8bit_size=0)
     param.grad = torch.ones(4 * SIZE)
     param.grad[SIZE + 3] = torch.inf
-    with pytest.warns(UserWarning, match=r"'a\.weight' has gradients or moments that are not fin"):
+    with pytest.warns(UserWarning, match=r"parameter 'a\.weight' is not finite"):
         optimizer.step()
     param.grad = torch.ones(4 * SIZE)
     optimizer.step()  # warns once
@@ -102,12 +102,12 @@ def test_a_gradient_that_is_not_finite_makes_its_block_nan_and_says_whose():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": -1.0}, r"expected lr .* got -1\.0"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
-        ({"block_size": 0}, "block_size=0; wants an integer of at least 1"),
-        ({"block_size": 2.0}, "block_size=2.0"),
+        ({"block_size": 0}, "expected block_size to be an integer of at least 1, got 0"),
+        ({"block_size": 2.0}, r"block_size .* got 2\.0"),
         ({"min_8bit_size": -1}, "min_8bit_size"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -118,11 +118,11 @@ def test_options_out_of_range(options, message):
 
 
 def test_parameters_that_it_cannot_have():
-    with pytest.raises(ValueError, match=r"'z' is a torch.strided tensor of torch.complex64"):
+    with pytest.raises(ValueError, match=r"'z' .* torch.complex64"):
         Adam8bit([("z", nn.Parameter(torch.ones(3, dtype=torch.complex64)))])
     param = nn.Parameter(torch.ones(3, 3))
     param.grad = torch.eye(3).to_sparse()
-    with pytest.raises(ValueError, match="gradient of 'w' is sparse"):
+    with pytest.raises(ValueError, match="dense gradient of parameter 'w'"):
         Adam8bit([("w", param)]).step()
     optimizer = Adam8bit([param])
     with pytest.raises(ValueError, match="complex64"):
@@ -151,8 +151,8 @@ def test_states_are_loaded_as_they_were_saved(tmp_path):
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (lambda p: torch.optim.AdamW(p, lr=1e-2), "'0.weight' has .* min_8bit_size may be another"),
-        (lambda p: Adam8bit(p, block_size=SIZE), "'0.weight' has .* wants 8-bit moments"),
+        (lambda p: torch.optim.AdamW(p, lr=1e-2), "'0.weight' .* another min_8bit_size"),
+        (lambda p: Adam8bit(p, block_size=SIZE), "'0.weight' to have 8-bit moments"),
     ],
     ids=["AdamW's", "fp32"],
 )
@@ -178,5 +178,5 @@ def test_sizes_are_any_integers_and_become_ints():
     assert {type(group["block_size"]), type(group["min_8bit_size"])} == {int}
     param.grad = torch.ones(8)
     optimizer.step()
-    with pytest.raises(ValueError, match=r"block_size=64\.0; wants an integer"):
+    with pytest.raises(ValueError, match=r"block_size to be an integer .* got 64\.0"):
         Adam8bit([param], block_size=64.0)

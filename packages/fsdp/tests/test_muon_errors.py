@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp import Block, Rows, fully_shard
 from fsdp.optim import SOAP, Muon
-from fsdp.optim.owned.matrices import rows_of
+from fsdp.optim.matrix.matrices import matrix_rows
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.models.matrix_net import (
@@ -27,21 +27,21 @@ from testkit.models.matrix_net import (
 
 def test_what_is_no_matrix_is_refused_by_name():
     model = MatrixNet()
-    with pytest.raises(ValueError, match=r"parameter 'norm.weight' is .* of shape \(13,\).*AdamW"):
+    with pytest.raises(ValueError, match=r"parameter 'norm.weight' .* of shape \(13,\).*AdamW"):
         Muon(model.named_parameters())
     optimizer = optimizer_of(Muon, model)
-    with pytest.raises(ValueError, match=r"parameter 'late' is"):
+    with pytest.raises(ValueError, match=r"parameter 'late'"):
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
     assert len(optimizer.param_groups) == 2
-    with pytest.raises(ValueError, match=r"parameter '1 of group 0' is"):
+    with pytest.raises(ValueError, match=r"parameter '1 of group 0'"):
         Muon([model.up.weight, model.up.bias])
-    with pytest.raises(ValueError, match=r"'turned' of shape \(3, 2\) has strides \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"'turned' of shape \(3, 2\) .* strides \(1, 3\)"):
         Muon([("turned", nn.Parameter(torch.zeros(2, 3).T))])
 
 
 @pytest.mark.parametrize("split", [3, 0, (5, 6), (12, -2), lambda param: 4])
 def test_splits_that_do_not_fit(split):
-    with pytest.raises(ValueError, match=r"split=.* of parameter 'w', whose matrices have 10 rows"):
+    with pytest.raises(ValueError, match=r"split of parameter 'w' .* 10 rows"):
         Muon([("w", nn.Parameter(torch.zeros(10, 4)))], split=split)
 
 
@@ -51,7 +51,7 @@ def test_splits_that_do_not_fit(split):
     ids=str,
 )
 def test_options_out_of_range(options):
-    with pytest.raises(ValueError, match=rf"Muon: {next(iter(options))}="):
+    with pytest.raises(ValueError, match=rf"Muon: expected {next(iter(options))}"):
         Muon([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
@@ -66,7 +66,8 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all(kind):
             model.square.weight.grad = None
         before = full_tensors(model)
         with pytest.raises(
-            ValueError, match=rf"{kind.who}.* square.weight .*: a gradient on rank 0 and .*no gra"
+            ValueError,
+            match=rf"{kind.optimizer_name}.* square.weight .*: a gradient on rank 0 and .*no gra",
         ):
             optimizer.step()
         assert same_bits(full_tensors(model), before) == []
@@ -85,15 +86,17 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
             return Muon([("qkv", param)], **options)
 
         interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
-        with pytest.raises(ValueError, match=r"'qkv' is placed as .*wants RaggedShard on one axis"):
+        with pytest.raises(
+            ValueError, match=r"expected parameter 'qkv' to have RaggedShard on at most one axis"
+        ):
             interleaved.step()
         cut = optimizer([Shard(0), Replicate()], split=2)
-        with pytest.raises(ValueError, match=r"'qkv' is split into 2 matrices and placed as"):
+        with pytest.raises(ValueError, match=r"'qkv', which is split into 2 matrices"):
             cut.step()
         moved = optimizer([Shard(0), Replicate()])
         [param] = moved.param_groups[0]["params"]
         param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
-        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' is .* placed as"):
+        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' .* placed as"):
             moved.step()
 
     run_ranks(check, 2)
@@ -107,7 +110,7 @@ def test_state_of_another_layout_is_refused():
         train(rows, ours, 1)
         train(elements, theirs, 1)
         before = copy.deepcopy(ours.state_dict())
-        with pytest.raises(ValueError, match=r"momentum_buffer of parameter 'up.weight' is placed"):
+        with pytest.raises(ValueError, match=r"momentum_buffer of parameter 'up.weight'"):
             ours.load_state_dict(theirs.state_dict())
         after = ours.state_dict()
         assert after["param_groups"] == before["param_groups"]
@@ -119,4 +122,4 @@ def test_state_of_another_layout_is_refused():
 
 @pytest.mark.parametrize("split", [np.int64(2), [np.int64(5), np.int64(5)]], ids=["number", "rows"])
 def test_splits_are_any_integers(split):
-    assert rows_of(split, nn.Parameter(torch.zeros(10, 4)), "w", "Muon") == (5, 5)
+    assert matrix_rows(split, nn.Parameter(torch.zeros(10, 4)), "w", "Muon") == (5, 5)

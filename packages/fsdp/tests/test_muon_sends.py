@@ -9,11 +9,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon
-from fsdp.optim.muon.newton_schulz import work_of
-from fsdp.optim.owned.jobs import jobs_of
-from fsdp.optim.owned.matrices import matrices_of as matrices_in
-from fsdp.optim.owned.owners import Load, choose_owners
-from fsdp.optim.owned.visit import visit_owners
+from fsdp.optim.matrix.assignment import MatrixLoad, assign_owners, choose_owners
+from fsdp.optim.matrix.exchange import compute_on_owners
+from fsdp.optim.matrix.matrices import matrices_of as matrices_in
+from fsdp.optim.muon.newton_schulz import newton_schulz_cost
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
 from testkit.models.matrix_net import (
@@ -26,9 +25,19 @@ from testkit.models.matrix_net import (
 
 def test_owners_have_equal_work_and_what_they_hold():
     """Largest first; what is fixed stays, and counts."""
-    even = choose_owners([Load(5, (1, 9)), Load(5, (2, 8)), Load(5, (3, 7)), Load(5, (9, 1))], 2)
+    even = choose_owners(
+        [
+            MatrixLoad(5, (1, 9)),
+            MatrixLoad(5, (2, 8)),
+            MatrixLoad(5, (3, 7)),
+            MatrixLoad(5, (9, 1)),
+        ],
+        2,
+    )
     assert even == [1, 1, 0, 0]
-    assert choose_owners([Load(3, (9, 0), fixed=0), Load(3, (8, 1)), Load(6, (9, 0))], 2) == [
+    assert choose_owners(
+        [MatrixLoad(3, (9, 0), fixed_owner=0), MatrixLoad(3, (8, 1)), MatrixLoad(6, (9, 0))], 2
+    ) == [
         0,
         0,
         1,
@@ -37,15 +46,15 @@ def test_owners_have_equal_work_and_what_they_hold():
     for _ in range(50):
         ranks = draw.randint(1, 9)
         loads = [
-            Load(draw.randint(1, 99), tuple(draw.randint(0, 9) for _ in range(ranks)))
+            MatrixLoad(draw.randint(1, 99), tuple(draw.randint(0, 9) for _ in range(ranks)))
             for _ in range(draw.randint(0, 30))
         ]
         busy = [0] * ranks
         for load, owner in zip(loads, choose_owners(loads, ranks), strict=True):
-            busy[owner] += load.work
-        work = [load.work for load in loads]
+            busy[owner] += load.cost
+        work = [load.cost for load in loads]
         assert max(busy) <= sum(work) / ranks + max(work, default=0)
-    assert work_of((2, 5)) == work_of((5, 2)) == 2 * 2 * 2 * 5 + 2**3
+    assert newton_schulz_cost((2, 5)) == newton_schulz_cost((5, 2)) == 2 * 2 * 2 * 5 + 2**3
 
 
 def sent(granularity, **options):
@@ -78,28 +87,29 @@ def test_the_next_bucket_comes_while_the_present_one_iterates():
         values = [torch.randn(4, 3) for _ in range(5)]
         params = [distribute_tensor(v, mesh, [RaggedShard((0,), (1, 3))]) for v in values]
         params.append(distribute_tensor(values[0], mesh, [RaggedShard.owned_by(1, 2)]))
-        jobs = jobs_of(
-            [m for n, p in enumerate(params) for m in matrices_in(p, (4,), str(n), "Muon")], work_of
+        tasks = assign_owners(
+            [m for n, p in enumerate(params) for m in matrices_in(p, (4,), str(n), "Muon")],
+            newton_schulz_cost,
         )
         events, results = [], {}
 
-        def direction(job):
-            events.append(f"gather {job.number}")
-            return params[job.number].to_local().reshape(-1)[job.matrix.part]
+        def direction(task):
+            events.append(f"gather {task.index}")
+            return params[task.index].to_local().reshape(-1)[task.matrix.local_slice]
 
-        def iterate(job, matrix):
-            events.append(f"iterate {job.number}")
+        def iterate(task, matrix):
+            events.append(f"iterate {task.index}")
             return 2 * matrix
 
-        def apply(job, part):
-            results[job.number] = part
+        def apply(task, part):
+            results[task.index] = part
 
         with CommLog() as log:
-            visit_owners(jobs, direction, iterate, apply, bucket_elements=24)  # two
+            compute_on_owners(tasks, direction, iterate, apply, bucket_elements=24)  # two
         log.assert_counts({"all_to_all": 6})
         for number, part in results.items():
             assert torch.equal(part, 2 * params[number].to_local().reshape(-1))
-        return events, [job.owner for job in jobs]
+        return events, [task.owner for task in tasks]
 
     found = run_ranks(check, 2)
     for rank, (events, owners) in enumerate(found):

@@ -1,6 +1,7 @@
-"""Simulations against real steps on gloo ranks: memory by kind, its peak, collectives and bytes."""
+"""Simulations are validated against real steps on gloo ranks: memory, collectives and bytes."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ UNITS = r"model\.layers\.\d+"
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train."""
+    """A mesh, the options of `fully_shard`, an optimizer and a model."""
 
     mesh: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
@@ -65,24 +66,78 @@ def _forward(model):
     return model(input_ids=ids, labels=ids).loss
 
 
-def _bytes(tensors):
-    """Of the storages of local tensors, those that share one once."""
-    local = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local}
-    return sum(storages.values())
+def _local(tensor):
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _count(counts):
-    """Counts what buffers are asked for, by kind and number of ranks."""
+def _storage_bytes(tensors):
+    """Bytes of the storages of local tensors; storages that tensors share count once."""
+    storages = [_local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@contextmanager
+def _counted_collectives():
+    """Counts the collectives of buffers, by operation and number of ranks."""
+    counts, originals = Counter(), dict(vars(DBuffer))
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        original = getattr(DBuffer, f"{op}_")
 
-        def call(self, *args, _op=op, _original=original, **kwargs):
+        def call(self, *args, _op=op, **kwargs):
             axis = args[0] if _op == "all_reduce" else self.shard_axis
             counts[_op, self.mesh.size(axis)] += 1
-            return _original(self, *args, **kwargs)
+            return originals[f"{_op}_"](self, *args, **kwargs)
 
         setattr(DBuffer, f"{op}_", call)
+    try:
+        yield counts
+    finally:
+        for op in ("all_gather_", "reduce_scatter_", "all_reduce_"):
+            setattr(DBuffer, op, originals[op])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a real step took on a rank, and the rank's index among those that shard."""
+
+    memory: dict[str, int]
+    peak: int
+    collectives: dict[tuple[str, int], int]
+    sent: int
+    rank: int
+
+
+def _measure(case, model):
+    """Shards a model, trains it for two steps and measures the third."""
+    mesh = init_device_mesh("cpu", case.mesh)
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh, **case.options)
+    fsdp.fully_shard(model, mesh=mesh, **case.options)
+    optimizer = case.optimizer(model.parameters())
+
+    def backward():
+        _forward(model).backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = peak_bytes(backward)[0]
+    memory = _memory(model, optimizer)
+    optimizer.zero_grad()
+    with _counted_collectives() as counts, CommLog() as log:
+        backward()
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return Measured(memory, peak, dict(counts), log.bytes("send"), rank)
+
+
+def _memory(model, optimizer):
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": _storage_bytes(model.parameters()),
+        "gradients": _storage_bytes(param.grad for param in model.parameters()),
+        "optimizer": sum(_local(one).nbytes for one in states if isinstance(one, torch.Tensor)),
+        "buffers": _storage_bytes(model.buffers()),
+    }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -93,66 +148,23 @@ def test_memory_and_collectives_are_those_of_a_real_step(case):
             model, mesh=case.mesh, units=UNITS, optimizer=case.optimizer, forward=_forward,
             exchange=True, **case.options,
         )  # fmt: skip
-        mesh = init_device_mesh("cpu", case.mesh)
-        for layer in model.model.layers:
-            fsdp.fully_shard(layer, mesh=mesh, **case.options)
-        fsdp.fully_shard(model, mesh=mesh, **case.options)
-        optimizer = case.optimizer(model.parameters())
+        return predicted, _measure(case, model)
 
-        def backward():
-            _forward(model).backward()
-
-        for _ in range(2):
-            backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        peak = peak_bytes(backward)[0]
-        state = [
-            value for of_param in optimizer.state.values() for value in of_param.values()
-            if isinstance(value, torch.Tensor)
-        ]  # fmt: skip
-        memory = {
-            "parameters": _bytes(model.parameters()),
-            "gradients": _bytes(param.grad for param in model.parameters()),
-            "optimizer": sum(
-                (one._local_tensor if isinstance(one, DTensor) else one).nbytes for one in state
-            ),
-            "buffers": _bytes(model.buffers()),
-        }
-        optimizer.zero_grad()
-        counts, originals = Counter(), dict(vars(DBuffer))
-        _count(counts)
-        try:
-            with CommLog() as log:
-                backward()
-        finally:
-            for op in ("all_gather_", "reduce_scatter_", "all_reduce_"):
-                setattr(DBuffer, op, originals[op])
-        return (
-            predicted,
-            memory,
-            peak,
-            counts,
-            log.bytes("send"),
-            mesh.get_local_rank(mesh.ndim - 1),
-        )
-
-    for predicted, memory, peak, counts, sent, rank in run_ranks(check, case.ranks):
-        expected = predicted.memory
+    for predicted, measured in run_ranks(check, case.ranks):
+        expected, memory = predicted.memory, measured.memory
         assert memory["parameters"] == expected.parameters
         assert memory["gradients"] == expected.gradients
         assert memory["buffers"] == expected.buffers
-        # a rank's share of a state whose last block is shorter is not a round number
-        by_rank = predicted.optimizer_by_rank[rank]
+        # A rank's fraction of a state whose last block is shorter is not a whole number of bytes.
+        by_rank = predicted.optimizer_by_rank[measured.rank]
         assert memory["optimizer"] == pytest.approx(by_rank, rel=1e-3)
         assert memory["optimizer"] <= 1.001 * expected.optimizer
         if case.optimizer is torch.optim.AdamW:
             assert memory["optimizer"] == by_rank
-        comes_and_goes = expected.worst.total
-        assert peak == pytest.approx(comes_and_goes, rel=0.05)
-        found = {(one.op, one.ranks): one.count for one in predicted.collectives}
-        assert counts == found
-        assert sent == sum(one.sent for one in predicted.collectives)
+        assert measured.peak == pytest.approx(expected.worst.total, rel=0.05)
+        counts = {(one.op, one.ranks): one.count for one in predicted.collectives}
+        assert measured.collectives == counts
+        assert measured.sent == sum(one.sent for one in predicted.collectives)
 
 
 def test_native_collectives_have_the_same_counts_and_bytes():
@@ -173,25 +185,25 @@ def test_native_collectives_have_the_same_counts_and_bytes():
         assert [gathered, reduced] == [one.nbytes for one in predicted.collectives]
 
 
-def test_a_probe_predicts_the_step_that_it_was_made_of():
+def test_constants_of_a_probe_predict_the_step_that_it_measured():
     def check():
         model = models.llama(num_hidden_layers=LAYERS)
         before = [param.detach().clone() for param in model.parameters()]
         found = probe(
             model, lambda m: _small_loss(m), units=UNITS, sizes=(2**12, 2**16, 2**20), rounds=2
         )
-        told = simulate(
+        predicted = simulate(
             model, mesh=2, units=UNITS, forward=_small_loss, constants=found.constants
         ).time
         assert all(map(torch.equal, model.parameters(), before))
         assert all(param.grad is None for param in model.parameters())
-        return found, told
+        return found, predicted
 
     first, second = run_ranks(check, 2)
-    for found, told in (first, second):
+    for found, predicted in (first, second):
         assert found.constants == first[0].constants  # means over ranks
-        assert told.total == pytest.approx(found.step)
-        assert min(told.compute, told.gather, told.reduce, told.update) > 0
+        assert predicted.total == pytest.approx(found.step)
+        assert min(predicted.compute, predicted.gather, predicted.reduce, predicted.update) > 0
         assert isinstance(found.constants.links, Link)
         assert len(found.gather.points) == len(found.update.points) == 3
 
@@ -201,7 +213,7 @@ def _small_loss(model):
     return model(input_ids=ids, labels=ids).loss
 
 
-def test_a_probe_wants_one_axis_and_two_sizes():
+def test_probe_expects_one_axis_and_two_sizes():
     def check():
         mesh = init_device_mesh("cpu", (1, 2))
         with pytest.raises(ValueError, match="mesh of 2 axes"):

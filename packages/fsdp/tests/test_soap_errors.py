@@ -27,15 +27,15 @@ from testkit.models.matrix_net import (
     train,
 )
 
-NOW = Hyperparameters(beta1=0.9, beta2=0.9, eps=1e-8, updates=1, renews=True)
+OPTIONS = Hyperparameters(beta1=0.9, beta2=0.9, eps=1e-8, updates=1, renews_basis=True)
 
 
 def test_what_is_no_matrix_is_refused_by_name():
     model = MatrixNet()
-    with pytest.raises(ValueError, match=r"SOAP: parameter 'norm.weight' is .*\(13,\).*use_soap="):
+    with pytest.raises(ValueError, match=r"SOAP: .*'norm.weight' .*\(13,\).*use_soap="):
         SOAP(model.named_parameters())
     optimizer = optimizer_of(SOAP, model)
-    with pytest.raises(ValueError, match=r"SOAP: parameter 'late' is"):
+    with pytest.raises(ValueError, match=r"SOAP: .* parameter 'late'"):
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3)))]})
     assert len(optimizer.param_groups) == 2
 
@@ -50,7 +50,7 @@ def test_what_is_no_matrix_is_refused_by_name():
     ids=str,
 )  # fmt: skip
 def test_options_out_of_range(options):
-    with pytest.raises(ValueError, match=rf"SOAP: {next(iter(options))}"):
+    with pytest.raises(ValueError, match=rf"SOAP: expected {next(iter(options))}"):
         SOAP([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
@@ -66,16 +66,16 @@ def new_block(rows, columns):
 
 
 def test_gradients_of_zero_change_nothing_until_there_is_another():
-    block, early = new_block(3, 2), replace(NOW, renews=False)
+    block, early = new_block(3, 2), replace(OPTIONS, renews_basis=False)
     before = copy.deepcopy(block)
     assert torch.equal(step_block(block, torch.zeros(3, 2), early), torch.zeros(3, 2))
     for name, value in vars(before).items():
         assert torch.equal(getattr(block, name), value)
     grad = torch.tensor([[3.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
-    assert not step_block(block, grad, NOW).any()
+    assert not step_block(block, grad, OPTIONS).any()
     assert torch.equal(block.left_basis.abs()[:, 0], torch.tensor([0.0, 0.0, 1.0]))  # the largest
-    assert step_block(block, grad, NOW).any()
-    assert step_block(block, torch.zeros(3, 2), NOW).isfinite().all()
+    assert step_block(block, grad, OPTIONS).any()
+    assert step_block(block, torch.zeros(3, 2), OPTIONS).isfinite().all()
 
 
 @pytest.mark.parametrize("fault", ["nan", "infinite", "too large", "negative", "lost"])
@@ -83,7 +83,7 @@ def test_a_block_that_cannot_be_computed_on_keeps_its_state(fault):
     block = new_block(4, 3)
     torch.manual_seed(0)
     for _ in range(3):
-        assert step_block(block, torch.randn(4, 3), NOW) is not None
+        assert step_block(block, torch.randn(4, 3), OPTIONS) is not None
     grad = torch.randn(4, 3)
     if fault in ("nan", "infinite", "too large"):
         grad[2, 1] = {"nan": torch.nan, "infinite": torch.inf, "too large": 1e30}[fault]
@@ -92,7 +92,7 @@ def test_a_block_that_cannot_be_computed_on_keeps_its_state(fault):
     else:
         block.left[1, 1] = torch.nan
     before = copy.deepcopy(block)
-    assert step_block(block, grad, NOW) is None
+    assert step_block(block, grad, OPTIONS) is None
     for name, value in vars(before).items():
         assert getattr(block, name).equal(value) or value.isnan().any()
 
@@ -152,15 +152,17 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
             return SOAP([("qkv", param)])
 
         interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
-        with pytest.raises(ValueError, match=r"SOAP: .*'qkv' is placed as .*wants RaggedShard on"):
+        with pytest.raises(ValueError, match=r"SOAP: .*'qkv' to have RaggedShard on"):
             interleaved.step()
         uneven = optimizer([Shard(0), RaggedShard((0,), (1,))], 5)
-        with pytest.raises(ValueError, match=r"'qkv' of shape \(5, 6\) .* dim 0 of 5 over 2 ranks"):
+        with pytest.raises(
+            ValueError, match=r"'qkv' of shape \(5, 6\).* dim 0 of size 5 on 2 ranks"
+        ):
             uneven.step()
         moved = optimizer([Shard(0), Replicate()])
         [param] = moved.param_groups[0]["params"]
         param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
-        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' is .* placed as"):
+        with pytest.raises(ValueError, match=r"gradient of parameter 'qkv' .* placed as"):
             moved.step()
 
     run_ranks(check, 2)
@@ -182,18 +184,20 @@ def test_state_of_another_layout_is_refused():
         moved["state"][0]["left.0"] = last.redistribute(
             placements=[RaggedShard.owned_by(1 - owner, 2)]
         )
-        with pytest.raises(ValueError, match=r"SOAP: left.0 of parameter 'up.weight' is placed"):
+        with pytest.raises(ValueError, match=r"SOAP: left.0 of parameter 'up.weight'"):
             ours.load_state_dict(moved)
         halved = copy.deepcopy(before)
         halved["state"][0]["right.1"] = halved["state"][0]["right.1"].bfloat16()
-        with pytest.raises(ValueError, match=r"right.1 of parameter 'up.weight' is torch.bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"right.1 of parameter 'up.weight' .* got torch.bfloat16"
+        ):
             ours.load_state_dict(halved)
         others = optimizer_of(SOAP, rows, block_size=16)
-        with pytest.raises(ValueError, match=r"'up.weight' has 'exp_avg.3'.*block_size"):
+        with pytest.raises(ValueError, match=r"'up.weight'.* has 'exp_avg.3'.*block_size"):
             others.load_state_dict(before)
         shifted = copy.deepcopy(before)
         shifted["state"][1]["momentum"] = shifted["state"][1].pop("left.0")
-        with pytest.raises(ValueError, match=r"of parameter 'down.weight' lacks 'left.0'"):
+        with pytest.raises(ValueError, match=r"of parameter 'down.weight'.* lacks 'left.0'"):
             ours.load_state_dict(shifted)
         after = ours.state_dict()
         assert after["param_groups"] == before["param_groups"]
@@ -220,5 +224,5 @@ def test_a_state_dict_keeps_dtypes_and_training_goes_on():
 
 def test_the_frequency_is_any_integer():
     SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=np.int64(5))
-    with pytest.raises(ValueError, match=r"precondition_frequency=5\.0; wants steps"):
+    with pytest.raises(ValueError, match=r"precondition_frequency .* got 5\.0"):
         SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=5.0)

@@ -5,8 +5,8 @@ import torch
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
-from fsdp.optim.owned.matrices import matrices_of as matrices_in
-from fsdp.optim.soap.blocks import cut, strips_of, work_by_shape
+from fsdp.optim.matrix.matrices import matrices_of as matrices_in
+from fsdp.optim.soap.blocks import block_ranges, soap_cost, split_into_strips
 from testkit import CommLog, run_ranks
 from testkit.models.matrix_net import matrices_of, optimizer_of, sharded, train
 
@@ -66,23 +66,23 @@ def test_whole_matrices_are_computed_on_where_they_lie_and_nothing_is_sent():
 def test_owners_share_the_work(ranks):
     def check():
         _, _, optimizer = sent(Block(1))
-        return [(job.owner, job.work) for job in optimizer._work.jobs]
+        return [(task.owner, task.cost) for task in optimizer._owner_plan.tasks]
 
-    for jobs in run_ranks(check, ranks):
-        busy = [sum(work for owner, work in jobs if owner == rank) for rank in range(ranks)]
-        most = max(work for _, work in jobs)
+    for tasks in run_ranks(check, ranks):
+        busy = [sum(work for owner, work in tasks if owner == rank) for rank in range(ranks)]
+        most = max(work for _, work in tasks)
         assert max(busy) <= sum(busy) / ranks + most
-        assert len(jobs) == 5 + 2 + 2
+        assert len(tasks) == 5 + 2 + 2
 
 
 def test_strips_cut_matrices_in_blocks_of_rows():
-    assert cut(10, 4) == [range(4), range(4, 8), range(8, 10)]
-    assert cut(4, 4) == [range(4)]
+    assert block_ranges(10, 4) == [range(4), range(4, 8), range(8, 10)]
+    assert block_ranges(4, 4) == [range(4)]
     matrices = matrices_in(torch.zeros(3, 5, 2), (5,), "w", "SOAP")
-    strips = strips_of(matrices, 3)
+    strips = split_into_strips(matrices, 3)
     assert [strip.name for strip in strips[:3]] == ["w[0][0:3]", "w[0][3:5]", "w[1][0:3]"]
     assert [strip.shape for strip in strips] == [(3, 2), (2, 2)] * 3
-    assert [strip.part for strip in strips] == [
+    assert [strip.local_slice for strip in strips] == [
         slice(start, stop)
         for first in (0, 10, 20)
         for start, stop in ((first, first + 6), (first + 6, first + 10))
@@ -92,5 +92,5 @@ def test_strips_cut_matrices_in_blocks_of_rows():
 def test_work_is_that_of_the_blocks():
     """Of 4 x 6 in blocks of 4: 4 x 4 and 4 x 2, a new basis in every second step."""
     products = 4 * 4 * 4 * (4 + 4) + 4 * 4 * 2 * (4 + 2)
-    assert work_by_shape(4, 2)((4, 6)) == products + 7 * 128 // 6 + 7 * (64 + 8) // 6
-    assert work_by_shape(4, 1)((4, 6)) > work_by_shape(4, 10)((4, 6))
+    assert soap_cost(4, 2)((4, 6)) == products + 7 * 128 // 6 + 7 * (64 + 8) // 6
+    assert soap_cost(4, 1)((4, 6)) > soap_cost(4, 10)((4, 6))

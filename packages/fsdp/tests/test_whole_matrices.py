@@ -6,7 +6,7 @@ from torch import nn
 
 from fsdp import Block, Whole, fully_shard
 from fsdp.optim import Muon, WholeMatrices
-from fsdp.optim.muon.newton_schulz import work_of
+from fsdp.optim.muon.newton_schulz import newton_schulz_cost
 from testkit import CommLog, run_ranks
 from testkit.models.matrix_net import full_tensors
 
@@ -54,7 +54,7 @@ def busiest(optimizer, model, ranks):
     busy = [0] * ranks
     for name, param in model.named_parameters():
         if name in optimizer.owners():
-            busy[optimizer.owners()[name]] += work_of(param.shape)
+            busy[optimizer.owners()[name]] += newton_schulz_cost(param.shape)
     return max(busy) * ranks / sum(busy)
 
 
@@ -107,7 +107,7 @@ def test_a_stack_of_experts_has_one_owner_and_counts_as_all_of_them():
         fully_shard(model, shard_placement_fn=placement)
         return placement.balance.busy(model.stack.device_mesh)
 
-    work = work_of((4, 6))
+    work = newton_schulz_cost((4, 6))
     assert run_ranks(check, 2) == [(5 * work, work)] * 2
 
 
@@ -120,6 +120,6 @@ def test_each_balance_counts_its_own_matrices():
         mesh = model[0].device_mesh
         return [one.balance.busy(mesh) for one in (first, second)]
 
-    work = sorted([work_of((4, 6)), work_of((5, 8))])
+    work = sorted([newton_schulz_cost((4, 6)), newton_schulz_cost((5, 8))])
     for found in run_ranks(check, 2):
         assert sorted(sum(busy) for busy in found) == work

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.simulate.work import work_of
+from fsdp.simulate.tracing import operator_work
 from plan_api.inspect.track.collective import group_of, name_of
 from testkit import Collective
 from testkit.comm_log import Op
@@ -86,7 +86,7 @@ class _Weightless(TorchDispatchMode):
             with self._fake:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        work = work_of(func, args, kwargs, result)
+        work = operator_work(func, args, kwargs, result)
         self._record.flops += work.flops
         self._record.operators += work.ops
         return result

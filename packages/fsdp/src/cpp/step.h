@@ -1,15 +1,16 @@
-// A step of many parameters, on several threads.
+// A step of Adam8bit on many parameters, on several threads.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "kernel.h"
+#include "code_book.h"
+#include "kernels.h"
 
 namespace fsdp {
 
-// One parameter's elements on this rank. Without scales its moments are fp32, else codes.
-struct Job {
+// The elements of one parameter on this rank. The moments are fp32 without scales, else codes.
+struct LocalParam {
   float* param;
   const float* grad;
   void* first;
@@ -19,9 +20,10 @@ struct Job {
   std::int64_t count;
 };
 
-// The jobs, by index, that have a block which is not finite.
-std::vector<std::size_t> step(const std::vector<Job>& jobs, const Coefficients& c,
-                              std::int64_t block_size, const Book& first, const Book& second,
-                              int threads);
+// Updates parameters and moments; returns the indices of the parameters that have a block that is
+// not finite.
+std::vector<std::size_t> step(const std::vector<LocalParam>& params, const Coefficients& c,
+                              std::int64_t block_size, const CodeBookTable& first,
+                              const CodeBookTable& second, int threads);
 
 }  // namespace fsdp

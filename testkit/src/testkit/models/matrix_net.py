@@ -66,7 +66,7 @@ def sharded(fully_shard: Callable[..., Any], granularity: Any = None, **options:
 
 def optimizer_of(kind: Any, model: nn.Module, **options: Any) -> Any:
     """Fsdp's `Muon` or `SOAP` for both parameter groups of a model."""
-    return kind(_groups_of(model, f"use_{kind.who.lower()}"), **{"lr": 0.02, **options})
+    return kind(_groups_of(model, f"use_{kind.optimizer_name.lower()}"), **{"lr": 0.02, **options})
 
 
 def _groups_of(model: nn.Module, flag: str) -> list[dict[str, Any]]:

@@ -1,37 +1,38 @@
-# What update.py does, for many parameters at once, in memory of the host. Addresses are those of
-# Tensor.data_ptr(), and nothing here checks what lies there: core.py does.
+# The compiled step of Adam8bit on the CPU, with the bits of its reference in adam8bit/update.py.
+# Addresses are those of Tensor.data_ptr(); the caller, update_many, checks the tensors.
 from collections.abc import Sequence
 
-class Book:
+class CodeBookTable:
     def __init__(self, values: list[float], boundaries: list[float], zero: int) -> None: ...
 
 class Coefficients:
     def __init__(
         self,
         beta1: float,
-        rest1: float,
+        one_minus_beta1: float,
         beta2: float,
-        rest2: float,
-        size: float,
-        root: float,
+        one_minus_beta2: float,
+        step_size: float,
+        inv_bias_correction2_sqrt: float,
         eps: float,
-        decay: float,
-        coupled: float,
+        param_decay: float,
+        l2_factor: float,
     ) -> None: ...
 
-# Jobs are of parameter, gradient, first moment, its scales, second moment, its scales, elements;
-# scales of 0 mean moments of fp32. The jobs with a block that is not finite come back, by index.
+# Each parameter is a tuple of the addresses of parameter, gradient, first moment, its scales,
+# second moment and its scales, and the number of elements. Scales of address 0 mean fp32 moments.
+# Returns the indices of the parameters that have a block that is not finite.
 def step(
-    jobs: Sequence[tuple[int, int, int, int, int, int, int]],
+    params: Sequence[tuple[int, int, int, int, int, int, int]],
     coefficients: Coefficients,
     block_size: int,
-    first: Book,
-    second: Book,
+    first: CodeBookTable,
+    second: CodeBookTable,
     threads: int,
 ) -> list[int]: ...
 
-# The loops over elements exist for several instruction sets: those that this machine can run, the
-# fastest first; those in use, which are these until others are chosen; and choosing them.
-def all_loops() -> list[str]: ...
-def loops() -> str: ...
-def use_loops(name: str) -> None: ...
+# The kernels exist for several instruction sets: those that this machine supports, the fastest
+# first; the ones in use, by default the fastest; and selecting others.
+def available_kernels() -> list[str]: ...
+def active_kernels() -> str: ...
+def select_kernels(name: str) -> None: ...

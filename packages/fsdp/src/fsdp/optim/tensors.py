@@ -1,4 +1,4 @@
-"""What optimizers ask of parameters that may be DTensors, and how they call them."""
+"""Helpers of the optimizers for parameters that may be DTensors."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["local_of", "name_of", "placements_of", "subtract_"]
+__all__ = ["local_of", "parameter_name", "placements_of", "subtract_"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """Returns the local tensor of a DTensor, or the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def placements_of(tensor: torch.Tensor) -> tuple[Placement, ...]:
-    """Those of a DTensor; none of others."""
+    """Returns the placements of a DTensor, or an empty tuple."""
     return tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
 
 
-def subtract_(part: torch.Tensor, update: torch.Tensor, lr: float) -> None:
-    """Subtracts lr times the update, each element in float32 at least, and rounded once.
+def subtract_(local: torch.Tensor, update: torch.Tensor, lr: float) -> None:
+    """Subtracts ``lr * update`` in place, in float32 or wider, rounding each element once.
 
-    torch's kernels of CPUs round the product of a bfloat16 or float16 as well where an element is
-    left over behind whole vectors (``add_`` with ``alpha``, torch 2.13): the bits would depend on
-    how a parameter is cut.
+    The CPU kernel of ``add_(alpha=...)`` (torch 2.13) also rounds the product of a bfloat16 or
+    float16 element that is left over after the last full vector, so its bits would depend on how
+    the parameter is sharded.
 
     Args:
-        part: of a parameter, written to.
-        update: of its shape.
-        lr: the learning rate.
+        local: this rank's elements of a parameter; they are updated.
+        update: the same shape.
+        lr: learning rate.
     """
-    wide = part.to(torch.promote_types(part.dtype, torch.float32))
-    part.copy_(wide.add_(update, alpha=-lr))
+    result = local.to(torch.promote_types(local.dtype, torch.float32))
+    local.copy_(result.add_(update, alpha=-lr))
 
 
-def name_of(group: Mapping[str, Any], index: int, i: int) -> str:
-    """The name of a group's i-th parameter; its place if the optimizer was given none.
+def parameter_name(group: Mapping[str, Any], group_index: int, param_index: int) -> str:
+    """Returns a parameter's name, or its position if the optimizer was built without names.
 
     Args:
-        group: of the optimizer.
-        index: the group's.
-        i: the parameter's.
+        group: the parameter group.
+        group_index: index of the group in the optimizer.
+        param_index: index of the parameter in the group.
     """
     names = group.get("param_names")
-    return f"{i} of group {index}" if names is None else str(names[i])
+    return f"{param_index} of group {group_index}" if names is None else str(names[param_index])

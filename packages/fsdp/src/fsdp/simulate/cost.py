@@ -1,4 +1,4 @@
-"""Collectives of a step, their bytes, and the time that all of it takes."""
+"""The collectives of a step, their bytes, and the time of the step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdp.simulate.constants import Constants, Link, link_of
-from fsdp.simulate.mesh import MeshSize
-from fsdp.simulate.schedule import Event, What
-from fsdp.simulate.work import Work
+from fsdp.simulate.machine import Constants, Link, MeshSize, find_link
+from fsdp.simulate.schedule import EventKind, ScheduledEvent
+from fsdp.simulate.tracing import ComputeWork
 
 __all__ = ["Collective", "StepTime", "collectives_of", "time_of"]
 
@@ -18,14 +17,14 @@ Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and number of ranks in a step.
+    """All collectives of a step with the same operation and number of ranks.
 
     Attributes:
         op: "all_gather", "reduce_scatter" or "all_reduce".
-        ranks: that take part in each.
-        count: how many there are.
-        nbytes: of the buffers that are gathered, scattered or reduced.
-        sent: bytes that a rank sends to others.
+        ranks: number of ranks in each.
+        count: number of collectives.
+        nbytes: total bytes of the buffers that are gathered, scattered or reduced.
+        sent: total bytes that a rank sends to others.
     """
 
     op: Op
@@ -37,15 +36,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """The seconds of a step.
 
     Attributes:
-        compute: of forward and backward.
-        gather: waited for, what computing does not hide.
-        reduce: likewise.
-        update: the optimizer's.
-        other: what slack adds.
-        hidden: of collectives that ran while modules computed; no part of the total.
+        compute: forward and backward.
+        gather: waiting for all-gathers that computation does not hide.
+        reduce: waiting for reductions that computation does not hide.
+        update: the optimizer's step.
+        other: what `Constants.slack` adds.
+        hidden: collectives that ran while modules computed; not part of the total.
     """
 
     compute: float = 0.0
@@ -57,94 +56,102 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Seconds of the step."""
         return self.compute + self.gather + self.reduce + self.update + self.other
 
 
-def collectives_of(step: Iterable[Event], mesh: MeshSize) -> tuple[Collective, ...]:
-    """The collectives that ranks take part in; those of one rank are none."""
-    found: dict[tuple[Op, int], Collective] = {}
+def collectives_of(step: Iterable[ScheduledEvent], mesh: MeshSize) -> tuple[Collective, ...]:
+    """Returns the collectives of a step, without those of a single rank."""
+    totals: dict[tuple[Op, int], Collective] = {}
     for event in step:
         for one in _issued(event, mesh):
             key = (one.op, one.ranks)
             if one.ranks > 1 and one.nbytes:
-                before = found.get(key, Collective(one.op, one.ranks, 0, 0, 0))
-                found[key] = replace(
+                before = totals.get(key, Collective(one.op, one.ranks, 0, 0, 0))
+                totals[key] = replace(
                     one, count=before.count + 1, nbytes=before.nbytes + one.nbytes,
                     sent=before.sent + one.sent,
                 )  # fmt: skip
-    return tuple(found.values())
+    return tuple(totals.values())
 
 
 def time_of(
-    step: Iterable[Event], mesh: MeshSize, constants: Constants, *, tensors: int, nbytes: int
+    step: Iterable[ScheduledEvent],
+    mesh: MeshSize,
+    constants: Constants,
+    *,
+    tensors: int,
+    nbytes: int,
 ) -> StepTime:
-    """The time of a step, by the model that `constants` tells.
+    """Predicts the time of a step by the model that `fsdp.simulate.machine` describes.
 
     Args:
-        step: what happens.
-        mesh: sizes.
-        constants: of the machine.
-        tensors: that the optimizer steps.
-        nbytes: of them on a rank.
+        step: events of the step.
+        mesh: sizes of the mesh.
+        constants: constants of the machine.
+        tensors: number of parameters that the optimizer updates.
+        nbytes: bytes of a rank's shards of them.
     """
     clock = _Clock(constants, mesh)
     for event in step:
-        clock.run(event)
+        clock.advance(event)
     update = constants.update
-    told = replace(clock.spent, update=update.tensor * tensors + update.nbyte * nbytes)
-    return replace(told, other=told.total * (constants.slack - 1))
+    time = replace(clock.time, update=update.tensor * tensors + update.nbyte * nbytes)
+    return replace(time, other=time.total * (constants.slack - 1))
 
 
 class _Clock:
-    """Two lanes: what computes, and what sends; `now` is the first one's time."""
+    """Replays a step on two streams, one that computes and one that communicates."""
 
     def __init__(self, constants: Constants, mesh: MeshSize) -> None:
         self._constants, self._mesh = constants, mesh
-        self._now = self._sent = 0.0
+        self._now = self._communicated = 0.0  # of the stream that computes, and the other
         self._ends: dict[tuple[bool, object], float] = {}
-        self.spent = StepTime()
+        self.time = StepTime()
 
-    def run(self, event: Event) -> None:
-        spent = self.spent
-        if event.what is What.COMPUTE:
-            seconds = _seconds(event.span.work, self._constants)
+    def advance(self, event: ScheduledEvent) -> None:
+        """Adds the time of an event."""
+        time = self.time
+        if event.kind is EventKind.COMPUTE:
+            seconds = _compute_seconds(event.segment.work, self._constants)
             self._now += seconds
-            self.spent = replace(spent, compute=spent.compute + seconds)
+            self.time = replace(time, compute=time.compute + seconds)
             return
-        key = (event.what in (What.REDUCE, What.REDUCED), event.group)
-        last = event.what is What.REDUCED
+        is_reduction = event.kind in (EventKind.REDUCE_SCATTER, EventKind.REDUCE_SCATTER_WAIT)
+        key = (is_reduction, event.group)
+        # The all-reduce of HSDP, which starts when the reduce-scatter has ended.
+        is_blocking = event.kind is EventKind.REDUCE_SCATTER_WAIT
         for one in _issued(event, self._mesh):
-            taken = self._taken(one)
-            if self._constants.overlap and not last:
-                self._sent = max(self._now, self._sent) + taken
-                self._ends[key] = self._sent
-                self.spent = replace(self.spent, hidden=self.spent.hidden + taken)
+            seconds = self._collective_seconds(one)
+            if self._constants.overlap and not is_blocking:
+                self._communicated = max(self._now, self._communicated) + seconds
+                self._ends[key] = self._communicated
+                self.time = replace(self.time, hidden=self.time.hidden + seconds)
             else:
-                if last:
+                if is_blocking:
                     self._wait(key)
-                self._waited(taken, reduction=key[0])
-        if event.what in (What.GATHERED, What.REDUCED):
+                self._add_waiting(seconds, is_reduction=is_reduction)
+        if event.kind in (EventKind.ALL_GATHER_WAIT, EventKind.REDUCE_SCATTER_WAIT):
             self._wait(key)
 
     def _wait(self, key: tuple[bool, object]) -> None:
         wait = max(0.0, self._ends.pop(key, 0.0) - self._now)
-        self._waited(wait, reduction=key[0])
-        self.spent = replace(self.spent, hidden=self.spent.hidden - wait)
+        self._add_waiting(wait, is_reduction=key[0])
+        self.time = replace(self.time, hidden=self.time.hidden - wait)
 
-    def _waited(self, seconds: float, *, reduction: bool) -> None:
+    def _add_waiting(self, seconds: float, *, is_reduction: bool) -> None:
         self._now += seconds
-        if reduction:
-            self.spent = replace(self.spent, reduce=self.spent.reduce + seconds)
+        if is_reduction:
+            self.time = replace(self.time, reduce=self.time.reduce + seconds)
         else:
-            self.spent = replace(self.spent, gather=self.spent.gather + seconds)
+            self.time = replace(self.time, gather=self.time.gather + seconds)
 
-    def _taken(self, one: Collective) -> float:
+    def _collective_seconds(self, one: Collective) -> float:
         links = self._constants.links
         if one.op != "all_gather" and self._constants.reduce is not None:
             links = self._constants.reduce
-        # Replicas lie a whole group apart from each other.
-        link = link_of(links, self._mesh.ranks if one.op == "all_reduce" else one.ranks)
+        # Ranks that replicate each other are not neighbours: they are spread over the whole mesh.
+        link = find_link(links, self._mesh.ranks if one.op == "all_reduce" else one.ranks)
         return _alpha_beta(link, one)
 
 
@@ -153,22 +160,23 @@ def _alpha_beta(link: Link, one: Collective) -> float:
     return messages * link.alpha + one.sent * link.beta
 
 
-def _seconds(work: Work, constants: Constants) -> float:
+def _compute_seconds(work: ComputeWork, constants: Constants) -> float:
     per = constants.compute
     return work.flops * per.flop + work.nbytes * per.nbyte + work.ops * per.op
 
 
-def _issued(event: Event, mesh: MeshSize) -> list[Collective]:
-    """What an event sends."""
+def _issued(event: ScheduledEvent, mesh: MeshSize) -> list[Collective]:
+    """Returns the collective that an event starts, if any."""
     group = event.group
     if group is None:
         return []
     dtypes = group.dtypes
-    if event.what is What.GATHER:
-        return [_one("all_gather", event.near or mesh.shard, group.buffer_bytes(dtypes.compute))]
-    if event.what is What.REDUCE:
+    if event.kind is EventKind.ALL_GATHER:
+        ranks = event.subgroup_size or mesh.shard
+        return [_one("all_gather", ranks, group.buffer_bytes(dtypes.compute))]
+    if event.kind is EventKind.REDUCE_SCATTER:
         return [_one("reduce_scatter", mesh.shard, group.buffer_bytes(dtypes.reduce))]
-    if event.what is What.REDUCED and mesh.replicate > 1:
+    if event.kind is EventKind.REDUCE_SCATTER_WAIT and mesh.replicate > 1:
         return [_one("all_reduce", mesh.replicate, group.shard_bytes(dtypes.reduce))]
     return []
 

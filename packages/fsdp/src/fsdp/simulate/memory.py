@@ -1,31 +1,30 @@
-"""Bytes on a rank, by kind: between steps, and when a step has most."""
+"""The memory of a rank by kind, between steps and at the peak of a step."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from fsdp.simulate.mesh import MeshSize
-from fsdp.simulate.optimizer import Kept, held_by_rank
-from fsdp.simulate.schedule import Event, What
-from fsdp.simulate.units import Group
+from fsdp.simulate.machine import MeshSize
+from fsdp.simulate.schedule import EventKind, ScheduledEvent
+from fsdp.simulate.units import PlannedGroup
 
-__all__ = ["InStep", "Memory", "memory_of", "optimizer_bytes"]
+__all__ = ["InStep", "Memory", "memory_of"]
 
 
 @dataclass(frozen=True)
 class InStep:
-    """Bytes that come and go in a step.
+    """Bytes that are allocated and freed in a step.
 
     Attributes:
-        gathered: unsharded parameters, padding too, and what fewer ranks keep for backward.
-        reducing: buffers of gradients that are reduced, and what other ranks send for it.
-        gradients: sharded ones, as many as there are by then.
-        activations: and all else that modules allocate, gradients of unsharded parameters too.
+        gathered: unsharded parameters with padding, and the shards over fewer ranks that
+            ``reshard_after_forward`` as a number saves for backward.
+        reducing: buffers of gradients that are being reduced, and what other ranks have sent.
+        gradients: sharded gradients, as many as there are at this point.
+        activations: all other memory that modules allocate, including unsharded gradients.
     """
 
     gathered: int = 0
@@ -35,7 +34,7 @@ class InStep:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Sum of all kinds, in bytes."""
         return self.gathered + self.reducing + self.gradients + self.activations
 
 
@@ -44,12 +43,12 @@ class Memory:
     """Bytes on the rank that has most.
 
     Attributes:
-        parameters: sharded, padding too.
-        gradients: sharded, after backward.
-        optimizer: state, on the rank that has most of it.
-        buffers: of modules; every rank has all.
-        activations: that forward has left for backward.
-        worst: what comes and goes, at the moment when that is most.
+        parameters: sharded parameters, with padding.
+        gradients: sharded gradients after backward.
+        optimizer: optimizer state on the rank that has most of it.
+        buffers: buffers of modules, which every rank has.
+        activations: what forward saves for backward.
+        worst: what is allocated in a step, at the point where the total is largest.
     """
 
     parameters: int
@@ -66,31 +65,31 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most bytes in forward and backward, or after them."""
-        kept = self.parameters + self.optimizer + self.buffers
-        return max(kept + self.worst.total, self.resident)
+        """Maximum of allocated bytes in forward, backward and after them."""
+        persistent = self.parameters + self.optimizer + self.buffers
+        return max(persistent + self.worst.total, self.resident)
 
 
 def memory_of(
     model: nn.Module,
-    groups: Sequence[Group],
-    step: Iterable[Event],
+    groups: Sequence[PlannedGroup],
+    step: Iterable[ScheduledEvent],
     mesh: MeshSize,
     optimizer: torch.Tensor,
     *,
     activations: int,
     exchange: bool,
 ) -> Memory:
-    """Memory of the rank that has most.
+    """Returns the memory of the rank that has most.
 
     Args:
-        model: for its buffers.
-        groups: of it.
-        step: what happens.
-        mesh: sizes.
-        optimizer: bytes of each rank, see `optimizer_bytes`.
-        activations: that forward has left.
-        exchange: whether ranks send each other what they add up, see `dbuffer`'s strategies.
+        model: its buffers are counted.
+        groups: parameter groups of the model.
+        step: events of a step.
+        mesh: sizes of the mesh.
+        optimizer: bytes of state on each rank, see `optimizer_bytes`.
+        activations: bytes that forward saves for backward.
+        exchange: whether reductions receive the other ranks' shards, see the strategies of dbuffer.
     """
     stored = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
     return Memory(
@@ -99,70 +98,54 @@ def memory_of(
         optimizer=int(optimizer.max()),
         buffers=sum(stored.values()),
         activations=activations,
-        worst=_worst(step, mesh, exchange),
+        worst=_peak_of_step(step, mesh, exchange=exchange),
     )
 
 
-def optimizer_bytes(
-    groups: Sequence[Group], kept: Mapping[nn.Parameter, Kept], ranks: int
-) -> torch.Tensor:
-    """Of each rank that shards: (ranks,), int64."""
-    total = torch.zeros(ranks, dtype=torch.float64)
-    alike = Counter(  # layers have one layout, and states of the same sizes
-        (group.layout, tuple(kept[param] for param in group.params))
-        for group in groups
-        if group.trained
-    )
-    for (layout, states), times in alike.items():
-        for i, state in enumerate(states):
-            held = held_by_rank(layout, i).double()
-            total += times * (held * state.per_element + state.per_rank)
-    return total.round().long()
-
-
-def _worst(step: Iterable[Event], mesh: MeshSize, exchange: bool) -> InStep:
-    """The moment when most is held."""
+def _peak_of_step(step: Iterable[ScheduledEvent], mesh: MeshSize, *, exchange: bool) -> InStep:
+    """Replays a step and returns its memory at the point where the total is largest."""
     now, worst = InStep(), InStep()
-    near: dict[Group, int] = {}  # what fewer ranks keep
+    subgroup_shards: dict[PlannedGroup, int] = {}  # saved by groups that fewer ranks shard
 
-    def look(moment: InStep) -> InStep:
-        return max(worst, moment, key=lambda one: one.total)
+    def worse(candidate: InStep) -> InStep:
+        return max(worst, candidate, key=lambda one: one.total)
 
     for event in step:
-        if event.what is What.COMPUTE:
-            worst = look(replace(now, activations=event.span.peak))
-            now = replace(now, activations=event.span.held)
+        if event.kind is EventKind.COMPUTE:
+            worst = worse(replace(now, activations=event.segment.peak))
+            now = replace(now, activations=event.segment.allocated)
             continue
         group = event.group
         assert group is not None
-        full, whole = group.buffer_bytes(group.dtypes.compute), _whole_gradients(group)
-        sums = group.buffer_bytes(group.dtypes.reduce)
-        received = sums - sums // mesh.shard if exchange else 0
-        match event.what:
-            case What.GATHER:
-                now = replace(now, gathered=now.gathered + full)
-            case What.RESHARD:
-                if event.near is not None:
-                    near[group] = full // event.near
-                    now = replace(now, gathered=now.gathered + near[group])
-                    worst = look(now)
-                now = replace(now, gathered=now.gathered - full)
-                if event.near is None:
-                    now = replace(now, gathered=now.gathered - near.pop(group, 0))
-            case What.TAKE:
-                now = replace(now, reducing=now.reducing + sums)
-                worst = look(now)
-                now = replace(now, activations=now.activations - whole)
-            case What.REDUCE:
+        unsharded = group.buffer_bytes(group.dtypes.compute)
+        reduced = group.buffer_bytes(group.dtypes.reduce)
+        received = reduced - reduced // mesh.shard if exchange else 0
+        match event.kind:
+            case EventKind.ALL_GATHER:
+                now = replace(now, gathered=now.gathered + unsharded)
+            case EventKind.RESHARD:
+                if event.subgroup_size is not None:
+                    subgroup_shards[group] = unsharded // event.subgroup_size
+                    now = replace(now, gathered=now.gathered + subgroup_shards[group])
+                    worst = worse(now)
+                now = replace(now, gathered=now.gathered - unsharded)
+                if event.subgroup_size is None:
+                    freed = subgroup_shards.pop(group, 0)
+                    now = replace(now, gathered=now.gathered - freed)
+            case EventKind.COPY_IN:
+                now = replace(now, reducing=now.reducing + reduced)
+                worst = worse(now)
+                now = replace(now, activations=now.activations - _unsharded_grad_bytes(group))
+            case EventKind.REDUCE_SCATTER:
                 now = replace(now, reducing=now.reducing + received)
-            case What.REDUCED:
+            case EventKind.REDUCE_SCATTER_WAIT:
                 shard = group.shard_bytes(group.dtypes.sharded)
                 now = replace(now, gradients=now.gradients + shard)
-                worst = look(now)
-                now = replace(now, reducing=now.reducing - sums - received)
-        worst = look(now)
+                worst = worse(now)
+                now = replace(now, reducing=now.reducing - reduced - received)
+        worst = worse(now)
     return worst
 
 
-def _whole_gradients(group: Group) -> int:
+def _unsharded_grad_bytes(group: PlannedGroup) -> int:
     return group.layout.total * group.dtypes.compute.itemsize

@@ -1,4 +1,4 @@
-"""Measures the constants of this machine: real collectives, one model's step, an optimizer's."""
+"""Measures the constants of this machine: collectives, computation, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,27 +20,28 @@ from fsdp.api import fully_shard
 from fsdp.grouping import Dtypes, plan_buffer
 from fsdp.meshes import checked_mesh, device_of, sharded_placements
 from fsdp.optimizers import watch_optimizers
-from fsdp.simulate.constants import Compute, Constants, Link, Update
-from fsdp.simulate.optimizer import KNOWN, Factory
+from fsdp.simulate.machine import Compute, Constants, Link, Update
+from fsdp.simulate.optimizer_state import OPTIMIZERS, OptimizerFactory
 from fsdp.simulate.simulation import simulate
-from fsdp.simulate.timed import compute_of
-from fsdp.simulate.units import Units, units_of
-from fsdp.simulate.work import Forward
+from fsdp.simulate.tracing import ComputeWork, Forward, OperatorRecorder, operator_work
+from fsdp.simulate.units import Units, find_units
 from ragged_shard.planner import TensorSpec
 
-__all__ = ["Fit", "Probe", "fit", "probe"]
+__all__ = ["ComputeTimes", "Fit", "Probe", "fit", "measure_compute", "probe"]
 
-TENSORS = 8  # that an optimizer is timed on
+Clock: TypeAlias = Callable[[], float]
+
+_OPTIMIZER_TENSORS = 8  # number of parameters of the optimizer that is timed
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A straight line through measured times.
+    """A straight line fitted to measured times.
 
     Attributes:
-        alpha: seconds at 0.
-        beta: seconds for each of what `points` count.
-        points: what was measured, and its seconds.
+        alpha: seconds at size 0.
+        beta: seconds per unit of size.
+        points: the measured sizes and seconds.
         error: the largest deviation of a point from the line, relative to the point.
     """
 
@@ -51,13 +53,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured; means over ranks.
+    """Measured times, as means over ranks.
 
     Attributes:
-        constants: for `simulate`.
-        gather: seconds of an all-gather by bytes that a rank sends.
-        reduce: of a reduce-scatter, its copies in and out too.
-        update: of the optimizer's step, of one tensor by its bytes on a rank.
+        constants: constants for `simulate`.
+        gather: seconds of an all-gather by the bytes that a rank sends.
+        reduce: seconds of a reduce-scatter, including copies in and out, by the same bytes.
+        update: seconds of the optimizer's step per tensor, by its bytes on a rank.
         step: seconds of a step of the sharded model.
     """
 
@@ -68,81 +70,97 @@ class Probe:
     step: float
 
 
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Measured times of forward and backward of a model.
+
+    Attributes:
+        flop: seconds per flop.
+        nbyte: seconds per byte of operators without flops.
+        op: seconds per operator call, for the time that is neither of these.
+        step: seconds of forward and backward.
+    """
+
+    flop: float
+    nbyte: float
+    op: float
+    step: float
+
+
 def probe(
     model: nn.Module,
     forward: Forward,
     *,
     units: Units,
     mesh: DeviceMesh | None = None,
-    optimizer: str | Factory = "adamw",
+    optimizer: str | OptimizerFactory = "adamw",
     strategy: Strategy = "auto",
     sizes: Sequence[int] = (2**14, 2**17, 2**20, 2**22, 2**24),
     rounds: int = 7,
     overlap: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> Probe:
-    """The constants of this machine; every rank has to call, and all work at the same time.
+    """Measures the constants of this machine; all ranks must call it at the same time.
 
     Args:
-        model: not sharded, on the mesh's device; it stays as it is.
-        forward: calls the model that it is given on one rank's batch, and returns the loss.
-        units: of the model, as of `simulate`: a sharded copy of it is trained, for `slack`.
-        mesh: of one axis; by default of all ranks.
-        optimizer: whose step is timed, by name, or what makes one of named parameters.
-        strategy: of the collectives, as of `fully_shard`.
-        sizes: of buffers, in bytes, that collectives and optimizer are timed on.
-        rounds: of which medians are taken.
-        overlap: what `Constants.overlap` will be. It is not measured.
-        clock: of seconds; ``time.process_time`` tells what a rank computes, whoever else does.
+        model: not sharded, on the mesh's device; it is not changed.
+        forward: calls the model that it gets on one rank's batch, and returns the loss.
+        units: units of the model, as for `simulate`; a sharded copy is trained to measure `slack`.
+        mesh: has one axis; by default all ranks.
+        optimizer: the optimizer to time: its name, or a function that returns an optimizer of named
+            parameters.
+        strategy: strategy of the collectives, as for `fully_shard`.
+        sizes: bytes of the buffers on which collectives and optimizer are timed.
+        rounds: number of measurements, of which medians are taken.
+        overlap: value of `Constants.overlap`; it is not measured.
+        clock: returns seconds. ``time.process_time`` measures the processor time of a rank, which
+            other processes on the machine affect less.
 
     Raises:
-        ValueError: a mesh of two axes, fewer than two sizes.
+        ValueError: the mesh has two axes, or there are fewer than two sizes or no rounds.
     """
     mesh = checked_mesh(mesh)
     if mesh.ndim != 1 or len(set(sizes)) < 2 or rounds < 1:
         raise ValueError(
-            f"probe: mesh of {mesh.ndim} axes, sizes={sizes!r}, rounds={rounds}; wants one axis, "
-            f"at least two sizes and one round"
+            f"probe: expected a mesh of one axis, at least two sizes and one round, got a mesh of "
+            f"{mesh.ndim} axes, sizes={sizes!r}, rounds={rounds}"
         )
     ranks = mesh.size()
+    factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    timer = _Timer(mesh, rounds, clock)
     sent = [size * (ranks - 1) / ranks for size in sizes]
-    works = [_collectives(mesh, size, strategy) for size in sizes]
-    gather = _over_ranks(
-        fit(sent, _medians([work.gather for work in works], mesh, rounds, clock)), mesh
+    collectives = [_collectives(mesh, size, strategy) for size in sizes]
+    gather = timer.fit(sent, timer.medians([one.gather for one in collectives]))
+    reduce = timer.fit(sent, timer.medians([one.reduce for one in collectives]))
+    steps = timer.medians([_optimizer_step(mesh, size, factory) for size in sizes])
+    update = timer.fit(
+        [size / _OPTIMIZER_TENSORS / ranks for size in sizes],
+        [seconds / _OPTIMIZER_TENSORS for seconds in steps],
     )
-    reduce = _over_ranks(
-        fit(sent, _medians([work.reduce for work in works], mesh, rounds, clock)), mesh
-    )
-    factory = KNOWN[optimizer] if isinstance(optimizer, str) else optimizer
-    steps = [_optimizer_step(mesh, size, factory) for size in sizes]
-    tensors = [seconds / TENSORS for seconds in _medians(steps, mesh, rounds, clock)]
-    update = _over_ranks(fit([size / TENSORS / ranks for size in sizes], tensors), mesh)
     dist.barrier(mesh.get_group())
-    timed = compute_of(model, forward, rounds, clock)
-    flop, nbyte, op = _mean([timed.flop, timed.nbyte, timed.op], mesh)
-    step, *_ = _mean(
-        _medians([_training(model, forward, units, mesh, factory, strategy)], mesh, rounds, clock),
-        mesh,
-    )
+    compute = measure_compute(model, forward, rounds, clock)
+    flop, nbyte, op = timer.mean([compute.flop, compute.nbyte, compute.op])
+    training = _training_step(model, forward, units, mesh, factory, strategy)
+    step, *_ = timer.mean(timer.medians([training]))
     hops = max(ranks - 1, 1)
     constants = Constants(
         Link(gather.alpha / hops, gather.beta), Compute(flop, nbyte, op),
         Update(update.alpha, update.beta), Link(reduce.alpha / hops, reduce.beta), overlap,
     )  # fmt: skip
-    told = simulate(
+    predicted = simulate(
         model, mesh=ranks, units=units, optimizer=factory, forward=forward, constants=constants
     ).time
-    assert told is not None
-    constants = replace(constants, slack=step / told.total)
+    assert predicted is not None
+    constants = replace(constants, slack=step / predicted.total)
     return Probe(constants, gather, reduce, update, step)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """The line ``alpha + beta * size`` with the least relative deviations, neither below 0.
+    """Fits ``alpha + beta * size`` by least squares of relative deviations, neither below 0.
 
     Args:
         sizes: at least two.
-        seconds: of each, above 0.
+        seconds: the time of each size, above 0.
     """
     weights = [1 / value**2 for value in seconds]
     total = sum(weights)
@@ -152,13 +170,111 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     slope = sum(w * (size - x) * (value - y) for w, size, value in points)
     beta = max(0.0, slope / sum(w * (size - x) ** 2 for w, size, _ in points))
     alpha = y - beta * x
-    if alpha < 0:  # through 0
+    if alpha < 0:  # the best line through the origin
         alpha = 0.0
         beta = sum(w * size * value for w, size, value in points) / sum(
             w * size**2 for w, size, _ in points
         )
     error = max(abs(alpha + beta * size - value) / value for _, size, value in points)
     return Fit(alpha, beta, tuple(zip(sizes, seconds, strict=True)), error)
+
+
+def measure_compute(model: nn.Module, forward: Forward, rounds: int, clock: Clock) -> ComputeTimes:
+    """Times forward and backward as a whole, and once each of their operators.
+
+    The time of operators with flops is divided by their flops, that of the others by their bytes,
+    and the rest of the step by the number of operator calls.
+
+    Args:
+        model: not sharded; its gradients are restored.
+        forward: calls the model and returns the loss.
+        rounds: number of measurements of the whole, of which the median is taken.
+        clock: returns seconds.
+    """
+    grads = [param.grad for param in model.parameters()]
+    times = [_step_seconds(model, forward, clock) for _ in range(rounds + 1)][1:]
+    recorder = _OperatorTimer(model, clock)
+    with recorder:
+        forward(model).backward()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+    return recorder.times(statistics.median(times))
+
+
+def _step_seconds(model: nn.Module, forward: Forward, clock: Clock) -> float:
+    start = clock()
+    forward(model).backward()
+    seconds = clock() - start
+    for param in model.parameters():
+        param.grad = None
+    return seconds
+
+
+class _OperatorTimer(OperatorRecorder):
+    """Times operators, besides recording them."""
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        super().__init__(model)
+        self._clock = clock
+        self._total, self._flop_seconds, self._byte_seconds = ComputeWork(), 0.0, 0.0
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator and times it."""
+        start = self._clock()
+        out = func(*args, **kwargs)
+        seconds = self._clock() - start
+        work = operator_work(func, args, kwargs, out)
+        self._total += work
+        if work.flops:
+            self._flop_seconds += seconds
+        elif work.nbytes:
+            self._byte_seconds += seconds
+        return out
+
+    def times(self, step: float) -> ComputeTimes:
+        """Returns the times, scaled down if the operators took longer than the step."""
+        operators = self._flop_seconds + self._byte_seconds
+        scale = min(1.0, step / operators)
+        flop = scale * self._flop_seconds / max(self._total.flops, 1)
+        nbyte = scale * self._byte_seconds / max(self._total.nbytes, 1)
+        op = max(0.0, step - operators) / max(self._total.ops, 1)
+        return ComputeTimes(flop, nbyte, op, step)
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """Times functions on all ranks of a mesh.
+
+    Attributes:
+        mesh: has one axis.
+        rounds: number of measurements.
+        clock: returns seconds.
+    """
+
+    mesh: DeviceMesh
+    rounds: int
+    clock: Clock
+
+    def medians(self, functions: Sequence[Callable[[], object]]) -> list[float]:
+        """Returns the seconds of each function; they take turns, and the first round is dropped."""
+        times: list[list[float]] = [[] for _ in functions]
+        for _ in range(self.rounds + 1):
+            for function, measured in zip(functions, times, strict=True):
+                dist.barrier(self.mesh.get_group())
+                start = self.clock()
+                function()
+                measured.append(self.clock() - start)
+        return [statistics.median(measured[1:]) for measured in times]
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Returns the means of values over ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=device_of(self.mesh))
+        dist.all_reduce(tensor, group=self.mesh.get_group())
+        return [value / self.mesh.size() for value in tensor.tolist()]
+
+    def fit(self, sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+        """Fits the means of seconds over ranks."""
+        return fit(sizes, self.mean(seconds))
 
 
 @dataclass(frozen=True)
@@ -168,7 +284,7 @@ class _Collectives:
 
 
 def _collectives(mesh: DeviceMesh, nbytes: int, strategy: Strategy) -> _Collectives:
-    """What a group does around its collectives, memory that comes and goes too."""
+    """Returns the collectives of a parameter group, including allocations and copies."""
     device, dtype = device_of(mesh), torch.float32
     numel = nbytes // dtype.itemsize
     layout = plan_buffer((TensorSpec("probe", numel),), mesh.size(), Dtypes(dtype, dtype, dtype))
@@ -177,7 +293,7 @@ def _collectives(mesh: DeviceMesh, nbytes: int, strategy: Strategy) -> _Collecti
     full = DBuffer(layout, mesh, placements, dtype, device, full=True, strategy=strategy)
     shard.zero_()
     full.release()
-    whole = torch.zeros(numel, device=device)
+    grad = torch.zeros(numel, device=device)
 
     def gather() -> None:
         full.acquire()
@@ -187,7 +303,7 @@ def _collectives(mesh: DeviceMesh, nbytes: int, strategy: Strategy) -> _Collecti
     def reduce() -> None:
         full.acquire()
         full.set_placements([Partial("avg")])
-        full.copy_from({0: whole})
+        full.copy_from({0: grad})
         full.reduce_scatter_()
         torch.empty_like(full.local).copy_(full.local)
         full.release()
@@ -195,13 +311,13 @@ def _collectives(mesh: DeviceMesh, nbytes: int, strategy: Strategy) -> _Collecti
     return _Collectives(gather, reduce)
 
 
-def _training(
-    model: nn.Module, forward: Forward, units: Units, mesh: DeviceMesh, factory: Factory,
+def _training_step(
+    model: nn.Module, forward: Forward, units: Units, mesh: DeviceMesh, factory: OptimizerFactory,
     strategy: Strategy,
 ) -> Callable[[], None]:  # fmt: skip
-    """A step of a sharded copy of the model."""
+    """Returns a training step of a sharded copy of the model."""
     copied = copy.deepcopy(model)
-    for unit in reversed(units_of(copied, units, ())):
+    for unit in reversed(find_units(copied, units, ())):
         fully_shard(list(unit.modules), mesh=mesh, strategy=strategy)
     optimizer = factory(list(copied.named_parameters()))
 
@@ -213,42 +329,16 @@ def _training(
     return step
 
 
-def _optimizer_step(mesh: DeviceMesh, nbytes: int, factory: Factory) -> Callable[[], object]:
+def _optimizer_step(
+    mesh: DeviceMesh, nbytes: int, factory: OptimizerFactory
+) -> Callable[[], object]:
     watch_optimizers()
     model = nn.Module()
-    for i in range(TENSORS):
-        made = torch.zeros(64, max(1, nbytes // TENSORS // 256), device=device_of(mesh))
-        model.register_parameter(f"tensor_{i}", nn.Parameter(made))
+    for i in range(_OPTIMIZER_TENSORS):
+        rows = max(1, nbytes // _OPTIMIZER_TENSORS // 256)
+        tensor = torch.zeros(64, rows, device=device_of(mesh))
+        model.register_parameter(f"tensor_{i}", nn.Parameter(tensor))
     fully_shard(model, mesh=mesh)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     return factory(list(model.named_parameters())).step
-
-
-def _medians(
-    actions: Sequence[Callable[[], object]],
-    mesh: DeviceMesh,
-    rounds: int,
-    clock: Callable[[], float],
-) -> list[float]:
-    """Seconds of each, in turns, the first round left out."""
-    times: list[list[float]] = [[] for _ in actions]
-    for _ in range(rounds + 1):
-        for action, found in zip(actions, times, strict=True):
-            dist.barrier(mesh.get_group())
-            start = clock()
-            action()
-            found.append(clock() - start)
-    return [statistics.median(found[1:]) for found in times]
-
-
-def _over_ranks(one: Fit, mesh: DeviceMesh) -> Fit:
-    """The fit of the means of all ranks' times."""
-    means = _mean([seconds for _, seconds in one.points], mesh)
-    return fit([size for size, _ in one.points], means)
-
-
-def _mean(values: Sequence[float], mesh: DeviceMesh) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=device_of(mesh))
-    dist.all_reduce(tensor, group=mesh.get_group())
-    return [value / mesh.size() for value in tensor.tolist()]

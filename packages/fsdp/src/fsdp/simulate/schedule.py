@@ -1,7 +1,7 @@
-"""What happens in a step, in order: gathers, computing, reductions, and what is freed when.
+"""The events of a step in order: computation, collectives, copies, and when buffers are freed.
 
-It is what `fsdp.state`, `prefetch` and `context` do, as a list; memory and time are counted from
-the same.
+It repeats the schedule of fsdp's runtime (all-gathers, prefetching, resharding and reductions) as a
+list of events, from which memory, collectives and time are counted.
 """
 
 from __future__ import annotations
@@ -10,130 +10,153 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from fsdp.simulate.units import Group
-from fsdp.simulate.work import Mark, Moment, Span
+from fsdp.simulate.tracing import FSDPHook, HookEvent, Segment
+from fsdp.simulate.units import PlannedGroup
 
-__all__ = ["Event", "Reshard", "What", "events"]
+__all__ = ["EventKind", "ReshardPolicy", "ScheduledEvent", "schedule_step"]
 
 
-class What(Enum):
-    """What happens."""
+class EventKind(Enum):
+    """What happens at an event."""
 
     COMPUTE = auto()
-    GATHER = auto()
-    GATHERED = auto()
+    ALL_GATHER = auto()
+    ALL_GATHER_WAIT = auto()
     RESHARD = auto()
-    TAKE = auto()
-    REDUCE = auto()
-    REDUCED = auto()
+    COPY_IN = auto()
+    REDUCE_SCATTER = auto()
+    REDUCE_SCATTER_WAIT = auto()
 
 
 @dataclass(frozen=True)
-class Event:
-    """One thing that happens.
+class ScheduledEvent:
+    """An event of a step.
 
     Attributes:
-        what: it is.
-        group: whose; None of computing.
-        span: what is computed; else empty.
-        near: of a gather, from how many ranks if not from all that shard; of a reshard, over how
-            many the group is cut if not over all.
+        kind: what happens.
+        group: the parameter group; None for computation.
+        segment: the computation; empty for other events.
+        subgroup_size: for an all-gather, the number of ranks it gathers from; for a reshard, the
+            number of ranks over which the group is sharded then; None for all ranks that shard.
     """
 
-    what: What
-    group: Group | None = None
-    span: Span = field(default_factory=Span)
-    near: int | None = None
+    kind: EventKind
+    group: PlannedGroup | None = None
+    segment: Segment = field(default_factory=Segment)
+    subgroup_size: int | None = None
 
 
 @dataclass(frozen=True)
-class Reshard:
-    """What becomes of parameters between forward and backward.
+class ReshardPolicy:
+    """Which parameters are resharded after forward.
 
     Attributes:
-        units: whether those of units are let go.
-        model: whether those of the model's own group are.
-        near: over how many ranks they are cut meanwhile, None for all.
+        units: whether the parameters of units are.
+        model: whether the parameters of the model's own unit are.
+        subgroup_size: number of ranks over which they are sharded between forward and backward;
+            None for all ranks that shard.
     """
 
     units: bool
     model: bool
-    near: int | None
+    subgroup_size: int | None
 
 
-def events(marks: Sequence[Mark], groups: Sequence[Group], reshard: Reshard) -> Iterator[Event]:
-    """The step of every rank."""
-    return _Step(marks, groups, reshard).run()
+def schedule_step(
+    hook_events: Sequence[HookEvent], groups: Sequence[PlannedGroup], reshard: ReshardPolicy
+) -> Iterator[ScheduledEvent]:
+    """Returns the events of a step, the same on every rank.
+
+    Args:
+        hook_events: the hooks of the step and the computation between them.
+        groups: the parameter groups of all units.
+        reshard: what is resharded after forward.
+    """
+    return _StepScheduler(hook_events, groups, reshard).run()
 
 
-class _Step:
-    def __init__(self, marks: Sequence[Mark], groups: Sequence[Group], reshard: Reshard) -> None:
-        self._marks, self._reshard = marks, reshard
-        self._of: dict[int, list[Group]] = {}
+class _StepScheduler:
+    def __init__(
+        self,
+        hook_events: Sequence[HookEvent],
+        groups: Sequence[PlannedGroup],
+        reshard: ReshardPolicy,
+    ) -> None:
+        self._hook_events, self._reshard_policy = hook_events, reshard
+        self._groups: dict[int, list[PlannedGroup]] = {}
         for group in groups:
-            self._of.setdefault(group.unit, []).append(group)
-        self._entered = [mark.unit for mark in marks if mark.moment is Moment.ENTER]
-        self._left = [mark.unit for mark in marks if mark.moment is Moment.LEAVE]
-        self._gathering: set[Group] = set()
-        self._unsharded: set[Group] = set()
-        self._in_flight: Group | None = None
+            self._groups.setdefault(group.unit, []).append(group)
+        self._pre_forward_order = _order(hook_events, FSDPHook.PRE_FORWARD)
+        self._post_forward_order = _order(hook_events, FSDPHook.POST_FORWARD)
+        self._gathering: set[PlannedGroup] = set()
+        self._unsharded: set[PlannedGroup] = set()
+        self._reducing: PlannedGroup | None = None
 
-    def run(self) -> Iterator[Event]:
-        places = iter(range(len(self._entered)))
-        for mark in self._marks:
-            yield Event(What.COMPUTE, span=mark.before)
-            unit = mark.unit
-            match mark.moment:
-                case Moment.ENTER:
-                    place = next(places)
+    def run(self) -> Iterator[ScheduledEvent]:
+        positions = iter(range(len(self._pre_forward_order)))
+        subgroup_size = self._reshard_policy.subgroup_size
+        for event in self._hook_events:
+            yield ScheduledEvent(EventKind.COMPUTE, segment=event.before)
+            unit = event.unit
+            match event.hook:
+                case FSDPHook.PRE_FORWARD:
+                    position = next(positions)
                     yield from self._unshard(unit, None)
-                    yield from self._start(self._entered[place + 1 : place + 2], None)
-                case Moment.LEAVE:
-                    if self._reshard.units if unit else self._reshard.model:
-                        yield from self._let_go(unit, self._reshard.near)
-                case Moment.ENTER_BACKWARD:
-                    near = self._reshard.near
-                    yield from self._unshard(unit, near)
-                    place = self._left.index(unit)
-                    yield from self._start(self._left[max(place - 1, 0) : place], near)
-                case Moment.LEAVE_BACKWARD:
-                    for group in self._of.get(unit, []):
-                        yield from self._let_go_one(group, None)
-                        yield from self._reduce(group)
-        yield from self._finish()
+                    following = self._pre_forward_order[position + 1 : position + 2]
+                    yield from self._all_gather(following, None)
+                case FSDPHook.POST_FORWARD:
+                    if self._reshard_policy.units if unit else self._reshard_policy.model:
+                        yield from self._reshard_unit(unit, subgroup_size)
+                case FSDPHook.PRE_BACKWARD:
+                    yield from self._unshard(unit, subgroup_size)
+                    position = self._post_forward_order.index(unit)
+                    previous = self._post_forward_order[max(position - 1, 0) : position]
+                    yield from self._all_gather(previous, subgroup_size)
+                case FSDPHook.POST_BACKWARD:
+                    for group in self._groups.get(unit, []):
+                        yield from self._reshard(group, None)
+                        yield from self._reduce_scatter(group)
+        yield from self._wait_for_reduction()
 
-    def _start(self, units: Sequence[int], near: int | None) -> Iterator[Event]:
+    def _all_gather(
+        self, units: Sequence[int], subgroup_size: int | None
+    ) -> Iterator[ScheduledEvent]:
         for unit in units:
-            for group in self._of.get(unit, []):
+            for group in self._groups.get(unit, []):
                 if group not in self._unsharded | self._gathering:
                     self._gathering.add(group)
-                    yield Event(What.GATHER, group, near=near)
+                    yield ScheduledEvent(EventKind.ALL_GATHER, group, subgroup_size=subgroup_size)
 
-    def _unshard(self, unit: int, near: int | None) -> Iterator[Event]:
-        yield from self._start([unit], near)
-        for group in self._of.get(unit, []):
+    def _unshard(self, unit: int, subgroup_size: int | None) -> Iterator[ScheduledEvent]:
+        yield from self._all_gather([unit], subgroup_size)
+        for group in self._groups.get(unit, []):
             if group in self._gathering:
                 self._gathering.remove(group)
                 self._unsharded.add(group)
-                yield Event(What.GATHERED, group)
+                yield ScheduledEvent(EventKind.ALL_GATHER_WAIT, group)
 
-    def _let_go(self, unit: int, near: int | None) -> Iterator[Event]:
-        for group in self._of.get(unit, []):
-            yield from self._let_go_one(group, near)
+    def _reshard_unit(self, unit: int, subgroup_size: int | None) -> Iterator[ScheduledEvent]:
+        for group in self._groups.get(unit, []):
+            yield from self._reshard(group, subgroup_size)
 
-    def _let_go_one(self, group: Group, near: int | None) -> Iterator[Event]:
+    def _reshard(self, group: PlannedGroup, subgroup_size: int | None) -> Iterator[ScheduledEvent]:
         if group in self._unsharded:
             self._unsharded.remove(group)
-            yield Event(What.RESHARD, group, near=near)
+            yield ScheduledEvent(EventKind.RESHARD, group, subgroup_size=subgroup_size)
 
-    def _reduce(self, group: Group) -> Iterator[Event]:
-        yield from self._finish()
+    def _reduce_scatter(self, group: PlannedGroup) -> Iterator[ScheduledEvent]:
+        yield from self._wait_for_reduction()
         if group.trained:
-            yield Event(What.TAKE, group)
-            yield Event(What.REDUCE, group)
-            self._in_flight = group
+            yield ScheduledEvent(EventKind.COPY_IN, group)
+            yield ScheduledEvent(EventKind.REDUCE_SCATTER, group)
+            self._reducing = group
 
-    def _finish(self) -> Iterator[Event]:
-        if self._in_flight is not None:
-            yield Event(What.REDUCED, self._in_flight)
-            self._in_flight = None
+    def _wait_for_reduction(self) -> Iterator[ScheduledEvent]:
+        if self._reducing is not None:
+            yield ScheduledEvent(EventKind.REDUCE_SCATTER_WAIT, self._reducing)
+            self._reducing = None
+
+
+def _order(hook_events: Sequence[HookEvent], hook: FSDPHook) -> list[int]:
+    """Returns the units in the order of one of their hooks."""
+    return [event.unit for event in hook_events if event.hook is hook]

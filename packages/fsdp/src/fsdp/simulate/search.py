@@ -1,4 +1,4 @@
-"""The best number of ranks to shard over: all others replicate."""
+"""Finds the best number of ranks to shard over; the others replicate."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.simulate.constants import Constants
-from fsdp.simulate.mesh import MeshSize
-from fsdp.simulate.simulation import Job, Simulation
+from fsdp.simulate.machine import Constants, MeshSize
+from fsdp.simulate.result import Simulation, simulations_svg, simulations_table
+from fsdp.simulate.simulation import Simulator
 
 __all__ = ["Best", "best_group_size", "sweep"]
 
 
 @dataclass(frozen=True)
 class Best:
-    """What `best_group_size` found.
+    """The result of `best_group_size`.
 
     Attributes:
-        group_size: ranks that shard.
-        simulation: of that size.
-        candidates: simulations of all sizes, ascending.
-        fits: the sizes whose peak is within the limit.
+        group_size: number of ranks that shard.
+        simulation: the simulation of this size.
+        candidates: simulations of all sizes, in ascending order.
+        fits: the sizes whose peak memory is within the limit.
     """
 
     group_size: int
@@ -33,35 +33,31 @@ class Best:
     fits: tuple[int, ...]
 
     def table(self) -> str:
-        """A line for each size."""
-        from fsdp.simulate.report import sweep_table
-
-        return sweep_table(self.candidates)
+        """Returns a line of text for each size."""
+        return simulations_table(self.candidates)
 
     def picture(self, path: str | Path) -> None:
-        """Writes an SVG of memory by kind and of the step's time, over sizes."""
-        from fsdp.simulate.picture import draw
-
-        Path(path).write_text(draw(self.candidates))
+        """Writes an SVG of memory by kind and of the time of a step, for all sizes."""
+        Path(path).write_text(simulations_svg(self.candidates))
 
 
 def sweep(
     model: nn.Module, ranks: int, *, sizes: Iterable[int] | None = None, **options: Any
 ) -> tuple[Simulation, ...]:
-    """A simulation for each number of ranks that shard, ascending; the others replicate.
+    """Simulates each number of ranks that shard, in ascending order; the others replicate.
 
     Args:
         model: see `simulate`.
-        ranks: of the mesh.
-        sizes: of groups; by default all divisors of `ranks`.
-        options: of `simulate`, all but the mesh.
+        ranks: number of ranks of the mesh.
+        sizes: numbers of ranks that shard; by default all divisors of `ranks`.
+        options: options of `simulate` but the mesh.
 
     Raises:
-        ValueError: a size that does not divide `ranks`; as of `simulate`.
+        ValueError: a size does not divide `ranks`; errors of `simulate`.
     """
-    checked = _sizes(ranks, sizes)
-    job = Job(model, **options)
-    return tuple(job.on(MeshSize(size, ranks // size)) for size in checked)
+    divisors = _divisors(ranks, sizes)
+    simulator = Simulator(model, **options)
+    return tuple(simulator.run(MeshSize(size, ranks // size)) for size in divisors)
 
 
 def best_group_size(
@@ -73,32 +69,32 @@ def best_group_size(
     sizes: Iterable[int] | None = None,
     **options: Any,
 ) -> Best:
-    """The number of ranks to shard over whose step is fastest among those that fit.
+    """Finds the number of ranks to shard over with the fastest step that fits in memory.
 
     Args:
         model: see `simulate`.
-        ranks: of the mesh.
-        memory: bytes of a rank that parameters, states, activations and buffers may take.
-        constants: of the machine.
-        sizes: of groups; by default all divisors of `ranks`.
-        options: of `simulate`, all others.
+        ranks: number of ranks of the mesh.
+        memory: limit of a rank's memory in bytes.
+        constants: constants of the machine.
+        sizes: numbers of ranks that shard; by default all divisors of `ranks`.
+        options: other options of `simulate`.
 
     Raises:
-        ValueError: nothing fits; a size that does not divide `ranks`; as of `simulate`.
+        ValueError: no size fits; a size does not divide `ranks`; errors of `simulate`.
 
-    Source: veScale-FSDP, section 6.4, which chooses it by offline simulation.
+    Source: veScale-FSDP, section 6.4, which chooses the size by offline simulation.
     """
-    found = sweep(model, ranks, sizes=sizes, constants=constants, **options)
-    fits = [one for one in found if one.memory.peak <= memory]
+    candidates = sweep(model, ranks, sizes=sizes, constants=constants, **options)
+    fits = [one for one in candidates if one.memory.peak <= memory]
     if not fits:
-        least = min(found, key=lambda one: one.memory.peak)
+        least = min(candidates, key=lambda one: one.memory.peak)
         raise ValueError(
-            f"best_group_size: memory={memory:,.0f} bytes; the least that a rank takes is "
-            f"{least.memory.peak:,}, on {least.mesh}: wants more memory or ranks, fewer "
-            f"activations, or a smaller optimizer state"
+            f"best_group_size: expected memory to be at least {least.memory.peak:,} bytes, which a "
+            f"rank needs on {least.mesh}, got {memory:,.0f}; use more ranks, fewer activations, or "
+            f"an optimizer with less state"
         )
     best = min(fits, key=_speed)
-    return Best(best.mesh.shard, best, found, tuple(one.mesh.shard for one in fits))
+    return Best(best.mesh.shard, best, candidates, tuple(one.mesh.shard for one in fits))
 
 
 def _speed(one: Simulation) -> tuple[float, int]:
@@ -106,13 +102,16 @@ def _speed(one: Simulation) -> tuple[float, int]:
     return one.time.total, one.memory.peak
 
 
-def _sizes(ranks: int, sizes: Iterable[int] | None) -> Sequence[int]:
+def _divisors(ranks: int, sizes: Iterable[int] | None) -> Sequence[int]:
+    """Returns the sizes, or all divisors of `ranks`, in ascending order."""
     if ranks < 1:
-        raise ValueError(f"simulate: ranks={ranks!r}; wants at least 1")
+        raise ValueError(f"simulate: expected ranks to be at least 1, got {ranks!r}")
     if sizes is None:
         return [size for size in range(1, ranks + 1) if ranks % size == 0]
-    given = sorted(set(sizes))
-    wrong = [size for size in given if size < 1 or ranks % size]
-    if wrong or not given:
-        raise ValueError(f"simulate: sizes={wrong or given}; wants divisors of {ranks} ranks")
-    return given
+    chosen = sorted(set(sizes))
+    wrong = [size for size in chosen if size < 1 or ranks % size]
+    if wrong or not chosen:
+        raise ValueError(
+            f"simulate: expected sizes to be divisors of {ranks} ranks, got {wrong or chosen}"
+        )
+    return chosen

@@ -1,4 +1,4 @@
-"""Which modules `fully_shard` is called on, and what each call manages."""
+"""The units of a model, one for each call of `fully_shard`, and the groups planned for them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fsdp.parameter import ManagedParameter
 from fsdp.policy import Whole, block_size
 from ragged_shard.planner import Layout, TensorSpec
 
-__all__ = ["Group", "Unit", "Units", "plan_units", "units_of"]
+__all__ = ["PlannedGroup", "Unit", "Units", "find_units", "plan_groups"]
 
 Units: TypeAlias = "str | Callable[[str, nn.Module], bool] | Iterable[str | Sequence[str]] | None"
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """The modules of one call, and the parameters that it manages.
+    """The modules of one call of `fully_shard`, and the parameters that it manages.
 
     Attributes:
-        name: of the modules in the model; empty of the model itself.
-        modules: they.
-        found: the parameters, by names within the modules.
+        name: names of the modules in the model; empty for the model itself.
+        modules: the modules.
+        found: the parameters, with their names within the modules.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Parameters in one buffer, as `fully_shard` would plan it.
+class PlannedGroup:
+    """A parameter group of `fully_shard`, that is parameters in one buffer.
 
     Attributes:
-        unit: place of the call that makes it in those that `units_of` gives.
-        params: in the order of the layout.
-        layout: of the buffer.
-        dtypes: of the buffer's content.
-        trained: whether there are gradients.
+        unit: index of its unit in the result of `find_units`.
+        params: the parameters, in the order of the layout.
+        layout: layout of the buffer.
+        dtypes: dtypes of the sharded parameters, of computation and of reduction.
+        trained: whether the parameters have gradients.
     """
 
     unit: int
@@ -61,23 +61,29 @@ class Group:
     trained: bool
 
     def buffer_bytes(self, dtype: torch.dtype) -> int:
-        """Of all shards."""
+        """Returns the bytes of the unsharded buffer, padding included."""
         return self.layout.buffer_size * dtype.itemsize
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
-        """Of one."""
+        """Returns the bytes of a rank's shard of the buffer."""
         return self.layout.shard_size * dtype.itemsize
 
 
-def units_of(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]) -> list[Unit]:
-    """The calls of `fully_shard`, the model's first, the others in the order of their modules.
+def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]) -> list[Unit]:
+    """Returns the units of a model: the model itself, then the others in the order of its modules.
+
+    Args:
+        model: the model.
+        units: which modules are units, see `simulate`.
+        ignored: parameters that no unit manages.
 
     Raises:
-        ValueError: units that match no module, or none with parameters; a parameter in two units.
+        ValueError: `units` matches no module, or one without parameters of its own; a parameter is
+            in two units.
     """
     named = dict(model.named_modules())
     calls = {"": (model,)}
-    for names in _chosen(named, units):
+    for names in _unit_names(named, units):
         calls[", ".join(names)] = tuple(named[name] for name in names)
     own = {module for modules in calls.values() for module in modules}
     found = []
@@ -85,8 +91,8 @@ def units_of(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]) 
         params = found_parameters(managed_modules(modules, own.__contains__), ignored)
         if name and not params:
             raise ValueError(
-                f"simulate: units name {name!r}, which has no parameters that no other unit has; "
-                f"leave it out"
+                f"simulate: expected each unit to have parameters that are in no other unit, got "
+                f"{name!r}, which has none; remove it from units"
             )
         found.append(Unit(name, modules, tuple(params)))
     owners: dict[int, str] = {}
@@ -95,77 +101,79 @@ def units_of(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]) 
             full = f"{unit.name}.{one.name}" if unit.name else one.name
             if id(one.param) in owners:
                 raise ValueError(
-                    f"simulate: parameter {full!r} is tied to {owners[id(one.param)]!r} of another "
-                    f"unit, which fully_shard refuses; put both into one unit, (a, b)"
+                    f"simulate: expected each parameter to be in one unit, got {full!r}, which is "
+                    f"tied to {owners[id(one.param)]!r} of another unit; make the modules of both "
+                    f"one unit, as a tuple in units"
                 )
             owners[id(one.param)] = full
     return found
 
 
-def plan_units(
+def plan_groups(
     units: Sequence[Unit],
     ranks: int,
     shard_placement_fn: PlacementFn | None,
     mp_policy: MixedPrecisionPolicy,
-) -> list[Group]:
-    """The groups of all units, planned as `fully_shard` plans them on `ranks` ranks.
+) -> list[PlannedGroup]:
+    """Plans the groups of all units as `fully_shard` does on `ranks` ranks.
 
     Raises:
-        ValueError: a granularity that is none; a parameter that has to be planned on ranks, as it
-            is a DTensor, gathers itself, or is given a mesh of its own.
+        ValueError: a granularity is not valid; or a parameter can be planned on real ranks only,
+            because it is a DTensor, has an all-gather extension or gets a mesh of its own.
     """
-    plan = cache(plan_buffer)  # layers are alike
-    these_ranks = object()  # a balance that was given counts for this plan alone
+    plan = cache(plan_buffer)  # the layers of a model often have the same specs
+    balance_key = object()  # a balance that the user gave is counted for this plan alone
     groups = []
-    for number, unit in enumerate(units):
+    for index, unit in enumerate(units):
         params = [_managed(one, unit.name, shard_placement_fn) for one in unit.found]
         for same in alike(params, mp_policy):
             first = same[0].given
             dtypes = dtypes_of(first.dtype, _compat.policy_of(first, mp_policy))
             specs: tuple[TensorSpec, ...] = specs_of(same)
-            layout = balanced(plan(specs, ranks, dtypes), same, these_ranks)
-            given = tuple(param.given for param in same)
-            groups.append(Group(number, given, layout, dtypes, first.requires_grad))
+            layout = balanced(plan(specs, ranks, dtypes), same, balance_key)
+            originals = tuple(param.given for param in same)
+            groups.append(PlannedGroup(index, originals, layout, dtypes, first.requires_grad))
     return groups
 
 
 def _managed(one: Found, unit: str, shard_placement_fn: PlacementFn | None) -> ManagedParameter:
     name, param = one.name, one.param
     full = f"{unit}.{name}" if unit else name
-    chosen = None if shard_placement_fn is None else shard_placement_fn(param)
+    granularity = None if shard_placement_fn is None else shard_placement_fn(param)
     if isinstance(param, DTensor) or is_extension(param, full):
         raise ValueError(
-            f"simulate: parameter {full!r} is a {type(param.data).__name__}, which is planned "
-            f"where its mesh is; wants plain tensors"
+            f"simulate: expected parameter {full!r} to be a plain tensor, got a "
+            f"{type(param.data).__name__}, which can be planned on real ranks only"
         )
-    if hasattr(chosen, "mesh_info"):
+    if hasattr(granularity, "mesh_info"):
         raise ValueError(
-            f"simulate: shard_placement_fn gave {full!r} a mesh of its own; wants a granularity"
+            f"simulate: expected shard_placement_fn to return a granularity for {full!r}, got a "
+            f"result with a mesh of its own"
         )
-    block = block_size(chosen, param.shape, full)
-    whole = chosen if isinstance(chosen, Whole) else None
+    block = block_size(granularity, param.shape, full)
+    whole = granularity if isinstance(granularity, Whole) else None
     return ManagedParameter(name, param, one.places, block, mesh=None, whole=whole)
 
 
-def _chosen(named: dict[str, nn.Module], units: Units) -> list[tuple[str, ...]]:
-    """Names of the modules of each call, in the order of modules, without the model itself."""
+def _unit_names(named: dict[str, nn.Module], units: Units) -> list[tuple[str, ...]]:
+    """Returns the names of the modules of each unit but the model, in the order of the modules."""
     if units is None:
         return []
-    chosen: list[tuple[str, ...]]
+    found: list[tuple[str, ...]]
     if isinstance(units, str):
         pattern = re.compile(units)
-        chosen = [(name,) for name in named if name and pattern.fullmatch(name)]
+        found = [(name,) for name in named if name and pattern.fullmatch(name)]
     elif callable(units):
-        chosen = [(name,) for name, module in named.items() if name and units(name, module)]
+        found = [(name,) for name, module in named.items() if name and units(name, module)]
     else:
-        chosen = [(one,) if isinstance(one, str) else tuple(one) for one in units]
-    unknown = [name for names in chosen for name in names if name not in named or not name]
-    if unknown or not chosen:
+        found = [(one,) if isinstance(one, str) else tuple(one) for one in units]
+    unknown = [name for names in found for name in names if name not in named or not name]
+    if unknown or not found:
         shown = ", ".join(list(named)[1:6])
         raise ValueError(
-            f"simulate: units={units!r} match {'no ' + repr(unknown) if unknown else 'no module'}; "
-            f"wants a regular expression of whole names, a function of name and module, or a list "
-            f"of names; the model has {shown}, ..."
+            f"simulate: expected units to be a regular expression that matches full names of "
+            f"modules, a function of name and module, or a list of names, got {units!r}, which "
+            f"matches no {unknown or 'module'}; the model has {shown}, ..."
         )
-    order = {name: place for place, name in enumerate(named)}
-    return sorted(chosen, key=lambda names: order[names[0]])
+    order = {name: position for position, name in enumerate(named)}
+    return sorted(found, key=lambda names: order[names[0]])

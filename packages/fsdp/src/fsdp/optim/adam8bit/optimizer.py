@@ -1,7 +1,8 @@
-"""Adam whose moments are 8-bit numbers in blocks that lie whole on ranks."""
+"""Adam with block-wise 8-bit moments, every block of which is on one rank."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,13 +11,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from fsdp.optim.adam8bit import messages
-from fsdp.optim.adam8bit.checking import check_group, check_param, check_state
-from fsdp.optim.adam8bit.jobs import Job, Planned, make_job, run
 from fsdp.optim.adam8bit.state import new_state
-from fsdp.optim.adam8bit.update import Coefficients
-from fsdp.optim.keep import keep_tensors, released
-from fsdp.optim.tensors import name_of
+from fsdp.optim.adam8bit.step import CachedLayout, ParamUpdate, prepare_update, run_updates
+from fsdp.optim.adam8bit.update import AdamCoefficients
+from fsdp.optim.adam8bit.validation import check_group, check_param, check_state
+from fsdp.optim.state_dict import unwrap_tensors, wrap_tensors
+from fsdp.optim.tensors import parameter_name, placements_of
 
 __all__ = ["Adam8bit"]
 
@@ -24,33 +24,33 @@ __all__ = ["Adam8bit"]
 class Adam8bit(Optimizer):
     """Adam with block-wise 8-bit moments: a quarter of the state of Adam in fp32.
 
-    Blocks are counted in a parameter's global storage, so training is the same, bit for bit, on
-    any number of ranks and under any plan of `fully_shard`. If no rank boundary cuts a block, which
-    ``shard_placement_fn`` sees to with `Block` or `Rows`, ``step()`` communicates nothing. If one
-    does, as under FSDP2's Shard(0), a warning names the parameter, and each step moves it and its
-    gradient to whole blocks and back: slower, and the same bits. Where tensor parallelism shards a
-    parameter beside fully_shard, its blocks are those of the local tensor, and they are other ones
-    at another tensor-parallel size: such a checkpoint does not load.
+    Blocks are counted in a parameter's global storage, so training gives the same bits on any
+    number of ranks and with any granularity of `fully_shard`. ``step()`` does not communicate if no
+    rank boundary splits a block, which ``shard_placement_fn`` ensures with `Block` or `Rows`. If
+    one does, as with FSDP2's Shard(0), a warning names the parameter, and each step redistributes
+    the parameter and its gradient and the result back: the same bits, but slower. If tensor
+    parallelism shards a parameter besides fully_shard, its blocks are those of the local tensor;
+    they differ at another tensor-parallel size, and a checkpoint of one does not load at another.
 
-    A step computes in fp32 whatever a parameter's dtype is. A moment that is not finite makes its
-    whole block NaN, and from the next step on the parameters of the block. On the CPU a warning
-    names the parameter then; elsewhere that would have to wait for the device. It is no error,
-    because the other ranks would wait for one that raises.
+    A step computes in fp32 whatever the parameter's dtype. A moment that is not finite makes its
+    whole block NaN, and the parameters of the block from the next step on. On the CPU a warning
+    then names the parameter; on other devices the warning would have to wait for the device. It is
+    not an error, because the other ranks would wait for a rank that raises.
 
     Args:
-        params: as of any torch optimizer. With ``model.named_parameters()`` warnings and errors
+        params: as for any torch optimizer. With ``model.named_parameters()`` warnings and errors
             have the names.
         lr: learning rate.
-        betas: of the moments.
-        eps: added to the root of the second.
-        weight_decay: the factor.
-        block_size: elements that share a scale; 256 is what torchao and bitsandbytes have, 2048 the
-            paper.
-        min_8bit_size: parameters of fewer elements, norms and biases mostly, keep fp32 moments.
-        decoupled_weight_decay: as AdamW's; False adds it to the gradient, as torch's Adam does.
+        betas: decay rates of the first and second moment.
+        eps: is added to the root of the second moment.
+        weight_decay: weight decay factor.
+        block_size: elements that share a scale; torchao and bitsandbytes use 256, the paper 2048.
+        min_8bit_size: parameters with fewer elements, mostly norms and biases, have fp32 moments.
+        decoupled_weight_decay: True decays the parameter as AdamW does; False adds the decay to
+            the gradient as torch's Adam does.
 
     Raises:
-        ValueError: a number out of range; a parameter that is complex, sparse, or a sum not made.
+        ValueError: an option is out of range; a parameter is complex, sparse or Partial.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022).
     """
@@ -67,7 +67,7 @@ class Adam8bit(Optimizer):
         min_8bit_size: int = 4096,
         decoupled_weight_decay: bool = True,
     ) -> None:
-        self._planned: dict[torch.Tensor, Planned] = {}
+        self._layouts: dict[torch.Tensor, CachedLayout] = {}
         self._warned: set[str] = set()
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -77,96 +77,117 @@ class Adam8bit(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; numbers and parameters are checked.
+        """Adds a parameter group, as torch's optimizers do, after checking it.
 
         Raises:
-            ValueError: a number out of range; a parameter that cannot be optimized.
+            ValueError: an option is out of range, or a parameter cannot be optimized; the group is
+                not added.
         """
         super().add_param_group(param_group)
         try:
             check_group(param_group)
             for i, param in enumerate(param_group["params"]):
-                check_param(param, name_of(param_group, len(self.param_groups) - 1, i))
+                check_param(param, parameter_name(param_group, len(self.param_groups) - 1, i))
         except ValueError:
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step.
+        """Updates all parameters that have gradients.
 
         Args:
-            closure: computes the loss and its gradients anew.
+            closure: recomputes the loss and its gradients.
 
         Raises:
-            ValueError: a gradient that is sparse, or no DTensor where the parameter is one.
+            ValueError: a gradient is sparse, or only one of gradient and parameter is a DTensor.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs: list[Job] = []
+        updates: list[ParamUpdate] = []
         for index, group in enumerate(self.param_groups):
-            of_step: dict[float, Coefficients] = {}
+            coefficients: dict[float, AdamCoefficients] = {}
             for i, param in enumerate(group["params"]):
                 if param.grad is None:
                     continue
-                name = partial(name_of, group, index, i)
-                planned = self._plan(param, group, name)
+                name = partial(parameter_name, group, index, i)
+                cached = self._layout(param, group, name)
                 state = self.state[param]
                 if not state:
-                    state.update(new_state(param, planned.layout))
-                number = state["step"].add_(1).item()
-                if number not in of_step:
-                    of_step[number] = _coefficients(group, int(number))
-                jobs.append(make_job(param, name, state, planned, of_step[number]))
-        for lost in run(jobs):
-            self._warn(messages.not_finite(lost))
+                    state.update(new_state(param, cached.layout))
+                step = state["step"].add_(1).item()
+                if step not in coefficients:
+                    coefficients[step] = _coefficients(group, int(step))
+                updates.append(prepare_update(param, name, state, cached, coefficients[step]))
+        for lost in run_updates(updates):
+            self._warn_once(_not_finite_warning(lost))
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """As torch's, but that no state is cast to its parameter's dtype.
+        """Loads a state dict as torch's optimizers do, but keeps the dtypes of the state.
 
         Raises:
-            ValueError: a state that is of another kind, shape or layout than the parameter needs;
-                the optimizer stays as it is.
+            ValueError: a state has other keys, dtypes, shapes or placements than the parameter
+                needs; the optimizer is unchanged.
         """
-        last = self.register_load_state_dict_pre_hook(keep_tensors)
+        last = self.register_load_state_dict_pre_hook(wrap_tensors)
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What `load_state_dict` and unpickling end with."""
-        self.__dict__.setdefault("_planned", {})
+        """Restores the optimizer; `load_state_dict` and unpickling end with this call."""
+        self.__dict__.setdefault("_layouts", {})
         self.__dict__.setdefault("_warned", set())
         for index, group in enumerate(state["param_groups"]):
             for i, param in enumerate(group["params"]):
-                if of_param := state["state"].get(param):
-                    state["state"][param] = of_param = released(of_param, param)
-                    name = partial(name_of, group, index, i)
-                    check_state(of_param, param, self._plan(param, group, name).layout, name())
+                if param_state := state["state"].get(param):
+                    state["state"][param] = param_state = unwrap_tensors(param_state, param)
+                    name = partial(parameter_name, group, index, i)
+                    check_state(param_state, param, self._layout(param, group, name).layout, name())
         super().__setstate__(state)
 
-    def _plan(self, param: torch.Tensor, group: dict[str, Any], name: Callable[[], str]) -> Planned:
-        """What is known of a parameter; a warning the first time that its blocks are cut."""
-        planned = self._planned.get(param)
-        if planned is None or not planned.holds(param, group):
-            planned = self._planned[param] = Planned.of(param, group)
-            if planned.layout is not None and planned.layout.cut is not None:
-                self._warn(messages.blocks_cut(name(), param, planned.layout.cut, group))
-        return planned
+    def _layout(
+        self, param: torch.Tensor, group: dict[str, Any], name: Callable[[], str]
+    ) -> CachedLayout:
+        """Returns the cached layout of a parameter; warns once if its shards split blocks."""
+        cached = self._layouts.get(param)
+        if cached is None or not cached.is_valid(param, group):
+            cached = self._layouts[param] = CachedLayout.of(param, group)
+            if cached.layout is not None and cached.layout.split_at is not None:
+                self._warn_once(_split_warning(name(), param, cached.layout.split_at, group))
+        return cached
 
-    def _warn(self, text: str) -> None:
-        """Each text once."""
+    def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
 
 
-def _coefficients(group: dict[str, Any], step: int) -> Coefficients:
-    return Coefficients.of(
+def _coefficients(group: dict[str, Any], step: int) -> AdamCoefficients:
+    return AdamCoefficients.of_step(
         step, float(group["lr"]), group["betas"], group["eps"], group["weight_decay"],
         decoupled=group["decoupled_weight_decay"],
     )  # fmt: skip
+
+
+def _split_warning(name: str, param: torch.Tensor, split_at: int, group: dict[str, Any]) -> str:
+    block_size = group["block_size"]
+    row = param.shape[-1] if param.ndim else 1
+    rows = block_size // math.gcd(block_size, row)
+    return (
+        f"Adam8bit: the shards of parameter {name!r}, placed as {placements_of(param)}, split a "
+        f"block of {block_size} at element {split_at}. Each step redistributes the parameter and "
+        f"its gradient, and the result back; to avoid that, shard it with fsdp.fully_shard and a "
+        f"shard_placement_fn that returns Rows({rows}) or Block({block_size})"
+    )
+
+
+def _not_finite_warning(name: str) -> str:
+    return (
+        f"Adam8bit: the gradient or a moment of parameter {name!r} is not finite on this rank: "
+        f"whole blocks of its state are NaN from now on"
+    )

@@ -1,48 +1,51 @@
-"""One step of Adam on flat local tensors: what it computes, in torch's operators.
+"""One step of Adam on flat local tensors: the reference in torch operators, and the C++ one.
 
-Note: the same bits on every device and however elements are spread over ranks. So there is one
-rounding per operation, no operator that may become a multiply-add (`addcmul`, `lerp`, `add` with
-`alpha`), and no division by a number, which some devices make a product of.
+Note: both compute the same bits, on every device and however elements are distributed over ranks.
+Hence one rounding per operation: no operator that may be fused to a multiply-add (`addcmul`,
+`lerp`, `add` with `alpha`), and no division by a number, which some devices replace by a product.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 import torch
 
-from fsdp.optim.adam8bit.quantize import CodeBook, Quantized, dequantize, quantize
+from fsdp.optim import _core
+from fsdp.optim.adam8bit.quantization import CodeBook, QuantizedBlocks, dequantize, quantize
 
-__all__ = ["Coefficients", "Moments", "update"]
+__all__ = ["AdamCoefficients", "Moments", "update", "update_many"]
 
 
 @dataclass(frozen=True, eq=False)
-class Coefficients:
+class AdamCoefficients:
     """The numbers of one step, each rounded to fp32 where it is used.
 
     Attributes:
-        beta1, rest1: of the first moment and of the gradient in it.
-        beta2, rest2: of the second.
-        size: of the step, corrected for the first moment's bias.
-        root: corrects the square root of the second for its bias.
-        eps: added to it.
-        decay: that the parameter is multiplied by.
-        coupled: of the parameter in the gradient; 0 for decoupled weight decay.
+        beta1, one_minus_beta1: factors of the first moment and of the gradient in it.
+        beta2, one_minus_beta2: factors of the second moment and of the squared gradient in it.
+        step_size: learning rate, corrected for the bias of the first moment.
+        inv_bias_correction2_sqrt: corrects the square root of the second moment for its bias.
+        eps: is added to that root.
+        param_decay: factor of the parameter; 1 without decoupled weight decay.
+        l2_factor: factor of the parameter in the gradient; 0 with decoupled weight decay.
     """
 
     beta1: float
-    rest1: float
+    one_minus_beta1: float
     beta2: float
-    rest2: float
-    size: float
-    root: float
+    one_minus_beta2: float
+    step_size: float
+    inv_bias_correction2_sqrt: float
     eps: float
-    decay: float
-    coupled: float
+    param_decay: float
+    l2_factor: float
 
     @classmethod
-    def of(
+    def of_step(
         cls,
         step: int,
         lr: float,
@@ -51,8 +54,8 @@ class Coefficients:
         weight_decay: float,
         *,
         decoupled: bool,
-    ) -> Coefficients:
-        """Those of the step of this number, from 1 on."""
+    ) -> AdamCoefficients:
+        """Returns the coefficients of a step, the first of which is 1."""
         beta1, beta2 = betas
         return cls(
             beta1, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
@@ -63,14 +66,14 @@ class Coefficients:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The state of a parameter's elements on this rank.
+    """The moments of a parameter's elements on this rank.
 
     Attributes:
-        first: codes, (n,) uint8; or the moment itself, fp32.
-        first_scales: (blocks,) fp32; None of a moment that is not quantised.
+        first: codes, (n,) uint8; or the moment itself, (n,) fp32.
+        first_scales: (blocks,) fp32; None if the moment is not quantized.
         second: as `first`.
         second_scales: as `first_scales`.
-        block_size: elements of a block.
+        block_size: elements per block.
     """
 
     first: torch.Tensor
@@ -80,41 +83,95 @@ class Moments:
     block_size: int
 
 
-def update(param: torch.Tensor, grad: torch.Tensor, moments: Moments, c: Coefficients) -> None:
-    """Steps in place.
+def update(param: torch.Tensor, grad: torch.Tensor, moments: Moments, c: AdamCoefficients) -> None:
+    """Updates a parameter and its moments in place; the reference of `update_many`.
 
     Args:
         param: fp32, contiguous.
         grad: fp32, contiguous.
-        moments: of them.
-        c: of the step.
+        moments: the parameter's.
+        c: coefficients of the step.
     """
     param, grad = param.view(-1), grad.view(-1)
-    if c.coupled:
-        grad = grad + param * c.coupled
-    size = moments.block_size
+    if c.l2_factor:
+        grad = grad + param * c.l2_factor
+    block_size = moments.block_size
     first, second = moments.first, moments.second
     if moments.first_scales is not None and moments.second_scales is not None:
-        first = dequantize(Quantized(first, moments.first_scales), size, CodeBook.SIGNED)
-        second = dequantize(Quantized(second, moments.second_scales), size, CodeBook.UNSIGNED)
-    first = first * c.beta1 + grad * c.rest1
-    second = second * c.beta2 + (grad * grad) * c.rest2
-    param.copy_(param * c.decay - (first * c.size) / (_root(second) * c.root + c.eps))
-    _store(first, moments.first, moments.first_scales, size, CodeBook.SIGNED)
-    _store(second, moments.second, moments.second_scales, size, CodeBook.UNSIGNED)
+        first = dequantize(
+            QuantizedBlocks(first, moments.first_scales), block_size, CodeBook.SIGNED
+        )
+        second = dequantize(
+            QuantizedBlocks(second, moments.second_scales), block_size, CodeBook.UNSIGNED
+        )
+    first = first * c.beta1 + grad * c.one_minus_beta1
+    second = second * c.beta2 + (grad * grad) * c.one_minus_beta2
+    denominator = _sqrt(second) * c.inv_bias_correction2_sqrt + c.eps
+    param.copy_(param * c.param_decay - (first * c.step_size) / denominator)
+    _store(first, moments.first, moments.first_scales, block_size, CodeBook.SIGNED)
+    _store(second, moments.second, moments.second_scales, block_size, CodeBook.UNSIGNED)
 
 
-def _root(values: torch.Tensor) -> torch.Tensor:
-    """The square root, rounded to nearest: torch's on the CPU is MKL's, which is not always."""
+def update_many(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    moments: Sequence[Moments],
+    coefficients: AdamCoefficients,
+) -> list[int]:
+    """Updates parameters and moments in place in C++, in one pass over the memory of each.
+
+    It uses as many threads as torch does, and computes the same bits as `update`.
+
+    Args:
+        params: fp32, contiguous, on the CPU.
+        grads: of the same number, sizes, dtype and device.
+        moments: of the same number and sizes, all with one block size.
+        coefficients: coefficients of the step.
+
+    Returns:
+        The indices of the parameters that have a block that is not finite.
+    """
+    local_params = []
+    for param, grad, m in zip(params, grads, moments, strict=True):
+        count = param.numel()
+        assert param.is_contiguous()
+        assert grad.is_contiguous()
+        assert grad.numel() == m.first.numel() == m.second.numel() == count
+        local_params.append(
+            (
+                param.data_ptr(), grad.data_ptr(),
+                m.first.data_ptr(), 0 if m.first_scales is None else m.first_scales.data_ptr(),
+                m.second.data_ptr(), 0 if m.second_scales is None else m.second_scales.data_ptr(),
+                count,
+            )
+        )  # fmt: skip
+    return _core.step(
+        local_params, _core.Coefficients(*astuple(coefficients)), moments[0].block_size,
+        _core_table(CodeBook.SIGNED), _core_table(CodeBook.UNSIGNED), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+@lru_cache
+def _core_table(book: CodeBook) -> _core.CodeBookTable:
+    cpu = torch.device("cpu")
+    return _core.CodeBookTable(book.values(cpu).tolist(), book.boundaries(cpu).tolist(), book.zero)
+
+
+def _sqrt(values: torch.Tensor) -> torch.Tensor:
+    """Returns the correctly rounded square root; torch's on the CPU, MKL's, is not always."""
     return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()
 
 
 def _store(
-    values: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, size: int, book: CodeBook
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    block_size: int,
+    book: CodeBook,
 ) -> None:
     if scales is None:
         out.copy_(values)
         return
-    quantized = quantize(values, size, book)
+    quantized = quantize(values, block_size, book)
     out.copy_(quantized.codes)
     scales.copy_(quantized.scales)

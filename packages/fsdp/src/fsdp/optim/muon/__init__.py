@@ -1,4 +1,4 @@
-"""Muon on sharded parameters; `optimizer` begins the story, `matrices` has its words."""
+"""Muon on sharded parameters: `optimizer` is the class, `newton_schulz` the matrix iteration."""
 
 from fsdp.optim.muon.optimizer import Muon
 

@@ -1,36 +1,40 @@
-"""Muon's matrix iteration, and the learning rate that goes with a shape.
+"""Muon's Newton-Schulz iteration, its cost, and the learning rate adjusted to a matrix's shape.
 
-It is that of torch/optim/_muon.py, operation by operation, so that the bits are the same; see
+It does the operations of torch/optim/_muon.py in the same order, so the bits are the same; see also
 https://kellerjordan.github.io/posts/muon/.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["COEFFICIENTS", "Coefficients", "adjusted_lr", "check_adjustment", "newton_schulz"]
+__all__ = [
+    "COEFFICIENTS", "NsCoefficients", "adjusted_lr", "check_lr_adjustment", "newton_schulz",
+    "newton_schulz_cost",
+]  # fmt: skip
 
-Coefficients = tuple[float, float, float]
+NsCoefficients: TypeAlias = tuple[float, float, float]
 
-COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+COEFFICIENTS: NsCoefficients = (3.4445, -4.7750, 2.0315)
+_LR_ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 def newton_schulz(
-    matrix: torch.Tensor, coefficients: Coefficients, steps: int, eps: float
+    matrix: torch.Tensor, coefficients: NsCoefficients, steps: int, eps: float
 ) -> torch.Tensor:
-    """The nearest orthogonal matrix, nearly: all singular values become 0.5 to 1.5.
+    """Approximates the nearest orthogonal matrix: all singular values become 0.5 to 1.5.
 
     Args:
-        matrix: of two dims, any float dtype; stays as it is.
+        matrix: two dims, any float dtype; it is not changed.
         coefficients: of the quintic polynomial.
-        steps: how often it is applied.
-        eps: the least norm that is divided by.
+        steps: number of applications of the polynomial.
+        eps: lower bound of the norm that the matrix is divided by.
 
     Returns:
-        bfloat16, of the matrix's shape.
+        A bfloat16 tensor of the matrix's shape.
     """
     a, b, c = coefficients
     x = matrix.bfloat16()
@@ -46,13 +50,13 @@ def newton_schulz(
 
 
 def adjusted_lr(lr: float, adjustment: str | None, shape: tuple[int, int]) -> float:
-    """The learning rate for a matrix of this shape.
+    """Returns the learning rate for a matrix of this shape.
 
     Args:
-        lr: of the group.
+        lr: learning rate of the group.
         adjustment: None and "original" are Keller Jordan's, "match_rms_adamw" is Moonshot's, which
-            takes AdamW's learning rates.
-        shape: of the matrix.
+            takes learning rates of AdamW.
+        shape: rows and columns of the matrix.
     """
     rows, columns = shape
     if adjustment == "match_rms_adamw":
@@ -60,20 +64,23 @@ def adjusted_lr(lr: float, adjustment: str | None, shape: tuple[int, int]) -> fl
     return lr * math.sqrt(max(1, rows / columns))
 
 
-def work_of(shape: tuple[int, int]) -> int:
-    """Multiplications of one step of Newton-Schulz, with n the smaller size and m the other.
+def newton_schulz_cost(shape: tuple[int, int]) -> int:
+    """Returns the multiplications of one Newton-Schulz step on a matrix of this shape.
 
-    Two products of n x n with n x m, and one of n x n with n x n.
+    With n the smaller size and m the larger one, a step is two products of n x n with n x m and one
+    of n x n with n x n.
     """
     n, m = sorted(shape)
     return n * n * (2 * m + n)
 
 
-def check_adjustment(adjustment: str | None) -> None:
-    """Raises where there is no such adjustment of the learning rate.
+def check_lr_adjustment(adjustment: str | None) -> None:
+    """Checks the name of a learning rate adjustment.
 
     Raises:
-        ValueError: naming it.
+        ValueError: there is no adjustment of this name.
     """
-    if adjustment not in _ADJUSTMENTS:
-        raise ValueError(f"Muon: adjust_lr_fn={adjustment!r}; wants one of {_ADJUSTMENTS}")
+    if adjustment not in _LR_ADJUSTMENTS:
+        raise ValueError(
+            f"Muon: expected adjust_lr_fn to be one of {_LR_ADJUSTMENTS}, got {adjustment!r}"
+        )

@@ -2,70 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner
+from fsdp.optim.matrix.exchange import compute_on_owners
+from fsdp.optim.matrix.matrices import Matrix, Split, SplitFunction, matrices_of
+from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
 from fsdp.optim.muon.newton_schulz import (
     COEFFICIENTS,
-    Coefficients,
+    NsCoefficients,
     adjusted_lr,
+    check_lr_adjustment,
     newton_schulz,
-    work_of,
+    newton_schulz_cost,
 )
-from fsdp.optim.muon.settings import check_options
-from fsdp.optim.owned.jobs import Job
-from fsdp.optim.owned.matrices import Matrix, Split, SplitFunction, matrices_of
-from fsdp.optim.owned.optimizer import Group, MatrixOptimizer
-from fsdp.optim.owned.visit import visit_owners
-from fsdp.optim.owned.work import Planner, Work
 from fsdp.optim.tensors import local_of, subtract_
 
 __all__ = ["Muon"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Local:
-    """What this rank has of a parameter in a step, flat, and its group."""
+class _MuonParam:
+    """The flat local tensors of a parameter in a step, and its group."""
 
     param: torch.Tensor
     grad: torch.Tensor
     momentum: torch.Tensor
-    group: Group
+    group: ParamGroup
 
 
 class Muon(MatrixOptimizer):
-    """`torch.optim.Muon` for parameters that `fully_shard` has cut, and AdamW for the others.
+    """`torch.optim.Muon` for parameters that `fully_shard` has sharded, and AdamW for the others.
 
-    Every matrix is iterated on by one rank of the axis that cuts it: directions travel to it in
-    bfloat16, in which they are iterated on anyway, and come back orthogonalized. Work is balanced
-    over the ranks, and matrices go where most of them is. What `Whole()` has put on one rank stays
-    there, and a step sends nothing. Plain and replicated parameters are iterated on by all ranks.
+    Each matrix is orthogonalized by one rank of the axis that shards it, its owner: update
+    directions are sent to it in bfloat16, the dtype of the iteration, and returned orthogonalized.
+    Owners are chosen to balance the work over ranks and, within that, to have most of the matrix.
+    A matrix that `Whole()` has placed on one rank is owned by that rank, and a step sends nothing.
+    Plain and replicated parameters are orthogonalized by all ranks.
 
     Args:
-        params: parameters or groups of them, with names or without (``named_parameters()``: errors
-            then name them). As in torch's, give hidden layers' matrices only: embeddings, output
-            layers, norms and biases go into a group with ``use_muon=False``, which takes AdamW's
-            options. Parameters of 3 dims are stacks of matrices, one for each expert.
-        lr: of all groups that say no other; it may be a tensor of one element.
-        weight_decay: decoupled, of all groups that say no other.
-        momentum: of the running mean of gradients.
-        nesterov: whether the present gradient counts twice.
-        ns_coefficients: of the polynomial.
-        eps: the least norm that is divided by. AdamW's is its own.
-        ns_steps: how often the polynomial is applied.
+        params: parameters or groups of them, with names or without; with ``named_parameters()``
+            errors have the names. As for torch's Muon these are the matrices of hidden layers:
+            embeddings, output layers, norms and biases go into a group with ``use_muon=False``,
+            which takes the options of AdamW. A parameter of 3 dims is a stack of matrices, such as
+            one for each expert.
+        lr: learning rate, the default of the groups; may be a tensor of one element.
+        weight_decay: decoupled weight decay, the default of the groups.
+        momentum: factor of the running mean of gradients.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: coefficients of the Newton-Schulz polynomial.
+        eps: lower bound of the norm that a matrix is divided by. AdamW has its own eps.
+        ns_steps: number of Newton-Schulz steps.
         adjust_lr_fn: None, "original" or "match_rms_adamw".
-        split: which rows of a parameter are matrices by themselves, as heads and fused projections
-            are: how many, or the rows of each, or a function of the parameter that says it.
-        bucket_mb: of the matrices that travel at the same time, in bfloat16.
+        split: which rows of a parameter are separate matrices, such as heads or fused projections:
+            the number of matrices, the rows of each, or a function of the parameter that returns
+            one of these.
+        bucket_mb: size of the matrices that are exchanged at the same time, in MiB of bfloat16.
 
     Raises:
-        ValueError: options out of range; a parameter that is no matrix, naming it; `split` that
-            does not fit.
+        ValueError: an option is out of range; a parameter is not a matrix, or `split` does not fit
+            it: the error names the parameter.
     """
 
-    who = "Muon"
+    optimizer_name = "Muon"
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Muon(MatrixOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients = COEFFICIENTS,
+        ns_coefficients: NsCoefficients = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -89,48 +93,64 @@ class Muon(MatrixOptimizer):
         }  # fmt: skip
         super().__init__(params, defaults, split, bucket_mb)
 
-    def _check_options(self, group: Group) -> None:
-        check_options(group)
+    def _check_options(self, group: ParamGroup) -> None:
+        _check_options(group)
 
-    def _planner(self) -> Planner:
-        return Planner(self._matrices_of, work_of, "of a step")
+    def _planner(self) -> OwnerPlanner:
+        return OwnerPlanner(self._matrices_of, newton_schulz_cost, "per_step")
 
     def _matrices_of(self, param: torch.Tensor) -> list[Matrix]:
-        return matrices_of(param, self._rows[param], self._names[param], self.who)
+        return matrices_of(param, self._rows[param], self._names[param], self.optimizer_name)
 
-    def _step_matrices(self, work: Work) -> None:
-        parts = {
-            number: self._local(param, group)
-            for number, (param, group) in enumerate(self._matrix_params())
+    def _step_matrices(self, plan: OwnerPlan) -> None:
+        params = {
+            index: self._muon_param(param, group)
+            for index, (param, group) in enumerate(self._matrix_params())
             if param.grad is not None
         }
-        for own in parts.values():  # one by one: the bits of lists of bfloat16 differ
-            group = own.group
-            own.momentum.lerp_(own.grad, 1 - group["momentum"])
-            own.param.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        for one in params.values():  # not torch._foreach_lerp_: its bits differ in bfloat16
+            one.momentum.lerp_(one.grad, 1 - one.group["momentum"])
+            one.param.mul_(1 - float(one.group["lr"]) * one.group["weight_decay"])
 
-        def direction(job: Job) -> torch.Tensor:
-            own, part = parts[work.param_of(job)], job.matrix.part
-            grad, momentum = own.grad[part], own.momentum[part]
-            if own.group["nesterov"]:
-                momentum = grad.lerp(momentum, own.group["momentum"])
+        def direction(task: MatrixTask) -> torch.Tensor:
+            one, elements = params[plan.param_index(task)], task.matrix.local_slice
+            grad, momentum = one.grad[elements], one.momentum[elements]
+            if one.group["nesterov"]:
+                momentum = grad.lerp(momentum, one.group["momentum"])
             return momentum.bfloat16()
 
-        def iterate(job: Job, matrix: torch.Tensor) -> torch.Tensor:
-            group = parts[work.param_of(job)].group
+        def orthogonalize(task: MatrixTask, matrix: torch.Tensor) -> torch.Tensor:
+            group = params[plan.param_index(task)].group
             return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        def apply(job: Job, update: torch.Tensor) -> None:
-            own = parts[work.param_of(job)]
-            lr = adjusted_lr(float(own.group["lr"]), own.group["adjust_lr_fn"], job.matrix.shape)
-            subtract_(own.param[job.matrix.part], update, lr)
+        def apply(task: MatrixTask, update: torch.Tensor) -> None:
+            one, shape = params[plan.param_index(task)], task.matrix.shape
+            lr = adjusted_lr(float(one.group["lr"]), one.group["adjust_lr_fn"], shape)
+            subtract_(one.param[task.matrix.local_slice], update, lr)
 
-        room = self._bucket_bytes // torch.bfloat16.itemsize
-        visit_owners(work.jobs, direction, iterate, apply, room)
+        bucket_elements = self._bucket_bytes // torch.bfloat16.itemsize
+        compute_on_owners(plan.tasks, direction, orthogonalize, apply, bucket_elements)
 
-    def _local(self, param: torch.Tensor, group: Group) -> _Local:
-        grad, state = self._grad_of(param), self.state[param]
+    def _muon_param(self, param: torch.Tensor, group: ParamGroup) -> _MuonParam:
+        grad, state = self._local_grad(param), self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
         momentum = local_of(state["momentum_buffer"])
-        return _Local(local_of(param).view(-1), grad, momentum.view(-1), group)
+        return _MuonParam(local_of(param).view(-1), grad, momentum.view(-1), group)
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises ValueError if an option of a group of matrices is out of range."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"Muon: expected lr to have one element, got {lr.numel()}")
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        if not float(group[name]) >= 0:
+            raise ValueError(f"Muon: expected {name} to be 0 or more, got {group[name]}")
+    if not 1 <= group["ns_steps"] < 100:
+        raise ValueError(f"Muon: expected ns_steps to be 1 to 99, got {group['ns_steps']}")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(
+            f"Muon: expected ns_coefficients to be three numbers, got {group['ns_coefficients']}"
+        )
+    check_lr_adjustment(group["adjust_lr_fn"])

@@ -1,48 +1,139 @@
-"""The blocks that matrices are cut into, each with preconditioners of its own.
+"""The blocks that matrices are divided into, each with its own preconditioners, and their state.
 
-Note: the words of this package, beside those of `fsdp.optim.owned.matrices`.
+Note: terminology, besides that of `fsdp.optim.matrix.matrices`.
     block: at most `block_size` rows and columns of a matrix.
-    strip: the blocks beside one another, that is some whole rows: what travels to an owner. Rows
-        lie together in storage, and columns do not.
+    strip: all blocks of the same rows, that is some full rows: what is sent to an owner. Rows are
+        contiguous in storage, and columns are not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 
-from fsdp.optim.owned.jobs import WorkOf
-from fsdp.optim.owned.matrices import Matrix
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["cut", "strips_of", "work_by_shape"]
+from fsdp.optim.matrix.assignment import CostFunction, MatrixTask
+from fsdp.optim.matrix.matrices import Matrix
+from fsdp.optim.soap.eigenbasis import BlockState
+from fsdp.optim.tensors import local_of
+from ragged_shard import RaggedShard
+
+__all__ = [
+    "block_ranges", "block_state", "new_state", "soap_cost", "split_into_strips", "state_dtype",
+]  # fmt: skip
+
+_STATE_NAMES = [field.name for field in fields(BlockState)]
 
 
-def cut(length: int, size: int) -> list[range]:
-    """So many rows or columns, at most `size` at a time; the last ones may be fewer."""
-    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+def block_ranges(length: int, block_size: int) -> list[range]:
+    """Divides rows or columns into ranges of `block_size`; the last one may be shorter."""
+    return [range(start, min(start + block_size, length)) for start in range(0, length, block_size)]
 
 
-def strips_of(matrices: Sequence[Matrix], size: int) -> list[Matrix]:
-    """The strips of matrices, one matrix after the other: of what inner axes leave of them."""
-    return [matrix.strip(rows) for matrix in matrices for rows in cut(matrix.base[0], size)]
+def split_into_strips(matrices: Sequence[Matrix], block_size: int) -> list[Matrix]:
+    """Returns the strips of the bases of matrices, in the order of the matrices."""
+    return [
+        matrix.row_strip(rows)
+        for matrix in matrices
+        for rows in block_ranges(matrix.base_shape[0], block_size)
+    ]
 
 
-def work_by_shape(size: int, frequency: int) -> WorkOf:
-    """Multiplications of a step on a strip, about, by its shape.
+def soap_cost(block_size: int, precondition_frequency: int) -> CostFunction:
+    """Returns a function that estimates the multiplications of a step by the shape of a strip.
 
-    Of a block of r x c: the gradient's two products with itself, and the rotation of gradient and
-    mean and of the update back; every `frequency` steps two products and two QR decompositions.
+    For a block of r x c these are two products of the gradient with itself, the rotations of the
+    gradient and its mean, and the rotation of the update back; and, every `precondition_frequency`
+    steps, two products and two QR decompositions.
 
     Args:
-        size: of blocks, at most.
-        frequency: of new bases, in steps.
+        block_size: maximum rows and columns of a block.
+        precondition_frequency: steps between updates of the bases.
     """
-    return partial(_work, size, frequency)
+    return partial(_soap_cost, block_size, precondition_frequency)
 
 
-def _work(size: int, frequency: int, shape: tuple[int, int]) -> int:
+def _soap_cost(block_size: int, precondition_frequency: int, shape: tuple[int, int]) -> int:
     rows, total = shape[0], 0
-    for columns in map(len, cut(shape[1], size)):
+    for columns in map(len, block_ranges(shape[1], block_size)):
         products = 4 * rows * columns * (rows + columns)
-        total += products + 7 * (rows**3 + columns**3) // (3 * frequency)
+        total += products + 7 * (rows**3 + columns**3) // (3 * precondition_frequency)
     return total
+
+
+def new_state(
+    param: torch.Tensor, strips: Sequence[MatrixTask], block_size: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Creates the state of a parameter before its first step.
+
+    It has "step", and for block n "left.n", "right.n" and so on, one tensor for each field of
+    `BlockState`. On the axis that shards the parameter, the placement of each is
+    `RaggedShard.owned_by`. Axes of tensor or expert parallelism have blocks of their own on each
+    rank, and block n of all their ranks is stacked.
+
+    Args:
+        param: the parameter.
+        strips: strips of the parameter and their owners.
+        block_size: maximum rows and columns of a block.
+        device: device of the tensors.
+    """
+    state = {"step": torch.tensor(0.0)}
+    block = 0
+    for strip in strips:
+        rows = strip.matrix.base_shape[0]
+        for columns in map(len, block_ranges(strip.matrix.base_shape[1], block_size)):
+            shapes = {
+                "left": (rows, rows), "right": (columns, columns),
+                "left_basis": (rows, rows), "right_basis": (columns, columns),
+                "exp_avg": (rows, columns), "exp_avg_sq": (rows, columns),
+            }  # fmt: skip
+            for name in _STATE_NAMES:
+                value = _zeros_on_owner(param, strip, shapes[name], device)
+                if name.endswith("basis"):
+                    local = local_of(value)
+                    local.copy_(torch.eye(len(local), shapes[name][1], device=device))
+                state[_key(name, block)] = value
+            block += 1
+    return state
+
+
+def block_state(state: dict[str, torch.Tensor], block: int) -> BlockState:
+    """Returns the local tensors of a block on its owner; writes to them change the state."""
+    return BlockState(**{name: local_of(state[_key(name, block)]) for name in _STATE_NAMES})
+
+
+def state_dtype(param: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of the state: float32 or wider, as bases must be orthogonal."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def _key(name: str, block: int) -> str:
+    return f"{name}.{block}"
+
+
+def _zeros_on_owner(
+    param: torch.Tensor, strip: MatrixTask, shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    rows, columns = shape
+    local = torch.zeros(
+        rows if strip.is_mine else 0, columns, dtype=state_dtype(param), device=device
+    )
+    if not isinstance(param, DTensor):
+        return local
+    mesh, axis = param.device_mesh, strip.matrix.axis
+    placements: list[Placement] = [
+        Shard(0) if isinstance(one, Shard) else Replicate() for one in param.placements
+    ]
+    if axis is not None:
+        assert strip.owner is not None
+        placements[axis] = RaggedShard.owned_by(strip.owner, mesh.size(axis))
+    stacked = math.prod(mesh.size(n) for n, one in enumerate(placements) if isinstance(one, Shard))
+    global_shape = torch.Size((stacked * rows, columns))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=global_shape, stride=(columns, 1)
+    )

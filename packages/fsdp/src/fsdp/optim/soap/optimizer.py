@@ -1,4 +1,4 @@
-"""SOAP on sharded parameters: each block is preconditioned by the one rank that has its state."""
+"""SOAP on sharded parameters: each block is preconditioned by the rank that has its state."""
 
 from __future__ import annotations
 
@@ -10,77 +10,89 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fsdp.optim.keep import keep_tensors, released
-from fsdp.optim.owned.jobs import Job
-from fsdp.optim.owned.matrices import Matrix, Split, SplitFunction, matrices_of
-from fsdp.optim.owned.optimizer import Group, MatrixOptimizer
-from fsdp.optim.owned.settings import check_state
-from fsdp.optim.owned.visit import visit_owners
-from fsdp.optim.owned.work import Planner, Work
-from fsdp.optim.soap.blocks import cut, strips_of, work_by_shape
+from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner
+from fsdp.optim.matrix.exchange import compute_on_owners
+from fsdp.optim.matrix.matrices import Matrix, Split, SplitFunction, matrices_of
+from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
+from fsdp.optim.soap.blocks import (
+    block_ranges,
+    block_state,
+    new_state,
+    soap_cost,
+    split_into_strips,
+    state_dtype,
+)
 from fsdp.optim.soap.eigenbasis import Hyperparameters, step_block
-from fsdp.optim.soap.settings import check_even, check_options, check_own_state
-from fsdp.optim.soap.state import block_state, new_state, state_dtype
+from fsdp.optim.soap.validation import check_block_state, check_even_shards, check_options
+from fsdp.optim.state_dict import check_state_sharding, unwrap_tensors, wrap_tensors
 from fsdp.optim.tensors import local_of, subtract_
 
 __all__ = ["SOAP"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Local:
-    """What this rank has of a parameter in a step, flat; its state, group, and first strip."""
+class _SoapParam:
+    """The flat local tensors of a parameter in a step, its state and its group.
+
+    Attributes:
+        first_strip: index of its first strip in the plan.
+        state_dtype: dtype of its state.
+    """
 
     param: torch.Tensor
     grad: torch.Tensor
     state: dict[str, Any]
-    group: Group
-    first: int
-    dtype: torch.dtype  # of the state
+    group: ParamGroup
+    first_strip: int
+    state_dtype: torch.dtype
 
 
 class SOAP(MatrixOptimizer):
-    """Adam in the eigenbasis of Shampoo's preconditioner, each block's on one rank, and AdamW.
+    """Adam in the eigenbasis of Shampoo's preconditioner, and AdamW for other parameters.
 
-    A matrix is cut into blocks of at most `block_size` rows and columns. All state of a block, its
-    two preconditioners, their eigenvectors and two moments, is on one rank of the axis that cuts
-    the parameter, and on no other; blocks of the same rows have the same owner. Gradients travel
-    there and updates come back, in the gradient's dtype. Owners stay; they are balanced by work,
-    and blocks go where most of them is. What `Whole()` has put on one rank stays there, and a step
-    sends nothing. Plain and replicated parameters are computed on by all ranks.
+    A matrix is divided into blocks of at most `block_size` rows and columns. All state of a block,
+    its two preconditioners, their eigenvectors and two moments, is on one rank of the axis that
+    shards the parameter, its owner; blocks of the same rows have the same owner. Gradients are sent
+    to owners and updates are sent back, in the gradient's dtype. Owners do not change; they are
+    chosen to balance the work over ranks and, within that, to have most of the block. A matrix that
+    `Whole()` has placed on one rank is owned by that rank, and a step sends nothing. Plain and
+    replicated parameters are updated by all ranks.
 
-    The first gradient of a block only gives its basis, as in the authors' code. A block whose
-    gradient or preconditioner is not finite (or whose preconditioner is not positive) keeps its
-    state and gets no update in that step, but weight decay; a warning on its owner names it. It is
-    no error, because the other ranks would wait for one that raises.
+    The first gradient of a block only initializes its bases, as in the authors' code. If the
+    gradient or a preconditioner of a block is not finite, or a preconditioner is not positive, the
+    block keeps its state and its update in this step is weight decay alone; a warning on its owner
+    names it. It is not an error, because the other ranks would wait for a rank that raises.
 
-    Axes of tensor and expert parallelism cut matrices like `block_size` does: blocks are those of
-    the local part, which has to be equal on all of their ranks.
+    Axes of tensor and expert parallelism divide matrices as `block_size` does: blocks are those of
+    the local shard, which must have the same size on all of their ranks.
 
     Args:
-        params: parameters or groups of them, with names or without (``named_parameters()``: errors
-            then name them). Embeddings, output layers, norms and biases go into a group with
-            ``use_soap=False``, which takes AdamW's options. Parameters of 3 dims are stacks of
-            matrices, one for each expert.
-        lr: of all groups that say no other; it may be a tensor of one element.
-        betas: of the gradient's mean; of the mean of its squares and of the preconditioners.
-        eps: added to the root of the second. AdamW's is its own.
-        weight_decay: decoupled, of all groups that say no other.
-        precondition_frequency: steps between two new bases.
-        block_size: the most rows and columns of a block.
-        split: which rows of a parameter are matrices by themselves, as heads and fused projections
-            are: how many, or the rows of each, or a function of the parameter that says it.
-        bucket_mb: of the gradients that travel at the same time.
+        params: parameters or groups of them, with names or without; with ``named_parameters()``
+            errors have the names. Embeddings, output layers, norms and biases go into a group with
+            ``use_soap=False``, which takes the options of AdamW. A parameter of 3 dims is a stack
+            of matrices, such as one for each expert.
+        lr: learning rate, the default of the groups; may be a tensor of one element.
+        betas: decay rates of the mean of gradients, and of the mean of their squares and the
+            preconditioners.
+        eps: is added to the root of the mean of squares. AdamW has its own eps.
+        weight_decay: decoupled weight decay, the default of the groups.
+        precondition_frequency: steps between updates of the bases.
+        block_size: maximum rows and columns of a block.
+        split: which rows of a parameter are separate matrices, such as heads or fused projections:
+            the number of matrices, the rows of each, or a function of the parameter that returns
+            one of these.
+        bucket_mb: size of the gradients that are exchanged at the same time, in MiB.
 
     Raises:
-        ValueError: options out of range; a parameter that is no matrix, naming it; `split` that
-            does not fit.
+        ValueError: an option is out of range; a parameter is not a matrix, or `split` does not fit
+            it: the error names the parameter.
 
     Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam (arXiv 2409.11321);
         blocks as in Shi et al., A Distributed Data-Parallel PyTorch Implementation of the
         Distributed Shampoo Optimizer (arXiv 2309.06497), section 3.2.
     """
 
-    who = "SOAP"
+    optimizer_name = "SOAP"
 
     def __init__(
         self,
@@ -96,7 +108,7 @@ class SOAP(MatrixOptimizer):
         bucket_mb: float = 25.0,
     ) -> None:
         if block_size < 1:
-            raise ValueError(f"SOAP: block_size={block_size}; wants 1 or more")
+            raise ValueError(f"SOAP: expected block_size to be 1 or more, got {block_size}")
         self._block_size, self._frequency = block_size, precondition_frequency
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -105,109 +117,113 @@ class SOAP(MatrixOptimizer):
         super().__init__(params, defaults, split, bucket_mb)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch's optimizers, but that no state is cast to its parameter's dtype.
+        """Loads a state dict as torch's optimizers do, but keeps the dtypes of the state.
 
         Raises:
-            ValueError: state of other blocks or owners, naming the parameter; the optimizer stays
-                as it is.
+            ValueError: the state has other blocks or owners; it names the parameter, and the
+                optimizer is unchanged.
         """
-        last = self.register_load_state_dict_pre_hook(keep_tensors)
+        last = self.register_load_state_dict_pre_hook(wrap_tensors)
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
 
-    def _check_options(self, group: Group) -> None:
+    def _check_options(self, group: ParamGroup) -> None:
         check_options(group)
 
-    def _planner(self) -> Planner:
-        work_of = work_by_shape(self._block_size, self._frequency)
-        return Planner(self._strips_of, work_of, "for good")
+    def _planner(self) -> OwnerPlanner:
+        cost_of = soap_cost(self._block_size, self._frequency)
+        return OwnerPlanner(self._strips_of, cost_of, "persistent")
 
     def _strips_of(self, param: torch.Tensor) -> list[Matrix]:
         name = self._names[param]
-        found = matrices_of(param, self._rows[param], name, self.who)
-        if found:
-            check_even(param, found[0].axis, name)
-        return strips_of(found, self._block_size)
+        matrices = matrices_of(param, self._rows[param], name, self.optimizer_name)
+        if matrices:
+            check_even_shards(param, matrices[0].axis, name)
+        return split_into_strips(matrices, self._block_size)
 
-    def _step_matrices(self, work: Work) -> None:
-        parts = self._locals(work)
-        for own in parts.values():
-            own.state["step"] += 1
-            own.param.mul_(1 - float(own.group["lr"]) * own.group["weight_decay"])
-        lost: list[str] = []
+    def _step_matrices(self, plan: OwnerPlan) -> None:
+        params = self._soap_params(plan)
+        for one in params.values():
+            one.state["step"] += 1
+            one.param.mul_(1 - float(one.group["lr"]) * one.group["weight_decay"])
+        skipped: list[str] = []
 
-        def give(job: Job) -> torch.Tensor:
-            return parts[work.param_of(job)].grad[job.matrix.part]
+        def local_grad(strip: MatrixTask) -> torch.Tensor:
+            return params[plan.param_index(strip)].grad[strip.matrix.local_slice]
 
-        def compute(job: Job, grad: torch.Tensor) -> torch.Tensor:
-            own = parts[work.param_of(job)]
-            return self._updates(own, job, grad.to(own.dtype), lost).to(grad.dtype)
+        def compute(strip: MatrixTask, grad: torch.Tensor) -> torch.Tensor:
+            one = params[plan.param_index(strip)]
+            return self._updates(one, strip, grad.to(one.state_dtype), skipped).to(grad.dtype)
 
-        def apply(job: Job, update: torch.Tensor) -> None:
-            own = parts[work.param_of(job)]
-            subtract_(own.param[job.matrix.part], update, float(own.group["lr"]))
+        def apply(strip: MatrixTask, update: torch.Tensor) -> None:
+            one = params[plan.param_index(strip)]
+            subtract_(one.param[strip.matrix.local_slice], update, float(one.group["lr"]))
 
-        widest = max((own.grad.itemsize for own in parts.values()), default=1)
-        visit_owners(work.jobs, give, compute, apply, self._bucket_bytes // widest)
-        for name in lost:
+        itemsize = max((one.grad.itemsize for one in params.values()), default=1)
+        compute_on_owners(plan.tasks, local_grad, compute, apply, self._bucket_bytes // itemsize)
+        for name in skipped:
             warnings.warn(
-                f"SOAP: the gradient of parameter {name}, or a preconditioner of it, is not finite "
-                f"or not positive: this step leaves the block as it is, but for weight decay",
+                f"SOAP: the gradient or a preconditioner of parameter {name} is not finite, or a "
+                f"preconditioner is not positive: this step applies only weight decay to the block",
                 stacklevel=3,
             )
 
-    def _updates(self, own: _Local, job: Job, grads: torch.Tensor, lost: list[str]) -> torch.Tensor:
-        """Those of a strip's blocks; adds the names of those that cannot be computed on."""
-        columns = cut(grads.shape[1], self._block_size)
-        first = (job.number - own.first) * len(columns)
-        (beta1, beta2), updates = own.group["betas"], int(own.state["step"].item()) - 1
-        renews = updates > 0 and updates % own.group["precondition_frequency"] == 0
-        now = Hyperparameters(beta1, beta2, own.group["eps"], updates, renews)
+    def _updates(
+        self, one: _SoapParam, strip: MatrixTask, grads: torch.Tensor, skipped: list[str]
+    ) -> torch.Tensor:
+        """Returns the updates of a strip's blocks; adds the names of skipped blocks."""
+        columns = block_ranges(grads.shape[1], self._block_size)
+        first_block = (strip.index - one.first_strip) * len(columns)
+        (beta1, beta2), updates = one.group["betas"], int(one.state["step"].item()) - 1
+        renews_basis = updates > 0 and updates % one.group["precondition_frequency"] == 0
+        options = Hyperparameters(beta1, beta2, one.group["eps"], updates, renews_basis)
         results = torch.zeros_like(grads)
-        for number, run in enumerate(columns, first):
-            block = slice(run.start, run.stop)
-            # In memory of its own: MKL's products depend on where in 16 bytes a matrix begins.
+        for index, block_columns in enumerate(columns, first_block):
+            block = slice(block_columns.start, block_columns.stop)
+            # A copy, as the bits of MKL's products depend on a matrix's alignment to 16 bytes.
             grad = grads[:, block].clone(memory_format=torch.contiguous_format)
-            update = step_block(block_state(own.state, number), grad, now)
+            update = step_block(block_state(one.state, index), grad, options)
             if update is None:
-                lost.append(f"{job.matrix.name!r}, columns {run.start} to {run.stop - 1}")
+                skipped.append(f"{strip.matrix.name!r}, columns {block.start} to {block.stop - 1}")
             else:
                 results[:, block] = update
         return results
 
-    def _locals(self, work: Work) -> dict[int, _Local]:
-        strips = _by_param(work)
-        found: dict[int, _Local] = {}
-        for number, (param, group) in enumerate(self._matrix_params()):
-            if param.grad is None or number not in strips:
+    def _soap_params(self, plan: OwnerPlan) -> dict[int, _SoapParam]:
+        strips = _strips_by_param(plan)
+        params: dict[int, _SoapParam] = {}
+        for index, (param, group) in enumerate(self._matrix_params()):
+            if param.grad is None or index not in strips:
                 continue
-            grad, state = self._grad_of(param), self.state[param]
+            grad, state = self._local_grad(param), self.state[param]
             if not state:
                 device = local_of(param).device
-                state.update(new_state(param, strips[number], self._block_size, device))
-            first, dtype = strips[number][0].number, state_dtype(param)
-            found[number] = _Local(local_of(param).view(-1), grad, state, group, first, dtype)
-        return found
+                state.update(new_state(param, strips[index], self._block_size, device))
+            params[index] = _SoapParam(
+                local_of(param).view(-1), grad, state, group, strips[index][0].index,
+                state_dtype(param),
+            )  # fmt: skip
+        return params
 
     def _check_state(self) -> None:
-        strips = _by_param(self._plan())
-        own = {param: number for number, (param, _) in enumerate(self._matrix_params())}
+        strips = _strips_by_param(self._plan())
+        indices = {param: index for index, (param, _) in enumerate(self._matrix_params())}
         for param, state in self.state.items():
-            self.state[param] = released(state, param)
+            self.state[param] = unwrap_tensors(state, param)
         for param, state in self.state.items():
-            if param in own and own[param] in strips:
+            if param in indices and indices[param] in strips:
                 meta = torch.device("meta")
-                wanted = new_state(param, strips[own[param]], self._block_size, meta)
-                check_own_state(state, wanted, self._names[param])
+                expected = new_state(param, strips[indices[param]], self._block_size, meta)
+                check_block_state(state, expected, self._names[param])
             else:
-                check_state({param: state}, self._names, self.who)
+                check_state_sharding({param: state}, self._names, self.optimizer_name)
 
 
-def _by_param(work: Work) -> dict[int, Sequence[Job]]:
-    """The strips of each parameter that has any, by its number."""
-    found: dict[int, list[Job]] = {}
-    for job in work.planned:
-        found.setdefault(work.param_of(job), []).append(job)
-    return dict(found)
+def _strips_by_param(plan: OwnerPlan) -> dict[int, Sequence[MatrixTask]]:
+    """Returns the strips of each parameter that has strips, by the parameter's index."""
+    strips: dict[int, list[MatrixTask]] = {}
+    for task in plan.all_tasks:
+        strips.setdefault(plan.param_index(task), []).append(task)
+    return dict(strips)

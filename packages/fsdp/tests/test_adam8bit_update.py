@@ -8,24 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp.optim import _core
-from fsdp.optim.adam8bit.core import update_many
-from fsdp.optim.adam8bit.quantize import CodeBook, blocks_of, quantize
-from fsdp.optim.adam8bit.update import Coefficients, Moments, update
+from fsdp.optim.adam8bit.quantization import CodeBook, block_count, quantize
+from fsdp.optim.adam8bit.update import AdamCoefficients, Moments, update, update_many
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module", params=_core.all_loops())
-def loops(request):
-    """All of this file, with the loops of every instruction set that this machine has."""
-    before = _core.loops()
-    _core.use_loops(request.param)
+@pytest.fixture(autouse=True, scope="module", params=_core.available_kernels())
+def kernels(request):
+    """All of this file, with the kernels of every instruction set that this machine has."""
+    before = _core.active_kernels()
+    _core.select_kernels(request.param)
     yield request.param
-    _core.use_loops(before)
+    _core.select_kernels(before)
 
 
 def coefficients(step=3, *, decoupled=True, weight_decay=0.1):
-    return Coefficients.of(step, 1e-2, (0.9, 0.95), 1e-8, weight_decay, decoupled=decoupled)
+    return AdamCoefficients.of_step(
+        step, 1e-2, (0.9, 0.95), 1e-8, weight_decay, decoupled=decoupled
+    )
 
 
 def moments(first, second, block_size):
@@ -63,11 +64,11 @@ def check(params, grads, states, c):
         assert (i in lost) == any(s is not None and bool(s.isnan().any()) for s in scales)
 
 
-def test_the_loops_in_use_are_those_that_were_chosen(loops):
-    assert _core.loops() == loops
-    with pytest.raises(ValueError, match=r"does not run 'nope'; it runs:.* portable"):
-        _core.use_loops("nope")
-    assert _core.loops() == loops
+def test_the_loops_in_use_are_those_that_were_chosen(kernels):
+    assert _core.active_kernels() == kernels
+    with pytest.raises(ValueError, match=r"expected one of .*'portable', got 'nope'"):
+        _core.select_kernels("nope")
+    assert _core.active_kernels() == kernels
 
 
 def random_case(count, block_size, seed=0):
@@ -122,7 +123,7 @@ def test_every_boundary(scale):
     first, second = torch.zeros(count), torch.zeros(count)
     first[: len(values)], second[: len(near)] = values, near
     # These coefficients make the gradient the new first moment, and its square the second.
-    c = Coefficients(0.0, 1.0, 0.0, 1.0, 0.1, 1.0, 1e-8, 1.0, 0.0)
+    c = AdamCoefficients(0.0, 1.0, 0.0, 1.0, 0.1, 1.0, 1e-8, 1.0, 0.0)
     for grad in (first, second.sqrt()):
         state = moments(torch.zeros(count), torch.zeros(count), count)
         check([torch.zeros(count)], [grad.clone()], [state], c)
@@ -135,7 +136,7 @@ def test_every_number_gets_its_code():
     values = torch.cat([values, -values, torch.ones(1)])
     count = len(values)
     # The gradient is the new first moment.
-    c = Coefficients(0.0, 1.0, 0.0, 1.0, 0.1, 1.0, 1e-8, 1.0, 0.0)
+    c = AdamCoefficients(0.0, 1.0, 0.0, 1.0, 0.1, 1.0, 1e-8, 1.0, 0.0)
     state = moments(torch.zeros(count), torch.zeros(count), count)
     check([torch.zeros(count)], [values], [state], c)
 
@@ -156,7 +157,7 @@ def test_any_gradients_and_parameters(grads, params, block_size, decoupled):
     grad = torch.tensor(grads)
     param = torch.tensor(params[: len(grads)])
     state = moments(torch.randn(len(grads)), torch.rand(len(grads)), block_size)
-    assert state.first_scales.numel() == blocks_of(len(grads), block_size)
+    assert state.first_scales.numel() == block_count(len(grads), block_size)
     c = coefficients(decoupled=decoupled)
     check([param], [grad], [state], c)
     check([param], [grad], [state], c)

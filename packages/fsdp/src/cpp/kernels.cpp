@@ -1,22 +1,23 @@
-#include <algorithm>
-#include <bit>
+// The portable kernels, and the choice of kernels at run time.
+#include "kernels.h"
 
-#include "advance.h"
-#include "loops.h"
+#include <algorithm>
+#include <atomic>
+#include <bit>
 
 namespace fsdp {
 namespace {
 
 constexpr std::uint32_t kMagnitude = 0x7FFFFFFF;
 
-Largest advance(float* __restrict param, const float* __restrict grad, const Coded& first,
-                const Coded& second, std::int64_t count, const Coefficients& coefficients) {
+Largest update(float* __restrict param, const float* __restrict grad, const CodedMoment& first,
+               const CodedMoment& second, std::int64_t count, const Coefficients& coefficients) {
   const Coefficients c = coefficients;
   std::uint32_t largest_m = 0, largest_v = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     float m = first.values[first.codes[i]] * first.scale;
     float v = second.values[second.codes[i]] * second.scale;
-    param[i] = advanced(param[i], grad[i], m, v, c);
+    param[i] = adam_element(param[i], grad[i], m, v, c);
     first.out[i] = m;
     second.out[i] = v;
     largest_m = std::max(largest_m, std::bit_cast<std::uint32_t>(m) & kMagnitude);
@@ -34,8 +35,34 @@ void encode(const float* __restrict values, float inverse, const std::uint32_t* 
   }
 }
 
+std::atomic<const Kernels*>& active() {
+  static std::atomic<const Kernels*> selected = available_kernels().front();
+  return selected;
+}
+
 }  // namespace
 
-const Loops kPortable{"portable", advance, encode};
+const Kernels kPortable{"portable", update, encode};
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> available;
+#if defined(FSDP_AVX2)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) available.push_back(&kAvx2);
+#endif
+  available.push_back(&kPortable);
+  return available;
+}
+
+const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed); }
+
+bool select_kernels(std::string_view name) {
+  for (const Kernels* each : available_kernels()) {
+    if (each->name != name) continue;
+    active().store(each, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
 
 }  // namespace fsdp

@@ -1,6 +1,7 @@
-// Eight elements at a time: tables are read by gathers, which no compiler makes of the portable
-// loops. What remains is left to these. Without `fma` in the target there is none.
-#include "loops.h"
+// Kernels for AVX2, eight elements at a time: tables are read by gather instructions, which
+// compilers do not generate from the portable kernels. Those process the last elements. The target
+// is without `fma`, so that no multiply-add changes the rounding.
+#include "kernels.h"
 
 #if defined(FSDP_AVX2)
 
@@ -14,36 +15,36 @@
 namespace fsdp {
 namespace {
 
-constexpr std::int64_t kLanes = 8, kLine = 16;  // elements: of a vector, and of a line of memory
+constexpr std::int64_t kLanes = 8, kLine = 16;  // elements: of a vector, and of a cache line
 
-// How far ahead memory is asked for, in elements. Blocks are too short for the processor to foresee
-// the next ones. An address behind the end is none of its concern.
+// How far ahead memory is prefetched, in elements: blocks are too short for the hardware
+// prefetcher. Prefetching an address past the end is allowed.
 constexpr std::int64_t kAhead = 512;
 
-FSDP_TARGET inline void prefetch(const float* param, const float* grad, const Coded& first,
-                                 const Coded& second, std::int64_t at) {
+FSDP_TARGET inline void prefetch(const float* param, const float* grad, const CodedMoment& first,
+                                 const CodedMoment& second, std::int64_t at) {
   _mm_prefetch(reinterpret_cast<const char*>(param + at), _MM_HINT_T0);
   _mm_prefetch(reinterpret_cast<const char*>(grad + at), _MM_HINT_T0);
   _mm_prefetch(reinterpret_cast<const char*>(first.codes + at), _MM_HINT_T0);
   _mm_prefetch(reinterpret_cast<const char*>(second.codes + at), _MM_HINT_T0);
 }
 
-FSDP_TARGET inline __m256 decoded(const Coded& moment, std::int64_t at) {
-  const auto* codes = reinterpret_cast<const __m128i*>(moment.codes + at);
+FSDP_TARGET inline __m256 decoded(const CodedMoment& coded, std::int64_t at) {
+  const auto* codes = reinterpret_cast<const __m128i*>(coded.codes + at);
   const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(codes));
-  const __m256 values = _mm256_i32gather_ps(moment.values, index, sizeof(float));
-  return _mm256_mul_ps(values, _mm256_set1_ps(moment.scale));
+  const __m256 values = _mm256_i32gather_ps(coded.values, index, sizeof(float));
+  return _mm256_mul_ps(values, _mm256_set1_ps(coded.scale));
 }
 
-// a * b + c * d
-FSDP_TARGET inline __m256 mixed(__m256 a, float b, __m256 c, float d) {
+// Returns a * b + c * d, rounding each product.
+FSDP_TARGET inline __m256 weighted_sum(__m256 a, float b, __m256 c, float d) {
   return _mm256_add_ps(_mm256_mul_ps(a, _mm256_set1_ps(b)), _mm256_mul_ps(c, _mm256_set1_ps(d)));
 }
 
-// Bits of the larger magnitude.
-FSDP_TARGET inline __m256i larger(__m256i largest, __m256 moment) {
+// Returns the bits of the larger magnitude.
+FSDP_TARGET inline __m256i larger(__m256i largest, __m256 values) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  return _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(moment), magnitude));
+  return _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(values), magnitude));
 }
 
 FSDP_TARGET inline std::uint32_t largest_of(__m256i largest) {
@@ -52,43 +53,47 @@ FSDP_TARGET inline std::uint32_t largest_of(__m256i largest) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// Largest magnitudes so far, as bits.
+// The largest magnitudes so far, as bits.
 struct LargestBits {
   __m256i first, second;
 };
 
-FSDP_TARGET inline void advance_lanes(float* __restrict param, const float* __restrict grad,
-                                      const Coded& first, const Coded& second, std::int64_t at,
-                                      const Coefficients& c, LargestBits& largest) {
+FSDP_TARGET inline void update_lanes(float* __restrict param, const float* __restrict grad,
+                                     const CodedMoment& first, const CodedMoment& second,
+                                     std::int64_t at, const Coefficients& c,
+                                     LargestBits& largest) {
   const __m256 p = _mm256_loadu_ps(param + at);
   __m256 g = _mm256_loadu_ps(grad + at);
-  if (c.coupled != 0) g = _mm256_add_ps(g, _mm256_mul_ps(p, _mm256_set1_ps(c.coupled)));
-  const __m256 m = mixed(decoded(first, at), c.beta1, g, c.rest1);
-  const __m256 v = mixed(decoded(second, at), c.beta2, _mm256_mul_ps(g, g), c.rest2);
-  const __m256 root = _mm256_mul_ps(_mm256_sqrt_ps(v), _mm256_set1_ps(c.root));
-  const __m256 step = _mm256_div_ps(_mm256_mul_ps(m, _mm256_set1_ps(c.size)),
+  if (c.l2_factor != 0) g = _mm256_add_ps(g, _mm256_mul_ps(p, _mm256_set1_ps(c.l2_factor)));
+  const __m256 m = weighted_sum(decoded(first, at), c.beta1, g, c.one_minus_beta1);
+  const __m256 v =
+      weighted_sum(decoded(second, at), c.beta2, _mm256_mul_ps(g, g), c.one_minus_beta2);
+  const __m256 root =
+      _mm256_mul_ps(_mm256_sqrt_ps(v), _mm256_set1_ps(c.inv_bias_correction2_sqrt));
+  const __m256 step = _mm256_div_ps(_mm256_mul_ps(m, _mm256_set1_ps(c.step_size)),
                                     _mm256_add_ps(root, _mm256_set1_ps(c.eps)));
-  _mm256_storeu_ps(param + at, _mm256_sub_ps(_mm256_mul_ps(p, _mm256_set1_ps(c.decay)), step));
+  _mm256_storeu_ps(param + at,
+                   _mm256_sub_ps(_mm256_mul_ps(p, _mm256_set1_ps(c.param_decay)), step));
   _mm256_storeu_ps(first.out + at, m);
   _mm256_storeu_ps(second.out + at, v);
   largest = {larger(largest.first, m), larger(largest.second, v)};
 }
 
-FSDP_TARGET Largest advance(float* __restrict param, const float* __restrict grad,
-                            const Coded& first, const Coded& second, std::int64_t count,
-                            const Coefficients& coefficients) {
+FSDP_TARGET Largest update(float* __restrict param, const float* __restrict grad,
+                           const CodedMoment& first, const CodedMoment& second,
+                           std::int64_t count, const Coefficients& coefficients) {
   const Coefficients c = coefficients;
-  const Coded one = first, two = second;
+  const CodedMoment one = first, two = second;
   LargestBits largest{_mm256_setzero_si256(), _mm256_setzero_si256()};
   std::int64_t i = 0;
   for (; i + kLine <= count; i += kLine) {
     prefetch(param, grad, one, two, i + kAhead);
-    advance_lanes(param, grad, one, two, i, c, largest);
-    advance_lanes(param, grad, one, two, i + kLanes, c, largest);
+    update_lanes(param, grad, one, two, i, c, largest);
+    update_lanes(param, grad, one, two, i + kLanes, c, largest);
   }
-  const Coded rest_m{one.codes + i, one.values, one.scale, one.out + i};
-  const Coded rest_v{two.codes + i, two.values, two.scale, two.out + i};
-  const Largest rest = kPortable.advance(param + i, grad + i, rest_m, rest_v, count - i, c);
+  const CodedMoment rest_m{one.codes + i, one.values, one.scale, one.out + i};
+  const CodedMoment rest_v{two.codes + i, two.values, two.scale, two.out + i};
+  const Largest rest = kPortable.update(param + i, grad + i, rest_m, rest_v, count - i, c);
   const auto bits_m = std::bit_cast<std::uint32_t>(rest.first);
   const auto bits_v = std::bit_cast<std::uint32_t>(rest.second);
   return {std::bit_cast<float>(std::max(bits_m, largest_of(largest.first))),
@@ -117,7 +122,7 @@ FSDP_TARGET void encode(const float* __restrict values, float inverse,
 
 }  // namespace
 
-const Loops kAvx2{"avx2", advance, encode};
+const Kernels kAvx2{"avx2", update, encode};
 
 }  // namespace fsdp
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.optim.adam8bit.quantize import TINY, CodeBook, Quantized, blocks_of, dequantize, quantize
+from fsdp.optim.adam8bit.quantization import (
+    TINY,
+    CodeBook,
+    QuantizedBlocks,
+    block_count,
+    dequantize,
+    quantize,
+)
 
 CPU = torch.device("cpu")
 BOOKS = pytest.mark.parametrize("book", CodeBook, ids=lambda book: book.value)
@@ -81,7 +88,7 @@ def test_the_error_is_at_most_half_the_gap_between_codes(book, values, block_siz
     if book is CodeBook.UNSIGNED:
         x = x.abs()
     quantized = quantize(x, block_size, book)
-    assert quantized.scales.shape == (blocks_of(len(values), block_size),)
+    assert quantized.scales.shape == (block_count(len(values), block_size),)
     found = dequantize(quantized, block_size, book)
     codes = book.values(CPU).double()
     for start in range(0, len(values), block_size):
@@ -137,5 +144,6 @@ def test_no_elements_are_no_blocks():
     quantized = quantize(torch.zeros(0), 32, CodeBook.SIGNED)
     assert quantized.codes.shape == quantized.scales.shape == (0,)
     assert (
-        dequantize(Quantized(quantized.codes, quantized.scales), 32, CodeBook.SIGNED).numel() == 0
+        dequantize(QuantizedBlocks(quantized.codes, quantized.scales), 32, CodeBook.SIGNED).numel()
+        == 0
     )

@@ -1,0 +1,192 @@
+"""The base class of Muon and SOAP: groups of matrices, and AdamW for the other parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias, overload
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fsdp.optim.matrix.assignment import OwnerPlan, OwnerPlanner
+from fsdp.optim.matrix.matrices import Split, SplitFunction, matrix_rows
+from fsdp.optim.state_dict import check_state_sharding
+from fsdp.optim.tensors import local_of, parameter_name
+
+__all__ = ["MatrixOptimizer", "ParamGroup"]
+
+ParamGroup: TypeAlias = dict[str, Any]
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer of matrices, each computed by its owner, and AdamW for other parameters.
+
+    Groups whose flag (``use_muon``, ``use_soap``) is False are optimized by AdamW.
+
+    Args:
+        params: parameters or groups of them, with names or without.
+        defaults: options of the groups of matrices.
+        split: which rows of a parameter are separate matrices; default of the groups.
+        bucket_mb: size of the matrices that are exchanged at the same time, in MiB.
+
+    Raises:
+        ValueError: an option is out of range; a parameter is not a matrix, which it names.
+    """
+
+    optimizer_name: ClassVar[str]  # in errors, and in the flag of groups
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: ParamGroup,
+        split: Split | SplitFunction,
+        bucket_mb: float,
+    ) -> None:
+        if bucket_mb <= 0:
+            raise ValueError(
+                f"{self.optimizer_name}: expected bucket_mb to be positive, got {bucket_mb}"
+            )
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self._names: dict[torch.Tensor, str] = {}
+        self._rows: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._owner_plan: OwnerPlan | None = None
+        self._adamw: torch.optim.AdamW | None = None
+        self._flag = f"use_{self.optimizer_name.lower()}"
+        super().__init__(params, defaults | {self._flag: True, "split": split})
+
+    @abstractmethod
+    def _check_options(self, group: ParamGroup) -> None:
+        """Raises ValueError if an option of a group of matrices is out of range."""
+
+    @abstractmethod
+    def _planner(self) -> OwnerPlanner:
+        """Returns the planner that assigns owners to matrices."""
+
+    @abstractmethod
+    def _step_matrices(self, plan: OwnerPlan) -> None:
+        """Updates the parameters that are matrices and have gradients."""
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Adds a parameter group, as torch's optimizers do; it may have the flag and ``split``.
+
+        Raises:
+            ValueError: an option is out of range, or a parameter is not a matrix; the group is not
+                added.
+        """
+        if not param_group.get(self._flag, True):
+            param_group = _adamw_options(self.defaults, self._flag) | param_group
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._register_group(group, len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _register_group(self, group: ParamGroup, index: int) -> None:
+        split = group.pop("split", None)  # checkpoints cannot store functions
+        for i, param in enumerate(group["params"]):
+            self._names[param] = parameter_name(group, index, i)
+        if group[self._flag]:
+            self._check_options(group)
+            for param in group["params"]:
+                self._rows[param] = matrix_rows(
+                    split, param, self._names[param], self.optimizer_name
+                )
+        else:
+            adamw = _adamw_options(self.defaults, self._flag)
+            for key in self.defaults.keys() - adamw.keys():
+                group.pop(key, None)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have gradients.
+
+        Args:
+            closure: recomputes the loss and its gradients.
+
+        Raises:
+            ValueError: a gradient is not placed as its parameter; or, on every rank, ranks have
+                gradients of different parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._plan()
+        plan.check_ranks_agree(self.optimizer_name)
+        self._step_matrices(plan)
+        self._step_adamw()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict as torch's optimizers do.
+
+        Raises:
+            ValueError: state is sharded differently from its parameter, which it names; the
+                optimizer is unchanged.
+        """
+        before = self.state, self.param_groups
+        super().load_state_dict(state_dict)
+        try:
+            self._check_state()
+        except ValueError:
+            self.state, self.param_groups = before
+            raise
+
+    def owners(self) -> dict[str, int | None]:
+        """Returns the rank of the shard axis that owns each matrix of the last step, by name.
+
+        The owner is None if every rank has the whole matrix and computes on it.
+        """
+        if self._owner_plan is None:
+            return {}
+        return {task.matrix.name: task.owner for task in self._owner_plan.tasks}
+
+    def _matrix_params(self) -> list[tuple[torch.Tensor, ParamGroup]]:
+        """Returns the matrix parameters and their groups; plans index them in this order."""
+        return [
+            (p, group) for group in self.param_groups if group[self._flag] for p in group["params"]
+        ]
+
+    def _plan(self) -> OwnerPlan:
+        params = [param for param, _ in self._matrix_params()]
+        names = [self._names[param] for param in params]
+        self._owner_plan = self._planner().plan(params, names, self._owner_plan)
+        return self._owner_plan
+
+    def _check_state(self) -> None:
+        check_state_sharding(self.state, self._names, self.optimizer_name)
+
+    def _local_grad(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns the local tensor of a gradient, flat."""
+        grad = param.grad
+        assert grad is not None
+        if grad.is_sparse or getattr(grad, "placements", ()) != getattr(param, "placements", ()):
+            raise ValueError(
+                f"{self.optimizer_name}: expected the gradient of parameter {self._names[param]!r} "
+                f"to be dense and placed as {getattr(param, 'placements', 'a plain tensor')}, got "
+                f"a {grad.layout} one placed as {getattr(grad, 'placements', 'a plain tensor')}"
+            )
+        return local_of(grad).reshape(-1)
+
+    def _step_adamw(self) -> None:
+        groups = [group for group in self.param_groups if not group[self._flag]]
+        if groups:
+            if self._adamw is None:
+                self._adamw = torch.optim.AdamW(groups)
+            self._adamw.param_groups, self._adamw.state = groups, self.state
+            self._adamw.step()
+
+
+def _adamw_options(defaults: Mapping[str, Any], flag: str) -> ParamGroup:
+    """Returns AdamW's default options, with the learning rate and weight decay of the optimizer."""
+    lr, weight_decay = defaults["lr"], defaults["weight_decay"]
+    dummy = [torch.zeros(1, requires_grad=True)]
+    options: dict[str, Any] = dict(torch.optim.AdamW(dummy, float(lr)).defaults)
+    return options | {"lr": lr, "weight_decay": weight_decay, flag: False}

@@ -1,1 +1,0 @@
-"""What optimizers of whole matrices share; `optimizer` begins it, `matrices` has the words."""
