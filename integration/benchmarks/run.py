@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from integration.train.disk import Writer
+from integration.train.checkpoint_writer import CheckpointWriter
 from integration.train.world import process_group
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = options.megabytes // 4
     state = {str(part): torch.randn(1_000_000) for part in range(parts)}  # 4 MB each
-    writers = {"without": dcp.FileSystemWriter, "with checksums": Writer}
+    writers = {"without": dcp.FileSystemWriter, "with checksums": CheckpointWriter}
     seconds: dict[str, list[float]] = {name: [] for name in writers}
     processor: dict[str, list[float]] = {name: [] for name in writers}
     with process_group(600), tempfile.TemporaryDirectory(dir=options.json.resolve().parent) as out:

@@ -9,7 +9,7 @@ from torch import nn
 from integration.errors import UsageError
 from integration.train import checkpoint
 from integration.train.checksum import ChecksumFileSystem, checksum, file_checksum
-from integration.train.saver import Saver
+from integration.train.saver import CheckpointSaver
 from integration.train.world import process_group
 from testkit import run_ranks
 
@@ -24,7 +24,7 @@ def save(run, world, *, step=1, background=False):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    saver = Saver(run, IDENTITY, world, background=background, keep=0, timeout=60)
+    saver = CheckpointSaver(run, IDENTITY, world, background=background, keep=0, timeout=60)
     path = saver.save(step, model, optimizer, wait=not background)
     saver.finish()
     return path, model, optimizer
@@ -121,7 +121,7 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
 
         from integration.train import checkpoint
         from integration.train.checkpoint import newest_complete, verify_together
-        from integration.train.saver import Saver
+        from integration.train.saver import CheckpointSaver
         from integration.train.world import World
 
         world = World(dist.get_rank(), dist.get_world_size())
@@ -129,7 +129,7 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         identity = checkpoint.Identity({"name": "linear"}, "f", 4, 2, 0)
-        saver = Saver(Path(folder), identity, world, background=False, keep=0, timeout=60)
+        saver = CheckpointSaver(Path(folder), identity, world, background=False, keep=0, timeout=60)
         older, newer = (saver.save(step, model, optimizer) for step in (1, 2))
         manifest = checkpoint.read_manifest(newer, verify_together(world))
         found = []

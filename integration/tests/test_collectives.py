@@ -10,7 +10,7 @@ from integration.metrics import CollectiveCount, read_metrics, read_summary
 from integration.models import model_shape
 from integration.train import collectives
 from integration.train.collectives import CollectiveCounter
-from integration.train.memory import forget_peak_rss, peak_rss_bytes
+from integration.train.memory import peak_rss_bytes, reset_peak_rss
 from testkit import run_ranks
 
 # Of llama-tiny: two layers between an embedding and an output layer of 256 tokens.
@@ -86,7 +86,7 @@ def test_collectives_of_data_parallelism_are_those_of_its_groups(name, folders):
 
 
 @pytest.mark.ranks
-def test_collectives_of_stock_tensor_parallelism_are_reductions_of_hidden_states(folders):
+def test_collectives_of_native_tensor_parallelism_are_reductions_of_hidden_states(folders):
     found = counts(folders / "dtensor-tp")
     # Forward: two in each layer, and the embedding's. Backward: one for each matrix cut by columns.
     calls = (2 * 2 + 1) + (2 * 5 + 1)
@@ -148,7 +148,7 @@ def test_parts_of_a_step_are_added_up_and_other_steps_are_left_alone(single_rank
 def test_the_memory_of_counting_is_not_the_runs(single_rank_group, monkeypatch):
     peak = {"bytes": 500}
     monkeypatch.setattr(collectives, "peak_rss_bytes", lambda: peak["bytes"])
-    monkeypatch.setattr(collectives, "forget_peak_rss", lambda: peak.update(bytes=300))
+    monkeypatch.setattr(collectives, "reset_peak_rss", lambda: peak.update(bytes=300))
     counter = CollectiveCounter(1)
     with counter.step(1):
         peak["bytes"] = 900  # as reading the trace does
@@ -161,7 +161,7 @@ def test_a_peak_is_counted_anew():
     block = torch.ones(2**26)  # 256 MiB
     with_it = peak_rss_bytes()
     del block
-    forget_peak_rss()
+    reset_peak_rss()
     assert peak_rss_bytes() < with_it - 2**27
 
 

@@ -21,7 +21,7 @@ def finished(tmp_path_factory):
     """A comparison of DDP with the single device, and where its results lie."""
     out = tmp_path_factory.mktemp("comparison") / "results"
     options = ["--systems", "ddp", "--models", "llama-tiny", "--steps", str(STEPS)]
-    options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism", "--no-pictures"]
+    options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism", "--no-diffusion"]
     command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -80,7 +80,7 @@ class Stop:
 
 def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
     # All ten would take minutes: one case, on one device and on two ranks with dist-rng.
-    chosen = ("dropout-single-1-stock", "dropout-dtensor-tp-2-dist-rng")
+    chosen = ("dropout-single-1-native", "dropout-dtensor-tp-2-dist-rng")
     jobs = random_jobs(CompareOptions(out=tmp_path, random_steps=3))
     jobs = [job for job in jobs if job.job.name in chosen]
     single, ours = collect(jobs, run_jobs([job.job for job in jobs], Watcher(), Stop()))

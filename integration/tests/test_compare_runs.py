@@ -14,13 +14,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from integration.compare import folder, runner
+from integration.compare import results_folder, runner
 from integration.compare.__main__ import main
-from integration.compare.job import Job
 from integration.compare.options import CompareOptions
 from integration.compare.results import Verdict, collect, passes
 from integration.compare.runner import Outcome
 from integration.compare.setup import prepare
+from integration.compare.training_job import TrainingJob
 from integration.train.stop import EXIT_TERMINATED
 
 STEPS = 5
@@ -85,7 +85,7 @@ def options(tmp_path):
         random_numbers=False,
         optimizers=False,
         parallelism=False,
-        pictures=False,
+        diffusion=False,
     )
 
 
@@ -123,7 +123,7 @@ class Stop:
 
 def ready_jobs(options):
     comparison = prepare(options)
-    folder.replace(options.out)
+    results_folder.replace(options.out)
     return comparison.jobs
 
 
@@ -203,7 +203,7 @@ def test_a_run_without_a_whole_result_fails_and_the_others_go_on(script, options
 
 
 def test_steps_that_were_skipped_are_a_failure(tmp_path):
-    job = Job("single", 1, 0.0, 2, tmp_path, tmp_path / "log", ())
+    job = TrainingJob("single", 1, 0.0, 2, tmp_path, tmp_path / "log", ())
     lines = [{"step": step, "loss": 1.0, "seconds": 1.0, "tokens": 1} for step in (1, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "summary.json").write_text("{}")
@@ -305,10 +305,10 @@ def random_script(**changes):
     entries = {name: {"losses": LOSSES} for name in ("single", "ddp", "fsdp2")}
     for case, drawn in (("init", "weights"), ("dropout", "masks")):
         right = {"losses": LOSSES, "weights": "w", "masks": "m"}
-        entries[f"{case}-single-1-stock"] = right
+        entries[f"{case}-single-1-native"] = right
         for ranks in (2, 4):
             other = {"losses": shifted(2, 0.01), drawn: "other"}
-            entries[f"{case}-dtensor-tp-{ranks}-stock"] = right | other
+            entries[f"{case}-dtensor-tp-{ranks}-native"] = right | other
             entries[f"{case}-dtensor-tp-{ranks}-dist-rng"] = right
     return entries | changes
 
@@ -319,8 +319,8 @@ def test_the_command_compares_random_numbers_after_the_systems(script, options, 
     printed = capsys.readouterr()
     started = re.findall(r"^(\S+): \d ranks?, 5 steps$", printed.err, re.MULTILINE)
     assert started[:3] == [f"llama-tiny-{system}" for system in ("single", "ddp", "fsdp2")]
-    drawn = ["single-1-stock"]
-    drawn += [f"dtensor-tp-{n}-{source}" for n in (2, 4) for source in ("stock", "dist-rng")]
+    drawn = ["single-1-native"]
+    drawn += [f"dtensor-tp-{n}-{source}" for n in (2, 4) for source in ("native", "dist-rng")]
     # Those that share processes are together.
     assert started[3:] == [f"{case}-{each}" for each in drawn for case in ("init", "dropout")]
     assert "With random init, dist-rng gives 2 and 4 ranks the initial weights" in printed.out

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from integration.compare import folder
+from integration.compare import results_folder
 from integration.compare.__main__ import main
 from integration.compare.options import CompareOptions, parse_options
-from integration.compare.random_jobs import Case, Source
+from integration.compare.random_jobs import RandomCase, Source
 from integration.compare.setup import prepare
 from integration.compare.variants import SYSTEMS, get_variant
 from integration.errors import EXIT_USAGE, UsageError
@@ -28,7 +28,7 @@ def text(tmp_path):
 @pytest.fixture
 def options(tmp_path, text):
     """Options that make sense, as keywords."""
-    small = {"models": "llama-tiny", "systems": "ddp", "parallelism": False, "pictures": False}
+    small = {"models": "llama-tiny", "systems": "ddp", "parallelism": False, "diffusion": False}
     return small | {"out": tmp_path / "out", "data": text}
 
 
@@ -36,7 +36,7 @@ def former(out):
     """A folder as a former comparison left it."""
     (out / "runs" / "ddp").mkdir(parents=True)
     (out / "runs" / "ddp" / "metrics.jsonl").write_text("old")
-    (out / folder.MARKER).write_text("")
+    (out / results_folder.MARKER).write_text("")
     return out
 
 
@@ -127,18 +127,20 @@ def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
     given = CompareOptions(**options, random_steps=7, seed=3, global_batch=16, micro_batch=8)
     comparison = prepare(given)
     assert [job.job for job in comparison.random_jobs] == list(comparison.all_jobs[2:-4])
-    cases = {case: [job for job in comparison.random_jobs if job.case is case] for case in Case}
+    cases = {
+        case: [job for job in comparison.random_jobs if job.case is case] for case in RandomCase
+    }
     for case, jobs in cases.items():
         assert [(job.job.system, job.job.ranks, job.source) for job in jobs] == [
-            ("single", 1, "stock"),
+            ("single", 1, "native"),
             *(("dtensor-tp", ranks, source) for ranks in (2, 4) for source in Source),
         ]
         for job in jobs:
             config = parse_config(job.job.arguments)
             assert (config.system, config.ranks) == (job.job.system, job.job.ranks)
-            assert config.random == job.source
-            assert config.init == ("sharded" if case is Case.INIT else "whole")
-            assert config.dropout == (0.1 if case is Case.DROPOUT else 0)
+            assert config.random == job.source.option
+            assert config.init == ("sharded" if case is RandomCase.INIT else "whole")
+            assert config.dropout == (0.1 if case is RandomCase.DROPOUT else 0)
             assert (config.model, config.steps, config.seed) == ("llama-tiny", 7, 3)
             assert (config.global_batch, config.micro_batch) == (16, 8)
             assert config.fingerprint
@@ -156,10 +158,10 @@ def test_native_systems_share_no_process_with_what_changes_torch(options):
     sessions = {}
     for job in (*comparison.jobs, *(each.job for each in comparison.parallel_jobs)):
         config = parse_config(job.arguments)
-        ours = (
+        dist_rng_run = (
             config.random == "dist-rng" or not get_system(config.system, degrees_of(config)).native
         )
-        sessions.setdefault(job.session, set()).add(ours)
+        sessions.setdefault(job.session, set()).add(dist_rng_run)
     assert all(len(kinds) == 1 for kinds in sessions.values()), sessions
     assert set.union(*sessions.values()) == {False, True}
 
@@ -264,8 +266,8 @@ def test_a_folder_of_results_that_may_be_replaced_is(options, state):
     elif state == "former":
         former(out)
     prepare(CompareOptions(**options))
-    folder.replace(out)
-    assert sorted(path.name for path in out.rglob("*")) == [folder.MARKER, "runs"]
+    results_folder.replace(out)
+    assert sorted(path.name for path in out.rglob("*")) == [results_folder.MARKER, "runs"]
 
 
 def test_somebody_elses_files_are_not_replaced(options):
@@ -283,7 +285,7 @@ def test_links_in_a_former_result_are_removed_and_not_followed(options, tmp_path
     (elsewhere / "kept").write_text("")
     out = former(options["out"])
     (out / "link").symlink_to(elsewhere)
-    folder.replace(out)
+    results_folder.replace(out)
     assert (elsewhere / "kept").exists()
     assert not (out / "link").is_symlink()
 

@@ -108,7 +108,7 @@ def both(function, shape=(2,)):
     dist_rng.uninstall()
     mesh = init_device_mesh("cpu", shape)
     ragged_shard.reset_fallbacks()
-    stock, gathered = function(mesh), ragged_shard.fallbacks()
+    native, gathered = function(mesh), ragged_shard.fallbacks()
     with dtensor_rules.enabled():
         first = function(mesh)
         function(mesh)
@@ -116,10 +116,10 @@ def both(function, shape=(2,)):
         ragged_shard.reset_fallbacks()
         ours = function(mesh)
         stats = dtensor_rules.stats()
-    for name in stock:
+    for name in native:
         # The first run makes the plans; a warning comes once.
-        assert_same(stock[name][0], first[name][0], f"{name}, not cached")
-        assert_same(stock[name], ours[name], name)
+        assert_same(native[name][0], first[name][0], f"{name}, not cached")
+        assert_same(native[name], ours[name], name)
     assert ragged_shard.fallbacks() == gathered
     return stats
 

@@ -18,8 +18,10 @@ def test_every_model_trains_as_one_device_does(train_runs, tmp_path):
         ]
         return train_runs(ranks, runs, out=tmp_path, steps=6)
 
-    for model, ours, one in zip(MODELS, train(2, "dtensor-tp"), train(1, "single"), strict=True):
-        assert ours == pytest.approx(one, abs=model_shape(model).tolerance, rel=0), model
+    for model, dist_rng_run, one in zip(
+        MODELS, train(2, "dtensor-tp"), train(1, "single"), strict=True
+    ):
+        assert dist_rng_run == pytest.approx(one, abs=model_shape(model).tolerance, rel=0), model
 
 
 def _shares(models):
@@ -41,7 +43,7 @@ def _shares(models):
 
 
 @pytest.mark.ranks
-def test_what_stock_styles_cut_of_a_model_and_what_they_leave_whole():
+def test_what_native_styles_cut_of_a_model_and_what_they_leave_whole():
     llama, mixtral, dit = run_ranks(_shares, 2, MODELS)[0]
     for cut, whole in (llama, mixtral):
         assert "model.layers.0.self_attn.q_proj.weight" in cut

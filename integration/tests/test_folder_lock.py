@@ -12,7 +12,7 @@ import pytest
 
 from integration.errors import UsageError
 from integration.train.config import TrainConfig
-from integration.train.folder_lock import LOCK_FILE, Owner, folder_lock
+from integration.train.folder_lock import LOCK_FILE, LockOwner, folder_lock
 from integration.train.setup import locked_setup
 from integration.train.world import World, process_group
 from testkit import run_ranks
@@ -46,7 +46,7 @@ def holder(tmp_path):
 
 
 def write_owner(out, **changes):
-    (out / LOCK_FILE).write_text(json.dumps(asdict(replace(Owner.this_process(), **changes))))
+    (out / LOCK_FILE).write_text(json.dumps(asdict(replace(LockOwner.this_process(), **changes))))
 
 
 def test_a_second_job_is_refused_while_the_first_lives_and_not_after_however_it_ended(

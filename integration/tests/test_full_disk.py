@@ -38,7 +38,7 @@ def train(out, *options):
     )
 
 
-def said(result):
+def message(result):
     """The lines that are not of the progress."""
     lines = result.stderr.splitlines()
     return [line for line in lines if not line.startswith(("step ", "resumed from "))]
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence_and_the_one_before_is_wh
     result = train(out, *options)
     assert result.returncode == 2, result.stderr
     first = out / "checkpoints" / "step-00000002"
-    assert said(result) == [
+    assert message(result) == [
         f"error: the checkpoint of step 4 could not be written to {out / 'checkpoints'} (No space"
         f" left on device); the newest complete one is {first}: mend that and give the same command"
         " again to go on from there"
@@ -72,6 +72,6 @@ def test_a_disk_that_does_not_take_the_metrics_is_one_sentence(disk):
     (path / "other").write_bytes(b"." * 4096 * 3)
     result = train(path / "run", "--steps", "400", "--no-tensorboard")
     assert result.returncode == 2, result.stderr
-    (sentence,) = said(result)
+    (sentence,) = message(result)
     assert sentence.startswith(f"error: {path / 'run'}")
     assert "(No space left on device)" in sentence

@@ -123,8 +123,8 @@ def test_torchrun_says_in_a_sentence_that_a_host_does_not_come(hosts, tmp_path):
         JOIN_TIMEOUT="3",
     )
     assert codes([process], within=60) == [2]
-    said = sentence(tmp_path / "host0")
-    assert said.startswith(f"error: not all of 2 hosts came to {address} within 3 s; start the")
+    message = sentence(tmp_path / "host0")
+    assert message.startswith(f"error: not all of 2 hosts came to {address} within 3 s; start the")
 
 
 def test_a_slow_link_delays_and_changes_nothing(hosts, one_host, tmp_path):
@@ -200,9 +200,9 @@ def test_a_wrong_rendezvous_is_one_sentence(hosts, tmp_path):
     options = ["--join-timeout", "3", "--rendezvous", f"nowhere.invalid:{PORT}"]
     processes, logs = start(hosts, tmp_path / "run", *options, only=[1])
     assert codes(processes) == [2]
-    said = sentence(logs[1])
+    message = sentence(logs[1])
     where = f"nowhere.invalid:{PORT}"
-    assert re.match(rf"error: rank 1 of 2 met nobody at {where} within 3 s \(.*name.*\)", said)
+    assert re.match(rf"error: rank 1 of 2 met nobody at {where} within 3 s \(.*name.*\)", message)
 
 
 def test_a_wrong_interface_is_one_sentence(hosts, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from integration.errors import UsageError
 from integration.export import main as export
 from integration.hugging_face import load_weights, open_folder, require_fits, write_weights
-from integration.hugging_face.pieces import parameter_pieces
+from integration.hugging_face.chunks import parameter_chunks
 from integration.models import model_shape
 from integration.train.checkpoint import FOLDER
 from integration.train.config import TrainConfig
@@ -106,7 +106,7 @@ def test_no_rank_ever_holds_the_whole_model(name, tmp_path):
     def prepare_model(out, system):
         import torch.distributed as dist
 
-        from integration.train.parallel import parallel_model
+        from integration.train.parallel_model import parallel_model
         from integration.train.world import World
 
         config = TrainConfig(
@@ -152,7 +152,7 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     names = tensors(tmp_path / "hf").keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w3.weight" in names
-    pieces = parameter_pieces(model)
+    pieces = parameter_chunks(model)
     require_fits(open_folder(tmp_path / "hf"), pieces, {})
     write_weights(tmp_path / "ours", model.state_dict(), pieces, file_bytes=50_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
@@ -160,7 +160,7 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
 
     def load(folder, expected):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard as stock
+        from torch.distributed.fsdp import fully_shard as native
         from torch.distributed.tensor import Shard
 
         from fsdp import Rows, fully_shard
@@ -170,14 +170,14 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
             # Elements of an expert on two ranks: boxes that are no slice of any dim.
             lambda model: fully_shard(model, mesh=mesh),
             lambda model: fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Rows(7)),
-            lambda model: stock(
+            lambda model: native(
                 model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None
             ),
         ):
             torch.manual_seed(6)
             other = mixtral()
             cut(other)
-            load_weights(other, open_folder(Path(folder)), parameter_pieces(mixtral()))
+            load_weights(other, open_folder(Path(folder)), parameter_chunks(mixtral()))
             for name, param in other.named_parameters():
                 assert torch.equal(param.full_tensor(), expected[name]), name
 
@@ -190,7 +190,7 @@ def test_of_tied_weights_files_hold_one(tmp_path):
     shape = replace(model_shape("llama-tiny"), tie_word_embeddings=True)
     model, other = (shape.build(dropout=0.0) for _ in range(2))
     model.save_pretrained(tmp_path / "hf")
-    pieces = parameter_pieces(model)
+    pieces = parameter_chunks(model)
     write_weights(tmp_path / "ours", model.state_dict(), pieces)
     assert_same_bytes(tmp_path / "hf", tmp_path / "ours")
     require_fits(open_folder(tmp_path / "hf"), pieces, {})
@@ -270,8 +270,8 @@ def test_export_of_what_is_no_checkpoint_is_one_sentence(
     tmp_path, checkpoint, out, sentence, capsys
 ):
     assert export([str(tmp_path / checkpoint), str(tmp_path / out)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert sentence in said
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert sentence in message
     assert list(tmp_path.iterdir()) == []

@@ -161,11 +161,11 @@ def together(*processes, within=120):
         for words, environment in processes
     ]
     try:
-        said = [process.communicate(timeout=within)[0] for process in running]
+        message = [process.communicate(timeout=within)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * len(running), "\n".join(said)
+    assert [process.returncode for process in running] == [0] * len(running), "\n".join(message)
 
 
 def free_port():
@@ -264,9 +264,9 @@ def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
     result = torchrun(tmp_path / "run", *TINY, "--model", "none", RANKS="2")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert said
-    assert all(line.startswith("error: unknown model 'none'; ") for line in said)
+    message = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert message
+    assert all(line.startswith("error: unknown model 'none'; ") for line in message)
 
 
 @pytest.mark.ranks
@@ -285,11 +285,11 @@ def test_torchrun_that_is_told_to_end_ends_with_a_checkpoint(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.terminate()
-        _, said = process.communicate(timeout=120)
+        _, message = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in said
+    assert "Traceback" not in message
     assert list((out / "checkpoints").glob("step-*"))
 
 

@@ -5,8 +5,8 @@ def record(step):
     return StepRecord(step=step, loss=1 / 3 + step, seconds=0.5, tokens=64)
 
 
-def write(folder, steps, *, keep=0):
-    metrics = MetricsFile(folder, keep_steps=keep)
+def write(folder, steps, *, keep_steps=0):
+    metrics = MetricsFile(folder, keep_steps=keep_steps)
     for step in steps:
         metrics.append(record(step))
     metrics.close()
@@ -26,7 +26,7 @@ def test_records_are_readable_while_the_run_goes_on(tmp_path):
 
 def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path):
     write(tmp_path, [1, 2, 3])
-    write(tmp_path, [3, 4], keep=2)
+    write(tmp_path, [3, 4], keep_steps=2)
     assert [r.step for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 

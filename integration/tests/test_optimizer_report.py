@@ -16,7 +16,7 @@ from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report import write_report
 from integration.report.optimizer_figure import draw_optimizers
-from integration.report.optimizer_wording import optimizer_finding, optimizer_rows
+from integration.report.optimizer_text import optimizer_finding, optimizer_rows
 from integration.report.palette import DARK, LIGHT
 from integration.report.terminal import print_results
 from integration.train.config import parse_config

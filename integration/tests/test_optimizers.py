@@ -15,9 +15,9 @@ def test_every_optimizer_has_all_parameters_and_the_same_options(name, kind):
     model = build_model(model_shape("llama-tiny"), seed=0)
     optimizer = build_optimizer(name, model, learning_rate=3e-4, weight_decay=0.2)
     assert type(optimizer) is kind
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    assert {id(param) for param in held} == {id(param) for param in model.parameters()}
-    assert len(held) == len(list(model.parameters()))
+    state_bytes = [param for group in optimizer.param_groups for param in group["params"]]
+    assert {id(param) for param in state_bytes} == {id(param) for param in model.parameters()}
+    assert len(state_bytes) == len(list(model.parameters()))
     for group in optimizer.param_groups:
         assert (group["lr"], group["weight_decay"]) == (3e-4, 0.2)
         assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)

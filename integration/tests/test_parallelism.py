@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from integration.compare.options import CompareOptions
-from integration.compare.parallel_jobs import Case, parallel_jobs
+from integration.compare.parallel_jobs import ParallelCase, parallel_jobs
 from integration.compare.parallelism import ParallelVerdict, collect, passes
 from integration.compare.random_jobs import Source
 from integration.compare.results import Results, write_results
@@ -17,15 +17,15 @@ from integration.compare.runner import Outcome
 from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report.case_figure import draw_cases
+from integration.report.formatting import TIMES
 from integration.report.palette import DARK, LIGHT
 from integration.report.parallel_figure import FLOOR, draw_parallelism
-from integration.report.parallel_wording import (
+from integration.report.parallel_text import (
     TITLES,
     parallel_finding,
     parallel_rows,
     parallel_text,
 )
-from integration.report.phrases import TIMES
 from integration.report.terminal import _parallel_table
 from integration.train.config import parse_config
 
@@ -40,12 +40,12 @@ def jobs_of(out, **changes):
 
 
 def made_up(out, **changes):
-    """All runs, ours close to one device and stock torch's far away; ``changes`` by folder."""
+    """All runs, plans' close to one device and native torch's not; ``changes`` by folder."""
     jobs = jobs_of(out)
     outcomes = []
     for each in jobs:
         one_device = each.reference is None
-        usual = LOSSES if one_device else FAR if each.source is Source.STOCK else CLOSE
+        usual = LOSSES if one_device else FAR if each.source is Source.NATIVE else CLOSE
         losses = changes.get(each.job.name.replace("-", "_"), usual)
         each.job.folder.mkdir(parents=True)
         each.job.log.write_text("Traceback: gone\n")
@@ -78,11 +78,12 @@ def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     assert len({each.job.session for each in jobs}) == 5
     for each in jobs:
         config = parse_config(each.job.arguments)
-        native = each.source is Source.STOCK or (
-            each.case is Case.NEITHER and config.system not in ("plan", "fsdp")
+        native = each.source is Source.NATIVE or (
+            each.case is ParallelCase.NEITHER and config.system not in ("plan", "fsdp")
         )
-        assert each.job.session == f"{config.ranks}-{'stock' if native else 'dist-rng'}"
-        assert config.random == ("stock" if each.case is Case.NEITHER else each.source)
+        assert each.job.session == f"{config.ranks}-{'native' if native else 'dist-rng'}"
+        source = Source.NATIVE if each.case is ParallelCase.NEITHER else each.source
+        assert config.random == source.option
         assert (config.model, config.steps) == (each.model, 2)
         assert (config.init == "sharded") == (
             each.case.draws_weights and (each.reference is not None or "redrawn" in each.job.name)
@@ -114,7 +115,7 @@ def test_each_model_has_what_it_can_be_trained_by(tmp_path):
             "pp-GPipe",
         } <= names
     of_context = {each.case for each in jobs if each.variant.name == "plan-cp-ring"}
-    assert of_context == {Case.INIT}  # its attention has no dropout
+    assert of_context == {ParallelCase.INIT}  # its attention has no dropout
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -123,10 +124,10 @@ def test_on_four_ranks_cases_are_tried_alone_on_request(tmp_path, every):
     for each in jobs_of(tmp_path, every_case=every):
         if each.variant.name in cases:
             cases[each.variant.name].add(each.case)
-    alone = {Case.INIT, Case.DROPOUT}
+    alone = {ParallelCase.INIT, ParallelCase.DROPOUT}
     assert cases == {
-        "plan-tp-sp": {*alone, Case.BOTH},
-        "plan-dp-tp-sp": {*(alone if every else ()), Case.BOTH},
+        "plan-tp-sp": {*alone, ParallelCase.BOTH},
+        "plan-dp-tp-sp": {*(alone if every else ()), ParallelCase.BOTH},
     }
 
 
@@ -138,10 +139,10 @@ def test_bad_options_are_refused_and_do_not_matter_where_it_is_left_out(tmp_path
     assert jobs_of(tmp_path, parallel_models="nope", parallelism=False) == ()
 
 
-def test_ours_is_judged_and_stock_is_not(tmp_path):
+def test_ours_is_judged_and_native_is_not(tmp_path):
     results = made_up(tmp_path)
-    assert {each.verdict for each in results if each.stock} == {ParallelVerdict.UNJUDGED}
-    assert {each.verdict for each in results if not each.stock} == {ParallelVerdict.SAME}
+    assert {each.verdict for each in results if each.native} == {ParallelVerdict.UNJUDGED}
+    assert {each.verdict for each in results if not each.native} == {ParallelVerdict.SAME}
     assert passes(results)
     assert Results((), (), (), results).passes
     assert "the largest difference from one device is 5e-6 for llama-tiny" in (
@@ -178,7 +179,7 @@ def test_a_row_has_a_cell_for_each_case(tmp_path):
     assert tp.cells[0].mean == "2.5e-6"
     assert (tp.ranks, tp.tolerance, tp.judged, tp.passes) == ("2", "1e-5", True, True)
     assert tp.microbatches == f"1 {TIMES} 4"
-    assert not rows["llama-tiny", "fsdp2 (stock)"].judged
+    assert not rows["llama-tiny", "fsdp2 (native)"].judged
     assert [cell.maximum for cell in rows["dit-tiny", "pp-1F1B"].cells][-1] == "5e-6"
 
 
@@ -201,7 +202,9 @@ def test_the_curves_have_a_panel_for_each_model_and_case(tmp_path):
         cases = ("random init", "dropout", "both")
         models = ("llama-tiny", "dit-tiny")
         assert list(panels) == [f"{model}: {case}" for model in models for case in cases]
-        for model, case in itertools.product(models, (Case.INIT, Case.DROPOUT, Case.BOTH)):
+        for model, case in itertools.product(
+            models, (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
+        ):
             shown = [each for each in results if each.model == model and each.case is case]
             (*lines, tolerance) = panels[f"{model}: {TITLES[case]}"].get_lines()
             assert len(lines) == len(shown)
@@ -209,11 +212,11 @@ def test_the_curves_have_a_panel_for_each_model_and_case(tmp_path):
             for line, result in zip(lines, shown, strict=True):
                 found = result.deviation.differences
                 assert list(line.get_ydata()) == [max(value, FLOOR) for value in found]
-                assert line.get_color() == theme.series[int(result.stock)]
+                assert line.get_color() == theme.series[int(result.native)]
 
 
 def test_differences_of_zero_are_drawn_and_what_is_not_finite_is_left_out(tmp_path):
-    result = next(each for each in made_up(tmp_path) if each.case is Case.INIT)
+    result = next(each for each in made_up(tmp_path) if each.case is ParallelCase.INIT)
     deviation = replace(result.deviation, differences=(0.0, math.inf, 1e-6))
     first = draw_cases([replace(result, deviation=deviation)], LIGHT).get_axes()[0]
     zero, lost, small = first.get_lines()[0].get_ydata()

@@ -7,8 +7,8 @@ import torch
 
 from integration.pipeline import bubble
 from integration.pipeline.actions import Action
+from integration.pipeline.bubble import expected_bubble
 from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.theory import expected_bubble
 from integration.pipeline.timeline import replay, steady
 from testkit import fake_mesh
 

@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 
 from integration.errors import UsageError
-from integration.pipeline.partners import PARTNERS, REFUSED, WORKS, works_table
 from integration.pipeline.schedules import SCHEDULES
+from integration.pipeline.stage_parallelism import (
+    STAGE_SYSTEMS,
+    SUPPORTED_SCHEDULES,
+    UNSUPPORTED_REASONS,
+    schedule_table,
+)
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
@@ -44,15 +49,15 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
             2,
             "'model.layers.0' does not come behind 'model.layers.1'",
         ),
-        ({"system": "fsdp1"}, 4, "system 'fsdp1' does not go with --pp-degree; use one of: single"),
+        ({"system": "fsdp1"}, 4, "system 'fsdp1' does not support --pp-degree; use one of: single"),
         (
             {"system": "ddp", "pp_schedule": "GPipe"}, 4,
-            "'ddp' does not go with --pp-schedule GPipe: DDP's reducer",
+            "'ddp' does not support --pp-schedule GPipe: DDP's reducer",
         ),
         ({"system": "plan", "dp_shard": 2}, 4, "within a pipeline a plan has --tp only"),
         ({"system": "plan", "tp": 4}, 4, "tp 4 makes 4 ranks and there are 2"),
         ({"system": "plan", "tp": 2, "loss_parallel": True}, 4, "takes neither --loss-parallel"),
-        ({"system": "fsdp", "model": "dit-tiny"}, 4, "does not go with --pp-degree for a DiT"),
+        ({"system": "fsdp", "model": "dit-tiny"}, 4, "does not support --pp-degree for a DiT"),
         ({"system": "single"}, 4, "system 'single' runs on 1 rank, not 2"),
         ({"fingerprint": True}, 2, "--fingerprint needs all weights on every rank"),
         ({"init": "sharded"}, 2, "wraps weights that are there already; use --init whole"),
@@ -75,6 +80,8 @@ def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
 
 def test_the_readme_has_the_table_and_a_reason_for_every_no():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert works_table() in readme
-    assert {name for name in PARTNERS if WORKS[name] != tuple(SCHEDULES)} == REFUSED.keys()
-    assert all(reason in readme for reason in REFUSED.values())
+    assert schedule_table() in readme
+    assert {
+        name for name in STAGE_SYSTEMS if SUPPORTED_SCHEDULES[name] != tuple(SCHEDULES)
+    } == UNSUPPORTED_REASONS.keys()
+    assert all(reason in readme for reason in UNSUPPORTED_REASONS.values())

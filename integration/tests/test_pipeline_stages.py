@@ -6,7 +6,7 @@ import torch
 from integration.errors import UsageError
 from integration.pipeline.chain import Chain, even_split, require_untied, stage_units
 from integration.pipeline.families import family_of
-from integration.pipeline.part import Absent, part_of
+from integration.pipeline.model_part import PassThrough, model_part
 from integration.pipeline.schedules import SCHEDULES
 from testkit import fake_mesh, models
 
@@ -53,20 +53,20 @@ def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(kind):
     stages = stage_units(cut, even_split(cut, 3))
     found = {}
     for stage in stages:
-        part = part_of(model, stage, set(cut.units) - set(stage))
+        part = model_part(model, stage, set(cut.units) - set(stage))
         assert type(part) is type(model)
         for name, parameter in part.named_parameters():
             assert name not in found
             found[name] = parameter
     assert found.keys() == before.keys()
     assert all(found[name] is before[name] for name in before)
-    assert not any(isinstance(module, Absent) for module in model.modules())
+    assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
 def test_what_is_hooked_on_a_part_is_the_parts_alone():
     model = models.llama()
     cut = family_of(model).chain(model)
-    part = part_of(model, cut.units[:2], cut.units[2:])
+    part = model_part(model, cut.units[:2], cut.units[2:])
     part.model.register_forward_hook(lambda *_: None)
     assert not model.model._forward_hooks
 
@@ -78,7 +78,7 @@ def test_parts_called_in_turn_are_the_model():
     ids = torch.arange(24).view(2, 12)
     hidden = ids
     for stage in stage_units(cut, ("model.layers.0", "model.layers.2", "lm_head")):
-        part = part_of(model, stage, set(cut.units) - set(stage))
+        part = model_part(model, stage, set(cut.units) - set(stage))
         hidden = family.forward_of(part)(hidden)
     torch.testing.assert_close(hidden, model(input_ids=ids).logits, rtol=0, atol=0)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from integration.compare.options import CompareOptions
-from integration.compare.random_jobs import Case, Source, random_jobs
+from integration.compare.random_jobs import RandomCase, Source, random_jobs
 from integration.compare.random_numbers import RandomVerdict, collect, passes
 from integration.compare.results import Results, write_results
 from integration.compare.runner import Outcome
@@ -15,22 +15,22 @@ from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summa
 LOSSES = [5.0, 4.0, 3.5]
 CLOSE = [5.0, 4.000005, 3.5]
 FAR = [5.0, 4.05, 3.5]
-OURS = "dropout-dtensor-tp-4-dist-rng"
+DIST_RNG_RUN = "dropout-dtensor-tp-4-dist-rng"
 
 
 def made_up(out, **changes):
-    """All runs: dist-rng's draw what one device draws, stock's do not; ``changes`` by name.
+    """All runs: dist-rng's draw what one device draws, native ones do not; ``changes`` by name.
 
     A change holds ``losses``, ``weights``, ``masks`` or ``exit``.
     """
     jobs = random_jobs(CompareOptions(out=out, random_steps=len(LOSSES)))
     outcomes = []
     for each in jobs:
-        stock = each.source is Source.STOCK and each.job.ranks > 1
+        native = each.source is Source.NATIVE and each.job.ranks > 1
         run = {
-            "losses": FAR if stock else CLOSE if each.job.ranks > 1 else LOSSES,
-            "weights": "w2" if stock and each.case is Case.INIT else "w1",
-            "masks": None if each.case is Case.INIT else "m2" if stock else "m1",
+            "losses": FAR if native else CLOSE if each.job.ranks > 1 else LOSSES,
+            "weights": "w2" if native and each.case is RandomCase.INIT else "w1",
+            "masks": None if each.case is RandomCase.INIT else "m2" if native else "m1",
             "exit": 0,
         } | changes.get(each.job.name, {})
         write_run(each.job, run)
@@ -66,7 +66,7 @@ def by_name(results):
     return {result.name: result for result in results}
 
 
-def test_one_device_numbers_pass_and_stock_is_not_judged(tmp_path):
+def test_one_device_numbers_pass_and_native_is_not_judged(tmp_path):
     results = made_up(tmp_path)
     assert passes(results)
     for case in (results[:5], results[5:]):
@@ -98,27 +98,27 @@ def test_one_device_numbers_pass_and_stock_is_not_judged(tmp_path):
     ids=["weights", "masks", "no masks", "masks and losses", "far", "nan", "short", "exit"],
 )
 def test_a_run_with_dist_rng_must_draw_and_train_as_one_device(tmp_path, change, verdict):
-    results = made_up(tmp_path, **{OURS: change})
-    assert by_name(results)[OURS].verdict is verdict
+    results = made_up(tmp_path, **{DIST_RNG_RUN: change})
+    assert by_name(results)[DIST_RNG_RUN].verdict is verdict
     assert not passes(results)
     assert sum(not result.verdict.passes for result in results) == 1
 
 
 def test_hashes_that_nobody_wrote_prove_nothing(tmp_path):
-    single = "dropout-single-1-stock"
-    results = made_up(tmp_path, **{OURS: {"masks": None}, single: {"masks": None}})
-    assert by_name(results)[OURS].same_masks is False
-    assert by_name(results)[OURS].verdict is RandomVerdict.OTHER
+    single = "dropout-single-1-native"
+    results = made_up(tmp_path, **{DIST_RNG_RUN: {"masks": None}, single: {"masks": None}})
+    assert by_name(results)[DIST_RNG_RUN].same_masks is False
+    assert by_name(results)[DIST_RNG_RUN].verdict is RandomVerdict.OTHER
 
 
-def test_whatever_stock_draws_passes_but_it_must_finish(tmp_path):
-    name = "init-dtensor-tp-2-stock"
+def test_whatever_native_draws_passes_but_it_must_finish(tmp_path):
+    name = "init-dtensor-tp-2-native"
     assert passes(made_up(tmp_path / "a", **{name: {"losses": [math.nan] * 3}}))
     assert not passes(made_up(tmp_path / "b", **{name: {"exit": 1}}))
 
 
 def test_a_case_without_its_reference_is_not_compared_and_the_other_is(tmp_path):
-    results = made_up(tmp_path, **{"init-single-1-stock": {"exit": 1}})
+    results = made_up(tmp_path, **{"init-single-1-native": {"exit": 1}})
     assert [result.verdict for result in results[:3]] == [
         RandomVerdict.FAILED,
         *[RandomVerdict.UNCOMPARED] * 2,
@@ -127,13 +127,13 @@ def test_a_case_without_its_reference_is_not_compared_and_the_other_is(tmp_path)
 
 
 def test_the_results_file_holds_every_run(tmp_path):
-    results = Results((), made_up(tmp_path, **{OURS: {"losses": [5.0, math.nan, 3.5]}}))
+    results = Results((), made_up(tmp_path, **{DIST_RNG_RUN: {"losses": [5.0, math.nan, 3.5]}}))
     write_results(tmp_path / "results.json", results, {})
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["passes"] is False
     runs = {each["name"]: each for each in found["random_numbers"]}
     assert len(runs) == 10
-    assert runs[OURS]["verdict"] == "outside tolerance"
-    assert runs[OURS]["same_masks"] is True
-    assert runs[OURS]["records"][1]["loss"] == "nan"
+    assert runs[DIST_RNG_RUN]["verdict"] == "outside tolerance"
+    assert runs[DIST_RNG_RUN]["same_masks"] is True
+    assert runs[DIST_RNG_RUN]["records"][1]["loss"] == "nan"
     assert [failure.name for failure in results.failures] == []

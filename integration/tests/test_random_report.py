@@ -6,30 +6,30 @@ import re
 import pytest
 from rich.console import Console
 
-from integration.compare.curves import deviation
+from integration.compare.deviation import deviation
 from integration.compare.options import CompareOptions
-from integration.compare.random_jobs import Case, Source, random_jobs
+from integration.compare.random_jobs import RandomCase, Source, random_jobs
 from integration.compare.random_numbers import RandomResult, RandomVerdict
 from integration.compare.results import Results, SystemResult, Verdict
-from integration.compare.runs import Failure
+from integration.compare.run_result import Failure
 from integration.compare.setup import Comparison, DataFacts
 from integration.report import write_report
+from integration.report.formatting import ABSENT
 from integration.report.palette import DARK, LIGHT
-from integration.report.phrases import ABSENT
 from integration.report.random_figure import draw_random, source_colour
-from integration.report.random_wording import random_finding, random_rows
+from integration.report.random_text import random_finding, random_rows
 from integration.report.terminal import print_results
 
 REFERENCE = [5.0, 4.0, 3.5]
-OURS = "dropout-dtensor-tp-4-dist-rng"
+DIST_RNG_RUN = "dropout-dtensor-tp-4-dist-rng"
 
 
 def result(job, **changes):
     """A run as it should be, with ``changes``."""
-    stock, shards = job.source is Source.STOCK, job.job.ranks > 1
-    drawn = (not stock) if shards else None
-    by = (0.05 if stock else 2e-7 * job.job.ranks) if shards else 0.0
-    verdict = RandomVerdict.UNJUDGED if stock else RandomVerdict.SAME
+    native, shards = job.source is Source.NATIVE, job.job.ranks > 1
+    drawn = (not native) if shards else None
+    by = (0.05 if native else 2e-7 * job.job.ranks) if shards else 0.0
+    verdict = RandomVerdict.UNJUDGED if native else RandomVerdict.SAME
     values = {
         "case": job.case,
         "source": job.source,
@@ -38,8 +38,8 @@ def result(job, **changes):
         "ranks": job.job.ranks,
         "tolerance": 1e-5,
         "verdict": verdict if shards else RandomVerdict.REFERENCE,
-        "same_weights": drawn if job.case is Case.INIT or not shards else True,
-        "same_masks": drawn if job.case is Case.DROPOUT else None,
+        "same_weights": drawn if job.case is RandomCase.INIT or not shards else True,
+        "same_masks": drawn if job.case is RandomCase.DROPOUT else None,
         "deviation": deviation([5.0, 4.0 + by, 3.5], REFERENCE) if shards else None,
         "records": (),
         "summary": None,
@@ -54,17 +54,19 @@ def made_up(out, **changes):
 
 
 def failed(out):
-    failure = Failure(OURS, "ended with exit code 7", out / f"{OURS}.log", "<broken>")
+    failure = Failure(
+        DIST_RNG_RUN, "ended with exit code 7", out / f"{DIST_RNG_RUN}.log", "<broken>"
+    )
     change = {"verdict": RandomVerdict.FAILED, "failure": failure, "same_weights": None}
-    return {OURS: change | {"same_masks": None, "deviation": None}}
+    return {DIST_RNG_RUN: change | {"same_masks": None, "deviation": None}}
 
 
 def test_the_finding_has_a_sentence_per_case(tmp_path):
     assert random_finding(made_up(tmp_path)) == (
         "With random init, dist-rng gives 2 and 4 ranks the initial weights of the single device,"
-        " bit for bit, and losses within 8e-7 nats per token of its own; stock DTensor's differ by"
+        " bit for bit, and losses within 8e-7 nats per token of its own; native DTensor's differ by"
         " up to 0.05. With dropout, dist-rng gives 2 and 4 ranks the dropout masks of the single"
-        " device, bit for bit, and losses within 8e-7 nats per token of its own; stock DTensor's"
+        " device, bit for bit, and losses within 8e-7 nats per token of its own; native DTensor's"
         " differ by up to 0.05."
     )
 
@@ -74,24 +76,24 @@ def test_the_finding_has_a_sentence_per_case(tmp_path):
     [
         (
             {"verdict": RandomVerdict.OTHER, "same_masks": False},
-            f"{OURS} has other dropout masks than the single device.",
+            f"{DIST_RNG_RUN} has other dropout masks than the single device.",
         ),
         (
             {"verdict": RandomVerdict.OTHER, "same_masks": False, "same_weights": False},
-            f"{OURS} has other initial weights and dropout masks than the single device.",
+            f"{DIST_RNG_RUN} has other initial weights and dropout masks than the single device.",
         ),
         (
             {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([5.0, 4.5, 3.5], REFERENCE)},
-            f"{OURS} leaves its tolerance: it differs by 0.5 nats per token at step 2, where 1e-5"
-            " is accepted.",
+            f"{DIST_RNG_RUN} leaves its tolerance: it differs by 0.5 nats per token at step 2,"
+            " where 1e-5 is accepted.",
         ),
         (
             {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([math.nan] * 3, REFERENCE)},
-            f"{OURS} has no finite loss to compare from step 1 on.",
+            f"{DIST_RNG_RUN} has no finite loss to compare from step 1 on.",
         ),
         (
             {"verdict": RandomVerdict.UNCOMPARED, "deviation": None},
-            f"{OURS} has no single device to be compared with.",
+            f"{DIST_RNG_RUN} has no single device to be compared with.",
         ),
     ],
     ids=["masks", "both", "outside", "nan", "uncompared"],
@@ -99,7 +101,7 @@ def test_the_finding_has_a_sentence_per_case(tmp_path):
 def test_the_finding_names_trouble_first_and_claims_no_more_than_was_seen(
     tmp_path, change, sentence
 ):
-    found = random_finding(made_up(tmp_path, **{OURS: change}))
+    found = random_finding(made_up(tmp_path, **{DIST_RNG_RUN: change}))
     assert found.startswith(sentence)
     assert "With dropout, dist-rng gives 2 ranks the dropout masks" in found
 
@@ -107,12 +109,16 @@ def test_the_finding_names_trouble_first_and_claims_no_more_than_was_seen(
 def test_the_rows_leave_out_what_does_not_apply(tmp_path):
     rows = random_rows(made_up(tmp_path))
     assert [row.case for row in rows] == ["random init"] * 5 + ["dropout"] * 5
-    single, stock, ours = rows[5:8]
+    single, native, dist_rng_run = rows[5:8]
     assert (single.run, single.source, single.masks) == ("single", ABSENT, ABSENT)
-    assert (stock.run, stock.source, stock.mark) == ("dtensor-tp, 2 ranks", "stock", "")
-    assert (stock.weights, stock.masks, stock.tolerance) == ("equal", "differ", ABSENT)
-    assert (ours.weights, ours.masks, ours.tolerance) == ("equal", "equal", "1e-5")
-    assert (ours.maximum, ours.step) == ("4e-7", "2")
+    assert (native.run, native.source, native.mark) == ("dtensor-tp, 2 ranks", "native", "")
+    assert (native.weights, native.masks, native.tolerance) == ("equal", "differ", ABSENT)
+    assert (dist_rng_run.weights, dist_rng_run.masks, dist_rng_run.tolerance) == (
+        "equal",
+        "equal",
+        "1e-5",
+    )
+    assert (dist_rng_run.maximum, dist_rng_run.step) == ("4e-7", "2")
     assert {row.masks for row in rows[:5]} == {ABSENT}
 
 
@@ -123,7 +129,7 @@ def test_the_figure_shows_every_run_of_both_cases(tmp_path):
     assert panels[0].get_ylim() == panels[1].get_ylim()
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [
-        f"{source}, {ranks} ranks" for ranks in (2, 4) for source in ("stock DTensor", "dist-rng")
+        f"{source}, {ranks} ranks" for ranks in (2, 4) for source in ("native DTensor", "dist-rng")
     ]
     bottom, top = panels[0].get_ylim()
     for axes in panels:
@@ -145,7 +151,7 @@ def test_the_figure_survives_runs_without_numbers(tmp_path):
     draw_random(made_up(tmp_path, **failed(tmp_path)), DARK)
 
 
-def test_dist_rng_and_stock_do_not_look_alike():
+def test_dist_rng_and_native_do_not_look_alike():
     for theme in (LIGHT, DARK):
         colours = {source_colour(source, theme) for source in Source}
         assert len(colours) == 2
@@ -188,7 +194,7 @@ def test_the_pages_hold_the_section_and_only_where_it_ran(tmp_path):
 def test_a_failed_run_is_shown_with_its_log(tmp_path):
     random = made_up(tmp_path, **failed(tmp_path))
     html = write_report(*comparison(tmp_path, random), []).read_text()
-    assert f"<h2>{OURS} failed</h2>" in html
+    assert f"<h2>{DIST_RNG_RUN} failed</h2>" in html
     assert "&lt;broken&gt;" in html
     assert "Does not pass" in html
 

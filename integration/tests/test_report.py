@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from integration.compare.curves import deviation
-from integration.compare.job import Job
+from integration.compare.deviation import deviation
 from integration.compare.options import CompareOptions
 from integration.compare.results import Results, Verdict, collect
 from integration.compare.runner import Outcome
 from integration.compare.setup import Comparison, DataFacts
+from integration.compare.training_job import TrainingJob
 from integration.metrics import CollectiveCount, MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report import write_report
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import svg_of
+from integration.report.formatting import ABSENT, TIMES, scientific
 from integration.report.loss_figure import draw_losses
+from integration.report.page_text import finding
 from integration.report.palette import DARK, LIGHT, styles
-from integration.report.phrases import ABSENT, TIMES, scientific
-from integration.report.rows import rows
+from integration.report.system_rows import rows
 from integration.report.terminal import print_results
-from integration.report.wording import finding
 
 COLLECTIVES = [
     CollectiveCount("all_gather", 4, 2 * 2**20),
@@ -50,7 +50,9 @@ def made_up(out, **curves):
         log = folder.with_suffix(".log")
         log.write_text("Traceback: <broken> & gone\n")
         arguments = ("--system", system)
-        job = Job(*(system, ranks, 1e-4, len(LOSSES), folder, log, arguments), model="llama-tiny")
+        job = TrainingJob(
+            *(system, ranks, 1e-4, len(LOSSES), folder, log, arguments), model="llama-tiny"
+        )
         jobs.append(job)
         outcomes.append(Outcome(job, 0 if losses else 7))
         write_run(folder, system, ranks, losses or LOSSES[:2])

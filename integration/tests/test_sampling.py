@@ -1,4 +1,4 @@
-"""Pictures from a DiT: of models whose pictures are known, and by the command."""
+"""Images from a DiT: of models whose images are known, and by the command."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2
 
 
 class Towards:
-    """Predicts the noise that would have made a noisy picture of known images."""
+    """Predicts the noise that would have made a noisy image of known images."""
 
     def __init__(self, images, without_class):
         self.images, self.without_class = images, without_class
@@ -47,8 +47,8 @@ class Untrained:
 @pytest.mark.parametrize("steps", [1, 7, 50, 999])
 def test_predictions_that_lead_to_an_image_lead_to_it(steps):
     model = Towards(IMAGES, IMAGES)
-    pictures = sample(model, DIGITS, Sampling(steps=steps))
-    torch.testing.assert_close(pictures, IMAGES, rtol=0, atol=1e-3 if steps == 1 else 1e-4)
+    images = sample(model, DIGITS, Sampling(steps=steps))
+    torch.testing.assert_close(images, IMAGES, rtol=0, atol=1e-3 if steps == 1 else 1e-4)
     (times,) = zip(*model.times, strict=True)
     assert len(times) == len(set(times)) == steps
     assert times[0] == 999
@@ -60,9 +60,9 @@ def test_predictions_that_lead_to_an_image_lead_to_it(steps):
 def test_guidance_goes_from_no_class_through_the_class_and_beyond(guidance):
     others = IMAGES.flip(0) / 4
     model = Towards(IMAGES / 4, others)
-    pictures = sample(model, DIGITS, Sampling(guidance=guidance))
+    images = sample(model, DIGITS, Sampling(guidance=guidance))
     wanted = others + guidance * (IMAGES / 4 - others)
-    torch.testing.assert_close(pictures, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(images, wanted, rtol=0, atol=1e-4)
 
 
 def test_guidance_one_is_the_model_with_its_class_bit_for_bit():
@@ -81,7 +81,7 @@ def test_guidance_one_is_the_model_with_its_class_bit_for_bit():
 def test_a_step_is_equation_12_of_ddim():
     """Two steps by hand, in fp64, from the noise that the seed draws."""
     model = Untrained()
-    pictures = sample(model, DIGITS, Sampling(steps=2, guidance=1.0, seed=4))
+    images = sample(model, DIGITS, Sampling(steps=2, guidance=1.0, seed=4))
     noisy = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(4)).double()
     for time, following in ((999, 500), (500, 0)):
         times = torch.full((20,), time)
@@ -90,8 +90,8 @@ def test_a_step_is_equation_12_of_ddim():
         image = ((noisy - (1 - signal**2).sqrt() * noise) / signal).clamp(-1, 1)
         noise = (noisy - signal * image) / (1 - signal**2).sqrt()
         noisy = next_signal * image + (1 - next_signal**2).sqrt() * noise
-    torch.testing.assert_close(pictures.double(), noisy, rtol=0, atol=1e-4)
-    assert pictures.abs().max() <= 1
+    torch.testing.assert_close(images.double(), noisy, rtol=0, atol=1e-4)
+    assert images.abs().max() <= 1
 
 
 def test_the_seed_decides_and_torchs_generator_does_not():
@@ -166,7 +166,7 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
 @pytest.mark.parametrize(
     ("checkpoint", "options", "message"),
     [
-        ("text", [], "is of a llama model, which draws no pictures"),
+        ("text", [], "expected a DiT, got a llama model"),
         ("nowhere", [], "is not a complete checkpoint"),
         ("one", ["--samples", "0"], "--samples is 0"),
         ("one", ["--steps", "1000"], "1000 sampling steps were given"),
@@ -180,10 +180,10 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     path = checkpoints.get(checkpoint, tmp_path / checkpoint)
     assert main([str(path), "--out", "picture.png", *options]) == EXIT_USAGE
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message in message
+    assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from integration.errors import UnwrittenError
 from integration.train import checkpoint
 from integration.train.checksum import file_checksum
-from integration.train.retention import remove_older
-from integration.train.saver import Saver
+from integration.train.saver import CheckpointSaver, remove_older
 from integration.train.world import World, process_group
 from testkit import run_ranks
 
@@ -45,8 +44,10 @@ def linear():
     return model, optimizer
 
 
-def saver(run, world, *, background=True, keep=0):
-    return Saver(run, IDENTITY, world, background=background, keep=keep, timeout=60)
+def saver(run, world, *, background=True, keep_checkpoints=0):
+    return CheckpointSaver(
+        run, IDENTITY, world, background=background, keep_checkpoints=keep_checkpoints, timeout=60
+    )
 
 
 def test_what_is_saved_in_the_background_is_the_state_of_its_step(world, tmp_path, monkeypatch):
@@ -207,7 +208,7 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
 @pytest.mark.parametrize("background", [False, True])
 def test_the_newest_stay(world, tmp_path, background):
     model, optimizer = linear()
-    saves = saver(tmp_path, world, background=background, keep=2)
+    saves = saver(tmp_path, world, background=background, keep_checkpoints=2)
     for step in (3, 6, 9):
         saves.save(step, model, optimizer, wait=False)
     saves.finish()
@@ -252,7 +253,7 @@ def write_run(run, steps):
 
 
 @pytest.mark.parametrize(
-    ("steps", "completed", "keep", "stay"),
+    ("steps", "completed", "keep_checkpoints", "remaining"),
     [
         ([3, 6, 9], 9, 1, [9]),
         ([3, 6, 9], 9, 2, [6, 9]),
@@ -260,16 +261,16 @@ def write_run(run, steps):
         ([3, 6, 9], 6, 1, [6, 9]),  # resumed from 3: 9 is of the run before
     ],
 )
-def test_older_ones_go(tmp_path, steps, completed, keep, stay):
+def test_older_ones_go(tmp_path, steps, completed, keep_checkpoints, remaining):
     write_run(tmp_path, steps)
-    remove_older(tmp_path, completed, keep)
-    assert steps_kept(tmp_path) == stay
+    remove_older(tmp_path, completed, keep_checkpoints=keep_checkpoints)
+    assert steps_kept(tmp_path) == remaining
 
 
 def test_damaged_ones_do_not_count(tmp_path):
     write_run(tmp_path, [3, 6, 9, 12])
     os.truncate(tmp_path / checkpoint.FOLDER / "step-00000009" / "__1_0.distcp", 7)
-    remove_older(tmp_path, 12, 2)
+    remove_older(tmp_path, 12, keep_checkpoints=2)
     assert steps_kept(tmp_path) == [6, 9, 12]
 
 
@@ -313,7 +314,7 @@ def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp
         kills += 1
         run = tmp_path / str(kills)
         write_run(run, there)
-        draft = checkpoint.Draft(run, step, IDENTITY, World(0, 1))
+        draft = checkpoint.CheckpointDraft(run, step, IDENTITY, World(0, 1))
         write_folder(draft.partial, step)
         with monkeypatch.context() as patch:
             kill_at(patch, kills)

@@ -6,11 +6,11 @@ import pytest
 
 from integration.scale.__main__ import main
 from integration.scale.curves import sized
-from integration.scale.dispatch import dispatch_of
+from integration.scale.dispatch import measure_dispatch
 from integration.scale.initialisation import measure
 from integration.scale.padding import paddings
 from integration.scale.shapes import SHAPES, Depth, shape_named
-from integration.scale.ways import way_named
+from integration.scale.strategies import strategy_named
 
 QUICK = ["--models", "llama3-70b", "--ways", "FSDP", "--ranks", "128,64"]
 
@@ -57,10 +57,10 @@ def test_the_command_writes_a_report(tmp_path, capsys):
 def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
     out = tmp_path / "out"
     assert main([*arguments, "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
     assert not out.exists()
 
 
@@ -79,11 +79,11 @@ def test_beginning_is_measured_in_a_process_of_its_own():
 
 
 def test_dispatch_of_a_way_comes_on_top_of_the_layer():
-    found = dispatch_of(shape_named("llama3-70b"), way_named("FSDP"), 64, rounds=3)
+    found = measure_dispatch(shape_named("llama3-70b"), strategy_named("FSDP"), 64, rounds=3)
     assert 0 < found.plain < found.layer
     assert found.cost == found.layer - found.plain
     with pytest.raises(ValueError, match="mixtral-8x7b has experts"):
-        dispatch_of(shape_named("mixtral-8x7b"), way_named("FSDP"), 64)
+        measure_dispatch(shape_named("mixtral-8x7b"), strategy_named("FSDP"), 64)
 
 
 def test_paddings_are_the_planners():

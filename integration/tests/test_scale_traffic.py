@@ -8,8 +8,14 @@ import torch
 
 from integration.errors import UsageError
 from integration.scale.shapes import SHAPES, Depth, shape_named
+from integration.scale.strategies import (
+    STRATEGIES,
+    axes_of,
+    distribute,
+    strategies_of,
+    strategy_named,
+)
 from integration.scale.traffic import count, count_at
-from integration.scale.ways import WAYS, axes_of, distribute, way_named, ways_of
 from testkit import CommLog, run_ranks
 
 LLAMA, MIXTRAL, GPT_OSS, DEEPSEEK = SHAPES
@@ -38,7 +44,9 @@ def shard(elements, ranks):
 @pytest.mark.parametrize("ranks", [64, 16384])
 def test_fully_shard_sends_what_its_buffers_say(ranks):
     layers = 5
-    counted = count(TINY_LLAMA, way_named("FSDP"), ranks, depth=Depth(layers, 0), sequence=SEQUENCE)
+    counted = count(
+        TINY_LLAMA, strategy_named("FSDP"), ranks, depth=Depth(layers, 0), sequence=SEQUENCE
+    )
     of_layer, of_root = shard(LAYER, ranks), shard(ROOT, ranks)
     # In bfloat16; layers are gathered again in backward, the root is not.
     gathered = (ranks - 1) * 2 * (2 * layers * of_layer + of_root)
@@ -52,7 +60,9 @@ def test_fully_shard_sends_what_its_buffers_say(ranks):
 
 def test_replicas_add_one_reduction_of_a_shard_for_each_group():
     ranks, layers = 1024, 3
-    counted = count(TINY_LLAMA, way_named("HSDP"), ranks, depth=Depth(layers, 0), sequence=SEQUENCE)
+    counted = count(
+        TINY_LLAMA, strategy_named("HSDP"), ranks, depth=Depth(layers, 0), sequence=SEQUENCE
+    )
     found = sent(counted.whole)
     reduced = layers * (2 * 3 * 4 * shard(LAYER, 256) // 4) + 2 * 3 * 4 * shard(ROOT, 256) // 4
     assert found["all_reduce", "replicate"] == (layers + 1, reduced)
@@ -61,7 +71,7 @@ def test_replicas_add_one_reduction_of_a_shard_for_each_group():
 
 def test_tensor_parallelism_sends_hidden_states():
     layers, tokens = 4, SEQUENCE
-    way = way_named("TP+SP x FSDP")
+    way = strategy_named("TP+SP x FSDP")
     counted = count(TINY_LLAMA, way, 16384, depth=Depth(layers, 0), sequence=tokens)
     found = sent(counted.layers[0])
     hidden = 7 * tokens * HIDDEN * 2 // 8  # seven of eight parts, in bfloat16
@@ -77,7 +87,7 @@ def test_tensor_parallelism_sends_hidden_states():
     ids=["llama", "deepseek-v3"],
 )
 def test_layers_of_a_kind_are_alike(shape, depth):
-    way = way_named("FSDP")
+    way = strategy_named("FSDP")
     whole = count_at(shape, way, 64, depth, sequence=SEQUENCE)
     counted = count(shape, way, 64, depth=depth, sequence=SEQUENCE).whole
     assert sent(counted) == sent(whole)
@@ -85,7 +95,7 @@ def test_layers_of_a_kind_are_alike(shape, depth):
 
 
 def test_flops_of_a_dense_model_are_six_for_a_weight_and_token_beside_attention():
-    part = count_at(TINY_LLAMA, way_named("FSDP"), 64, Depth(2, 0), sequence=SEQUENCE)
+    part = count_at(TINY_LLAMA, strategy_named("FSDP"), 64, Depth(2, 0), sequence=SEQUENCE)
     matrices = 2 * (LAYER - 2 * HIDDEN) + VOCAB * HIDDEN
     attention = part.flops - 6 * matrices * SEQUENCE
     # Two products in forward; four in backward, and with fused kernels one again.
@@ -109,9 +119,9 @@ def test_shapes_have_the_published_parameters(shape):
 
 
 def test_models_without_a_plan_of_the_zoo_have_the_ways_of_fully_shard():
-    assert ways_of(LLAMA) == ways_of(MIXTRAL) == WAYS
-    assert [way.name for way in ways_of(GPT_OSS)] == ["FSDP", "HSDP"]
-    assert ways_of(DEEPSEEK) == ways_of(GPT_OSS)
+    assert strategies_of(LLAMA) == strategies_of(MIXTRAL) == STRATEGIES
+    assert [way.name for way in strategies_of(GPT_OSS)] == ["FSDP", "HSDP"]
+    assert strategies_of(DEEPSEEK) == strategies_of(GPT_OSS)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +135,21 @@ def test_models_without_a_plan_of_the_zoo_have_the_ways_of_fully_shard():
     ],
 )  # fmt: skip
 def test_axes_are_outermost_first(way, ranks, sizes):
-    axes = axes_of(way_named(way), ranks)
+    axes = axes_of(strategy_named(way), ranks)
     assert [(axis.name, axis.size, axis.stride) for axis in axes] == sizes
 
 
 @pytest.mark.parametrize(("way", "ranks", "wanted"), [("TP x DP", 60, "8"), ("HSDP", 300, "256")])
 def test_a_world_that_does_not_divide_is_refused(way, ranks, wanted):
     with pytest.raises(UsageError, match=f"world of {ranks}; give a multiple of {wanted}"):
-        axes_of(way_named(way), ranks)
+        axes_of(strategy_named(way), ranks)
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="no model 'gpt-2'; there are llama3-70b"):
         shape_named("gpt-2")
     with pytest.raises(ValueError, match="no way 'DDP'; there are FSDP"):
-        way_named("DDP")
+        strategy_named("DDP")
 
 
 def _real_steps(shape, names):
@@ -148,7 +158,7 @@ def _real_steps(shape, names):
 
     found = []
     for name in names:
-        way = way_named(name)
+        way = strategy_named(name)
         axes = axes_of(way, 2, 2)
         mesh = init_device_mesh(
             "cpu", tuple(axis.size for axis in axes), mesh_dim_names=tuple(a.name for a in axes)
@@ -171,5 +181,7 @@ def test_two_real_ranks_send_what_is_counted():
     names = ["FSDP", "TP x DP", "TP+SP x DP"]
     for rank in run_ranks(_real_steps, 2, TINY_LLAMA, names, timeout=120):
         for name, real in zip(names, rank, strict=True):
-            part = count_at(TINY_LLAMA, way_named(name), 2, Depth(2, 0), node=2, sequence=SEQUENCE)
+            part = count_at(
+                TINY_LLAMA, strategy_named(name), 2, Depth(2, 0), node=2, sequence=SEQUENCE
+            )
             assert {op: calls for (op, _), calls in sent(part).items()} == real, name

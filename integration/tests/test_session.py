@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.compare.job import Job
 from integration.compare.runner import run_jobs
+from integration.compare.training_job import TrainingJob
 from integration.errors import UsageError
 from integration.metrics import read_metrics, read_summary
 from integration.train.session import MODULE, read_session, write_session
@@ -38,15 +38,15 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 
 @pytest.mark.ranks
 def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path):
-    stock = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
+    native = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
     ours = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
     # Its stage has the model, which has placements that can only be taken back with it.
     pipeline = ["--system", "fsdp", "--pp-degree", "2", "--ranks", "2", "--micro-batch", "2"]
     runs = [
-        arguments(tmp_path / "first", *stock),
+        arguments(tmp_path / "first", *native),
         arguments(tmp_path / "pipeline", *pipeline),
         arguments(tmp_path / "ours", *ours),
-        arguments(tmp_path / "again", *stock),
+        arguments(tmp_path / "again", *native),
     ]
     write_session(tmp_path / "session.json", runs)
     command = [sys.executable, "-m", MODULE, str(tmp_path / "session.json")]
@@ -109,7 +109,7 @@ def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_sa
     names = ["before", "apart", "broken", "behind", "last"]
     broken = ["--init-from", str(tmp_path / "nowhere")]
     jobs = [
-        Job(
+        TrainingJob(
             system=name,
             ranks=1,
             tolerance=0.0,

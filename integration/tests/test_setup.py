@@ -99,12 +99,12 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         (
             {"system": "dtensor-tp", "compile": "aot_eager"},
             2,
-            "'dtensor-tp' does not do --compile aot_eager; use --compile none, or one of the",
+            "'dtensor-tp' does not support --compile aot_eager; use --compile none, or one of the",
         ),
         (
             {"system": "plan", "tp": 2, "dtype": "bf16"},
             2,
-            "'plan' does not do --dtype bf16; use --dtype fp32, or one of the systems single",
+            "'plan' does not support --dtype bf16; use --dtype fp32, or one of the systems single",
         ),
         ({"profile_steps": "3-4"}, 1, "--profile-steps 3-4 is no range of steps"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),

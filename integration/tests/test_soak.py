@@ -8,22 +8,22 @@ import pytest
 
 from integration.metrics import StepRecord, read_metrics
 from integration.soak.__main__ import main
-from integration.soak.faults import KINDS, draw_faults
+from integration.soak.fault_schedule import KINDS, draw_fault_schedule
 from integration.soak.report import compare
 
 
 def draw(seed, *, kinds=KINDS, steps=500):
-    return draw_faults(steps=steps, every=50, ranks=2, kinds=kinds, seed=seed)
+    return draw_fault_schedule(steps=steps, every=50, ranks=2, kinds=kinds, seed=seed)
 
 
 def test_faults_come_every_so_many_steps_of_every_kind_to_every_rank():
-    faults = draw(0)
-    assert [fault.step for fault in faults] == list(range(50, 500, 50))
+    fault_schedule = draw(0)
+    assert [fault.step for fault in fault_schedule] == list(range(50, 500, 50))
     for start in range(0, 9, 3):
-        assert {fault.kind for fault in faults[start : start + 3]} == set(KINDS)
-    assert {fault.rank for fault in faults} == {0, 1}
-    assert faults == draw(0)
-    assert faults != draw(1)
+        assert {fault.kind for fault in fault_schedule[start : start + 3]} == set(KINDS)
+    assert {fault.rank for fault in fault_schedule} == {0, 1}
+    assert fault_schedule == draw(0)
+    assert fault_schedule != draw(1)
     assert {fault.kind for fault in draw(0, kinds=["stop"])} == {"stop"}
 
 
@@ -43,8 +43,8 @@ def test_losses_are_compared_by_their_bits_and_by_their_number():
     assert compare(whole, whole[:2], 3).differing == (3,)
     assert compare(whole[1:], whole[1:], 3).differing == (1,)
     assert compare(whole, [*whole, whole[1]], 3).differing == (2,)
-    said = str(compare(whole, closest, 3))
-    assert said == "the losses of 2 of 3 steps differ or are missing, the first at 2, 3"
+    message = str(compare(whole, closest, 3))
+    assert message == "the losses of 2 of 3 steps differ or are missing, the first at 2, 3"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_losses_are_compared_by_their_bits_and_by_their_number():
 def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
     out = tmp_path / "out"
     assert main([*arguments, "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert sentence in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert sentence in message
+    assert message.count("\n") == 1
     assert not out.exists()
 
 
@@ -74,9 +74,9 @@ def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
     out = tmp_path / "soak"
     short = ["--steps", "40", "--every", "10", "--checkpoint-every", "4", "--timeout", "8"]
     code = main([*short, "--out", str(out)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    assert "the losses of all 40 steps are equal, bit for bit" in said
+    message = capsys.readouterr().out
+    assert code == 0, message
+    assert "the losses of all 40 steps are equal, bit for bit" in message
     incidents = json.loads((out / "soak.json").read_text())["incidents"]
     assert [one["fault"]["step"] for one in incidents] == [10, 20, 30]
     assert {one["fault"]["kind"] for one in incidents} == set(KINDS)

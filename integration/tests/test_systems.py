@@ -20,7 +20,7 @@ PARALLEL = [
     for variant in SYSTEMS
     if variant.name != "single"
     and variant.takes(model_shape("llama-tiny"))
-    and variant.make().saves
+    and variant.make().supports_checkpoints
 ]
 STEPS = 6
 

@@ -9,7 +9,7 @@ from integration.train.setup import prepare
 
 STEPS = 5
 TITAN = {"system": "torchtitan-style", "tensorboard": False}
-WAYS = {
+STRATEGIES = {
     "TP + SP": Degrees(tp=2, sp=True),
     "TP + SP, loss parallel": Degrees(tp=2, sp=True, loss_parallel=True),
     "FSDP": Degrees(dp_shard=2),
@@ -46,7 +46,7 @@ def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
     # Several microbatches make a step.
     ways = {
         (model, name): TITAN | vars(way) | {"model": model}
-        for name, way in WAYS.items()
+        for name, way in STRATEGIES.items()
         for model in MODELS
         if way.data * way.tp == ranks and not (way.loss_parallel and model == "dit-tiny")
     }
@@ -58,7 +58,7 @@ def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
 @pytest.mark.ranks
 def test_it_trains_in_processes_in_which_a_plan_did(one_device, train_runs, tmp_path):
     # As runs of the comparison do: the packages that a plan switches on stay on.
-    way = vars(WAYS["TP + SP"])
+    way = vars(STRATEGIES["TP + SP"])
     runs = [way | {"model": model} | who for model in MODELS for who in ({"system": "plan"}, TITAN)]
     found = train_runs(2, runs, out=tmp_path, steps=STEPS)
     for run, losses in zip(runs, found, strict=True):
@@ -108,7 +108,7 @@ def test_others_resume_its_checkpoints(one_device, train_runs, tmp_path):
         (2, {"tp": 2, "sp": True, "sequence_length": 33}, "--sequence-length is 33; give a multip"),
         (3, {"tp": 3, "sp": True, "model": "dit-tiny"}, "3 ranks do not divide hidden_size = 32"),
         (2, TEXT_ONLY, "--loss-parallel cuts logits along the vocabulary, and a dit has none"),
-        (2, {"tp": 2, "sp": True, "pp_degree": 2}, "does not go with --pp-degree; use one of"),
+        (2, {"tp": 2, "sp": True, "pp_degree": 2}, "does not support --pp-degree; use one of"),
     ],
     ids=[
         "no sp",

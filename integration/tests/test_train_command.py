@@ -16,6 +16,7 @@ import pytest
 from integration.metrics import read_metrics, read_summary
 from integration.systems import SYSTEM_NAMES
 from integration.train.checkpoint import newest_complete
+from integration.train.config import NATIVE_RANDOM
 from integration.train.stop import EXIT_TERMINATED
 
 pytestmark = pytest.mark.ranks
@@ -83,9 +84,9 @@ def test_a_killed_run_resumes_with_the_losses_of_an_undisturbed_one(undisturbed,
     # The ranks are in sessions of their own; going on they would write beside the resumed run.
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     reached = losses(tmp_path)[-1][0]
-    said = train(tmp_path, "--system", "ddp", "--ranks", "2")
+    message = train(tmp_path, "--system", "ddp", "--ranks", "2")
     assert 6 <= reached < STEPS, "the kill came too late to prove anything"
-    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", said)[1])
+    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", message)[1])
     assert 4 <= resumed_at <= reached
     assert losses(tmp_path) == losses(undisturbed)
 
@@ -105,11 +106,11 @@ def test_a_second_job_in_a_run_folder_is_refused_and_the_first_goes_on(tmp_path)
     options = ["--system", "ddp", "--ranks", "2", "--steps", "100000"]
     process = start_and_wait_for_step(tmp_path, 2, *options)
     before = losses(tmp_path)[-1][0]
-    said = train(tmp_path, *options, check=2)
+    message = train(tmp_path, *options, check=2)
     assert re.fullmatch(
         rf"error: another job writes {tmp_path} \(process \d+ on \S+, since [\d :-]+\); wait for"
         r" its end, or give another --out\n",
-        said,
+        message,
     )
     process.terminate()
     assert process.wait(60) == EXIT_TERMINATED
@@ -150,9 +151,9 @@ def test_under_torchrun_bad_input_is_one_sentence_too(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(undisturbed, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
-    said = train(out, "--model", "llama-10m", check=2)
-    assert said.count("\n") == 1
-    assert "belongs to another run: its model.hidden_size is 64, this run's is 384" in said
+    message = train(out, "--model", "llama-10m", check=2)
+    assert message.count("\n") == 1
+    assert "belongs to another run: its model.hidden_size is 64, this run's is 384" in message
     assert losses(out) == losses(undisturbed)
 
 
@@ -236,8 +237,8 @@ def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
 
 @pytest.mark.parametrize("ranks", [[], ["--system", "ddp", "--ranks", "2"]], ids=str)
 def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_path, ranks):
-    said = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
-    sentence = said.splitlines()[-1]
+    message = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
+    sentence = message.splitlines()[-1]
     step = int(re.search(r"^error: the loss of step (\d+) is (nan|inf)", sentence)[1])
     path = newest_complete(tmp_path).path
     assert path.name == f"step-{step - 1:08d}"
@@ -267,10 +268,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
     (tmp_path / "short").write_bytes(b"x" * 63)
     paths = {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
     options = [paths.get(option, option) for option in options]
-    said = train(tmp_path / "run", *options, check=2)
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert sentence in said
+    message = train(tmp_path / "run", *options, check=2)
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert sentence in message
     assert not (tmp_path / "run").exists()
 
 
@@ -279,10 +280,10 @@ def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(tmp_path
     # What every interpreter runs first: a module that is None is one that cannot be imported.
     (tmp_path / "sitecustomize.py").write_text('import sys; sys.modules["dist_rng"] = None\n')
     options = ["--random", "dist-rng", *ranks]
-    said = train(tmp_path / "run", *options, check=2, PYTHONPATH=str(tmp_path))
-    assert said == (
+    message = train(tmp_path / "run", *options, check=2, PYTHONPATH=str(tmp_path))
+    assert message == (
         "error: --random dist-rng needs the package dist-rng, which is not installed; install it,"
-        " or use --random stock\n"
+        f" or use --random {NATIVE_RANDOM}\n"
     )
     assert not (tmp_path / "run").exists()
 
@@ -311,8 +312,8 @@ def test_more_ranks_than_cores_is_a_warning(tmp_path):
     if ranks > 4:
         pytest.skip(f"{ranks} ranks would be needed to outnumber the cores; tests stay below 5")
     options = ["--system", "ddp", "--ranks", str(ranks), "--micro-batch", "1", "--steps", "1"]
-    said = train(tmp_path, *options)
-    assert f"{ranks} ranks x 1 threads share {os.cpu_count()} cores" in said
+    message = train(tmp_path, *options)
+    assert f"{ranks} ranks x 1 threads share {os.cpu_count()} cores" in message
 
 
 def test_help_names_every_system():
@@ -350,6 +351,6 @@ def test_a_finished_run_leaves_its_last_step_and_a_longer_one_goes_on_from_there
     written = (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns
     train(tmp_path, *options, "--steps", "3")
     assert (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns == written
-    said = train(tmp_path, *options, "--steps", "5", "--no-final-checkpoint")
-    assert "step-00000003 at step 3" in said
+    message = train(tmp_path, *options, "--steps", "5", "--no-final-checkpoint")
+    assert "step-00000003 at step 3" in message
     assert newest_complete(tmp_path).path.name == "step-00000004"

@@ -12,7 +12,7 @@ import torch
 
 from integration.errors import EXIT_USAGE, UsageError
 from integration.hugging_face import write_weights
-from integration.hugging_face.pieces import parameter_pieces
+from integration.hugging_face.chunks import parameter_chunks
 from integration.models import build_model_on_meta, shape_from
 from integration.paths import make_folder, require_folder
 from integration.train import checkpoint
@@ -45,7 +45,7 @@ def export(path: Path, out: Path) -> None:
     if out.exists():
         raise UsageError(f"{out} is there already; give another OUT, or remove it")
     model = build_model_on_meta(shape_from(manifest.identity.model))
-    pieces = parameter_pieces(model)
+    pieces = parameter_chunks(model)
     shapes = model.state_dict()
     weights = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype) for name in pieces}
     partial = out.with_name(f".{out.name}.partial")

@@ -1,4 +1,4 @@
-"""``python -m integration.sample CHECKPOINT --out FILE.png``: pictures from a trained DiT."""
+"""``python -m integration.sample CHECKPOINT --out FILE.png``: images from a trained DiT."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from integration.sampling import Sampling, digits_in_turn, load_dit, sample
 
 _DESCRIPTION = """Draw digits by a checkpoint of a DiT: a column for each class, a row per sample.
 
-DDIM's deterministic steps with classifier-free guidance; the same seed gives the same pictures."""
+DDIM's deterministic steps with classifier-free guidance; the same seed gives the same images."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class SampleOptions:
     checkpoint: tyro.conf.Positional[Path]
     """A folder checkpoints/step-N of a run, of any system and number of ranks."""
     out: Path
-    """The picture to write, a PNG; a file of that name is replaced."""
+    """The image to write, a PNG; a file of that name is replaced."""
     samples: int = 6
-    """Pictures of each digit."""
+    """Images of each digit."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(options: SampleOptions) -> None:
-    """Write the picture.
+    """Write the image.
 
     Raises:
         UsageError: it is no complete checkpoint of a DiT, or a number or the path does not do.
@@ -61,13 +61,13 @@ def draw(options: SampleOptions) -> None:
     if options.samples < 1:
         raise UsageError(f"--samples is {options.samples}; give 1 or more")
     model = load_dit(options.checkpoint)
-    pictures = sample(model, digits_in_turn(options.samples), options.sampling)
+    images = sample(model, digits_in_turn(options.samples), options.sampling)
     # Imported late: it takes seconds, which nobody who is refused should wait.
-    from integration.report.picture_figure import save_grid
+    from integration.report.diffusion_figure import save_grid
 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_grid(pictures, out)
+        save_grid(images, out)
     except OSError as error:
         raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
 

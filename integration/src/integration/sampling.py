@@ -1,4 +1,4 @@
-"""Pictures from a trained DiT: DDIM's deterministic steps, with classifier-free guidance.
+"""Images from a trained DiT: DDIM's deterministic steps, with classifier-free guidance.
 
 Song, Meng and Ermon, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), equation 12 with
 sigma 0; Ho and Salimans, "Classifier-Free Diffusion Guidance" (arXiv 2207.12598), equation 6.
@@ -23,19 +23,19 @@ Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How pictures are drawn.
+    """How images are drawn.
 
     Raises:
         UsageError: a number does not do.
     """
 
     steps: int = 50
-    """Evaluations of the model on the way from noise to a picture."""
+    """Evaluations of the model on the way from noise to an image."""
     guidance: float = 2.0
     """How far to go from what the model predicts without a class, 0, to what it does with one, 1,
-    and beyond, where pictures are more typical of their class and more alike."""
+    and beyond, where images are more typical of their class and more alike."""
     seed: int = 0
-    """Of the noise that pictures begin as."""
+    """Of the noise that images begin as."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -57,21 +57,21 @@ def digits_in_turn(samples: int) -> Tensor:
 
 @torch.no_grad()
 def sample(model: Denoiser, classes: Tensor, how: Sampling) -> Tensor:
-    """Return a picture of each class, (pictures, 1, 8, 8) fp32 in [-1, 1].
+    """Return an image of each class, (images, 1, 8, 8) fp32 in [-1, 1].
 
-    The noise is drawn by a generator of its own, so pictures follow from the model and the
+    The noise is drawn by a generator of its own, so images follow from the model and the
     arguments alone, and two models draw from the same noise.
 
     Note [the ends]
         At the last time nothing of an image is kept, and the image that a prediction stands for
         is a difference divided by 0; the walk begins one time before, where a noise of the right
         size is all but the same. There, errors are still divided by 1.6e-3: the image is clamped
-        to the range of pixels, and the noise is what then explains the noisy picture. The walk
-        ends at time 0, where the picture is that image.
+        to the range of pixels, and the noise is what then explains the noisy image. The walk
+        ends at time 0, where the image is that image.
 
     Args:
         model: predicts noise; a ``DiT`` in eval mode.
-        classes: (pictures,) int64, each below ``CLASSES``, or that for none.
+        classes: (images,) int64, each below ``CLASSES``, or that for none.
         how: the steps, the guidance and the seed.
     """
     generator = torch.Generator().manual_seed(how.seed)
@@ -92,14 +92,14 @@ def load_dit(path: Path) -> nn.Module:
     """Return the DiT of a checkpoint of any system and number of ranks, in eval mode.
 
     Raises:
-        UsageError: it is no complete checkpoint, or one of a model that draws no pictures.
+        UsageError: it is no complete checkpoint, or one of a model that generates no images.
     """
     described = checkpoint.read_manifest(path).identity.model
     shape = shape_from(described)
     if not isinstance(shape, DiTShape):
         raise UsageError(
-            f"checkpoint {path} is of a {shape.family} model, which draws no pictures; give one of"
-            " a DiT"
+            f"checkpoint {path}: expected a DiT, got a {shape.family} model, which generates no"
+            " images; give a checkpoint of a DiT"
         )
     diffusion = build_model_on_meta(shape).to_empty(device="cpu")
     checkpoint.load_weights(path, diffusion.state_dict())

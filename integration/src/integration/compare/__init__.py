@@ -12,5 +12,5 @@ Note [what is compared]
         system but the reference is ``bitwise equal`` or ``within tolerance``, and every run with
         dist-rng comes to the ``same numbers``.
     case: where a run draws random numbers on shards: its weights (``init``), or its dropout.
-    source: who draws them: ``stock`` DTensor, or ``dist-rng``; one device needs neither.
+    source: who draws them: ``native`` DTensor, or ``dist-rng``; one device needs neither.
 """

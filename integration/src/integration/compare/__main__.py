@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from integration.compare import folder
+from integration.compare import results_folder
+from integration.compare.diffusion import collect_diffusion
 from integration.compare.display import JobsDisplay
 from integration.compare.options import parse_options
 from integration.compare.parallelism import collect as collect_parallelism
-from integration.compare.pictures import collect_pictures
 from integration.compare.random_numbers import collect as collect_random_numbers
 from integration.compare.results import Results, collect, collect_optimizers
 from integration.compare.runner import run_jobs
@@ -26,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         comparison = prepare(parse_options(arguments))
-        folder.replace(comparison.options.out)
+        results_folder.replace(comparison.options.out)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     results = _run(comparison)
     if results is None:
-        runs = comparison.options.out / folder.RUNS
+        runs = comparison.options.out / results_folder.RUNS
         print(f"stopped on request: no report; what the runs wrote is in {runs}", file=sys.stderr)
         return EXIT_TERMINATED
     _report(comparison, results, arguments)
@@ -53,13 +53,13 @@ def _run(comparison: Comparison) -> Results | None:
     random = [next(remaining) for _ in comparison.random_jobs]
     optimizers = [next(remaining) for each in comparison.optimizer_jobs for _ in each.jobs]
     parallel = [next(remaining) for _ in comparison.parallel_jobs]
-    pictures = list(remaining)
+    diffusion = list(remaining)
     results = Results(
         collect(systems),
         collect_random_numbers(comparison.random_jobs, random),
         collect_optimizers(comparison.optimizer_jobs, optimizers),
         collect_parallelism(comparison.parallel_jobs, parallel),
-        collect_pictures(comparison.options.picture_model, comparison.picture_jobs, pictures),
+        collect_diffusion(comparison.options.diffusion_model, comparison.diffusion_jobs, diffusion),
     )
     for failure in results.failures:
         display.failed(failure)

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from integration.compare.job import Job
+from integration.compare.run_result import Failure
 from integration.compare.runner import Outcome
-from integration.compare.runs import Failure
-from integration.live import LiveDisplay
+from integration.compare.training_job import TrainingJob
+from integration.live_display import LiveDisplay
 from integration.metrics import StepRecord
 
 
@@ -22,7 +22,7 @@ class JobsDisplay(LiveDisplay):
         console: where to draw; one that is not a terminal gets a line per event.
     """
 
-    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
+    def __init__(self, jobs: Sequence[TrainingJob], console: Console) -> None:
         self._console = console
         self._started_at = 0.0
         bars = Progress(
@@ -39,14 +39,14 @@ class JobsDisplay(LiveDisplay):
         }
         super().__init__(bars)
 
-    def started(self, job: Job) -> None:
+    def started(self, job: TrainingJob) -> None:
         """Show that a job's process starts."""
         self._started_at = time.monotonic()
         ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
         self._state(job, f"starting {ranks}")
         self._line(f"{job.name}: {ranks}, {job.steps} steps")
 
-    def progressed(self, job: Job, record: StepRecord) -> None:
+    def progressed(self, job: TrainingJob, record: StepRecord) -> None:
         """Show a completed step."""
         task = self._tasks[job.name]
         self._bars.start_task(task)
@@ -68,7 +68,7 @@ class JobsDisplay(LiveDisplay):
         )
         self._console.print(Text(failure.tail, "dim"))
 
-    def _state(self, job: Job, state: str) -> None:
+    def _state(self, job: TrainingJob, state: str) -> None:
         self._bars.update(self._tasks[job.name], state=state)
 
     def _line(self, sentence: str) -> None:

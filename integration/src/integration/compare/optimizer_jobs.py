@@ -3,9 +3,9 @@
 import importlib.util
 from dataclasses import dataclass
 
-from integration.compare.folder import RUNS
-from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
+from integration.compare.results_folder import RUNS
+from integration.compare.training_job import TrainingJob, make_job, train_config
 from integration.compare.variants import get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
@@ -22,7 +22,7 @@ class OptimizerJobs:
     """The runs with one optimizer; the first is the reference."""
 
     optimizer: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[TrainingJob, ...]
 
 
 def optimizer_jobs(options: CompareOptions) -> tuple[OptimizerJobs, ...]:
@@ -45,7 +45,7 @@ def optimizer_jobs(options: CompareOptions) -> tuple[OptimizerJobs, ...]:
     )
 
 
-def _job(options: CompareOptions, optimizer: str, name: str) -> Job:
+def _job(options: CompareOptions, optimizer: str, name: str) -> TrainingJob:
     variant = get_variant(name)
     choices = variant.choices | {
         "out": options.out / RUNS / FOLDER / f"{optimizer}-{name}",
@@ -55,4 +55,4 @@ def _job(options: CompareOptions, optimizer: str, name: str) -> Job:
     }
     config = train_config(options, choices, spelled={"steps": "optimizer_steps"})
     tolerance = model_shape(options.optimizer_model).tolerance
-    return job_of(config, tolerance=tolerance, session=FOLDER)
+    return make_job(config, tolerance=tolerance, session=FOLDER)

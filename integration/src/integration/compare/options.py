@@ -65,7 +65,7 @@ class CompareOptions:
     random_steps: int = 10
     """Optimizer steps of each of those runs."""
     parallelism: bool = True
-    """Compare every product of parallelism by a plan too, and stock torch's."""
+    """Compare every product of parallelism by a plan too, and native torch's."""
     parallel_models: str = "llama-tiny,mixtral-tiny,dit-tiny"
     """Which models to train for that, separated by commas."""
     parallel_steps: int = 6
@@ -79,11 +79,11 @@ class CompareOptions:
     """Which model to train for that."""
     optimizer_steps: int = 50
     """Optimizer steps of each of those runs."""
-    pictures: bool = True
+    diffusion: bool = True
     """Compare the pictures of a DiT trained on one device and sharded too, after all."""
-    picture_model: str = "dit-small"
+    diffusion_model: str = "dit-small"
     """Which model to train for that."""
-    picture_steps: int = 450
+    diffusion_steps: int = 450
     """Optimizer steps of each of those runs; digits need about as many as the default."""
 
     def system_names(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ class CompareOptions:
 
     def command_line(self) -> list[str]:
         """Return every option spelled out, so that other defaults would not change the result."""
-        return option_words({field.name: getattr(self, field.name) for field in fields(self)})
+        return option_arguments({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -147,19 +147,19 @@ PROFILES: Mapping[str, CompareOptions] = MappingProxyType(
 )
 
 
-def option_of(field: str) -> str:
+def option_name(field: str) -> str:
     """Return a field's name as it is written on the command line."""
     return "--" + field.replace("_", "-")
 
 
-def option_words(values: Mapping[str, object]) -> list[str]:
+def option_arguments(values: Mapping[str, object]) -> list[str]:
     """Return fields and values as a command line that tyro reads back; None is left out."""
     words: list[str] = []
     for field, value in values.items():
         if isinstance(value, bool):
-            words.append(option_of(field if value else f"no_{field}"))
+            words.append(option_name(field if value else f"no_{field}"))
         elif value is not None:
-            words += [option_of(field), str(value)]
+            words += [option_name(field), str(value)]
     return words
 
 

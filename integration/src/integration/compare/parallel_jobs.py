@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from integration.compare.folder import RUNS
-from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
 from integration.compare.random_jobs import DROPOUT, Source
-from integration.compare.variants import PLAIN, PRODUCTS, REFERENCE, STOCK, Variant, get_variant
+from integration.compare.results_folder import RUNS
+from integration.compare.training_job import TrainingJob, make_job, train_config
+from integration.compare.variants import NATIVE, PLAIN, PRODUCTS, REFERENCE, Variant, get_variant
 from integration.models import model_shape
 
 FOLDER = "parallel"
 
 
-class Case(StrEnum):
+class ParallelCase(StrEnum):
     """What is random in a run."""
 
     INIT = "init"
@@ -30,15 +30,15 @@ class Case(StrEnum):
     @property
     def draws_weights(self) -> bool:
         """Whether ranks draw weights on their shards."""
-        return self in (Case.INIT, Case.BOTH)
+        return self in (ParallelCase.INIT, ParallelCase.BOTH)
 
     @property
     def drops_out(self) -> bool:
         """Whether there is dropout."""
-        return self in (Case.DROPOUT, Case.BOTH)
+        return self in (ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
-_RANDOM = (Case.INIT, Case.DROPOUT, Case.BOTH)
+_RANDOM = (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class ParallelJob:
     Attributes:
         model: that it trains.
         case: what is random.
-        source: who draws it on shards; stock torch's is looked at and not judged.
+        source: who draws it on shards; native torch's is looked at and not judged.
         variant: the way to train.
         job: the run; its folder tells it from the others.
         reference: the folder of the run that it is compared with; None of a reference.
     """
 
     model: str
-    case: Case
+    case: ParallelCase
     source: Source
     variant: Variant
-    job: Job
+    job: TrainingJob
     reference: str | None
 
 
@@ -66,7 +66,7 @@ def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
     """Return the runs that ``options`` ask for, references first; none where they are left out.
 
     Those on one number of ranks, and of one source, share processes; native systems share those of
-    stock torch, in which nothing of this repository is loaded.
+    native torch, in which nothing of this repository is loaded.
 
     Raises:
         UsageError: a model or a number does not do.
@@ -76,31 +76,31 @@ def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
     models = options.parallel_model_names()
     for model in models:
         model_shape(model)
-    return (*_references(options, models), *_stock(options, models), *_products(options, models))
+    return (*_references(options, models), *_native(options, models), *_products(options, models))
 
 
 def _references(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
     for model in models:
-        for case in Case:
-            yield _job(options, model, case, Source.STOCK, get_variant(REFERENCE), "whole", None)
-            if case.draws_weights and model_shape(model).redraws:
-                # What stock systems draw, they draw by a model's own initialiser, in its order.
+        for case in ParallelCase:
+            yield _job(options, model, case, Source.NATIVE, get_variant(REFERENCE), "whole", None)
+            if case.draws_weights and model_shape(model).can_reinitialize:
+                # What native systems draw, they draw by a model's own initialiser, in its order.
                 variant = get_variant(REFERENCE)
-                yield _job(options, model, case, Source.STOCK, variant, "sharded", None)
+                yield _job(options, model, case, Source.NATIVE, variant, "sharded", None)
 
 
-def _stock(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
+def _native(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
     for model in models:
         shape = model_shape(model)
-        for variant in STOCK:
+        for variant in NATIVE:
             if not variant.takes(shape):
                 continue
             for case in _RANDOM:
-                if case.draws_weights and not shape.redraws:
+                if case.draws_weights and not shape.can_reinitialize:
                     continue
                 init = "sharded" if case.draws_weights else "whole"
                 reference = f"{model}-{case}-{REFERENCE}" + "-redrawn" * case.draws_weights
-                yield _job(options, model, case, Source.STOCK, variant, init, reference)
+                yield _job(options, model, case, Source.NATIVE, variant, init, reference)
 
 
 def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[ParallelJob]:
@@ -111,9 +111,11 @@ def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Para
                 init = "sharded" if case.draws_weights else "whole"
                 reference = f"{model}-{case}-{REFERENCE}"
                 yield _job(options, model, case, Source.DIST_RNG, variant, init, reference)
-        reference = f"{model}-{Case.NEITHER}-{REFERENCE}"
+        reference = f"{model}-{ParallelCase.NEITHER}-{REFERENCE}"
         for variant in (each for each in PLAIN if each.takes(shape)):
-            yield _job(options, model, Case.NEITHER, Source.DIST_RNG, variant, "whole", reference)
+            yield _job(
+                options, model, ParallelCase.NEITHER, Source.DIST_RNG, variant, "whole", reference
+            )
 
 
 def micro_batch(options: CompareOptions, variant: Variant) -> int:
@@ -126,16 +128,16 @@ def micro_batch(options: CompareOptions, variant: Variant) -> int:
     return options.micro_batch
 
 
-def _cases(options: CompareOptions, variant: Variant) -> tuple[Case, ...]:
+def _cases(options: CompareOptions, variant: Variant) -> tuple[ParallelCase, ...]:
     if not variant.drops_out:
-        return (Case.INIT,)
-    return _RANDOM if options.every_case or variant.ranks <= 2 else (Case.BOTH,)
+        return (ParallelCase.INIT,)
+    return _RANDOM if options.every_case or variant.ranks <= 2 else (ParallelCase.BOTH,)
 
 
 def _job(
     options: CompareOptions,
     model: str,
-    case: Case,
+    case: ParallelCase,
     source: Source,
     variant: Variant,
     init: str,
@@ -151,14 +153,14 @@ def _job(
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
         # Where nothing is drawn, nobody draws it.
-        "random": str(Source.STOCK if case is Case.NEITHER else source),
+        "random": (Source.NATIVE if case is ParallelCase.NEITHER else source).option,
     }
     config = train_config(options, choices, spelled={"steps": "parallel_steps"})
-    native = case is Case.NEITHER and variant.make().native
-    job = job_of(
+    native = case is ParallelCase.NEITHER and variant.make().native
+    job = make_job(
         config,
         tolerance=model_shape(model).tolerance,
         name=variant.name,
-        session=f"{variant.ranks}-{Source.STOCK if native else source}",
+        session=f"{variant.ranks}-{Source.NATIVE if native else source}",
     )
     return ParallelJob(model, case, source, variant, job, reference)

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from integration.compare.cost import LocalWork, local_work
-from integration.compare.curves import Deviation, deviation
-from integration.compare.parallel_jobs import Case, ParallelJob
+from integration.compare.deviation import Deviation, deviation
+from integration.compare.parallel_jobs import ParallelCase, ParallelJob
 from integration.compare.random_jobs import Source
+from integration.compare.run_result import Failure, RunResult, read_run
 from integration.compare.runner import Outcome
-from integration.compare.runs import Failure, Run, read_run
 from integration.systems import Degrees
 
 
 class ParallelVerdict(StrEnum):
-    """What a run comes to; stock torch's is looked at and not judged."""
+    """What a run comes to; native torch's is looked at and not judged."""
 
     SAME = "as one device"
     OUTSIDE = "outside tolerance"
@@ -35,7 +35,7 @@ class ParallelResult:
     Attributes:
         name: of its folder.
         way: how the way to train is called.
-        stock: whether it is torch's own.
+        native: whether no package of this repository takes part in it.
         work: absent when it failed.
         deviation: from one device; absent when either failed.
         final_loss: absent when it failed.
@@ -43,11 +43,11 @@ class ParallelResult:
 
     name: str
     model: str
-    case: Case
+    case: ParallelCase
     way: str
     ranks: int
     degrees: Degrees
-    stock: bool
+    native: bool
     tolerance: float
     verdict: ParallelVerdict
     work: LocalWork | None
@@ -78,11 +78,11 @@ def collect(jobs: Sequence[ParallelJob], outcomes: Sequence[Outcome]) -> list[Pa
     return results
 
 
-def _result(job: ParallelJob, run: Run, reference: Run) -> ParallelResult:
+def _result(job: ParallelJob, run: RunResult, reference: RunResult) -> ParallelResult:
     found = None
     if run.summary is not None and reference.summary is not None:
         found = deviation(run.losses, reference.losses)
-    stock = job.source is Source.STOCK
+    native = job.source is Source.NATIVE
     return ParallelResult(
         name=job.job.name,
         model=job.model,
@@ -90,9 +90,9 @@ def _result(job: ParallelJob, run: Run, reference: Run) -> ParallelResult:
         way=job.variant.name,
         ranks=job.job.ranks,
         degrees=job.variant.degrees,
-        stock=stock,
+        native=native,
         tolerance=job.job.tolerance,
-        verdict=_verdict(run, found, job.job.tolerance, stock=stock),
+        verdict=_verdict(run, found, job.job.tolerance, native=native),
         work=None if run.summary is None else local_work(run.summary),
         deviation=found,
         final_loss=run.losses[-1] if run.summary is not None else None,
@@ -101,12 +101,12 @@ def _result(job: ParallelJob, run: Run, reference: Run) -> ParallelResult:
 
 
 def _verdict(
-    run: Run, found: Deviation | None, tolerance: float, *, stock: bool
+    run: RunResult, found: Deviation | None, tolerance: float, *, native: bool
 ) -> ParallelVerdict:
     if run.failure is not None:
         return ParallelVerdict.FAILED
     if found is None:
         return ParallelVerdict.UNCOMPARED
-    if stock:
+    if native:
         return ParallelVerdict.UNJUDGED
     return ParallelVerdict.SAME if found.within(tolerance) else ParallelVerdict.OUTSIDE

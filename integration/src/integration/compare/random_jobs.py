@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from integration.compare.folder import RUNS
-from integration.compare.job import Job, job_of, train_config
 from integration.compare.options import CompareOptions
+from integration.compare.results_folder import RUNS
+from integration.compare.training_job import TrainingJob, make_job, train_config
 from integration.compare.variants import REFERENCE
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.systems import get_system
+from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM
 
 FOLDER = "random"
 PARALLEL = "dtensor-tp"
@@ -22,7 +23,7 @@ DROPOUT = 0.1
 TOLERANCE = 1e-5
 
 
-class Case(StrEnum):
+class RandomCase(StrEnum):
     """Where a run draws random numbers on shards."""
 
     INIT = "init"
@@ -30,19 +31,24 @@ class Case(StrEnum):
 
 
 class Source(StrEnum):
-    """Who draws random DTensors: a value of the trainer's ``--random``."""
+    """The implementation that draws random numbers for DTensors: torch's own, or dist-rng's."""
 
-    STOCK = "stock"
+    NATIVE = "native"
     DIST_RNG = "dist-rng"
+
+    @property
+    def option(self) -> str:
+        """The value of the trainer's ``--random`` that selects it."""
+        return NATIVE_RANDOM if self is Source.NATIVE else DIST_RNG_RANDOM
 
 
 @dataclass(frozen=True)
 class RandomJob:
     """A run of this comparison; of each case the first is the reference."""
 
-    case: Case
+    case: RandomCase
     source: Source
-    job: Job
+    job: TrainingJob
 
 
 def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
@@ -63,18 +69,20 @@ def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
             "the comparison of random numbers needs the package dist-rng, which is not installed;"
             " install it, or leave the comparison out with --no-random-numbers"
         )
-    return tuple(job for case in Case for job in _jobs(options, case))
+    return tuple(job for case in RandomCase for job in _jobs(options, case))
 
 
-def _jobs(options: CompareOptions, case: Case) -> Iterator[RandomJob]:
+def _jobs(options: CompareOptions, case: RandomCase) -> Iterator[RandomJob]:
     # One device draws with torch alone: its numbers are the definition.
-    yield _job(options, case, REFERENCE, 1, Source.STOCK)
+    yield _job(options, case, REFERENCE, 1, Source.NATIVE)
     for ranks in RANKS:
         for source in Source:
             yield _job(options, case, PARALLEL, ranks, source)
 
 
-def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: Source) -> RandomJob:
+def _job(
+    options: CompareOptions, case: RandomCase, system: str, ranks: int, source: Source
+) -> RandomJob:
     name = f"{case}-{system}-{ranks}-{source}"
     choices: dict[str, Any] = {
         "system": system,
@@ -82,10 +90,12 @@ def _job(options: CompareOptions, case: Case, system: str, ranks: int, source: S
         "out": options.out / RUNS / FOLDER / name,
         "model": options.random_model,
         "steps": options.random_steps,
-        "init": "sharded" if case is Case.INIT else "whole",
-        "dropout": DROPOUT if case is Case.DROPOUT else 0.0,
-        "random": str(source),
+        "init": "sharded" if case is RandomCase.INIT else "whole",
+        "dropout": DROPOUT if case is RandomCase.DROPOUT else 0.0,
+        "random": source.option,
         "fingerprint": True,
     }
     config = train_config(options, choices, spelled={"steps": "random_steps"})
-    return RandomJob(case, source, job_of(config, tolerance=TOLERANCE, session=f"{ranks}-{source}"))
+    return RandomJob(
+        case, source, make_job(config, tolerance=TOLERANCE, session=f"{ranks}-{source}")
+    )

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
-from integration.compare.curves import Deviation, deviation
-from integration.compare.random_jobs import Case, RandomJob, Source
+from integration.compare.deviation import Deviation, deviation
+from integration.compare.random_jobs import RandomCase, RandomJob, Source
+from integration.compare.run_result import Failure, RunResult, read_run
 from integration.compare.runner import Outcome
-from integration.compare.runs import Failure, Run, read_run
 from integration.metrics import RunSummary, StepRecord
 
 
 class RandomVerdict(StrEnum):
-    """What a run comes to; stock DTensor's is looked at and not judged."""
+    """What a run comes to; native DTensor's is looked at and not judged."""
 
     REFERENCE = "reference"
     SAME = "same numbers"
@@ -43,7 +43,7 @@ class RandomResult:
         summary: absent when the run failed.
     """
 
-    case: Case
+    case: RandomCase
     source: Source
     name: str
     system: str
@@ -74,14 +74,14 @@ def collect(jobs: Sequence[RandomJob], outcomes: Sequence[Outcome]) -> list[Rand
     return results
 
 
-def _against(job: RandomJob, run: Run, reference: Run) -> RandomResult:
+def _against(job: RandomJob, run: RunResult, reference: RunResult) -> RandomResult:
     same_weights: bool | None = None
     same_masks: bool | None = None
     found: Deviation | None = None
     if run is not reference and run.summary is not None and reference.summary is not None:
         own, one_device = run.summary, reference.summary
         same_weights = _same(own.initial_weights, one_device.initial_weights)
-        if job.case is Case.DROPOUT:
+        if job.case is RandomCase.DROPOUT:
             same_masks = _same(own.first_masks, one_device.first_masks)
         found = deviation(run.losses, reference.losses)
     return RandomResult(
@@ -109,7 +109,7 @@ def _same(own: str | None, reference: str | None) -> bool:
 
 
 def _verdict(
-    job: RandomJob, run: Run, found: Deviation | None, *, same: bool, first: bool
+    job: RandomJob, run: RunResult, found: Deviation | None, *, same: bool, first: bool
 ) -> RandomVerdict:
     if run.failure is not None:
         return RandomVerdict.FAILED
@@ -117,7 +117,7 @@ def _verdict(
         return RandomVerdict.REFERENCE
     if found is None:
         return RandomVerdict.UNCOMPARED
-    if job.source is Source.STOCK:
+    if job.source is Source.NATIVE:
         return RandomVerdict.UNJUDGED
     if not same:
         return RandomVerdict.OTHER

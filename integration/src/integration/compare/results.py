@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from integration.compare.cost import Cost, LocalWork, cost, local_work
-from integration.compare.curves import Deviation, deviation
+from integration.compare.deviation import Deviation, deviation
 from integration.compare.optimizer_jobs import OptimizerJobs
 from integration.compare.parallelism import ParallelResult
 from integration.compare.parallelism import passes as parallelism_passes
 from integration.compare.random_numbers import RandomResult
 from integration.compare.random_numbers import passes as random_numbers_pass
+from integration.compare.run_result import Failure, RunResult, read_run
 from integration.compare.runner import Outcome
-from integration.compare.runs import Failure, Run, read_run
 from integration.metrics import RunSummary, StepRecord
 
 RESULTS_FILE = "results.json"
@@ -84,21 +84,21 @@ class OptimizerResult:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedImages:
     """What one run draws.
 
     Attributes:
-        pictures: (samples * 10, 1, 8, 8) fp32 in [-1, 1], classes in turn.
+        images: (samples * 10, 1, 8, 8) fp32 in [-1, 1], classes in turn.
         recognised: how many of them are nearest to a real image of the class they were asked for.
     """
 
     system: str
-    pictures: Tensor
+    images: Tensor
     recognised: int
 
 
 @dataclass(frozen=True)
-class PictureResult:
+class DiffusionResult:
     """The runs of one DiT and their pictures.
 
     Attributes:
@@ -116,7 +116,7 @@ class PictureResult:
     runs: Sequence[SystemResult]
     judged: int
     whole: Deviation | None
-    drawn: Sequence[Drawn]
+    drawn: Sequence[GeneratedImages]
     samples: int
     real: Tensor
     difference: float | None
@@ -150,7 +150,7 @@ class Results:
     random_numbers: Sequence[RandomResult]
     optimizers: Sequence[OptimizerResult] = ()
     parallelism: Sequence[ParallelResult] = ()
-    pictures: PictureResult | None = None
+    diffusion: DiffusionResult | None = None
 
     @property
     def passes(self) -> bool:
@@ -159,7 +159,7 @@ class Results:
         others_pass = random_numbers_pass(self.random_numbers) and parallelism_passes(
             self.parallelism
         )
-        pictures_pass = self.pictures is None or passes(self.pictures.runs)
+        pictures_pass = self.diffusion is None or passes(self.diffusion.runs)
         return passes(self.systems) and optimizers_pass and others_pass and pictures_pass
 
     @property
@@ -169,7 +169,7 @@ class Results:
         found += [each.failure for each in self.random_numbers]
         found += [run.failure for each in self.optimizers for run in each.runs]
         found += [each.failure for each in self.parallelism]
-        found += [run.failure for run in self.pictures.runs] if self.pictures else []
+        found += [run.failure for run in self.diffusion.runs] if self.diffusion else []
         return [failure for failure in found if failure is not None]
 
 
@@ -185,7 +185,7 @@ def collect(outcomes: Sequence[Outcome]) -> list[SystemResult]:
         Results model by model, in the order of the runs.
     """
     runs = [read_run(outcome) for outcome in outcomes]
-    by_model: dict[str, list[Run]] = {}
+    by_model: dict[str, list[RunResult]] = {}
     for run in runs:
         by_model.setdefault(run.outcome.job.model, []).append(run)
     return [
@@ -223,12 +223,12 @@ def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
         "random_numbers": [asdict(each) for each in results.random_numbers],
         "optimizers": [asdict(each) for each in results.optimizers],
         "parallelism": [asdict(each) for each in results.parallelism],
-        "pictures": results.pictures and results.pictures.facts(),
+        "pictures": results.diffusion and results.diffusion.facts(),
     }
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 
 
-def _against(run: Run, reference: Run, *, is_reference: bool) -> SystemResult:
+def _against(run: RunResult, reference: RunResult, *, is_reference: bool) -> SystemResult:
     job = run.outcome.job
     found: Deviation | None = None
     own_cost: Cost | None = None
@@ -257,7 +257,7 @@ def _against(run: Run, reference: Run, *, is_reference: bool) -> SystemResult:
     )
 
 
-def _verdict(run: Run, found: Deviation | None, *, is_reference: bool) -> Verdict:
+def _verdict(run: RunResult, found: Deviation | None, *, is_reference: bool) -> Verdict:
     if run.failure is not None:
         return Verdict.FAILED
     if is_reference:

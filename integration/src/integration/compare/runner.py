@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
-from integration.compare.job import Job
+from integration.compare.training_job import TrainingJob
 from integration.metrics import SUMMARY_FILE, StepRecord, read_metrics
 from integration.train import session
 from integration.train.stop import StopRequest
@@ -35,7 +35,7 @@ class Outcome:
         log: what its process wrote; None: the job's own.
     """
 
-    job: Job
+    job: TrainingJob
     exit_code: int
     log: Path | None = None
 
@@ -43,17 +43,17 @@ class Outcome:
 class Watcher(Protocol):
     """Is told how the jobs are getting on."""
 
-    def started(self, job: Job) -> None:
+    def started(self, job: TrainingJob) -> None:
         """A job is about to start."""
 
-    def progressed(self, job: Job, record: StepRecord) -> None:
+    def progressed(self, job: TrainingJob, record: StepRecord) -> None:
         """A job has completed this step, and perhaps some before."""
 
     def ended(self, outcome: Outcome) -> None:
         """A job has ended."""
 
 
-def run_jobs(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
+def run_jobs(jobs: Sequence[TrainingJob], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
     """Run ``jobs`` one after another, those after a failed one too.
 
     Jobs of one session share processes, and run where the first of them stands, until one fails:
@@ -63,13 +63,13 @@ def run_jobs(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[O
         An outcome for each, in their order; fewer when a stop was requested, which ends the present
         one.
     """
-    outcomes: dict[Job, Outcome] = {}
+    outcomes: dict[TrainingJob, Outcome] = {}
     while (left := [job for job in jobs if job not in outcomes]) and not stop.requested:
         outcomes |= {each.job: each for each in _run(_together(left), watcher, stop)}
     return [outcomes[job] for job in jobs if job in outcomes]
 
 
-def _together(jobs: Sequence[Job]) -> list[Job]:
+def _together(jobs: Sequence[TrainingJob]) -> list[TrainingJob]:
     """The first job, and those that share its processes."""
     first = jobs[0]
     if first.session is None:
@@ -77,7 +77,7 @@ def _together(jobs: Sequence[Job]) -> list[Job]:
     return [job for job in jobs if job.session == first.session]
 
 
-def _run(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
+def _run(jobs: Sequence[TrainingJob], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
     """Run jobs in one process; return the outcomes of those that came to an end."""
     log_path, ended, seen = jobs[0].log, list[Outcome](), 0
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def _run(jobs: Sequence[Job], watcher: Watcher, stop: StopRequest) -> list[Outco
     return ended
 
 
-def _command(jobs: Sequence[Job]) -> list[str]:
+def _command(jobs: Sequence[TrainingJob]) -> list[str]:
     if jobs[0].session is None:
         return ["integration.train", *jobs[0].arguments]
     path = jobs[0].log.with_suffix(".session.json")
@@ -116,7 +116,7 @@ def _command(jobs: Sequence[Job]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _process(jobs: Sequence[Job], log: int) -> Iterator[subprocess.Popen[bytes]]:
+def _process(jobs: Sequence[TrainingJob], log: int) -> Iterator[subprocess.Popen[bytes]]:
     """The jobs' process for the length of the context; it has ended with all its ranks after."""
     # Its own session: a Ctrl-C at the terminal reaches it through us alone, once.
     process = subprocess.Popen(

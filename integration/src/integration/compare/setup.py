@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration.compare.cost import WARM_UP_STEPS
-from integration.compare.folder import RUNS, require_replaceable
-from integration.compare.job import Job, job_of, train_config
+from integration.compare.diffusion_jobs import diffusion_jobs
 from integration.compare.optimizer_jobs import OptimizerJobs, optimizer_jobs
 from integration.compare.options import CompareOptions
 from integration.compare.parallel_jobs import ParallelJob, micro_batch, parallel_jobs
-from integration.compare.picture_jobs import picture_jobs
 from integration.compare.random_jobs import RandomJob, random_jobs
+from integration.compare.results_folder import RUNS, require_replaceable
+from integration.compare.training_job import TrainingJob, make_job, train_config
 from integration.compare.variants import REFERENCE, Variant, get_variant
 from integration.data import (
     BatchLoader,
@@ -44,26 +44,26 @@ class Comparison:
         optimizer_jobs: what runs after those; none where optimizers are left out.
         data: of every kind that the jobs train on.
         parallel_jobs: what runs after those; none where products of parallelism are left out.
-        picture_jobs: what runs at last; none where pictures are left out.
+        diffusion_jobs: what runs at last; none where pictures are left out.
         missing: why systems that were asked for have no jobs here, by their names.
     """
 
     options: CompareOptions
-    jobs: tuple[Job, ...]
+    jobs: tuple[TrainingJob, ...]
     random_jobs: tuple[RandomJob, ...]
     data: tuple[DataFacts, ...]
     optimizer_jobs: tuple[OptimizerJobs, ...] = ()
     parallel_jobs: tuple[ParallelJob, ...] = ()
-    picture_jobs: tuple[Job, ...] = ()
+    diffusion_jobs: tuple[TrainingJob, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def all_jobs(self) -> tuple[Job, ...]:
+    def all_jobs(self) -> tuple[TrainingJob, ...]:
         """Everything that runs, in order."""
         random = (each.job for each in self.random_jobs)
         optimizers = (job for each in self.optimizer_jobs for job in each.jobs)
         parallel = (each.job for each in self.parallel_jobs)
-        return (*self.jobs, *random, *optimizers, *parallel, *self.picture_jobs)
+        return (*self.jobs, *random, *optimizers, *parallel, *self.diffusion_jobs)
 
 
 def prepare(options: CompareOptions) -> Comparison:
@@ -74,12 +74,12 @@ def prepare(options: CompareOptions) -> Comparison:
     """
     asked = [get_variant(name) for name in options.system_names()]
     missing = {each.name: why for each in asked if (why := each.make().missing)}
-    trains = _who_trains_what(options, [each for each in asked if each.name not in missing])
+    trains = _system_model_pairs(options, [each for each in asked if each.name not in missing])
     jobs = tuple(_job(options, variant, model) for variant, model in trains)
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
     parallel = parallel_jobs(options)
-    pictures = picture_jobs(options)
+    diffusion = diffusion_jobs(options)
     require_replaceable(options.out, options.data)
     trained = {(variant.name, model_shape(model).modality) for variant, model in trains}
     shown = list(dict.fromkeys(model_shape(model).modality for _, model in trains))
@@ -96,10 +96,10 @@ def prepare(options: CompareOptions) -> Comparison:
     facts = tuple(
         DataFacts(sets[kind].source, sets[kind].size, sets[kind].fingerprint) for kind in shown
     )
-    return Comparison(options, jobs, random, facts, optimizers, parallel, pictures, missing)
+    return Comparison(options, jobs, random, facts, optimizers, parallel, diffusion, missing)
 
 
-def _who_trains_what(
+def _system_model_pairs(
     options: CompareOptions, variants: Sequence[Variant]
 ) -> list[tuple[Variant, str]]:
     """Pairs of systems and models; those of a system, which share processes, come together."""
@@ -129,7 +129,7 @@ def _samples(options: CompareOptions, modality: Modality) -> Samples:
     return load_samples(modality, path, sequence_length=length, seed=options.seed)
 
 
-def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
+def _job(options: CompareOptions, variant: Variant, model: str) -> TrainingJob:
     shape = model_shape(model)
     choices: dict[str, Any] = variant.choices | {
         "out": options.out / RUNS / f"{model}-{variant.name}",
@@ -141,7 +141,7 @@ def _job(options: CompareOptions, variant: Variant, model: str) -> Job:
         choices["count_collectives"] = WARM_UP_STEPS
     config = train_config(options, choices)
     session = variant.name if options.share_processes else None
-    return job_of(config, tolerance=shape.tolerance, name=variant.name, session=session)
+    return make_job(config, tolerance=shape.tolerance, name=variant.name, session=session)
 
 
 def _require_enough_data(

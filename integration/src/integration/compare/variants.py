@@ -54,7 +54,7 @@ class Variant:
     @property
     def draws_on_shards(self) -> bool:
         """Whether weights can be drawn where they will be, with one device's numbers."""
-        return self.schedule is None and self.make().takes_deferred
+        return self.schedule is None and self.make().accepts_deferred_init
 
     @property
     def drops_out(self) -> bool:
@@ -96,7 +96,7 @@ _TITAN_FSDP = Variant("titan-fsdp", "torchtitan-style", 2, Degrees(dp_shard=2))
 _TITAN_TP_SP = _titan("titan-tp-sp", 2)
 
 # torch's own, whose random numbers on shards stand beside ours.
-STOCK: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
+NATIVE: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
 # By plans, with all packages.
 PRODUCTS: tuple[Variant, ...] = (
     _plan("plan-dp", 2, dp_replicate=2),
@@ -147,12 +147,12 @@ SYSTEMS: tuple[Variant, ...] = (
     Variant(REFERENCE, "single", 1),
     Variant("ddp", "ddp"),
     Variant("fsdp1", "fsdp1"),
-    STOCK[0],
+    NATIVE[0],
     Variant("fsdp", "fsdp"),
     Variant("deepspeed", "deepspeed"),
     _TITAN_FSDP,
     _FSDP,
-    STOCK[1],
+    NATIVE[1],
     _TITAN_TP_SP,
     _TP_SP,
     _FSDP_EP,
@@ -160,7 +160,7 @@ SYSTEMS: tuple[Variant, ...] = (
 # On more ranks than small machines should have: by name alone.
 LARGE: tuple[Variant, ...] = (_plan("plan-hsdp-tp", 8, dp_replicate=2, dp_shard=2, tp=2),)
 _ALL: dict[str, Variant] = {
-    variant.name: variant for variant in (*SYSTEMS, *STOCK, *PRODUCTS, *PLAIN, *LARGE)
+    variant.name: variant for variant in (*SYSTEMS, *NATIVE, *PRODUCTS, *PLAIN, *LARGE)
 }
 VARIANT_NAMES: tuple[str, ...] = tuple(_ALL)
 

@@ -2,8 +2,8 @@
 
 from integration.data.corpus import Corpus, corpus_files, corpus_size, load_corpus
 from integration.data.digits import Digits
-from integration.data.kinds import Modality, load_samples, require_source
 from integration.data.loader import BatchLoader, BatchPlan
+from integration.data.modality import Modality, load_samples, require_source
 from integration.data.samples import Batch, Samples
 from integration.data.text import TextWindows, require_bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from integration.errors import UsageError
-from integration.hugging_face.pieces import Piece, Shape
+from integration.hugging_face.chunks import ParameterChunk, Shape
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,7 +50,7 @@ def open_folder(path: Path) -> WeightsFolder:
 
 
 def require_fits(
-    folder: WeightsFolder, pieces: Mapping[str, Iterable[Piece]], config: Mapping[str, Any]
+    folder: WeightsFolder, pieces: Mapping[str, Iterable[ParameterChunk]], config: Mapping[str, Any]
 ) -> None:
     """Refuse a folder that does not hold the weights of a model.
 

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.futures import Future
 
+from integration.hugging_face.chunks import ParameterChunk
 from integration.hugging_face.folder import WeightsFolder
-from integration.hugging_face.pieces import Piece
 
 
 def load_weights(
-    model: nn.Module, folder: WeightsFolder, pieces: Mapping[str, Sequence[Piece]]
+    model: nn.Module, folder: WeightsFolder, pieces: Mapping[str, Sequence[ParameterChunk]]
 ) -> None:
     """Set the parameters of a parallel model to a folder's weights; all ranks call it.
 
@@ -46,14 +46,16 @@ def load_weights(
     weights = get_model_state_dict(model)
     # Of tied parameters only the first is in files, and loading sets the others.
     state = {name: tensor for name, tensor in weights.items() if name in pieces}
-    dcp.load(state, storage_reader=_PiecesReader(folder, pieces))
+    dcp.load(state, storage_reader=_ChunksReader(folder, pieces))
     set_model_state_dict(model, state, options=StateDictOptions(strict=len(state) == len(weights)))
 
 
-class _PiecesReader(HuggingFaceStorageReader):
+class _ChunksReader(HuggingFaceStorageReader):
     """torch's reader of safetensors, for parameters that are several tensors of files."""
 
-    def __init__(self, folder: WeightsFolder, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(
+        self, folder: WeightsFolder, pieces: Mapping[str, Sequence[ParameterChunk]]
+    ) -> None:
         super().__init__(str(folder.path))
         self._folder = folder
         self._pieces = {
@@ -106,7 +108,7 @@ class _PiecesReader(HuggingFaceStorageReader):
         done.set_result(None)
         return done
 
-    def _piece(self, item: ReadItem) -> Piece:
+    def _piece(self, item: ReadItem) -> ParameterChunk:
         return self._pieces[item.storage_index]
 
 

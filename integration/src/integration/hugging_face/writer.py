@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from integration.hugging_face.pieces import Piece
+from integration.hugging_face.chunks import ParameterChunk
 
 FILE_BYTES = 5 * 10**9
 
@@ -16,7 +16,7 @@ FILE_BYTES = 5 * 10**9
 def write_weights(
     folder: Path,
     weights: Mapping[str, Tensor],
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[ParameterChunk]],
     *,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -46,6 +46,6 @@ def write_weights(
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
-def _cut(weight: Tensor, piece: Piece) -> Tensor:
+def _cut(weight: Tensor, piece: ParameterChunk) -> Tensor:
     box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
     return weight[box].reshape(piece.shape).contiguous()

@@ -15,7 +15,7 @@ BYTE_VOCABULARY = 256
 class DecoderShape(ModelShape):
     """Fields have the names of ``transformers.LlamaConfig`` and ``MixtralConfig``."""
 
-    cut_by_heads = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
     hidden_size: int
     intermediate_size: int

@@ -17,10 +17,10 @@ class DiTShape(ModelShape):
     family: ClassVar[str] = "dit"
     modality: ClassVar[Modality] = Modality.DIGITS
     layers: ClassVar[str] = "model.blocks"
-    cut_by_heads: ClassVar[tuple[str, ...]] = ("num_heads",)
+    tensor_parallel_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
     loss_unit: ClassVar[str] = "squared error per pixel"
     # Positions are computed where the model is made.
-    redraws: ClassVar[bool] = False
+    can_reinitialize: ClassVar[bool] = False
 
     hidden_size: int
     depth: int

@@ -17,7 +17,7 @@ class ModelShape(ABC):
         family: models of one family take the same plans.
         modality: what its batches are made of.
         layers: path of the list of its repeated layers.
-        cut_by_heads: fields that tensor parallel ranks have to divide.
+        tensor_parallel_sizes: fields that tensor parallel ranks have to divide.
         loss_unit: of what its loss counts.
         tolerance: the largest difference of a loss from one device's that rounding explains,
             within tens of steps.
@@ -27,10 +27,10 @@ class ModelShape(ABC):
     family: ClassVar[str]
     modality: ClassVar[Modality] = Modality.TEXT
     layers: ClassVar[str] = "model.layers"
-    cut_by_heads: ClassVar[tuple[str, ...]]
+    tensor_parallel_sizes: ClassVar[tuple[str, ...]]
     loss_unit: ClassVar[str] = "nats per token"
     tolerance: ClassVar[float] = 1e-5
-    redraws: ClassVar[bool] = True
+    can_reinitialize: ClassVar[bool] = True
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated layers of a model of this shape, in order."""

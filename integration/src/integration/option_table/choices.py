@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from integration.option_table.observation import STEPS, Observed
+from integration.option_table.observation import STEPS, TrainingObservation
 from integration.option_table.pairwise import Choice
+from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM
 
 _SEQUENCE, _VOCABULARY = 64, 256
 _CLIP = 1e-2
@@ -28,41 +29,45 @@ BASE: Mapping[str, Any] = {
 }
 
 
-def _each(proof: Callable[[Observed], bool]) -> Callable[..., bool]:
+def _each(proof: Callable[[TrainingObservation], bool]) -> Callable[..., bool]:
     """The proof that every rank's observation has to pass."""
     return lambda ranks, options: all(proof(rank) for rank in ranks)
 
 
-def _has(seen: Observed, *kinds: str) -> bool:
+def _has(seen: TrainingObservation, *kinds: str) -> bool:
     return all(seen.collectives.get(kind, 0) > 0 for kind in kinds)
 
 
-def _is_sharded(seen: Observed) -> bool:
+def _is_sharded(seen: TrainingObservation) -> bool:
     # Norms and what does not divide evenly are a few percent of the tiny models.
-    return seen.held < 0.7 * seen.parameters
+    return seen.local_numel < 0.7 * seen.parameters
 
 
-def _fully_sharded(seen: Observed) -> bool:
+def _fully_sharded(seen: TrainingObservation) -> bool:
     return _is_sharded(seen) and _has(seen, "all_gather", "reduce_scatter")
 
 
-def _sends_gradients(seen: Observed) -> bool:
+def _sends_gradients(seen: TrainingObservation) -> bool:
     # HSDP of package fsdp reduces by sends and receives on gloo.
-    return seen.collectives.get("all_reduce", 0) >= 4 * seen.held or _has(seen, "send", "recv")
+    return seen.collectives.get("all_reduce", 0) >= 4 * seen.local_numel or _has(
+        seen, "send", "recv"
+    )
 
 
-def _replicated(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
-    copies = sum(rank.held for rank in ranks) / ranks[0].parameters
+def _replicated(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
+    copies = sum(rank.local_numel for rank in ranks) / ranks[0].parameters
     return copies >= 2 and all(map(_sends_gradients, ranks))
 
 
-def _head(seen: Observed) -> tuple[int, int]:
+def _head(seen: TrainingObservation) -> tuple[int, int]:
     """Tokens of a sequence and columns of the vocabulary that the output layer has here."""
     assert seen.head_shape is not None
     return seen.head_shape[1], seen.head_shape[2]
 
 
-def _plan(name: str, evidence: str, proof: Callable[[Observed], bool], **options: Any) -> Choice:
+def _plan(
+    name: str, evidence: str, proof: Callable[[TrainingObservation], bool], **options: Any
+) -> Choice:
     return Choice(f"--system plan {name}", evidence, _each(proof), {"system": "plan", **options})
 
 
@@ -183,7 +188,7 @@ PARALLELISM: tuple[Choice, ...] = (
 )
 
 
-def _mixed(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def _mixed(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
     found = {rank.head_dtype for rank in ranks} - {None}
     # Master weights, and so the moments of plain AdamW, stay in fp32.
     moments = set(ranks[0].state_dtypes)
@@ -193,7 +198,7 @@ def _mixed(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
 def _recomputes(share: float) -> Callable[..., bool]:
     """The proof that this share of activation functions is computed again, on all ranks."""
 
-    def proof(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+    def proof(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
         once = sum(rank.recomputation[0] for rank in ranks)
         again = sum(rank.recomputation[1] for rank in ranks)
         return again == share * once > 0
@@ -201,14 +206,14 @@ def _recomputes(share: float) -> Callable[..., bool]:
     return proof
 
 
-def _clips(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def _clips(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
     before = [record.gradient_norm for record in ranks[0].records]
     return all(norm is not None and norm > _CLIP for norm in before) and all(
         rank.clipped_norm <= _CLIP * (1 + 1e-3) for rank in ranks
     )
 
 
-def _accumulates(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def _accumulates(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
     summary = ranks[0].summary
     assert summary is not None
     microbatches = options["global_batch"] // (
@@ -223,7 +228,7 @@ def _saves(*steps: int) -> Callable[..., bool]:
     return lambda ranks, options: folders <= set(ranks[0].files)
 
 
-def _fingerprints(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def _fingerprints(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
     summary = ranks[0].summary
     assert summary is not None
     return summary.initial_weights == ranks[0].weights is not None and (
@@ -231,7 +236,7 @@ def _fingerprints(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bo
     )
 
 
-def _drops_out(seen: Observed) -> bool:
+def _drops_out(seen: TrainingObservation) -> bool:
     if seen.graphs:  # compiled layers show operators only
         return any(name in seen.operators for name in ("aten::bernoulli_", "aten::native_dropout"))
     return 0.05 < seen.dropped < 0.15
@@ -302,13 +307,13 @@ POLICIES: tuple[Choice, ...] = (
         "--dropout 0.1 --random dist-rng",
         "a tenth of the attention's weights are zero",
         _each(_drops_out),
-        {"dropout": 0.1, "random": "dist-rng"},
+        {"dropout": 0.1, "random": DIST_RNG_RANDOM},
     ),
     Choice(
         "--dropout 0.1",
         "a tenth of the attention's weights are zero",
         _each(_drops_out),
-        {"dropout": 0.1, "random": "stock"},
+        {"dropout": 0.1, "random": NATIVE_RANDOM},
     ),
     Choice(
         "--final-checkpoint",

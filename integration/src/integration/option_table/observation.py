@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
 
 if TYPE_CHECKING:
+    from integration.systems import System
     from integration.train.config import TrainConfig
+    from integration.train.loop import Trainer
     from integration.train.world import World
 
 # Collectives are counted in the second step and operators in the third: what the first does once
@@ -33,7 +36,7 @@ _ATTENTION_BACKWARD = (
 
 
 @dataclass(frozen=True)
-class Observed:
+class TrainingObservation:
     """What this rank did and had in a run of `STEPS` steps.
 
     Attributes:
@@ -65,7 +68,7 @@ class Observed:
     """
 
     parameters: int
-    held: int
+    local_numel: int
     weights: str | None
     built_on: tuple[str, ...]
     is_fsdp: bool
@@ -103,34 +106,46 @@ class Observed:
 
 
 @dataclass
-class _Modules:
-    """What the output layer and activation functions are seen to do, by steps before this one."""
+class _ModuleHooks:
+    """Calls of the output layer and of activation functions, by the number of completed steps."""
 
     head: Counter[int] = field(default_factory=Counter)
     result: Tensor | None = None
     forward: Counter[int] = field(default_factory=Counter)
     backward: Counter[int] = field(default_factory=Counter)
 
-    def watch(self, trainer: Any, model: nn.Module) -> None:
+    def install(self, trainer: Trainer, model: nn.Module) -> None:
         """Counts calls in ``model``; of activation functions only where layers are not compiled."""
 
-        def note_head(module: nn.Module, args: Any, result: Tensor) -> None:
+        def count_head(module: nn.Module, args: Any, result: Tensor) -> None:
             self.head[trainer.step] += 1
             self.result = result.detach()
 
-        def note_activation(module: nn.Module, args: Any, result: Tensor) -> None:
+        def count_activation(module: nn.Module, args: Any, result: Tensor) -> None:
             in_backward = torch._C._current_graph_task_id() != -1
             (self.backward if in_backward else self.forward)[trainer.step] += 1
 
         compiled = trainer._setup.config.compile != "none"
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
-                module.register_forward_hook(note_head)
+                module.register_forward_hook(count_head)
             elif name.rpartition(".")[2] == "act_fn" and not compiled:
-                module.register_forward_hook(note_activation)
+                module.register_forward_hook(count_activation)
+
+    def observed(self) -> dict[str, Any]:
+        """Returns the fields of `TrainingObservation` that hooks see."""
+        local = None if self.result is None else _local(self.result)
+        return {
+            "head_dtype": None if local is None else local.dtype,
+            "head_shape": None if local is None else tuple(local.shape),
+            "head_is_dtensor": isinstance(self.result, DTensor),
+            "head_calls": self.head[_COUNTED],
+            "activations": self.forward[_COUNTED],
+            "activations_again": self.backward[_COUNTED],
+        }
 
 
-def observe(config: TrainConfig, world: World) -> Observed:
+def observe(config: TrainConfig, world: World) -> TrainingObservation:
     """Runs a training on this rank and reports what it did; all ranks call it.
 
     Args:
@@ -142,81 +157,105 @@ def observe(config: TrainConfig, world: World) -> Observed:
     """
     from torch._dynamo.utils import counters
 
-    from integration.train.loop import Trainer
-    from integration.train.masks import DropoutMasks
-    from integration.train.parallel import weights_hash
+    from integration.train.parallel_model import weights_hash
     from integration.train.setup import prepare
     from integration.train.stop import StopRequest
 
     torch._dynamo.reset()
     counters.clear()
     setup = prepare(config, world.size)
-    built_on: set[str] = set()
-    parallelize = setup.system.parallelize
-
-    def parallelize_and_note(model: nn.Module, *args: Any) -> nn.Module:
-        built_on.update(_device_type(param) for param in model.parameters())
-        return parallelize(model, *args)
-
-    setup.system.parallelize = parallelize_and_note  # type: ignore[method-assign, assignment]
-
-    modules, operators, norms = _Modules(), Counter[str](), list[float]()
-
-    masks = DropoutMasks()
-
-    class ObservedTrainer(Trainer):
-        def _backward(self) -> Tensor:
-            if self.step == 0 and config.compile == "none":
-                with masks:
-                    return super()._backward()
-            if self.step + 1 != _PROFILED or config.profile_steps:
-                return super()._backward()
-            with torch.profiler.profile() as profile:
-                loss = super()._backward()
-            operators.update(event.name for event in profile.events())
-            return loss
-
-    trainer = ObservedTrainer(setup, world)
-    modules.watch(trainer, trainer.model)
+    built_on = _record_devices(setup.system)
+    recorder = _StepRecorder(config)
+    trainer = _trainer_with(recorder)(setup, world)
+    recorder.modules.install(trainer, trainer.model)
     weights = None
-    if config.pp_degree == 1:  # a stage has some of them
+    if config.pp_degree == 1:  # a stage has only its own
         weights = weights_hash(trainer.model)
+    norms: list[float] = []
     trainer.optimizer.register_step_pre_hook(
         lambda *_: norms.append(float(setup.system.clip(trainer.model, float("inf"))))
     )
     with mock.patch.object(dcp, "async_save", wraps=dcp.async_save) as saves:
         assert trainer.run(StopRequest())
-    if config.profile_steps:  # torch has one profiler at a time
-        trace = json.loads((config.out / f"profile/rank{world.rank}.pt.trace.json").read_text())
-        operators.update(event.get("name", "") for event in trace["traceEvents"])
-    result = modules.result
-    local = result.to_local() if isinstance(result, DTensor) else result
-    state = [each for of in trainer.optimizer.state.values() for each in of.values()]
-    return Observed(
+    return TrainingObservation(
         parameters=trainer._parameters,
-        held=sum(_local(param).numel() for param in trainer.model.parameters()),
+        local_numel=sum(_local(param).numel() for param in trainer.model.parameters()),
         weights=weights,
         built_on=tuple(sorted(built_on)),
         is_fsdp=isinstance(trainer.model, FSDPModule),
-        head_dtype=None if local is None else local.dtype,
-        head_shape=None if local is None else tuple(local.shape),
-        head_is_dtensor=isinstance(result, DTensor),
-        head_calls=modules.head[_COUNTED],
         collectives={each.kind: each.bytes for each in trainer._collectives.counts or ()},
-        operators=dict(operators),
-        activations=modules.forward[_COUNTED],
-        activations_again=modules.backward[_COUNTED],
-        dropped=masks.share,
+        operators=recorder.operators_of_run(world.rank),
+        dropped=recorder.masks.share,
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(counters["graph_break"].values()),
         optimizer=type(trainer.optimizer).__name__,
-        state_dtypes=tuple({_local(each).dtype: None for each in state if _is_array(each)}),
+        state_dtypes=_state_dtypes(trainer.optimizer),
         clipped_norm=norms[-1],
         background_saves=saves.call_count,
         records=tuple(read_metrics(config.out)) if world.is_main else (),
         summary=read_summary(config.out) if world.is_main else None,
         files=_files(config.out) if world.is_main else (),
+        **recorder.modules.observed(),
     )
+
+
+def _record_devices(system: System) -> set[str]:
+    """Returns the device types of the parameters with which ``parallelize`` will be called."""
+    built_on: set[str] = set()
+    parallelize = system.parallelize
+
+    def parallelize_and_record(model: nn.Module, *args: Any) -> nn.Module:
+        built_on.update(_device_type(param) for param in model.parameters())
+        return parallelize(model, *args)
+
+    system.parallelize = parallelize_and_record  # type: ignore[method-assign, assignment]
+    return built_on
+
+
+class _StepRecorder:
+    """Records the dropout masks of the first step and the operators of the profiled one."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        from integration.train.dropout_masks import DropoutMasks
+
+        self._config = config
+        self._operators = Counter[str]()
+        self.masks, self.modules = DropoutMasks(), _ModuleHooks()
+
+    def backward(self, step: int, backward: Callable[[], Tensor]) -> Tensor:
+        """Calls ``backward`` after ``step`` completed steps."""
+        if step == 0 and self._config.compile == "none":
+            with self.masks:
+                return backward()
+        if step + 1 != _PROFILED or self._config.profile_steps:
+            return backward()
+        with torch.profiler.profile() as profile:
+            loss = backward()
+        self._operators.update(event.name for event in profile.events())
+        return loss
+
+    def operators_of_run(self, rank: int) -> dict[str, int]:
+        """Returns calls of operators by name; from the trace of a run that profiles itself."""
+        if self._config.profile_steps:  # torch has one profiler at a time
+            path = self._config.out / f"profile/rank{rank}.pt.trace.json"
+            events = json.loads(path.read_text())["traceEvents"]
+            self._operators.update(event.get("name", "") for event in events)
+        return dict(self._operators)
+
+
+def _trainer_with(recorder: _StepRecorder) -> type[Trainer]:
+    from integration.train.loop import Trainer
+
+    class ObservedTrainer(Trainer):
+        def _backward(self) -> Tensor:
+            return recorder.backward(self.step, super()._backward)
+
+    return ObservedTrainer
+
+
+def _state_dtypes(optimizer: torch.optim.Optimizer) -> tuple[torch.dtype, ...]:
+    state = [each for of_parameter in optimizer.state.values() for each in of_parameter.values()]
+    return tuple({_local(each).dtype: None for each in state if _is_array(each)})
 
 
 def _files(folder: Path) -> tuple[str, ...]:

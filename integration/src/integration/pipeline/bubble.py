@@ -22,10 +22,9 @@ from integration.models import LlamaShape, build_model, build_model_on_meta
 from integration.pipeline.actions import Action, TimedStage
 from integration.pipeline.chain import even_split
 from integration.pipeline.families import family_of
-from integration.pipeline.layout import PipelineOptions, lay_out
-from integration.pipeline.rank import RankPipeline
-from integration.pipeline.schedules import SCHEDULES, Schedule
-from integration.pipeline.theory import expected_bubble
+from integration.pipeline.layout import PipelineOptions, make_layout
+from integration.pipeline.rank_pipeline import RankPipeline
+from integration.pipeline.schedules import SCHEDULES, PipelineSchedule
 from integration.pipeline.timeline import Timeline, replay, steady
 from integration.systems import get_system
 
@@ -72,7 +71,7 @@ class RankLog:
 
 
 def measure(
-    schedule: Schedule, ranks: int, microbatches: int, steps: int
+    schedule: PipelineSchedule, ranks: int, microbatches: int, steps: int
 ) -> tuple[Bubble, Timeline]:
     """Run a schedule on ``ranks`` gloo processes and return its bubble, and a step's timeline."""
     from testkit import run_ranks
@@ -102,7 +101,7 @@ def _run_rank(name: str, microbatches: int, steps: int) -> RankLog:
     ranks, schedule = dist.get_world_size(), SCHEDULES[name]
     chain = family_of(meta := build_model_on_meta(SHAPE)).chain(meta)
     points = even_split(chain, schedule.stages(ranks, None), ends=0)
-    layout = lay_out(PipelineOptions(ranks, points, schedule, microbatches), meta)
+    layout = make_layout(PipelineOptions(ranks, points, schedule, microbatches), meta)
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
     model = build_model(SHAPE, seed=0)
     pipeline = RankPipeline(layout, get_system("single"), model, SHAPE, mesh, TimedStage)
@@ -124,6 +123,33 @@ def _run_rank(name: str, microbatches: int, steps: int) -> RankLog:
         pipeline.model.zero_grad()
     # The first step also finds out what stages send each other.
     return RankLog(tuple(found[1:]), tuple(walls[1:]))
+
+
+def expected_bubble(schedule: str, ranks: int, microbatches: int, per_rank: int) -> float | None:
+    """Return the share of the ranks' time that is idle, with stages that take equally long.
+
+    Where a backward is split its halves take as long as a forward each; sending takes nothing.
+
+    Sources: GPipe (arXiv 1811.06965), section 2.3, and 1F1B; interleaved 1F1B of Megatron-LM (arXiv
+    2104.04473), section 2.2; zero bubble (arXiv 2401.10241), table 2, ZB-H1, interleaved, and
+    section 6, ZB-V; DualPipeV, the table in github.com/deepseek-ai/DualPipe.
+
+    Args:
+        schedule: its name.
+        ranks: K.
+        microbatches: M.
+        per_rank: V, the stages of a rank.
+    """
+    wait, work = ranks - 1, per_rank * microbatches
+    if schedule in ("GPipe", "1F1B", "Interleaved1F1B"):
+        return wait / (work + wait)
+    if schedule == "InterleavedZeroBubble":
+        return wait / (3 * work + wait)  # (K - 1) (F + I - W) of (F + I + W) V M
+    if schedule == "ZBVZeroBubble":
+        return 0.0
+    if schedule == "DualPipeV":
+        return 2 * wait / (3 * work + 2 * wait)  # (K - 1) (F&B + B - 3 W), F&B = F + I + W
+    return None
 
 
 def table(bubbles: Sequence[Bubble]) -> str:

@@ -1,7 +1,8 @@
 """What a stage is given, what it hands on, and the loss, by kind of model.
 
-A model's class is not changed: its part runs the class's own forward where that is a chain of one
-tensor (`Decoder`), and the same lines cut in two where a second one goes along (`Diffusion`).
+The model's class is not changed. Where layers pass one tensor on, a stage runs the class's own
+forward (`DecoderFamily`); where they pass on a second one, the stage runs its lines of that forward
+(`DiffusionFamily`).
 """
 
 import math
@@ -15,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
 from integration.pipeline.chain import Chain
-from integration.pipeline.part import Absent
+from integration.pipeline.model_part import PassThrough
 
 _EMBEDDERS = ("x_embedder", "t_embedder", "y_embedder")
 
 
-class Family(ABC):
+class ModelFamily(ABC):
     """Models that are cut in the same way."""
 
     @abstractmethod
@@ -41,9 +42,10 @@ class Family(ABC):
 
     @abstractmethod
     def forward_of(self, part: nn.Module) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        """Return the forward of a part of a model, which has `Absent` for units of other stages.
+        """Returns the forward of a stage's part of a model.
 
-        It is given `inputs` on the first stage, and what the stage before returned on the others.
+        The part has `PassThrough` in place of the units of other stages. The first stage calls the
+        forward with `inputs`, the others with the outputs of the previous stage.
         """
 
     @abstractmethod
@@ -51,7 +53,7 @@ class Family(ABC):
         """Return the mean loss of what the last part returned, as the whole model does."""
 
 
-class Decoder(Family):
+class DecoderFamily(ModelFamily):
     """Hugging Face's decoders of tokens: LLaMA, Mixtral and their relatives."""
 
     def chain(self, model: nn.Module) -> Chain:
@@ -80,7 +82,7 @@ class Decoder(Family):
         def forward(input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
             # With the names of the class's forward, for plans say what becomes of them.
             del labels
-            if isinstance(model.lm_head, Absent):
+            if isinstance(model.lm_head, PassThrough):
                 # Not by the class's forward, which returns a view: zero-bubble schedules detach
                 # what a stage returns in place.
                 hidden: Tensor = model.lm_head(model.model(input_ids=input_ids).last_hidden_state)
@@ -99,7 +101,7 @@ class Decoder(Family):
         return loss
 
 
-class Diffusion(Family):
+class DiffusionFamily(ModelFamily):
     """DiTs in the loss of predicted noise; blocks take the condition too, so stages hand it on."""
 
     def chain(self, model: nn.Module) -> Chain:
@@ -121,7 +123,7 @@ class Diffusion(Family):
         model: Any = part.model
 
         def forward(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
-            if isinstance(model.x_embedder, Absent):
+            if isinstance(model.x_embedder, PassThrough):
                 tokens, condition = given
             else:
                 images, noise, times, classes = given
@@ -131,7 +133,7 @@ class Diffusion(Family):
                 condition = model.t_embedder(times) + model.y_embedder(classes, model.training)
             for block in model.blocks:
                 tokens = block(tokens, condition)
-            if isinstance(model.final_layer, Absent):
+            if isinstance(model.final_layer, PassThrough):
                 # What is sent lies in one piece; and is made here, which torch looks for when it
                 # takes the gradients of inputs alone.
                 return tokens.contiguous(), condition.clone()
@@ -147,7 +149,7 @@ class Diffusion(Family):
         return loss
 
 
-def family_of(model: nn.Module) -> Family:
+def family_of(model: nn.Module) -> ModelFamily:
     """Return how a model is cut.
 
     Raises:
@@ -155,9 +157,9 @@ def family_of(model: nn.Module) -> Family:
     """
     names = {name for name, _ in model.named_modules()}
     if {"model.embed_tokens", "model.layers", "model.norm", "lm_head"} <= names:
-        return Decoder()
+        return DecoderFamily()
     if {f"model.{name}" for name in (*_EMBEDDERS, "blocks", "final_layer")} <= names:
-        return Diffusion()
+        return DiffusionFamily()
     raise UsageError(
         f"a pipeline cannot cut {type(model).__name__}: it knows Hugging Face's decoders"
         " (model.embed_tokens, model.layers, model.norm, lm_head) and testkit's DiT; use"

@@ -7,7 +7,7 @@ from torch import nn
 
 from integration.pipeline.chain import check_split, even_split, require_untied, stage_units
 from integration.pipeline.families import family_of
-from integration.pipeline.schedules import Schedule
+from integration.pipeline.schedules import PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PipelineOptions:
 
     degree: int
     split_points: tuple[str, ...] | None
-    schedule: Schedule
+    schedule: PipelineSchedule
     microbatches: int
 
 
@@ -37,7 +37,7 @@ class PipelineLayout:
 
     degree: int
     microbatches: int
-    schedule: Schedule
+    schedule: PipelineSchedule
     stages: tuple[tuple[str, ...], ...]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class PipelineLayout:
         return self.schedule.stages_of(rank, self.degree, len(self.stages))
 
 
-def lay_out(options: PipelineOptions, model: nn.Module) -> PipelineLayout:
+def make_layout(options: PipelineOptions, model: nn.Module) -> PipelineLayout:
     """Cut a model, which may be on the meta device, into stages.
 
     Raises:

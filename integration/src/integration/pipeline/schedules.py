@@ -12,7 +12,7 @@ from integration.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One way to order the forwards and backwards of microbatches.
 
     Attributes:
@@ -91,20 +91,20 @@ class Schedule:
         return made(given, microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("GPipe"),
-        Schedule("1F1B", fills=True),
-        Schedule("Interleaved1F1B", None, rounds=True),
-        Schedule("InterleavedZeroBubble", None, splits_backward=True, rounds=True),
-        Schedule("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
-        Schedule("DualPipeV", 2, v_shaped=True, splits_backward=True, fills=True),
+        PipelineSchedule("GPipe"),
+        PipelineSchedule("1F1B", fills=True),
+        PipelineSchedule("Interleaved1F1B", None, rounds=True),
+        PipelineSchedule("InterleavedZeroBubble", None, splits_backward=True, rounds=True),
+        PipelineSchedule("ZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+        PipelineSchedule("DualPipeV", 2, v_shaped=True, splits_backward=True, fills=True),
     )
 }
 
 
-def get_schedule(name: str) -> Schedule:
+def get_schedule(name: str) -> PipelineSchedule:
     """Return the schedule called ``name``.
 
     Raises:

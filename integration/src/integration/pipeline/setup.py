@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING
 
 from integration.errors import UsageError
 from integration.models import ModelShape, build_model_on_meta
-from integration.pipeline.layout import PipelineOptions, lay_out
-from integration.pipeline.partners import PARTNERS, REFUSED, WORKS
-from integration.pipeline.schedules import Schedule, get_schedule
-from integration.pipeline.system import Pipelined
+from integration.pipeline.layout import PipelineOptions, make_layout
+from integration.pipeline.schedules import PipelineSchedule, get_schedule
+from integration.pipeline.stage_parallelism import (
+    STAGE_SYSTEMS,
+    SUPPORTED_SCHEDULES,
+    UNSUPPORTED_REASONS,
+)
+from integration.pipeline.system import PipelineSystem
 from integration.systems.base import System
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 _WITH_DIT = ("single", "ddp")
 
 
-def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
+def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
     """Return ``system`` in the pipeline that ``config`` asks for, or as it is.
 
     The model is built on the meta device: what a stage may begin with is what the model has.
@@ -38,7 +42,7 @@ def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: i
     _check_partner(system.name, schedule)
     if shape.family == "dit" and system.name not in _WITH_DIT:
         raise UsageError(
-            f"system {system.name!r} does not go with --pp-degree for a DiT, whose positions are a"
+            f"system {system.name!r} does not support --pp-degree for a DiT, whose positions are a"
             f" parameter that stages share; use --system {' or '.join(_WITH_DIT)}"
         )
     microbatches = config.pp_microbatches or config.micro_batch
@@ -59,16 +63,20 @@ def in_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: i
         schedule=schedule,
         microbatches=microbatches,
     )
-    return Pipelined(system, lay_out(options, build_model_on_meta(shape, dropout=config.dropout)))
+    return PipelineSystem(
+        system, make_layout(options, build_model_on_meta(shape, dropout=config.dropout))
+    )
 
 
-def _check_partner(system: str, schedule: Schedule) -> None:
-    if system not in PARTNERS:
+def _check_partner(system: str, schedule: PipelineSchedule) -> None:
+    if system not in STAGE_SYSTEMS:
         raise UsageError(
-            f"system {system!r} does not go with --pp-degree; use one of: {', '.join(PARTNERS)}"
+            f"system {system!r} does not support --pp-degree;"
+            f" use one of: {', '.join(STAGE_SYSTEMS)}"
         )
-    if schedule.name not in WORKS[system]:
+    if schedule.name not in SUPPORTED_SCHEDULES[system]:
         raise UsageError(
-            f"system {system!r} does not go with --pp-schedule {schedule.name}: {REFUSED[system]};"
-            f" use --pp-schedule {' or '.join(WORKS[system])}, or --system fsdp2"
+            f"system {system!r} does not support --pp-schedule {schedule.name}:"
+            f" {UNSUPPORTED_REASONS[system]};"
+            f" use --pp-schedule {' or '.join(SUPPORTED_SCHEDULES[system])}, or --system fsdp2"
         )

@@ -6,13 +6,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from integration.data import Batch
 from integration.models import ModelShape
 from integration.pipeline.layout import PipelineLayout
-from integration.pipeline.partners import TENSOR_PARALLEL, check_degrees
-from integration.pipeline.rank import RankPipeline
+from integration.pipeline.rank_pipeline import RankPipeline
+from integration.pipeline.stage_parallelism import TENSOR_PARALLEL, check_degrees
 from integration.systems.base import System
 from integration.systems.clip import clip_gradients
 
 
-class Pipelined(System):
+class PipelineSystem(System):
     """Pipeline parallelism between stages, another system within each.
 
     Rank ``p * ranks + r`` is number ``r`` of the ``ranks`` that share the stages of place ``p``.
@@ -25,7 +25,7 @@ class Pipelined(System):
     def __init__(self, inner: System, layout: PipelineLayout) -> None:
         super().__init__(inner.degrees)
         self.name = f"{inner.name}+pp"
-        self.any_optimizer = inner.any_optimizer
+        self.supports_all_optimizers = inner.supports_all_optimizers
         self.shards_batches = inner.shards_batches
         self._inner, self._layout = inner, layout
         self._running: RankPipeline | None = None

@@ -12,7 +12,7 @@ from integration.pipeline.actions import BACKWARD_OF_WEIGHTS, FORWARD, Action
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """An action on a rank's line of time, in seconds from the step's beginning."""
 
     rank: int
@@ -29,7 +29,7 @@ class Span:
 class Timeline:
     """All actions of one step on all ranks."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     ranks: int
 
     @property
@@ -69,7 +69,7 @@ def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
     stages = 1 + max(action.stage for order in orders for action in order)
     ended: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(orders), [0] * len(orders)
-    spans: list[Span] = []
+    spans: list[ActionSpan] = []
     while len(spans) < sum(map(len, orders)):
         before = len(spans)
         for rank, order in enumerate(orders):
@@ -79,7 +79,7 @@ def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
                 if any(key not in ended for key in needed):
                     break
                 start = max([free[rank], *(ended[key] for key in needed)])
-                spans.append(Span(rank, action, start))
+                spans.append(ActionSpan(rank, action, start))
                 free[rank] = start + action.seconds
                 ended[_key(action)] = free[rank]
                 at[rank] += 1

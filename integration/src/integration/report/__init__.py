@@ -10,41 +10,41 @@ from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult
 from integration.compare.results import (
     RESULTS_FILE,
+    DiffusionResult,
     OptimizerResult,
-    PictureResult,
     Results,
     SystemResult,
     of_models,
     write_results,
 )
 from integration.compare.setup import Comparison
-from integration.lines.table import line_section
+from integration.loc.table import loc_section
 from integration.report.case_figure import draw_cases
 from integration.report.cost_figure import draw_cost
+from integration.report.diffusion_figure import draw_diffusion
+from integration.report.diffusion_text import diffusion_text
 from integration.report.environment import describe_environment
 from integration.report.figures import save_png, svg_of
 from integration.report.loss_figure import draw_losses
 from integration.report.optimizer_figure import draw_optimizers
-from integration.report.optimizer_wording import optimizer_text
+from integration.report.optimizer_text import optimizer_text
+from integration.report.page_text import page_text
 from integration.report.pages import (
     Chart,
+    DiffusionSection,
     ModelSection,
     OptimizerSection,
-    Page,
     ParallelSection,
-    PictureSection,
     RandomSection,
+    ReportPage,
     render_html,
     render_markdown,
 )
 from integration.report.palette import DARK, LIGHT, Theme, styles
 from integration.report.parallel_figure import draw_parallelism
-from integration.report.parallel_wording import parallel_text
-from integration.report.picture_figure import draw_pictures
-from integration.report.picture_wording import picture_text
+from integration.report.parallel_text import parallel_text
 from integration.report.random_figure import draw_random
-from integration.report.random_wording import random_text
-from integration.report.wording import page_text
+from integration.report.random_text import random_text
 
 __all__ = ["write_report"]
 
@@ -67,20 +67,20 @@ def write_report(comparison: Comparison, results: Results, arguments: Sequence[s
         "finding": text.finding,
         "options": asdict(comparison.options),
         "environment": asdict(environment),
-        "lines_of_code": [asdict(each) for each in line_section().efforts],
+        "lines_of_code": [asdict(each) for each in loc_section().efforts],
     }
     write_results(out / RESULTS_FILE, results, about)
     figures = out / "figures"
     figures.mkdir(exist_ok=True)
-    page = Page(
+    page = ReportPage(
         text=text,
         results=results,
         models=_model_sections(results.systems, figures),
         random=_random_section(results.random_numbers, figures),
         optimizers=_optimizer_section(results.optimizers, figures),
         parallelism=_parallel_section(results.parallelism, figures),
-        pictures=_picture_section(results.pictures, figures),
-        lines=line_section(),
+        diffusion=_diffusion_section(results.diffusion, figures),
+        lines=loc_section(),
         environment=environment,
     )
     (out / "report.md").write_text(render_markdown(page))
@@ -155,16 +155,16 @@ def _parallel_section(results: Sequence[ParallelResult], figures: Path) -> Paral
     return ParallelSection(parallel_text(results), results, chart, curves)
 
 
-def _picture_section(result: PictureResult | None, figures: Path) -> PictureSection | None:
+def _diffusion_section(result: DiffusionResult | None, figures: Path) -> DiffusionSection | None:
     if result is None:
         return None
     chart = _chart(
-        "pictures",
+        "diffusion",
         "Images of the data, and digits drawn by each run from the same noise; losses by step",
-        lambda theme: draw_pictures(result, theme),
+        lambda theme: draw_diffusion(result, theme),
         figures,
     )
-    return PictureSection(picture_text(result), result, chart)
+    return DiffusionSection(diffusion_text(result), result, chart)
 
 
 def _chart(name: str, alternative: str, draw: Callable[[Theme], Figure], folder: Path) -> Chart:

@@ -8,20 +8,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from integration.compare.parallel_jobs import Case
+from integration.compare.parallel_jobs import ParallelCase
 from integration.compare.parallelism import ParallelResult
 from integration.report.difference_axes import draw_tolerance
 from integration.report.figures import dress, new_figure
+from integration.report.formatting import loss_unit
 from integration.report.palette import Theme
 from integration.report.parallel_figure import FLOOR
-from integration.report.parallel_wording import TITLES
-from integration.report.phrases import loss_unit
+from integration.report.parallel_text import TITLES
 
-_RANDOM_CASES = (Case.INIT, Case.DROPOUT, Case.BOTH)
+_RANDOM_CASES = (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
 def draw_cases(results: Sequence[ParallelResult], theme: Theme) -> Figure:
-    """Return the figure: a thin line per way, stock torch's in the other colour."""
+    """Return the figure: a thin line per way, native torch's in the other colour."""
     models = list(dict.fromkeys(result.model for result in results))
     figure = new_figure(theme, 0.8 + 2.4 * len(models))
     grid = figure.subplots(len(models), len(_RANDOM_CASES), sharex=True, sharey=True, squeeze=False)
@@ -33,7 +33,7 @@ def draw_cases(results: Sequence[ParallelResult], theme: Theme) -> Figure:
             _draw_panel(axes, shown, theme)
     for axes in grid[-1]:
         axes.set_xlabel("optimizer step")
-    colours = {"with all packages, a line for each way": 0, "stock torch": 1}
+    colours = {"with all packages, a line for each way": 0, "native torch": 1}
     figure.legend(
         handles=[
             Line2D([], [], color=theme.series[at], label=name) for name, at in colours.items()
@@ -58,11 +58,11 @@ def _draw_panel(axes: Axes, results: Sequence[ParallelResult], theme: Theme) -> 
         axes.plot(
             range(1, len(found) + 1),
             [max(value, FLOOR) if math.isfinite(value) else math.nan for value in found],
-            color=theme.series[1 if result.stock else 0],
+            color=theme.series[1 if result.native else 0],
             linewidth=0.8,
             marker="o",
             markersize=2.5,
-            alpha=0.9 if result.stock else 0.4,
+            alpha=0.9 if result.native else 0.4,
         )
     for tolerance in {each.tolerance for each in results}:
         draw_tolerance(axes, tolerance, theme, below=True)

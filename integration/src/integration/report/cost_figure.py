@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from integration.compare.cost import Cost
 from integration.compare.results import SystemResult
 from integration.report.figures import dress, new_figure
+from integration.report.formatting import TIMES
 from integration.report.palette import Style, Theme, label, styles
-from integration.report.phrases import TIMES
 
 _BAR = 0.62
 _MIB = 2**20

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
+from integration.report.formatting import scientific
 from integration.report.palette import Style, Theme
-from integration.report.phrases import scientific
 
 # Decades below the smallest difference in which each line with zeros gets a row.
 _ROW = 0.4

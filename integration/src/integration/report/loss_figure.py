@@ -9,8 +9,8 @@ from matplotlib.ticker import MaxNLocator
 from integration.compare.results import SystemResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
 from integration.report.figures import dress, new_figure
+from integration.report.formatting import loss_unit
 from integration.report.palette import Style, Theme, label, styles
-from integration.report.phrases import loss_unit
 
 
 def draw_losses(

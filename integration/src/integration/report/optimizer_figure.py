@@ -9,7 +9,7 @@ from integration.compare.results import OptimizerResult
 from integration.report.difference_axes import DifferencePanel, draw_differences
 from integration.report.figures import dress, new_figure
 from integration.report.loss_figure import difference_lines, draw_curves
-from integration.report.optimizer_wording import TITLES
+from integration.report.optimizer_text import TITLES
 from integration.report.palette import Theme, styles
 
 

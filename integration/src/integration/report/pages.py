@@ -9,22 +9,22 @@ from importlib.resources import files
 import jinja2
 from markupsafe import Markup, escape
 
-from integration.compare.parallel_jobs import Case
+from integration.compare.parallel_jobs import ParallelCase
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_jobs import Source
 from integration.compare.random_numbers import RandomResult
-from integration.compare.results import OptimizerResult, PictureResult, Results, SystemResult
-from integration.lines.table import LineSection
+from integration.compare.results import DiffusionResult, OptimizerResult, Results, SystemResult
+from integration.loc.table import LocSection
+from integration.report.diffusion_text import DiffusionRow, DiffusionText, diffusion_rows
 from integration.report.environment import Environment
-from integration.report.optimizer_wording import OptimizerRow, OptimizerText, optimizer_rows
+from integration.report.formatting import ABSENT, loss_unit
+from integration.report.optimizer_text import OptimizerRow, OptimizerText, optimizer_rows
+from integration.report.page_text import PageText
 from integration.report.palette import DARK, LIGHT, styles
-from integration.report.parallel_wording import TITLES, ParallelRow, ParallelText, parallel_rows
-from integration.report.phrases import ABSENT, loss_unit
-from integration.report.picture_wording import PictureRow, PictureText, picture_rows
+from integration.report.parallel_text import TITLES, ParallelRow, ParallelText, parallel_rows
 from integration.report.random_figure import source_colour
-from integration.report.random_wording import RandomRow, RandomText, random_rows
-from integration.report.rows import Row, rows
-from integration.report.wording import PageText
+from integration.report.random_text import RandomRow, RandomText, random_rows
+from integration.report.system_rows import SystemRow, rows
 
 _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
 
@@ -59,7 +59,7 @@ class ModelSection:
         return loss_unit(self.model)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SystemRow]:
         """A printable row per system."""
         return rows(self.results)
 
@@ -108,7 +108,7 @@ class ParallelSection:
     @property
     def cases(self) -> list[str]:
         """What each cell of a row is of."""
-        return [TITLES[case] for case in Case]
+        return [TITLES[case] for case in ParallelCase]
 
     @property
     def rows(self) -> list[ParallelRow]:
@@ -117,17 +117,17 @@ class ParallelSection:
 
 
 @dataclass(frozen=True)
-class PictureSection:
+class DiffusionSection:
     """The section on pictures."""
 
-    text: PictureText
-    result: PictureResult
+    text: DiffusionText
+    result: DiffusionResult
     chart: Chart
 
     @property
-    def rows(self) -> list[PictureRow]:
+    def rows(self) -> list[DiffusionRow]:
         """A printable row per run."""
-        return picture_rows(self.result)
+        return diffusion_rows(self.result)
 
     def colour(self, system: str, *, dark: bool) -> str:
         """Return the colour that the figure gives a system."""
@@ -135,7 +135,7 @@ class PictureSection:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """What both templates are filled from.
 
     Attributes:
@@ -151,8 +151,8 @@ class Page:
     random: RandomSection | None
     optimizers: OptimizerSection | None
     parallelism: ParallelSection | None
-    pictures: PictureSection | None
-    lines: LineSection
+    diffusion: DiffusionSection | None
+    lines: LocSection
     environment: Environment
 
     def colour(self, system: str, *, dark: bool) -> str:
@@ -165,17 +165,17 @@ class Page:
         return theme.reference if source == ABSENT else source_colour(Source(source), theme)
 
 
-def render_markdown(page: Page) -> str:
+def render_markdown(page: ReportPage) -> str:
     """Return report.md; its figures are the files ``figures/*.png``."""
     return _render("report.md.j2", page, escape=False)
 
 
-def render_html(page: Page) -> str:
+def render_html(page: ReportPage) -> str:
     """Return report.html; everything is inside, in a light and a dark form."""
     return _render("report.html.j2", page, escape=True)
 
 
-def _render(template: str, page: Page, *, escape: bool) -> str:
+def _render(template: str, page: ReportPage, *, escape: bool) -> str:
     source = (files(__package__) / template).read_text()
     environment = jinja2.Environment(
         autoescape=escape,

@@ -5,26 +5,26 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from integration.compare.random_jobs import RANKS, Case, Source
+from integration.compare.random_jobs import RANKS, RandomCase, Source
 from integration.compare.random_numbers import RandomResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
 from integration.report.figures import dress, new_figure
 from integration.report.palette import MARKERS, Style, Theme
-from integration.report.random_wording import CASES
+from integration.report.random_text import CASES
 
 
 def draw_random(results: Sequence[RandomResult], theme: Theme) -> Figure:
     """Return the figure: a panel per case, colours by who draws, marks by the ranks."""
     figure = new_figure(theme, 4.6)
-    cells = figure.subplots(1, len(Case), sharey=True)
+    cells = figure.subplots(1, len(RandomCase), sharey=True)
     panels = []
-    for axes, case in zip(cells, Case, strict=True):
+    for axes, case in zip(cells, RandomCase, strict=True):
         dress(axes, theme, f"{CASES[case].capitalize()} only", grid_axis="y")
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         lines = [_line(each, theme) for each in results if each.case is case and each.deviation]
         panels.append(DifferencePanel(axes, lines))
-    judged = {each.tolerance for each in results if each.source is not Source.STOCK}
+    judged = {each.tolerance for each in results if each.source is not Source.NATIVE}
     draw_differences(panels, judged, theme)
     cells[0].set_ylabel("|loss - loss of the single device|, nats per token")
     # Both panels show the same runs, unless one failed.
@@ -51,5 +51,5 @@ def _line(result: RandomResult, theme: Theme) -> DifferenceLine:
     assert result.deviation is not None
     marker = MARKERS[RANKS.index(result.ranks) % len(MARKERS)]
     style = Style(source_colour(result.source, theme), marker)
-    name = "stock DTensor" if result.source is Source.STOCK else str(result.source)
+    name = "native DTensor" if result.source is Source.NATIVE else str(result.source)
     return DifferenceLine(result.deviation.differences, style, f"{name}, {result.ranks} ranks")

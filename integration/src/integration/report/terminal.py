@@ -7,23 +7,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from integration.compare.parallel_jobs import Case
+from integration.compare.parallel_jobs import ParallelCase
 from integration.compare.parallelism import ParallelResult
 from integration.compare.random_numbers import RandomResult, RandomVerdict
 from integration.compare.results import (
+    DiffusionResult,
     OptimizerResult,
-    PictureResult,
     Results,
     SystemResult,
     of_models,
 )
-from integration.report.optimizer_wording import optimizer_rows
-from integration.report.parallel_wording import TITLES, parallel_rows
-from integration.report.phrases import ABSENT, TIMES
-from integration.report.picture_wording import picture_rows
-from integration.report.random_wording import random_rows
-from integration.report.rows import rows
-from integration.report.wording import whole_finding
+from integration.report.diffusion_text import diffusion_rows
+from integration.report.formatting import ABSENT, TIMES
+from integration.report.optimizer_text import optimizer_rows
+from integration.report.page_text import whole_finding
+from integration.report.parallel_text import TITLES, parallel_rows
+from integration.report.random_text import random_rows
+from integration.report.system_rows import rows
 
 
 def print_results(results: Results, report: Path, console: Console) -> None:
@@ -42,8 +42,8 @@ def print_results(results: Results, report: Path, console: Console) -> None:
     if results.parallelism:
         console.print(_parallel_table(results.parallelism))
         console.print()
-    if results.pictures is not None:
-        console.print(_picture_table(results.pictures))
+    if results.diffusion is not None:
+        console.print(_diffusion_table(results.diffusion))
         console.print()
     good = results.passes
     verdict = Text("passes: " if good else "DOES NOT PASS: ", "green" if good else "bold red")
@@ -98,7 +98,7 @@ def _optimizer_table(results: Sequence[OptimizerResult]) -> Table:
 
 
 def _parallel_table(results: Sequence[ParallelResult]) -> Table:
-    numbers = tuple(TITLES[case] for case in Case)
+    numbers = tuple(TITLES[case] for case in ParallelCase)
     table = _table("model", "trained by", numbers=("ranks", "micro-\nbatches", *numbers))
     for row in parallel_rows(results):
         style = "" if row.passes else "bold red"
@@ -107,9 +107,9 @@ def _parallel_table(results: Sequence[ParallelResult]) -> Table:
     return table
 
 
-def _picture_table(result: PictureResult) -> Table:
-    table = _table("pictures", "trained by", "verdict", numbers=("max |Δ|", "recognised"))
-    for row in picture_rows(result):
+def _diffusion_table(result: DiffusionResult) -> Table:
+    table = _table("model", "trained by", "verdict", numbers=("max |Δ|", "recognised"))
+    for row in diffusion_rows(result):
         run = row.run
         verdict = _verdict(run.verdict, passes=run.verdict.passes)
         table.add_row(result.model, run.system, verdict, run.maximum, row.recognised)

@@ -17,13 +17,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from integration.scale.traffic import Counted, Part, Traffic
+from integration.scale.traffic import AxisTraffic, CountedStep, StepWork
 
-__all__ = ["Link", "Machine", "StepTime", "collective_seconds", "step_time", "throughput"]
+__all__ = [
+    "Machine",
+    "NetworkLink",
+    "PredictedStepTime",
+    "collective_seconds",
+    "step_time",
+    "throughput",
+]
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """How ranks reach each other.
 
     Attributes:
@@ -52,8 +59,8 @@ class Machine:
     peak: float = 989e12
     efficiency: float = 0.5
     node: int = 8
-    inside: Link = Link(360e9, 3.4e-6)
-    between: Link = Link(40e9, 9.6e-6)
+    inside: NetworkLink = NetworkLink(360e9, 3.4e-6)
+    between: NetworkLink = NetworkLink(40e9, 9.6e-6)
     overlap: float = 1.0
     memory: float = 80e9
 
@@ -75,7 +82,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PredictedStepTime:
     """Seconds of a step.
 
     Attributes:
@@ -96,7 +103,7 @@ class StepTime:
         return self.compute + self.tensor + self.data
 
 
-def collective_seconds(traffic: Traffic, machine: Machine) -> float:
+def collective_seconds(traffic: AxisTraffic, machine: Machine) -> float:
     """Seconds of collectives along one axis, one after another."""
     axis = traffic.axis
     in_node = max(1, min(axis.size, machine.node // axis.stride))
@@ -111,7 +118,9 @@ def collective_seconds(traffic: Traffic, machine: Machine) -> float:
     return traffic.calls * rounds * latency + traffic.nbytes / bandwidth
 
 
-def step_time(counted: Counted, machine: Machine, tokens: float | None = None) -> StepTime:
+def step_time(
+    counted: CountedStep, machine: Machine, tokens: float | None = None
+) -> PredictedStepTime:
     """Seconds of a step.
 
     Args:
@@ -131,23 +140,25 @@ def step_time(counted: Counted, machine: Machine, tokens: float | None = None) -
         spent = _part_time(part, machine, more, share)
         compute, tensor = compute + times * spent.compute, tensor + times * spent.tensor
         data, hidden = data + times * spent.data, hidden + times * spent.hidden
-    return StepTime(compute, tensor, data, hidden)
+    return PredictedStepTime(compute, tensor, data, hidden)
 
 
-def throughput(counted: Counted, time: StepTime, tokens: float | None = None) -> float:
+def throughput(counted: CountedStep, time: PredictedStepTime, tokens: float | None = None) -> float:
     """Tokens per second of all ranks."""
     own = counted.tokens if tokens is None else tokens
     return own * counted.ranks / counted.sharing / time.total
 
 
-def _part_time(part: Part, machine: Machine, more: float, beside: float) -> StepTime:
+def _part_time(part: StepWork, machine: Machine, more: float, beside: float) -> PredictedStepTime:
     compute = more * part.flops / (machine.peak * machine.efficiency)
     tensor = data = 0.0
     for traffic in part.traffic:
         if traffic.axis.name == "tp":
-            longer = Traffic(traffic.op, traffic.axis, traffic.calls, round(traffic.nbytes * more))
+            longer = AxisTraffic(
+                traffic.op, traffic.axis, traffic.calls, round(traffic.nbytes * more)
+            )
             tensor += collective_seconds(longer, machine)
         else:
             data += collective_seconds(traffic, machine)
     hidden = min(data, beside * compute)
-    return StepTime(compute, tensor, data - hidden, hidden)
+    return PredictedStepTime(compute, tensor, data - hidden, hidden)

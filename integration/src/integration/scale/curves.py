@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from integration.scale.cost import Machine, step_time, throughput
 from integration.scale.shapes import Depth, Shape
-from integration.scale.traffic import Counted, count
-from integration.scale.ways import Way
+from integration.scale.strategies import ParallelStrategy
+from integration.scale.traffic import CountedStep, count
 
-__all__ = ["Curve", "Point", "Sized", "model_scaling", "strong_scaling", "weak_scaling"]
+__all__ = ["Curve", "CurvePoint", "Sized", "model_scaling", "strong_scaling", "weak_scaling"]
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A predicted step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Curve:
     model: str
     way: str
     label: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,26 @@ class Sized:
     width: float
 
 
-def weak_scaling(counts: Iterable[Counted], machine: Machine, tokens: int) -> list[Curve]:
+def weak_scaling(counts: Iterable[CountedStep], machine: Machine, tokens: int) -> list[Curve]:
     """The same tokens for each rank: a curve for each model and way."""
     return _curves(counts, machine, lambda _: tokens, lambda one: one.way)
 
 
-def strong_scaling(counts: Iterable[Counted], machine: Machine, batch: int) -> list[Curve]:
+def strong_scaling(counts: Iterable[CountedStep], machine: Machine, batch: int) -> list[Curve]:
     """The same tokens for all ranks together: a curve for each model and way."""
     label = f"{batch / 2**20:,.0f} M tokens"
     return _curves(counts, machine, lambda one: batch / one.ranks, lambda _: label)
 
 
 def model_scaling(
-    shape: Shape, ways: Sequence[Way], ranks: int, sizes: Sequence[float], machine: Machine,
-    tokens: int, counted: Callable[..., Counted] = count,
+    shape: Shape, strategies: Sequence[ParallelStrategy], ranks: int, sizes: Sequence[float],
+    machine: Machine, tokens: int, counted: Callable[..., CountedStep] = count,
 ) -> list[Curve]:  # fmt: skip
     """A model that grows in depth and in width alike, on the same ranks.
 
     Args:
         shape: what it grows from.
-        ways: of training it.
+        strategies: that are compared.
         ranks: of the world.
         sizes: of depth and width each, over the published.
         machine: it runs on.
@@ -95,12 +95,12 @@ def model_scaling(
     """
     curves = []
     models = [sized(shape, size) for size in sizes]
-    for way in ways:
+    for strategy in strategies:
         points = []
         for model in models:
-            one = counted(shape, way, ranks, depth=model.depth, width=model.width)
+            one = counted(shape, strategy, ranks, depth=model.depth, width=model.width)
             points.append(_point(one, machine, tokens, model.parameters))
-        curves.append(Curve(shape.name, way.name, way.name, tuple(points)))
+        curves.append(Curve(shape.name, strategy.name, strategy.name, tuple(points)))
     return curves
 
 
@@ -127,20 +127,20 @@ def _parameters(shape: Shape, depth: Depth, width: float) -> int:
 
 
 def _curves(
-    counts: Iterable[Counted], machine: Machine, tokens: Callable[[Counted], float],
-    label: Callable[[Counted], str],
+    counts: Iterable[CountedStep], machine: Machine, tokens: Callable[[CountedStep], float],
+    label: Callable[[CountedStep], str],
 ) -> list[Curve]:  # fmt: skip
-    lines: dict[tuple[str, str, str], list[Point]] = {}
+    lines: dict[tuple[str, str, str], list[CurvePoint]] = {}
     for one in sorted(counts, key=lambda one: one.ranks):
         point = _point(one, machine, tokens(one), one.ranks)
         lines.setdefault((one.model, one.way, label(one)), []).append(point)
     return [Curve(*key, tuple(points)) for key, points in lines.items()]
 
 
-def _point(one: Counted, machine: Machine, tokens: float, x: float) -> Point:
+def _point(one: CountedStep, machine: Machine, tokens: float, x: float) -> CurvePoint:
     own = tokens * one.sharing  # ranks with the same data have it together
     time = step_time(one, machine, own)
     flops = one.whole.flops * own / one.tokens
-    return Point(
+    return CurvePoint(
         x, tokens, time.total, throughput(one, time, own), flops / time.total / machine.peak
     )

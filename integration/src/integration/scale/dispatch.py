@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from integration.scale.shapes import Depth, Shape
-from integration.scale.ways import Way, axes_of, distribute
+from integration.scale.strategies import ParallelStrategy, axes_of, distribute
 from testkit import fake_mesh
 
-__all__ = ["Dispatch", "dispatch_of"]
+__all__ = ["DispatchTime", "measure_dispatch"]
 
 _TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -28,7 +28,7 @@ _SEQUENCE = 8
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class DispatchTime:
     """Processor time of the host.
 
     Attributes:
@@ -51,7 +51,9 @@ class Dispatch:
         return self.layer - self.plain
 
 
-def dispatch_of(shape: Shape, way: Way, ranks: int, rounds: int = 7) -> Dispatch:
+def measure_dispatch(
+    shape: Shape, way: ParallelStrategy, ranks: int, rounds: int = 7
+) -> DispatchTime:
     """Measures the least of some rounds, of two depths in turns; a layer is their difference.
 
     Args:
@@ -64,14 +66,14 @@ def dispatch_of(shape: Shape, way: Way, ranks: int, rounds: int = 7) -> Dispatch
         ValueError: a model with experts.
     """
     if shape.depth.experts:
-        raise ValueError(f"dispatch_of: {shape.name} has experts; wants a model without")
+        raise ValueError(f"measure_dispatch: {shape.name} has experts; wants a model without")
     axes = axes_of(way, ranks)
     # A plan is given the whole batch and cuts it.
     batch = math.prod(axis.size for axis in axes if axis.name != "tp") if way.tensor else 1
     plain = _layer(shape, None, 1, rounds)
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
         made = _layer(shape, lambda model: distribute(model, shape, way, mesh), batch, rounds)
-    return Dispatch(shape.name, way.name, ranks, plain, made)
+    return DispatchTime(shape.name, way.name, ranks, plain, made)
 
 
 def _layer(

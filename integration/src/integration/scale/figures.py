@@ -12,16 +12,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from integration.report.figures import dress, new_figure
 from integration.report.palette import MARKERS, Theme
 from integration.scale.curves import Curve
-from integration.scale.dispatch import Dispatch
+from integration.scale.dispatch import DispatchTime
 from integration.scale.initialisation import Initialisation
 from integration.scale.padding import Padding
-from integration.scale.traffic import Counted
-from integration.scale.ways import WAYS
+from integration.scale.strategies import STRATEGIES
+from integration.scale.traffic import CountedStep
 
 __all__ = ["draw_beginning", "draw_growth", "draw_padding", "draw_strong", "draw_traffic",
            "draw_weak"]  # fmt: skip
 
-_PLACES = {way.name: place for place, way in enumerate(WAYS)}
+_PLACES = {way.name: place for place, way in enumerate(STRATEGIES)}
 
 
 def draw_weak(curves: Sequence[Curve], theme: Theme) -> Figure:
@@ -83,7 +83,7 @@ def draw_growth(curves: Sequence[Curve], theme: Theme) -> Figure:
     return figure
 
 
-def draw_traffic(counts: Sequence[Counted], theme: Theme) -> Figure:
+def draw_traffic(counts: Sequence[CountedStep], theme: Theme) -> Figure:
     """Bytes that a rank sends in a step, by ranks: a panel for each model, a line for each way."""
     models = list(dict.fromkeys(one.model for one in counts))
     figure, panels = _row(theme, len(models))
@@ -123,7 +123,7 @@ def draw_padding(paddings: Sequence[Padding], theme: Theme) -> Figure:
 
 
 def draw_beginning(
-    begun: Sequence[Initialisation], dispatched: Sequence[Dispatch], theme: Theme
+    begun: Sequence[Initialisation], dispatched: Sequence[DispatchTime], theme: Theme
 ) -> Figure:
     """Seconds and memory until the first step, and dispatch of a layer, by ranks."""
     panels_of = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from integration.scale.shapes import Depth, shape_named
-from integration.scale.ways import NODE, axes_of, distribute, way_named
+from integration.scale.strategies import NODE, axes_of, distribute, strategy_named
 from testkit import fake_mesh
 
 __all__ = ["Initialisation", "initialise", "measure"]
@@ -55,7 +55,7 @@ def measure(model: str, way: str, ranks: int, depth: Depth | None = None) -> Ini
 
 def initialise(model: str, way: str, ranks: int, depth: Depth | None) -> Initialisation:
     """Measures in this process; for the arguments see `measure`."""
-    shape, chosen = shape_named(model), way_named(way)
+    shape, chosen = shape_named(model), strategy_named(way)
     axes = axes_of(chosen, ranks, NODE)
     before = _peak()
     moments = [time.perf_counter()]

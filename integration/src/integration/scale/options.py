@@ -8,12 +8,12 @@ from pathlib import Path
 
 import tyro
 
-from integration.compare.options import option_words
+from integration.compare.options import option_arguments
 from integration.errors import UsageError
 from integration.paths import require_folder
-from integration.scale.cost import Link, Machine
+from integration.scale.cost import Machine, NetworkLink
 from integration.scale.shapes import SHAPES, Shape, shape_named
-from integration.scale.ways import WAYS, axes_of, way_named, ways_of
+from integration.scale.strategies import STRATEGIES, axes_of, strategies_of, strategy_named
 
 _DESCRIPTION = """Simulate training on up to 16,384 ranks.
 
@@ -30,7 +30,7 @@ class ScaleOptions:
     """Folder of the report."""
     models: str = ",".join(shape.name for shape in SHAPES)
     """Models, separated by commas."""
-    ways: str = ",".join(way.name for way in WAYS)
+    ways: str = ",".join(way.name for way in STRATEGIES)
     """Ways to share the work, separated by commas; those without a plan of the zoo for a model are
     left out."""
     ranks: str = "64,256,1024,4096,16384"
@@ -62,7 +62,7 @@ class ScaleOptions:
 
     def command_line(self) -> list[str]:
         """Return every option spelled out."""
-        return option_words({field.name: getattr(self, field.name) for field in fields(self)})
+        return option_arguments({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
     require_folder(options.out)
     try:
         shapes = tuple(shape_named(name) for name in _words(options.models, "--models"))
-        ways = tuple(way_named(name).name for name in _words(options.ways, "--ways"))
+        ways = tuple(strategy_named(name).name for name in _words(options.ways, "--ways"))
         grows = shape_named(options.model_scaling) if options.model_scaling else None
         machine = Machine(
             options.peak_flops, options.efficiency,
-            inside=Link(options.inside_bandwidth, options.inside_latency),
-            between=Link(options.between_bandwidth, options.between_latency),
+            inside=NetworkLink(options.inside_bandwidth, options.inside_latency),
+            between=NetworkLink(options.between_bandwidth, options.between_latency),
             overlap=options.overlap,
         )  # fmt: skip
     except ValueError as error:
@@ -124,7 +124,7 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
     worlds = tuple(sorted(set(_numbers(options.ranks, "--ranks"))))
     for ranks in worlds:
         for shape in shapes:
-            for way in ways_of(shape):
+            for way in strategies_of(shape):
                 if way.name in ways:
                     axes_of(way, ranks)
     if options.weak_tokens < 1:

@@ -25,7 +25,7 @@ from integration.scale.figures import (
 )
 from integration.scale.options import ScaleSetup
 from integration.scale.simulation import GROWS_ON, Scale
-from integration.scale.tables import Table, tables_of
+from integration.scale.tables import ReportTable, tables_of
 
 __all__ = ["LIMITS", "write_report"]
 
@@ -50,14 +50,14 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Page:
+class ScalePage:
     """What both templates are filled from."""
 
     title: str
     subject: str
     limits: str
     sections: tuple[Section, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[ReportTable, ...]
     command: str
     style: str
 
@@ -72,7 +72,7 @@ def write_report(setup: ScaleSetup, scale: Scale) -> Path:
     (out / "figures").mkdir(exist_ok=True)
     found = {"machine": asdict(machine), **asdict(scale)}
     (out / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    page = Page(
+    page = ScalePage(
         title=f"Training on up to {max(setup.worlds):,} ranks, simulated",
         subject=(
             f"One process plays rank 0 of worlds of {', '.join(f'{n:,}' for n in setup.worlds)} "
@@ -153,7 +153,7 @@ def _style() -> str:
     return page.partition("<style>")[2].partition("</style>")[0]
 
 
-def _render(template: str, page: Page, *, escape: bool) -> str:
+def _render(template: str, page: ScalePage, *, escape: bool) -> str:
     environment = jinja2.Environment(
         autoescape=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,

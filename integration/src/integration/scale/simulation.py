@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from integration.scale.cost import StepTime, step_time
+from integration.scale.cost import PredictedStepTime, step_time
 from integration.scale.curves import Curve, model_scaling, strong_scaling, weak_scaling
-from integration.scale.dispatch import Dispatch, dispatch_of
+from integration.scale.dispatch import DispatchTime, measure_dispatch
 from integration.scale.initialisation import Initialisation, measure
 from integration.scale.options import ScaleSetup
 from integration.scale.padding import Padding, paddings
 from integration.scale.shapes import Shape
-from integration.scale.traffic import Counted, count
-from integration.scale.ways import Way, ways_of
+from integration.scale.strategies import ParallelStrategy, strategies_of
+from integration.scale.traffic import CountedStep, count
 
 __all__ = ["Scale", "simulate"]
 
@@ -38,22 +38,22 @@ class Scale:
         grown: MFU, by parameters.
     """
 
-    counts: tuple[Counted, ...]
-    times: tuple[StepTime, ...]
+    counts: tuple[CountedStep, ...]
+    times: tuple[PredictedStepTime, ...]
     paddings: tuple[Padding, ...]
     initialisations: tuple[Initialisation, ...]
-    dispatches: tuple[Dispatch, ...]
+    dispatches: tuple[DispatchTime, ...]
     weak: tuple[Curve, ...]
     strong: tuple[Curve, ...]
     grown: tuple[Curve, ...]
 
 
-def simulate(setup: ScaleSetup, tell: Callable[[str], None]) -> Scale:
+def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
     """Measure, count and predict; one thread.
 
     Args:
         setup: what is asked for.
-        tell: is told what is under way.
+        log: gets a line of text for each thing that begins.
     """
     torch.set_num_threads(1)
     options, machine = setup.options, setup.machine
@@ -61,17 +61,17 @@ def simulate(setup: ScaleSetup, tell: Callable[[str], None]) -> Scale:
     counts, begun, dispatched = [], [], []
     for shape, way in cases:
         for ranks in setup.worlds:
-            tell(f"{shape.name}, {way.name}, {ranks:,} ranks: counting")
+            log(f"{shape.name}, {way.name}, {ranks:,} ranks: counting")
             counts.append(count(shape, way, ranks))
     for shape, way in cases if options.initialisation else []:
         for ranks in setup.worlds:
-            tell(f"{shape.name}, {way.name}, {ranks:,} ranks: beginning")
+            log(f"{shape.name}, {way.name}, {ranks:,} ranks: beginning")
             begun.append(measure(shape.name, way.name, ranks))
     for shape, way in cases if options.dispatch else []:
         for ranks in setup.worlds if not shape.depth.experts else ():
-            tell(f"{shape.name}, {way.name}, {ranks:,} ranks: dispatching")
-            dispatched.append(dispatch_of(shape, way, ranks))
-    tell("planning, and growing a model")
+            log(f"{shape.name}, {way.name}, {ranks:,} ranks: dispatching")
+            dispatched.append(measure_dispatch(shape, way, ranks))
+    log("planning, and growing a model")
     padded = [one for shape in setup.shapes for one in paddings(shape.name, setup.worlds)]
     grown = []
     if setup.grows is not None:
@@ -90,5 +90,5 @@ def simulate(setup: ScaleSetup, tell: Callable[[str], None]) -> Scale:
     )  # fmt: skip
 
 
-def _chosen(setup: ScaleSetup, shape: Shape) -> list[Way]:
-    return [way for way in ways_of(shape) if way.name in setup.ways]
+def _chosen(setup: ScaleSetup, shape: Shape) -> list[ParallelStrategy]:
+    return [way for way in strategies_of(shape) if way.name in setup.ways]

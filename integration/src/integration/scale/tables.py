@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from integration.scale.cost import Machine
 from integration.scale.simulation import Scale
-from integration.scale.traffic import Traffic
+from integration.scale.traffic import AxisTraffic
 
-__all__ = ["Table", "tables_of"]
+__all__ = ["ReportTable", "tables_of"]
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table.
 
     Attributes:
@@ -30,7 +30,7 @@ class Table:
     note: str
 
 
-def tables_of(scale: Scale, machine: Machine) -> list[Table]:
+def tables_of(scale: Scale, machine: Machine) -> list[ReportTable]:
     """The tables of a report, those of what was left out left out."""
     tables = [_steps(scale, machine), _paddings(scale)]
     if scale.initialisations:
@@ -40,20 +40,20 @@ def tables_of(scale: Scale, machine: Machine) -> list[Table]:
     return tables
 
 
-def _steps(scale: Scale, machine: Machine) -> Table:
+def _steps(scale: Scale, machine: Machine) -> ReportTable:
     rows = []
     for one, time in zip(scale.counts, scale.times, strict=True):
         sent = _sent(one.whole.traffic)
-        held = one.whole.parameters * 4  # gradients and AdamW's two states are as large
+        state = one.whole.parameters * 4  # gradients and AdamW's two states are as large
         rows.append(
             (
                 one.model, one.way, f"{one.ranks:,}", *(sent[op] for op in _OPS),
                 f"{one.whole.flops / 1e12:,.0f}",
-                f"{held / 1e9:,.1f}" + ("" if held <= machine.memory else " (too much)"),
+                f"{state / 1e9:,.1f}" + ("" if state <= machine.memory else " (does not fit)"),
                 f"{time.compute:.2f}", f"{time.tensor:.2f}", f"{time.data:.2f}",
             )
         )  # fmt: skip
-    return Table(
+    return ReportTable(
         "A step of a rank, counted and predicted",
         ("model", "way", "ranks", *_OPS.values(), "TFLOP", "states, GB", "computes, s",
          "waits for TP, s", "waits for the rest, s"),
@@ -71,7 +71,7 @@ _OPS = {
 }
 
 
-def _sent(traffic: Sequence[Traffic]) -> dict[str, str]:
+def _sent(traffic: Sequence[AxisTraffic]) -> dict[str, str]:
     calls: defaultdict[str, int] = defaultdict(int)
     nbytes: defaultdict[str, int] = defaultdict(int)
     for one in traffic:
@@ -80,11 +80,11 @@ def _sent(traffic: Sequence[Traffic]) -> dict[str, str]:
     return {op: f"{calls[op]:,}: {nbytes[op] / 1e9:,.2f}" if calls[op] else "" for op in _OPS}
 
 
-def _paddings(scale: Scale) -> Table:
+def _paddings(scale: Scale) -> ReportTable:
     worlds = sorted({one.ranks for one in scale.paddings})
     found = {(one.model, one.rows, one.ranks): one.share for one in scale.paddings}
     names = list(dict.fromkeys((one.model, one.rows) for one in scale.paddings))
-    return Table(
+    return ReportTable(
         "Padding of the planner",
         ("model", "rows uncut", *(f"{ranks:,} ranks" for ranks in worlds)),
         tuple(
@@ -96,8 +96,8 @@ def _paddings(scale: Scale) -> Table:
     )
 
 
-def _beginnings(scale: Scale) -> Table:
-    return Table(
+def _beginnings(scale: Scale) -> ReportTable:
+    return ReportTable(
         "Until the first step",
         ("model", "way", "ranks", "mesh, s", "model on meta, s", "plan and fully_shard, s",
          "memory, MiB"),
@@ -111,8 +111,8 @@ def _beginnings(scale: Scale) -> Table:
     )  # fmt: skip
 
 
-def _dispatches(scale: Scale) -> Table:
-    return Table(
+def _dispatches(scale: Scale) -> ReportTable:
+    return ReportTable(
         "Dispatch of a layer",
         ("model", "way", "ranks", "one device, ms", "by the way, ms", "added, ms"),
         tuple(

@@ -15,20 +15,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from integration.scale.fake_step import FakeStepRecord, fake_step
 from integration.scale.shapes import Depth, Shape
-from integration.scale.ways import NODE, Axis, Way, axes_of, distribute
-from integration.scale.weightless import StepRecord, weightless
+from integration.scale.strategies import NODE, ParallelStrategy, WorldAxis, axes_of, distribute
 from testkit import Collective, fake_mesh
 from testkit.comm_log import Op
 
-__all__ = ["SEQUENCE", "Counted", "Part", "Traffic", "count", "count_at"]
+__all__ = ["SEQUENCE", "AxisTraffic", "CountedStep", "StepWork", "count", "count_at"]
 
 SEQUENCE = 4096
 """Tokens of a sequence."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class AxisTraffic:
     """Collectives of a kind along an axis.
 
     Attributes:
@@ -39,13 +39,13 @@ class Traffic:
     """
 
     op: Op
-    axis: Axis
+    axis: WorldAxis
     calls: int
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Part:
+class StepWork:
     """What a part of a model takes of a rank in a step, forward and backward.
 
     Attributes:
@@ -58,16 +58,16 @@ class Part:
     flops: int = 0
     operators: int = 0
     parameters: int = 0
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[AxisTraffic, ...] = ()
 
-    def plus(self, other: Part, times: int = 1) -> Part:
+    def plus(self, other: StepWork, times: int = 1) -> StepWork:
         """The sum of this part and so many of the other; less, with fewer than none."""
         found = {(one.op, one.axis): one for one in self.traffic}
         for one in other.traffic:
             before = found.get((one.op, one.axis), replace(one, calls=0, nbytes=0))
             calls, nbytes = before.calls + times * one.calls, before.nbytes + times * one.nbytes
             found[one.op, one.axis] = replace(one, calls=calls, nbytes=nbytes)
-        return Part(
+        return StepWork(
             self.flops + times * other.flops, self.operators + times * other.operators,
             self.parameters + times * other.parameters,
             tuple(one for one in found.values() if one.calls or one.nbytes),
@@ -75,7 +75,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedStep:
     """A step of one rank, of one sequence for each rank that has its own data.
 
     Attributes:
@@ -93,13 +93,13 @@ class Counted:
     way: str
     ranks: int
     tokens: int
-    axes: tuple[Axis, ...]
-    root: Part
-    layers: tuple[Part, ...]
+    axes: tuple[WorldAxis, ...]
+    root: StepWork
+    layers: tuple[StepWork, ...]
     times: tuple[int, ...]
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> StepWork:
         """The model."""
         made = self.root
         for layer, times in zip(self.layers, self.times, strict=True):
@@ -113,14 +113,14 @@ class Counted:
 
 
 def count(
-    shape: Shape, way: Way, ranks: int, *, depth: Depth | None = None, width: float = 1.0,
-    node: int = NODE, sequence: int = SEQUENCE,
-) -> Counted:  # fmt: skip
+    shape: Shape, strategy: ParallelStrategy, ranks: int, *, depth: Depth | None = None,
+    width: float = 1.0, node: int = NODE, sequence: int = SEQUENCE,
+) -> CountedStep:  # fmt: skip
     """Counts a step of a model by a way.
 
     Args:
         shape: the model.
-        way: how ranks share it.
+        strategy: how it is parallelized.
         ranks: of the world.
         depth: layers, by default the published model's.
         width: as of `Shape.build`.
@@ -131,11 +131,11 @@ def count(
         UsageError: the world does not divide.
     """
     depth = depth or shape.depth
-    axes = axes_of(way, ranks, node)
+    axes = axes_of(strategy, ranks, node)
     one = Depth(min(1, depth.dense), min(1, depth.experts))
 
-    def at(here: Depth) -> Part:
-        return count_at(shape, way, ranks, here, width=width, node=node, sequence=sequence)
+    def at(here: Depth) -> StepWork:
+        return count_at(shape, strategy, ranks, here, width=width, node=node, sequence=sequence)
 
     first = at(one)
     more = [
@@ -146,25 +146,25 @@ def count(
     root = first
     for _, layer in more:
         root = root.plus(layer, -1)
-    return Counted(
-        shape.name, way.name, ranks, sequence, axes, root, tuple(layer for _, layer in more),
+    return CountedStep(
+        shape.name, strategy.name, ranks, sequence, axes, root, tuple(layer for _, layer in more),
         tuple(times for times, _ in more),
     )  # fmt: skip
 
 
 def count_at(
-    shape: Shape, way: Way, ranks: int, depth: Depth, *, width: float = 1.0, node: int = NODE,
-    sequence: int = SEQUENCE,
-) -> Part:  # fmt: skip
+    shape: Shape, strategy: ParallelStrategy, ranks: int, depth: Depth, *, width: float = 1.0,
+    node: int = NODE, sequence: int = SEQUENCE,
+) -> StepWork:  # fmt: skip
     """Counts a step of a model with so many layers, whole; for the arguments see `count`."""
-    axes = axes_of(way, ranks, node)
+    axes = axes_of(strategy, ranks, node)
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
-        model = distribute(shape.build(depth, width), shape, way, mesh)
-        with weightless() as record:
+        model = distribute(shape.build(depth, width), shape, strategy, mesh)
+        with fake_step() as record:
             model.to_empty(device="cpu")
             data = ranks // next((axis.size for axis in axes if axis.name == "tp"), 1)
             # A plan is given the whole batch and cuts it, fully_shard a rank's own.
-            tokens = torch.zeros(data if way.tensor else 1, sequence, dtype=torch.long)
+            tokens = torch.zeros(data if strategy.tensor else 1, sequence, dtype=torch.long)
             _step(model, tokens)  # the first also compares plans across ranks
             before = _Sizes(len(record.collectives), record.flops, record.operators)
             _step(model, tokens)
@@ -184,26 +184,30 @@ def _step(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def _part(
-    record: StepRecord, before: _Sizes, axes: Sequence[Axis], mesh: DeviceMesh, model: nn.Module
-) -> Part:
+    record: FakeStepRecord,
+    before: _Sizes,
+    axes: Sequence[WorldAxis],
+    mesh: DeviceMesh,
+    model: nn.Module,
+) -> StepWork:
     of_group = {str(mesh.get_group(axis.name).group_name): axis for axis in axes}
-    calls: defaultdict[tuple[Op, Axis], list[int]] = defaultdict(list)
+    calls: defaultdict[tuple[Op, WorldAxis], list[int]] = defaultdict(list)
     for one in record.collectives[before.collectives :]:
         assert one.wire_bytes is not None
         calls[one.op, _axis(one, of_group, mesh.size())].append(one.wire_bytes)
-    held = sum(
+    parameter_bytes = sum(
         (param.to_local() if isinstance(param, DTensor) else param).nbytes
         for param in model.parameters()
     )
-    traffic = tuple(Traffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
+    traffic = tuple(AxisTraffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
     flops, operators = record.flops - before.flops, record.operators - before.operators
-    return Part(flops, operators, held, traffic)
+    return StepWork(flops, operators, parameter_bytes, traffic)
 
 
-def _axis(one: Collective, of_group: Mapping[str, Axis], ranks: int) -> Axis:
+def _axis(one: Collective, of_group: Mapping[str, WorldAxis], ranks: int) -> WorldAxis:
     """The axis of a collective; fused-comm joins axes, and those of a world are all of them."""
     if one.group is not None and one.group in of_group:
         return of_group[one.group]
     if one.group_size != ranks:
         raise RuntimeError(f"{one} is along no axis of {list(of_group.values())}, nor along all")
-    return Axis("+".join(axis.name for axis in of_group.values()), ranks, 1)
+    return WorldAxis("+".join(axis.name for axis in of_group.values()), ranks, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from integration.errors import EXIT_USAGE, UsageError
 from integration.metrics import read_metrics
 from integration.paths import make_folder
-from integration.soak.faults import Fault
+from integration.soak.fault_schedule import Fault
 from integration.soak.options import (
     DISTURBED,
     UNDISTURBED,
@@ -14,7 +14,7 @@ from integration.soak.options import (
     parse_options,
     prepare,
 )  # fmt: skip
-from integration.soak.report import HEADER, Comparison, compare, row, soak_of, write_report
+from integration.soak.report import HEADER, LossComparison, compare, row, soak_of, write_report
 from integration.soak.supervisor import FaultError, Incident, disturb
 from integration.soak.torchrun import Torchrun
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = parse_options(arguments)
-        faults = prepare(options)
+        fault_schedule = prepare(options)
         make_folder(options.out)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -38,22 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(row(incident), flush=True)
 
     print(HEADER, flush=True)
-    outcome: Comparison | str
+    outcome: LossComparison | str
     try:
-        outcome = _run_both(options, faults, note)
+        outcome = _run_both(options, fault_schedule, note)
     except FaultError as error:
         outcome = str(error)
-    soak = soak_of(arguments, len(faults), incidents, outcome)
+    soak = soak_of(arguments, len(fault_schedule), incidents, outcome)
     path = write_report(soak, options.out)
     print(f"{soak.failure or soak.comparison}; the log is {path}")
     return 0 if soak.passed else 1
 
 
-def _run_both(options: SoakOptions, faults: Sequence[Fault], note: Note) -> Comparison:
+def _run_both(options: SoakOptions, fault_schedule: Sequence[Fault], note: Note) -> LossComparison:
     with Torchrun(options, UNDISTURBED, restarts=0) as run:
         disturb(run, [], timeout=options.timeout, say=note)
-    with Torchrun(options, DISTURBED, restarts=len(faults)) as run:
-        disturb(run, faults, timeout=options.timeout, say=note)
+    with Torchrun(options, DISTURBED, restarts=len(fault_schedule)) as run:
+        disturb(run, fault_schedule, timeout=options.timeout, say=note)
     undisturbed, disturbed = (read_metrics(options.out / run) for run in (UNDISTURBED, DISTURBED))
     return compare(undisturbed, disturbed, options.steps)
 

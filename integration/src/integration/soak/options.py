@@ -8,7 +8,7 @@ import tyro
 
 from integration.errors import UsageError
 from integration.paths import require_folder
-from integration.soak.faults import KINDS, Fault, draw_faults
+from integration.soak.fault_schedule import KINDS, Fault, draw_fault_schedule
 from integration.train.config import parse_config
 from integration.train.setup import prepare as prepare_run
 
@@ -95,7 +95,7 @@ def prepare(options: SoakOptions) -> list[Fault]:
     for run in (UNDISTURBED, DISTURBED):
         config = parse_config([*options.train_arguments(run), "--resume", "never"])
         prepare_run(config, options.ranks)
-    return draw_faults(
+    return draw_fault_schedule(
         steps=options.steps,
         every=options.every,
         ranks=options.ranks,

@@ -4,7 +4,7 @@ import signal
 from types import FrameType
 
 from integration.train.__main__ import main
-from integration.train.world import leave
+from integration.train.world import exit_process
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -13,4 +13,4 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, _raise)
-    leave(main())
+    exit_process(main())

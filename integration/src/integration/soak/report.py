@@ -14,7 +14,7 @@ from integration.soak.supervisor import Incident
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LossComparison:
     """The losses of the disturbed run beside those of the undisturbed one.
 
     Attributes:
@@ -50,9 +50,9 @@ class Soak:
     command: str
     torch: str
     cores: int
-    faults: int
+    fault_schedule: int
     incidents: tuple[Incident, ...]
-    comparison: Comparison | None
+    comparison: LossComparison | None
     failure: str | None = None
 
     @property
@@ -63,7 +63,7 @@ class Soak:
 
 def compare(
     undisturbed: Sequence[StepRecord], disturbed: Sequence[StepRecord], steps: int
-) -> Comparison:
+) -> LossComparison:
     """Compare the bits of the losses of steps 1 to ``steps``."""
     first, second = _losses(undisturbed), _losses(disturbed)
     differing = (
@@ -71,21 +71,23 @@ def compare(
         for step in range(1, steps + 1)
         if len(first.get(step, ())) != 1 or first[step] != second.get(step)
     )
-    return Comparison(steps, tuple(differing))
+    return LossComparison(steps, tuple(differing))
 
 
 def soak_of(
     arguments: Sequence[str],
-    faults: int,
+    fault_schedule: int,
     incidents: Sequence[Incident],
-    outcome: Comparison | str,
+    outcome: LossComparison | str,
 ) -> Soak:
     """Return the log of a soak whose ``outcome`` is a comparison, or why there is none."""
     command = shlex.join(["python", "-m", "integration.soak", *arguments])
-    compared = outcome if isinstance(outcome, Comparison) else None
+    compared = outcome if isinstance(outcome, LossComparison) else None
     failure = outcome if isinstance(outcome, str) else None
     cores = os.cpu_count() or 1
-    return Soak(command, torch.__version__, cores, faults, tuple(incidents), compared, failure)
+    return Soak(
+        command, torch.__version__, cores, fault_schedule, tuple(incidents), compared, failure
+    )
 
 
 def row(incident: Incident) -> str:
@@ -113,7 +115,7 @@ def write_report(soak: Soak, out: Path) -> Path:
         HEADER,
         *map(row, soak.incidents),
         "",
-        f"{len(soak.incidents)} of {soak.faults} faults got over; {verdict}.",
+        f"{len(soak.incidents)} of {soak.fault_schedule} faults got over; {verdict}.",
     ]
     path = out / "soak.md"
     path.write_text("\n".join(lines) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from integration.soak.faults import SIGNALS, Fault
+from integration.soak.fault_schedule import SIGNALS, Fault
 from integration.soak.torchrun import Torchrun
 
 _POLL_SECONDS = 0.02
@@ -47,13 +47,17 @@ class Incident:
 
 
 def disturb(
-    run: Torchrun, faults: Sequence[Fault], *, timeout: float, say: Callable[[Incident], None]
+    run: Torchrun,
+    fault_schedule: Sequence[Fault],
+    *,
+    timeout: float,
+    say: Callable[[Incident], None],
 ) -> list[Incident]:
     """Send each fault behind its step, and wait until the run is over it; then for its end.
 
     Args:
         run: under way.
-        faults: in the order of their steps.
+        fault_schedule: in the order of their steps.
         timeout: of the watchdog, in seconds.
         say: is given each incident.
 
@@ -61,15 +65,15 @@ def disturb(
         FaultError: a fault was not noticed in time or not got over, or the run ended wrongly.
     """
     incidents = []
-    for fault in faults:
-        incident = _Watch(run, timeout).of(fault)
+    for fault in fault_schedule:
+        incident = _FaultObserver(run, timeout).of(fault)
         say(incident)
         incidents.append(incident)
     _wait(run, lambda: run.exit_code() is not None, "end", seconds=None)
     return incidents
 
 
-class _Watch:
+class _FaultObserver:
     """Follows one fault."""
 
     def __init__(self, run: Torchrun, timeout: float) -> None:
@@ -88,7 +92,7 @@ class _Watch:
             _wait(run, condition, f"{what} after {fault}", seconds=seconds)
             return time.monotonic() - started
 
-        told = _Told(before[fault.rank], fault.kind)
+        told = _SignalledRank(before[fault.rank], fault.kind)
         noticed_by: list[str] = []
 
         def is_noticed() -> bool:
@@ -114,7 +118,7 @@ class _Watch:
         )
 
 
-class _Told:
+class _SignalledRank:
     """A rank that was sent the signal of a fault."""
 
     def __init__(self, process: psutil.Process, kind: str) -> None:

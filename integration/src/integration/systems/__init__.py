@@ -11,7 +11,7 @@ from integration.systems.dtensor_tp import DTensorTensorParallel
 from integration.systems.fsdp import FullyShardedBuffers
 from integration.systems.fsdp1 import FullyShardedOne
 from integration.systems.fsdp2 import FullyShardedTwo
-from integration.systems.plan import Planned
+from integration.systems.plan import PlanSystem
 from integration.systems.single import SingleDevice
 from integration.systems.torchtitan import TorchTitanStyle
 
@@ -24,7 +24,7 @@ _ALL: tuple[type[System], ...] = (
     ZeroThree,
     DTensorTensorParallel,
     TorchTitanStyle,
-    Planned,
+    PlanSystem,
 )
 SYSTEM_NAMES: tuple[str, ...] = tuple(system.name for system in _ALL)
 
@@ -46,8 +46,8 @@ def get_system(
     """
     for system in _ALL:
         if system.name == name:
-            if degrees not in (None, Degrees()) and not system.composes:
-                composing = ", ".join(each.name for each in _ALL if each.composes)
+            if degrees not in (None, Degrees()) and not system.accepts_degrees:
+                composing = ", ".join(each.name for each in _ALL if each.accepts_degrees)
                 raise UsageError(
                     f"system {name!r} does not take {' '.join(degrees.options)}; leave it out, or"
                     f" use one of: {composing}"

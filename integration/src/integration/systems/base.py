@@ -25,28 +25,28 @@ class System(ABC):
 
     name: str
     # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
-    takes_meta: bool = False
+    accepts_meta_model: bool = False
     # Whether its shards are of placements in which torch draws nothing, and dist-rng does.
-    draws_by_dist_rng: bool = False
+    needs_dist_rng_for_init: bool = False
     # Whether it takes a model of plan_api.deferred_init, whose weights it draws itself.
-    takes_deferred: bool = False
+    accepts_deferred_init: bool = False
     # Whether its degrees say how many ranks each kind of parallelism has.
-    composes: bool = False
+    accepts_degrees: bool = False
     # Whether it trains with optimizers of blocks and matrices too, which need parameters that keep
     # their shapes, whole or as DTensors.
-    any_optimizer: bool = False
+    supports_all_optimizers: bool = False
     # Whether its layers can be compiled, each as one graph.
-    compiles: bool = False
+    supports_compile: bool = False
     # Whether it can compute in another dtype than that of the weights.
     mixed_precision: bool = False
     # Whether ranks of tensor parallelism have equal parts of a sequence, or it is refused.
-    even_sequences: bool = False
+    needs_even_sequences: bool = False
     # Whether it shards microbatches itself: every rank passes those of all data parallel ranks.
     shards_batches: bool = False
     # Whether no package of this repository has a part in it.
     native: bool = True
     # Whether its weights and gradients can be saved, loaded, clipped and looked at.
-    saves: bool = True
+    supports_checkpoints: bool = True
     # Families of the models that it has been written for; None: any.
     families: tuple[str, ...] | None = None
 
@@ -73,7 +73,7 @@ class System(ABC):
     @property
     def init_on_dtensors(self) -> bool:
         """Whether weights of ``--init sharded`` are DTensors when they are drawn."""
-        return self.takes_deferred or self.takes_meta
+        return self.accepts_deferred_init or self.accepts_meta_model
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
         """Return whether the dropout of a model's layers has DTensors as inputs."""

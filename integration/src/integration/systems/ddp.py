@@ -13,8 +13,8 @@ class DataParallel(System):
     """``torch.nn.parallel.DistributedDataParallel``."""
 
     name = "ddp"
-    any_optimizer = True
-    compiles = True
+    supports_all_optimizers = True
+    supports_compile = True
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

@@ -33,7 +33,7 @@ class ZeroThree(System):
     """``deepspeed.initialize`` with stage 3, its defaults, and torch's optimizer inside."""
 
     name = "deepspeed"
-    saves = False
+    supports_checkpoints = False
 
     @property
     def missing(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism as stock torch does it: parallelize_module with a plan per layer."""
+"""Tensor parallelism as native torch does it: parallelize_module with a plan per layer."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -65,7 +65,7 @@ class DTensorTensorParallel(System):
     """``torch.distributed.tensor.parallel`` on what its styles can cut of a model."""
 
     name = "dtensor-tp"
-    takes_meta = True
+    accepts_meta_model = True
     families = tuple(_CUT)
 
     def data_parallel_degree(self, world_size: int) -> int:

@@ -24,10 +24,10 @@ class FullyShardedBuffers(System):
 
     name = "fsdp"
     native = False
-    takes_meta = True
-    draws_by_dist_rng = True
-    any_optimizer = True
-    compiles = True
+    accepts_meta_model = True
+    needs_dist_rng_for_init = True
+    supports_all_optimizers = True
+    supports_compile = True
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

@@ -17,7 +17,7 @@ class FullyShardedOne(System):
     """``torch.distributed.fsdp.FullyShardedDataParallel``, one unit per transformer layer."""
 
     name = "fsdp1"
-    compiles = True
+    supports_compile = True
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

@@ -15,9 +15,9 @@ class FullyShardedTwo(System):
     """``torch.distributed.fsdp.fully_shard`` on every transformer layer and on the root."""
 
     name = "fsdp2"
-    takes_meta = True
-    any_optimizer = True
-    compiles = True
+    accepts_meta_model = True
+    supports_all_optimizers = True
+    supports_compile = True
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

@@ -14,7 +14,7 @@ from integration.models import ModelShape
 from integration.systems.base import System, require_divisible, require_vocabulary
 
 
-class Planned(System):
+class PlanSystem(System):
     """The zoo's plan of a model, by degrees; every rank passes the microbatches of all.
 
     In float64 losses are the single device's to 2e-15 (llama-tiny, 30 steps).
@@ -22,8 +22,8 @@ class Planned(System):
 
     name = "plan"
     native = False
-    composes = True
-    takes_deferred = True
+    accepts_degrees = True
+    accepts_deferred_init = True
     shards_batches = True
 
     def data_parallel_degree(self, world_size: int) -> int:
@@ -50,7 +50,7 @@ class Planned(System):
             raise UsageError(
                 f"--cp is for models of family llama, whose attention it knows, not {shape.family}"
             )
-        for field in shape.cut_by_heads:
+        for field in shape.tensor_parallel_sizes:
             require_divisible(shape, field, self.degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

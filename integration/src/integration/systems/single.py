@@ -11,9 +11,9 @@ class SingleDevice(System):
     """The unmodified model, no process group used."""
 
     name = "single"
-    takes_meta = True
-    any_optimizer = True
-    compiles = True
+    accepts_meta_model = True
+    supports_all_optimizers = True
+    supports_compile = True
     mixed_precision = True
 
     @property

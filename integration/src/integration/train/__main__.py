@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.hosts import Hosts
-from integration.train.launch import launch, leave_word
-from integration.train.roll_call import RollCall
+from integration.train.launch import launch, report_status
+from integration.train.liveness_check import LivenessCheck
 from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.validation import validate
 from integration.train.watchdog import record_collectives
-from integration.train.world import declared_world, has_agent, leave, process_group
+from integration.train.world import declared_world, exit_process, has_agent, process_group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +63,8 @@ def _run_rank(config: TrainConfig) -> int:
     stop = StopRequest()
     record_collectives(config.out)
     with process_group(config.timeout, join_seconds=config.join_timeout) as world:
-        leave_word("started")
-        roll_call = RollCall(world) if world.size > 1 else None
+        report_status("started")
+        roll_call = LivenessCheck(world) if world.size > 1 else None
         # Imported late: a mistake in the options should not wait for TensorBoard's imports.
         from integration.train.loop import Trainer
 
@@ -90,7 +90,7 @@ def _run_rank(config: TrainConfig) -> int:
 def _refuse(sentence: str) -> None:
     """Say it once: to the launcher if there is one, otherwise from the first rank."""
     world = declared_world()
-    if leave_word("refused", sentence):
+    if report_status("refused", sentence):
         return
     if not world.is_main and has_agent():
         # torchrun ends the other ranks as soon as the first has exited: by SIGTERM, which must not
@@ -101,4 +101,4 @@ def _refuse(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

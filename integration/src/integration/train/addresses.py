@@ -55,7 +55,7 @@ def address_towards(endpoint: Endpoint) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def is_ours(name: str) -> bool:
+def is_local_address(name: str) -> bool:
     """Return whether a name or address is this host's: the kernel binds to no other."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         try:

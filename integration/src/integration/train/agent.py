@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from integration.errors import EXIT_USAGE, UsageError
-from integration.train.addresses import Endpoint, address_towards, is_ours
-from integration.train.store_client import NoStore, connect, first_line
+from integration.train.addresses import Endpoint, address_towards, is_local_address
+from integration.train.store_client import StoreUnreachableError, connect, first_line
 
 
 def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
@@ -31,11 +31,11 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
         UsageError: another form, or nobody there.
     """
     endpoint = Endpoint.parse(rendezvous)
-    here = is_ours(endpoint.name)
+    here = is_local_address(endpoint.name)
     if not here:
         try:
             connect(endpoint, timeout)
-        except NoStore as why:
+        except StoreUnreachableError as why:
             raise UsageError(
                 f"no agent is at {endpoint} within {timeout:g} s ({why}); start the host of that"
                 " address, or correct RENDEZVOUS, on all hosts"

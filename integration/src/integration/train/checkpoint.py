@@ -70,7 +70,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Draft:
+class CheckpointDraft:
     """A checkpoint that is being written: absent until ``commit``.
 
     Attributes:
@@ -285,7 +285,7 @@ def require_same(manifest: Manifest, identity: Identity, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointSearch:
     """What a search for checkpoints came to.
 
     Attributes:
@@ -297,7 +297,7 @@ class Found:
     passed_over: tuple[str, ...]
 
 
-def newest_complete(folder: Path, verification: Verification = unverified) -> Found:
+def newest_complete(folder: Path, verification: Verification = unverified) -> CheckpointSearch:
     """Return a run folder's newest complete checkpoint, and why newer ones were passed over.
 
     Args:
@@ -311,8 +311,8 @@ def newest_complete(folder: Path, verification: Verification = unverified) -> Fo
         except _IncompleteError as error:
             passed_over.append(str(error))
         else:
-            return Found(path, tuple(passed_over))
-    return Found(None, tuple(passed_over))
+            return CheckpointSearch(path, tuple(passed_over))
+    return CheckpointSearch(None, tuple(passed_over))
 
 
 def _candidates(folder: Path) -> list[Path]:

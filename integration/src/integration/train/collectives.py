@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from integration.metrics import CollectiveCount
-from integration.train.memory import forget_peak_rss, peak_rss_bytes
+from integration.train.memory import peak_rss_bytes, reset_peak_rss
 from testkit import CommLog
 
 
@@ -36,7 +36,7 @@ class CollectiveCounter:
         with CommLog() as log:
             yield
         self._logs.append(log)
-        forget_peak_rss()
+        reset_peak_rss()
 
     @property
     def peak_rss_bytes(self) -> int:

@@ -13,11 +13,14 @@ from pydantic.dataclasses import dataclass
 
 from integration.errors import UsageError
 from integration.systems import Degrees
+from integration.train.activation_checkpointing import Recompute
 from integration.train.compiled import Backend
-from integration.train.recompute import Recompute
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
+# Values of --random.
+NATIVE_RANDOM: Literal["stock"] = "stock"
+DIST_RNG_RANDOM: Literal["dist-rng"] = "dist-rng"
 
 _PROGRAM = "python -m integration.train"
 _DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
@@ -97,7 +100,7 @@ class TrainConfig:
     """Folder of safetensors, as save_pretrained writes it, whose weights are the initial ones."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of a zero: in attention's weights, of DiT behind linear layers."""
-    random: Literal["stock", "dist-rng"] = "stock"
+    random: Literal["stock", "dist-rng"] = NATIVE_RANDOM
     """Who draws random DTensors: torch, or dist-rng, which gives one device's numbers."""
     fingerprint: bool = False
     """Write hashes of the initial weights and the first step's dropout masks into the summary."""

@@ -29,7 +29,7 @@ LOCK_FILE = ".lock"
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """Who writes a run folder.
 
     Attributes:
@@ -45,12 +45,12 @@ class Owner:
     since: str
 
     @staticmethod
-    def this_process() -> "Owner":
+    def this_process() -> "LockOwner":
         """Return what this process writes into a lock."""
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         # torchrun's default for all jobs that were not given an id.
         job = "" if job == "none" else job
-        return Owner(socket.gethostname(), os.getpid(), job, time.strftime("%Y-%m-%d %H:%M:%S"))
+        return LockOwner(socket.gethostname(), os.getpid(), job, time.strftime("%Y-%m-%d %H:%M:%S"))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -64,11 +64,11 @@ def folder_lock(out: Path, world: World) -> Iterator[None]:
         UsageError: on every rank: another job writes it, or may on another host, or the file system
             has no locks.
     """
-    held: TextIO | None = None
+    lock_file: TextIO | None = None
     refusal: str | None = None
     if world.is_main:
         try:
-            held = _take(out)
+            lock_file = _take(out)
         except UsageError as error:
             refusal = str(error)
     told = [refusal]
@@ -78,9 +78,9 @@ def folder_lock(out: Path, world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        if held is not None:
-            held.truncate(0)  # nobody's; removing it would race with those who have opened it
-            held.close()
+        if lock_file is not None:
+            lock_file.truncate(0)  # nobody's; removing it would race with those who have opened it
+            lock_file.close()
 
 
 def _take(out: Path) -> TextIO:
@@ -109,7 +109,7 @@ def _own(file: TextIO, out: Path, path: Path) -> None:
         raise UsageError(
             f"another job writes {out} ({whose}); wait for its end, or give another --out"
         ) from error
-    before, this = _owner(file), Owner.this_process()
+    before, this = _owner(file), LockOwner.this_process()
     if before is not None and before.host != this.host and (not this.job or before.job != this.job):
         raise UsageError(
             f"another job may write {out} ({before}), and whether it lives cannot be seen from"
@@ -120,11 +120,11 @@ def _own(file: TextIO, out: Path, path: Path) -> None:
     file.flush()
 
 
-def _owner(file: TextIO) -> Owner | None:
+def _owner(file: TextIO) -> LockOwner | None:
     """Return whom a lock names: nobody if it was released, or is just being taken."""
     file.seek(0)
     text = file.read()
     try:
-        return Owner(**json.loads(text))
+        return LockOwner(**json.loads(text))
     except (ValueError, TypeError):
         return None

@@ -25,7 +25,7 @@ def started_by_launcher() -> bool:
     return STATUS_VARIABLE in os.environ
 
 
-def leave_word(kind: str, text: str = "") -> bool:
+def report_status(kind: str, text: str = "") -> bool:
     """Tell the launcher, if there is one, that this rank has ``started`` or was ``refused``."""
     folder = os.environ.get(STATUS_VARIABLE)
     if folder is None:
@@ -102,4 +102,4 @@ def _explain(error: ChildFailedError, status: Path, ranks: int, log_folder: Path
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-__all__ = ["EXIT_USAGE", "launch", "leave_word", "started_by_launcher"]
+__all__ = ["EXIT_USAGE", "launch", "report_status", "started_by_launcher"]

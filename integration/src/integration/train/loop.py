@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from integration.data import Batch, BatchLoader, load_samples
+from integration.data import Batch, BatchLoader, Samples, load_samples
 from integration.errors import DivergedError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.optimizers import build_optimizer
@@ -21,12 +21,12 @@ from integration.paths import make_folder
 from integration.train import checkpoint
 from integration.train.collectives import CollectiveCounter
 from integration.train.config import TrainConfig
-from integration.train.masks import DropoutMasks
-from integration.train.parallel import parallel_model, weights_hash
+from integration.train.dropout_masks import DropoutMasks
+from integration.train.learning_rate import LearningRateSchedule
+from integration.train.parallel_model import parallel_model, weights_hash
 from integration.train.profiling import StepProfiler
 from integration.train.progress import ProgressDisplay
-from integration.train.saver import Saver
-from integration.train.schedule import Schedule
+from integration.train.saver import CheckpointSaver
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
 from integration.train.throughput import Throughput
@@ -44,7 +44,7 @@ class Trainer:
     """
 
     def __init__(self, setup: Setup, world: World) -> None:
-        config, plan = setup.config, setup.batch_plan
+        config = setup.config
         self._setup = setup
         self._world = world
         data = load_samples(
@@ -54,26 +54,15 @@ class Trainer:
             seed=config.seed,
         )
         self._data_source = data.source
-        self._tokens = config.global_batch * data.tokens  # of a step
-        # Ranks beyond the data-parallel degree repeat the data: they share the model instead.
-        rank = setup.system.data_rank(world.rank, world.size)
-        if setup.system.shards_batches:
-            plan, rank = plan.of_all_ranks(), 0
-        self._loader = BatchLoader(data, plan, rank=rank, seed=config.seed)
+        self._tokens_per_step = config.global_batch * data.tokens
+        self._loader = _batch_loader(setup, world, data)
         self._sample = data.sample(0, 0)
-        # Of the newest checkpoint in the run folder, so far as this run knows.
+        # Step of the newest checkpoint in the run folder, as far as this run knows.
         self._saved_step: int | None = None
-        self._identity = checkpoint.Identity(
-            model=asdict(setup.shape),
-            data_fingerprint=data.fingerprint,
-            sequence_length=config.sequence_length,
-            global_batch=config.global_batch,
-            seed=config.seed,
-            optimizer=config.optimizer,
-        )
+        identity = _identity(setup, data)
         if setup.resume_from is not None:
             manifest = checkpoint.read_manifest(setup.resume_from)
-            checkpoint.require_same(manifest, self._identity, setup.resume_from)
+            checkpoint.require_same(manifest, identity, setup.resume_from)
             self._loader.load_state_dict({"step": manifest.step})
         parallel = parallel_model(setup, world)
         self.model, self._parameters = parallel.model, parallel.parameters
@@ -87,30 +76,32 @@ class Trainer:
             weight_decay=config.weight_decay,
         )
         self.optimizer = setup.system.optimizer(self.model, optimizer)
-        self._schedule = Schedule(
+        self._schedule = LearningRateSchedule(
             self.optimizer,
             steps=config.steps,
             warmup=config.warmup_steps,
             decay=config.decay_steps,
         )
-        self._saver = Saver(
+        self._saver = CheckpointSaver(
             config.out,
-            self._identity,
+            identity,
             world,
             background=config.checkpoint_async,
-            keep=config.keep_checkpoints,
+            keep_checkpoints=config.keep_checkpoints,
             timeout=config.timeout,
         )
-        if setup.resume_from is not None:
-            checkpoint.load(
-                setup.resume_from,
-                self.model,
-                self.optimizer,
-                world,
-                verified=setup.resume_verified,
-            )
-            if setup.resume_from.resolve().parent == (config.out / checkpoint.FOLDER).resolve():
-                self._saved_step = self.step
+        self._resume()
+
+    def _resume(self) -> None:
+        """Loads the checkpoint that the run resumes from, if any."""
+        path, config = self._setup.resume_from, self._setup.config
+        if path is None:
+            return
+        checkpoint.load(
+            path, self.model, self.optimizer, self._world, verified=self._setup.resume_verified
+        )
+        if path.resolve().parent == (config.out / checkpoint.FOLDER).resolve():
+            self._saved_step = self.step
 
     @property
     def step(self) -> int:
@@ -157,7 +148,7 @@ class Trainer:
         return total
 
     def save(self, *, wait: bool = True) -> Path:
-        """Write a checkpoint of the present step into the run folder; see `Saver.save`."""
+        """Writes a checkpoint of the current step into the run folder (`CheckpointSaver.save`)."""
         self._saved_step = self.step
         return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
 
@@ -187,7 +178,7 @@ class Trainer:
                 display.show(record)
                 if stopping and self.step < config.steps:
                     end = "there is no checkpoint"
-                    if self._setup.system.saves:
+                    if self._setup.system.supports_checkpoints:
                         end = f"its checkpoint is {self.save()}"
                     display.say(f"stopped on request at step {self.step}; {end}")
                     return False
@@ -221,10 +212,10 @@ class Trainer:
             step=self.step,
             loss=mean,
             seconds=seconds,
-            tokens=self._tokens,
+            tokens=self._tokens_per_step,
             gradient_norm=norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            tokens_per_second=self._tokens / seconds,
+            tokens_per_second=self._tokens_per_step / seconds,
             mfu=self._throughput.mfu(seconds),
         )
         return record, bool(shared[1])
@@ -234,7 +225,7 @@ class Trainer:
         config, step = self._setup.config, self.step
         last = step * config.global_batch - 1
         whose = f"(the step's are samples {last - config.global_batch + 1} to {last})"
-        if not self._setup.system.saves:
+        if not self._setup.system.supports_checkpoints:
             return DivergedError(
                 f"the loss of step {step} is {loss}; training stopped before its update, without a"
                 f" checkpoint: start over with a smaller --learning-rate or other data {whose}"
@@ -269,6 +260,29 @@ class Trainer:
             collectives=self._collectives.counts,
             product_flops=self._collectives.product_flops,
         )
+
+
+def _batch_loader(setup: Setup, world: World, data: Samples) -> BatchLoader:
+    """Returns the loader of this rank's microbatches.
+
+    Ranks beyond the data-parallel degree get the same data as others: they share the model.
+    """
+    plan, rank = setup.batch_plan, setup.system.data_rank(world.rank, world.size)
+    if setup.system.shards_batches:
+        plan, rank = plan.of_all_ranks(), 0
+    return BatchLoader(data, plan, rank=rank, seed=setup.config.seed)
+
+
+def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
+    config = setup.config
+    return checkpoint.Identity(
+        model=asdict(setup.shape),
+        data_fingerprint=data.fingerprint,
+        sequence_length=config.sequence_length,
+        global_batch=config.global_batch,
+        seed=config.seed,
+        optimizer=config.optimizer,
+    )
 
 
 def _whole(loss: Tensor) -> Tensor:

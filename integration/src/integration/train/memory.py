@@ -7,7 +7,7 @@ from pathlib import Path
 _KIB = 1024
 
 
-def forget_peak_rss() -> None:
+def reset_peak_rss() -> None:
     """Give back what earlier work has left behind, and count the peak from here (man 5 proc)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from integration.live import LiveDisplay
+from integration.live_display import LiveDisplay
 from integration.metrics import StepRecord
 
 

@@ -10,6 +10,8 @@ with a sentence: to go on would be to train without the net that was asked for. 
 it is removed; those before it stay.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,13 +24,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from integration.errors import UnwrittenError
-from integration.train.checkpoint import Draft, Identity, newest_complete
-from integration.train.disk import Writer
-from integration.train.retention import remove_older
+from integration.train import checkpoint
+from integration.train.checkpoint import CheckpointDraft, Identity, newest_complete
+from integration.train.checkpoint_writer import CheckpointWriter
 from integration.train.world import World
 
 
-class Saver:
+class CheckpointSaver:
     """Writes the checkpoints of a run; all ranks call its methods together.
 
     Args:
@@ -36,7 +38,7 @@ class Saver:
         identity: of the run.
         world: this rank's place.
         background: whether ``save`` may return before a checkpoint is complete.
-        keep: how many complete ones stay, 0 for all.
+        keep_checkpoints: how many complete checkpoints to keep, 0 for all.
         timeout: in seconds, of the collectives of saving in the background.
     """
 
@@ -47,12 +49,12 @@ class Saver:
         world: World,
         *,
         background: bool,
-        keep: int,
+        keep_checkpoints: int,
         timeout: float,
     ) -> None:
         self._run, self._identity, self._world = run, identity, world
-        self._keep = keep
-        self._pending: tuple[Draft, Future[None]] | None = None
+        self._keep_checkpoints = keep_checkpoints
+        self._pending: tuple[CheckpointDraft, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
         if background:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -73,9 +75,9 @@ class Saver:
             CheckpointException: another thing was wrong with one of them.
         """
         self.finish()
-        draft = Draft(self._run, step, self._identity, self._world)
+        draft = CheckpointDraft(self._run, step, self._identity, self._world)
         state = draft.begin(model, optimizer)
-        writer = Writer(draft.partial)
+        writer = CheckpointWriter(draft.partial)
         if wait or self._group is None:
             self._settle(draft, lambda: self._write(draft, state, writer))
         else:
@@ -96,7 +98,7 @@ class Saver:
         (draft, pending), self._pending = self._pending, None
         self._settle(draft, pending.result)
 
-    def _settle(self, draft: Draft, complete: Callable[[], None]) -> None:
+    def _settle(self, draft: CheckpointDraft, complete: Callable[[], None]) -> None:
         """Wait for a checkpoint, and for rank 0, whose word it is whether it was written."""
         refused: OSError | None = None
         try:
@@ -121,15 +123,48 @@ class Saver:
             f" ({told[0]}); {left}: mend that and give the same command again to go on from there"
         ) from refused
 
-    def _write(self, draft: Draft, state: dict[str, Any], writer: Writer) -> None:
+    def _write(
+        self, draft: CheckpointDraft, state: dict[str, Any], writer: CheckpointWriter
+    ) -> None:
         dcp.save(state, storage_writer=writer)
         self._complete(draft, writer)
 
-    def _complete(self, draft: Draft, writer: Writer, written: Future[Any] | None = None) -> None:
+    def _complete(
+        self, draft: CheckpointDraft, writer: CheckpointWriter, written: Future[Any] | None = None
+    ) -> None:
         if written is not None:
             written.result()
         # Rank 0's writing ends when that of all ranks has.
         if self._world.is_main:
             draft.commit(writer.checksums)
-            if self._keep:
-                remove_older(self._run, draft.step, self._keep)
+            if self._keep_checkpoints:
+                remove_older(self._run, draft.step, keep_checkpoints=self._keep_checkpoints)
+
+
+def remove_older(run: Path, step: int, *, keep_checkpoints: int) -> None:
+    """Removes all but the newest complete checkpoints; one process calls it.
+
+    Checkpoints of steps after ``step``, which has just been completed, are not removed: a run that
+    was resumed from an older checkpoint writes them again. As the checkpoint of ``step`` itself is
+    kept, there is always one to resume from, and the one that the run was resumed from is removed
+    only after a newer one is complete. A folder is renamed before its files are removed, so that it
+    never looks like a damaged checkpoint.
+
+    Args:
+        run: the run folder.
+        step: step of the checkpoint that was completed last.
+        keep_checkpoints: number of complete checkpoints to keep, at least 1.
+    """
+    folder = run / checkpoint.FOLDER
+    for removed in folder.glob(".step-*.removed"):  # left by a run that was killed here
+        shutil.rmtree(removed)
+    complete = 0
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if path.name > checkpoint.folder_name(step):
+            continue
+        if complete >= keep_checkpoints:
+            removed = path.with_name(f".{path.name}.removed")
+            os.rename(path, removed)
+            shutil.rmtree(removed)
+        elif checkpoint.is_complete(path):
+            complete += 1

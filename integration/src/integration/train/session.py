@@ -17,11 +17,11 @@ import torch
 
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
-from integration.train.launch import launch, leave_word
-from integration.train.memory import forget_peak_rss
+from integration.train.launch import launch, report_status
+from integration.train.memory import reset_peak_rss
 from integration.train.setup import locked_setup
 from integration.train.stop import EXIT_TERMINATED, StopRequest
-from integration.train.world import World, leave, process_group
+from integration.train.world import World, exit_process, process_group
 
 MODULE = "integration.train.session"
 # By package, the inverse of what a run switches on.
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return launch([path], ranks, log_folder=Path(path).with_suffix(".logs"), module=MODULE)
         return _run_rank(configs)
     except UsageError as error:
-        if not leave_word("refused", str(error)):
+        if not report_status("refused", str(error)):
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_rank(configs: Sequence[TrainConfig]) -> int:
     stop = StopRequest()
     with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
-        leave_word("started")
+        report_status("started")
         for config in configs:
             restore_torch()
             if not _run_one(config, world, stop):
@@ -97,7 +97,7 @@ def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
     """Whether the run has finished; of its own, so that nothing of it is left when it returns."""
     from integration.train.loop import Trainer
 
-    forget_peak_rss()
+    reset_peak_rss()
     torch.set_num_threads(config.threads)
     with locked_setup(config, world) as setup:
         return Trainer(setup, world).run(stop)
@@ -112,4 +112,4 @@ def restore_torch() -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

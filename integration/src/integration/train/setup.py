@@ -14,7 +14,7 @@ from integration.systems import System
 from integration.train import checkpoint
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
 from integration.train.folder_lock import folder_lock
-from integration.train.initial import InitialWeights
+from integration.train.initial_weights import InitialWeights
 from integration.train.profiling import StepRange
 from integration.train.validation import validate
 from integration.train.world import World
@@ -66,7 +66,7 @@ def prepare(
     if shape.modality is Modality.TEXT:
         require_bytes(corpus_size(config.data), config.global_batch, config.sequence_length)
     resume_from, notices = _find_checkpoint(config, verification)
-    if resume_from is not None and not system.saves:
+    if resume_from is not None and not system.supports_checkpoints:
         raise UsageError(f"system {system.name!r} resumes no checkpoint; give another --out")
     initial = InitialWeights.open(config, shape) if config.init_from else None
     return Setup(

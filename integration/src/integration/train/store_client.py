@@ -18,7 +18,7 @@ _LEAST_SECONDS = 1.0
 _Answer = TypeVar("_Answer")
 
 
-class NoStore(Exception):  # noqa: N818
+class StoreUnreachableError(Exception):
     """There is no store; as text, why."""
 
 
@@ -30,11 +30,11 @@ def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
         timeout: in seconds.
 
     Raises:
-        NoStore: nobody listens there, or no store does.
+        StoreUnreachableError: nobody listens there, or no store does.
     """
     deadline = time.monotonic() + timeout
     if (why_not := wait_for_listener(endpoint, timeout)) is not None:
-        raise NoStore(why_not)
+        raise StoreUnreachableError(why_not)
 
     def client() -> dist.Store:
         patience = timedelta(seconds=timeout)
@@ -43,9 +43,11 @@ def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
     try:
         return in_time(client, max(_LEAST_SECONDS, deadline - time.monotonic()))
     except TimeoutError:
-        raise NoStore("someone listens and does not answer") from None
+        raise StoreUnreachableError("someone listens and does not answer") from None
     except dist.DistError as error:
-        raise NoStore(f"someone listens, and not as torch's store: {first_line(error)}") from error
+        raise StoreUnreachableError(
+            f"someone listens, and not as torch's store: {first_line(error)}"
+        ) from error
 
 
 def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:

@@ -7,17 +7,19 @@ model's attributes; and the systems' own ``check``, for degrees.
 
 import importlib.util
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
+
+import torch
 
 from integration.data import BatchPlan, Modality
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
 from integration.optimizers import ADAMW
-from integration.pipeline.setup import in_pipeline
+from integration.pipeline.setup import with_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
-from integration.train.config import TrainConfig
-from integration.train.feature_checks import supported_system
+from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
 from integration.train.profiling import StepRange
 from integration.train.world import declared_world
 
@@ -26,7 +28,7 @@ assert MISSING not in _DEFAULTS.values()
 
 
 @dataclass(frozen=True)
-class Rule:
+class OptionRule:
     """A condition under which an option has an effect.
 
     Attributes:
@@ -58,8 +60,8 @@ class Rule:
         )
 
 
-def _needs_pipeline(option: str) -> Rule:
-    return Rule(
+def _needs_pipeline(option: str) -> OptionRule:
+    return OptionRule(
         option,
         "pp_degree",
         lambda config: config.pp_degree > 1,
@@ -80,107 +82,107 @@ def _spelled(config: TrainConfig, field: str) -> str:
     return f"no {_option(field)}" if value is None else f"{_option(field)} {value}"
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[OptionRule, ...] = (
     *map(_needs_pipeline, ("pp_split_points", "pp_schedule", "pp_microbatches")),
-    Rule(
+    OptionRule(
         "dtype",
         "pp_degree",
         lambda config: config.pp_degree == 1,
         "--pp-degree 1, as stages of a pipeline compute in the dtype of their weights",
         "use --dtype fp32, or leave --pp-degree out",
     ),
-    Rule(
+    OptionRule(
         "data",
         "model",
         lambda config: _trains_on_text(config),
         "a language model, as others come with their data",
         "leave --data out, or choose another --model",
     ),
-    Rule(
+    OptionRule(
         "sequence_length",
         "model",
         lambda config: _trains_on_text(config),
         "a language model, as others have samples of one size",
         "leave --sequence-length out, or choose another --model",
     ),
-    Rule(
+    OptionRule(
         "dropout",
         "cp",
         lambda config: config.cp == 1,
         "--cp 1, as attention over context parallel ranks has no dropout",
         "leave either out",
     ),
-    Rule(
+    OptionRule(
         "init",
         "init_from",
         lambda config: config.init_from is None,
         "no --init-from, which reads all weights, so that none are drawn",
         "leave --init out",
     ),
-    Rule(
+    OptionRule(
         "activation_checkpointing_every",
         "activation_checkpointing",
         lambda config: config.activation_checkpointing == "selective-layer",
         "--activation-checkpointing selective-layer",
         "give that, or leave --activation-checkpointing-every out",
     ),
-    Rule(
+    OptionRule(
         "activation_checkpointing",
         "zero3",
         lambda config: not (config.zero3 and config.activation_checkpointing == "selective-op"),
         "no --zero3, whose gathers in backward are copies that selective-op did not see in forward",
         "use --activation-checkpointing full, or leave --zero3 out",
     ),
-    Rule(
+    OptionRule(
         "checkpoint_async",
         "checkpoint_every",
         lambda config: config.checkpoint_every > 0,
         "--checkpoint-every of at least 1",
         "give --checkpoint-every as well, or leave --checkpoint-async out",
     ),
-    Rule(
+    OptionRule(
         "keep_checkpoints",
         "final_checkpoint",
         lambda config: config.checkpoint_every > 0 or config.final_checkpoint,
         "--checkpoint-every of at least 1 or --final-checkpoint",
         "give one of them as well, or leave --keep-checkpoints out",
     ),
-    Rule(
+    OptionRule(
         "fingerprint",
         "compile",
         lambda config: config.compile == "none" or config.dropout == 0,
         "--compile none with --dropout, as compiled layers do not show their masks",
         "leave one of the three out",
     ),
-    Rule(
+    OptionRule(
         "profile_steps",
         "steps",
         lambda config: StepRange.parse(config.profile_steps or "").last <= config.steps,
         "steps of the run",
         "give others, or more --steps",
     ),
-    Rule(
+    OptionRule(
         "count_collectives",
         "steps",
         lambda config: (config.count_collectives or 0) <= config.steps,
         "a step of the run",
         "give another, or more --steps",
     ),
-    Rule(
+    OptionRule(
         "host_rank",
         "hosts",
         lambda config: config.host_rank < config.hosts,
         "a number below that of hosts, which are counted from 0",
         "give --hosts as well, or leave --host-rank out",
     ),
-    Rule(
+    OptionRule(
         "hosts",
         "rendezvous",
         lambda config: config.rendezvous is not None,
         "--rendezvous NAME:PORT, where the ranks of all hosts meet",
         "give a name or address of host 0 and a free port of it, the same on all hosts",
     ),
-    Rule(
+    OptionRule(
         "join_timeout",
         "rendezvous",
         lambda config: config.rendezvous is not None or _meet_by_environment(),
@@ -225,7 +227,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     """
     if world_size is None:
         world_size = config.hosts * (config.ranks or declared_world().size)
-    system = supported_system(config)
+    system = _supported_system(config)
     shape = model_shape(config.model)
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
@@ -233,9 +235,9 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         )
     for rule in RULES:
         rule.check(config)
-    if not system.saves:
+    if not system.supports_checkpoints:
         _require_plain(config)
-    system = in_pipeline(system, shape, config, world_size)
+    system = with_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
     _check_sequences(config, system, shape)
     _check_initial(config, system, shape)
@@ -253,6 +255,37 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     )
     steps = StepRange.parse(config.profile_steps) if config.profile_steps else None
     return ValidatedRun(system, shape, plan, steps)
+
+
+def _supported_system(config: TrainConfig) -> System:
+    """Returns the system of a run, with every training feature that the run uses.
+
+    Raises:
+        UsageError: there is no such system, or it supports neither the compiler nor the dtype.
+    """
+    system = get_system(config.system, degrees_of(config))
+    if config.compile != "none" and not system.supports_compile:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).supports_compile]
+        raise _unsupported(config, f"--compile {config.compile}", "--compile none", fit)
+    # Inductor compiles with Triton on GPUs, and with this compiler on CPUs.
+    if config.compile == "inductor" and shutil.which("g++") is None:
+        raise UsageError(
+            "--compile inductor needs the compiler g++, which is not installed;"
+            " install it, or use --compile aot_eager"
+        )
+    if config.dtype == "fp32":
+        return system
+    if not system.mixed_precision:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).mixed_precision]
+        raise _unsupported(config, f"--dtype {config.dtype}", "--dtype fp32", fit)
+    return get_system(config.system, degrees_of(config), torch.bfloat16)
+
+
+def _unsupported(config: TrainConfig, option: str, default: str, fit: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"system {config.system!r} does not support {option}; use {default}, or one of the systems"
+        f" {', '.join(fit)}"
+    )
 
 
 def _require_plain(config: TrainConfig) -> None:
@@ -285,7 +318,7 @@ def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> 
             f" {config.sequence_length}; give a multiple of {2 * config.cp}"
         )
     text = shape.modality is Modality.TEXT
-    if text and system.even_sequences and config.sequence_length % config.tp:
+    if text and system.needs_even_sequences and config.sequence_length % config.tp:
         raise UsageError(
             f"system {system.name!r} gives each rank of --tp {config.tp} an equal part of a"
             f" sequence, and --sequence-length is {config.sequence_length}; give a multiple of"
@@ -294,18 +327,18 @@ def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> 
 
 
 def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    if config.init == "whole" or system.takes_deferred:
+    if config.init == "whole" or system.accepts_deferred_init:
         return
-    if not system.takes_meta:
+    if not system.accepts_meta_model:
         raise UsageError(
             f"system {system.name!r} wraps weights that are there already; use --init whole"
         )
-    if system.draws_by_dist_rng and config.random != "dist-rng":
+    if system.needs_dist_rng_for_init and config.random != DIST_RNG_RANDOM:
         raise UsageError(
             f"torch cannot draw weights on the shards of system {system.name!r}; use --random"
             " dist-rng, or --init whole"
         )
-    if not shape.redraws:
+    if not shape.can_reinitialize:
         raise UsageError(
             f"model {config.model!r} cannot be drawn again on its shards by system"
             f" {system.name!r}; use --init whole, or --system plan"
@@ -315,8 +348,8 @@ def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> No
 def _check_optimizer(config: TrainConfig, system: System) -> None:
     if config.optimizer == ADAMW:
         return
-    if not system.any_optimizer:
-        fit = [name for name in SYSTEM_NAMES if get_system(name).any_optimizer]
+    if not system.supports_all_optimizers:
+        fit = [name for name in SYSTEM_NAMES if get_system(name).supports_all_optimizers]
         raise UsageError(
             f"system {system.name!r} trains with --optimizer adamw only, not"
             f" {config.optimizer}, which takes one of: {', '.join(fit)}"
@@ -329,12 +362,12 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
 
 
 def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> None:
-    if config.random != "dist-rng":
+    if config.random != DIST_RNG_RANDOM:
         return
     if importlib.util.find_spec("dist_rng") is None:
         raise UsageError(
             "--random dist-rng needs the package dist-rng, which is not installed; install it, or"
-            " use --random stock"
+            f" use --random {NATIVE_RANDOM}"
         )
     draws_weights = config.init == "sharded" and system.init_on_dtensors
     drops_out = config.dropout > 0 and system.dropout_on_dtensors(shape)

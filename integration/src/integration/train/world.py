@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from integration.errors import UsageError
 from integration.train.addresses import INTERFACE_VARIABLE, choose_interface
-from integration.train.meeting import meet, rendezvous_endpoint
+from integration.train.rendezvous import join_ranks, rendezvous_endpoint
 from integration.train.store_client import first_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -70,7 +70,7 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
         dist.destroy_process_group()
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End this process with ``exit_code``, without Python's own finalization.
 
     gloo's threads let go of a tensor some time after its collective has ended, and take the GIL for
@@ -87,7 +87,7 @@ def _join(world: World, timeout: timedelta, patience: float) -> None:
     # Where agents have met, theirs is the store; --hosts has several, each of one host.
     store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = meet(world.rank, world.size, patience)
+        store = join_ranks(world.rank, world.size, patience)
     choose_interface(rendezvous_endpoint())
     try:
         dist.init_process_group(

@@ -38,13 +38,13 @@ _GRANULARITIES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-# Operators whose results a `Halved` parameter's shard is made of.
+# Operators whose results a `Bfloat16Parameter` parameter's shard is made of.
 _KEPT = {"chunk", "split", "narrow", "slice", "detach", "clone", "_to_copy", "alias", "view"} | {
     "new_zeros", "empty_like", "zeros_like"
 }  # fmt: skip
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two Linears with a residual; `gain` may be ignored, and `unused` never has a gradient."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Block(nn.Module):
         return x + (y * self.gain.to(y.dtype) * weight.to(y.dtype)).to(x.dtype)
 
 
-class Net(nn.Module):
+class BlockModel(nn.Module):
     """An embedding, whose backward needs no parameters, blocks, and a Linear of the root."""
 
     def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ class Net(nn.Module):
         return [self.embed, *self.blocks]
 
 
-class Halved(Tensor):
+class Bfloat16Parameter(Tensor):
     """A parameter that says itself what is gathered of it: bfloat16."""
 
     @staticmethod
-    def __new__(cls: type[Halved], data: Tensor) -> Halved:
+    def __new__(cls: type[Bfloat16Parameter], data: Tensor) -> Bfloat16Parameter:
         """Wraps a tensor."""
-        made: Halved = Tensor._make_wrapper_subclass(
+        made: Bfloat16Parameter = Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
         )
         return made
@@ -130,7 +130,7 @@ class Halved(Tensor):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class IssuedReduction:
     """A reduce-scatter.
 
     Attributes:
@@ -143,11 +143,11 @@ class Reduction:
 
 
 @dataclass
-class Comms:
+class CustomCollectives:
     """What the collectives of a user have been called with."""
 
     gathers: int = 0
-    reductions: list[Reduction] = field(default_factory=list)
+    reductions: list[IssuedReduction] = field(default_factory=list)
 
 
 # Since 2.13 the old names warn.
@@ -155,15 +155,15 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Memory:
-    def __init__(self, seen: Comms) -> None:
+class _Allocator:
+    def __init__(self, seen: CustomCollectives) -> None:
         self.seen = seen
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Memory, AllGather):
+class _RecordingAllGather(_Allocator, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
@@ -172,7 +172,7 @@ class _Gather(_Memory, AllGather):
         return cast("dist.Work | None", work)
 
 
-class _Reduce(_Memory, ReduceScatter):
+class _RecordingReduceScatter(_Allocator, ReduceScatter):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -181,13 +181,13 @@ class _Reduce(_Memory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.seen.reductions.append(Reduction(group.group_name, op == dist.ReduceOp.AVG))
+        self.seen.reductions.append(IssuedReduction(group.group_name, op == dist.ReduceOp.AVG))
         work = _REDUCE_SCATTER(output_tensor, input_tensor, op, group, async_op)
         return cast("dist.Work | None", work)
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedModel:
     """A model that `fully_shard` was called on.
 
     Attributes:
@@ -199,7 +199,7 @@ class Sharded:
 
     model: Any
     ignored: tuple[nn.Parameter, ...]
-    comms: Comms
+    comms: CustomCollectives
     hooked: list[torch.dtype]
 
 
@@ -208,7 +208,7 @@ def ranks_of(options: Mapping[str, Any]) -> int:
     return 2 if options.get("mesh", "one axis") == "one axis" else 4
 
 
-def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> Sharded:
+def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> ShardedModel:
     """Makes the model, shards it and calls the methods that the options name.
 
     Args:
@@ -218,7 +218,7 @@ def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> Sharded:
     Raises:
         ValueError: the options are refused.
     """
-    model = Net(blocks)
+    model = BlockModel(blocks)
     names = ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", _SHAPES[options.get("mesh", "one axis")], mesh_dim_names=names)
     own = mesh[names[:2]] if options.get("mesh") == "two axes" else mesh["shard"]
@@ -227,23 +227,23 @@ def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> Sharded:
     for part in model.parts:
         fsdp.fully_shard(part, mesh=own, **arguments)
     root = fsdp.fully_shard(model, mesh=own, **arguments)
-    sharded = Sharded(root, ignored, Comms(), [])
+    sharded = ShardedModel(root, ignored, CustomCollectives(), [])
     _call_methods(sharded, options)
     return sharded
 
 
-def _place(model: Net, mesh: DeviceMesh, kind: str) -> None:
+def _place(model: BlockModel, mesh: DeviceMesh, kind: str) -> None:
     for block in model.blocks:
         if kind == "DTensor":
             plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
         elif kind == "extension":
-            up = cast(Block, block).up
-            up.weight = nn.Parameter(Halved(up.weight.detach()))
+            up = cast(ResidualBlock, block).up
+            up.weight = nn.Parameter(Bfloat16Parameter(up.weight.detach()))
 
 
 def _arguments(
-    model: Net, options: Mapping[str, Any]
+    model: BlockModel, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[nn.Parameter, ...]]:
     found = {
         name: options[name] for name in ("reshard_after_forward", "strategy") if name in options
@@ -259,12 +259,12 @@ def _arguments(
         found["offload_policy"] = fsdp.CPUOffloadPolicy()
     ignored: tuple[nn.Parameter, ...] = ()
     if "ignored_params" in options:
-        ignored = (cast(Block, model.blocks[len(model.blocks) // 2]).gain,)
+        ignored = (cast(ResidualBlock, model.blocks[len(model.blocks) // 2]).gain,)
         found["ignored_params"] = set(ignored)
     return found, ignored
 
 
-def _call_methods(sharded: Sharded, options: Mapping[str, Any]) -> None:
+def _call_methods(sharded: ShardedModel, options: Mapping[str, Any]) -> None:
     """Calls what is set once; `observation` calls what is set for each backward."""
     model = sharded.model
     parts = model.parts
@@ -287,7 +287,7 @@ def _call_methods(sharded: Sharded, options: Mapping[str, Any]) -> None:
         if "set_all_reduce_hook" in options:
             shard.mul_(HOOK_SCALE)
 
-    gather, reduce = _Gather(sharded.comms), _Reduce(sharded.comms)
+    gather, reduce = _RecordingAllGather(sharded.comms), _RecordingReduceScatter(sharded.comms)
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue

@@ -18,7 +18,7 @@ from integration.option_table.fully_shard.apply import (
     build,
     ranks_of,
 )
-from integration.option_table.fully_shard.observation import Observed
+from integration.option_table.fully_shard.observation import FullyShardObservation
 from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
 from testkit import Collective, fake_mesh
 
@@ -28,7 +28,7 @@ _HALF = torch.float16
 _MOST = 10  # choices of a run, so that what fails is found
 
 
-def _each(proof: Callable[[Observed, Mapping[str, Any]], bool]) -> Callable[..., bool]:
+def _each(proof: Callable[[FullyShardObservation, Mapping[str, Any]], bool]) -> Callable[..., bool]:
     """The proof that every rank's observation has to pass."""
     return lambda ranks, options: all(proof(rank, options) for rank in ranks)
 
@@ -52,36 +52,38 @@ def _kinds(calls: tuple[Collective, ...]) -> set[str]:
     return {call.op for call in calls}
 
 
-def _copies(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
-    names = set(ranks[0].held) - set(ranks[0].plain)
-    whole = ranks[0].parameters - sum(ranks[0].held[name] for name in ranks[0].plain)
-    return sum(rank.held[name] for rank in ranks for name in names) == 2 * whole
+def _copies(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> bool:
+    names = set(ranks[0].local_numel) - set(ranks[0].plain)
+    whole = ranks[0].parameters - sum(ranks[0].local_numel[name] for name in ranks[0].plain)
+    return sum(rank.local_numel[name] for rank in ranks for name in names) == 2 * whole
 
 
 def _blocks(size: int) -> Callable[..., bool]:
     """The proof that all ranks hold a multiple of a size of the matrices."""
-    return lambda seen, options: not any(seen.held[name] % size for name in _MATRICES)
+    return lambda seen, options: not any(seen.local_numel[name] % size for name in _MATRICES)
 
 
-def _is_native(seen: Observed, options: Mapping[str, Any]) -> bool:
+def _is_native(seen: FullyShardObservation, options: Mapping[str, Any]) -> bool:
     gathers = seen.first_forward if "set_custom_all_gather" not in options else ()
     reductions = seen.backward if "set_custom_reduce_scatter" not in options else ()
     found = {call.op for call in (*gathers, *reductions) if call.dtype != "int64"}
     return bool(found) and not found & {"send", "recv"}
 
 
-def _is_exchange(seen: Observed, options: Mapping[str, Any]) -> bool:
+def _is_exchange(seen: FullyShardObservation, options: Mapping[str, Any]) -> bool:
     sent = seen.first_forward if "set_custom_all_gather" not in options else seen.backward
     return "send" in _kinds(sent)
 
 
-def _factor(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> float:
+def _factor(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> float:
     """By which gradients are larger than the mean's."""
     found = len(ranks) / FACTOR if "set_gradient_divide_factor" in options else 1.0
     return found * HOOK_SCALE if "set_all_reduce_hook" in options else found
 
 
-def gradients_are_right(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def gradients_are_right(
+    ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]
+) -> bool:
     """Whether gradients are one device's, as far as the dtypes allow, times what was asked for."""
     wanted = _factor(ranks, options)
     rounded = any(name in options for name in ("quantize_fn", "param_dtype"))
@@ -114,7 +116,7 @@ ARGUMENTS: tuple[Choice, ...] = (
     _choice(
         "reshard_after_forward=2",
         "on four ranks backward gathers over two",
-        lambda seen, options: seen.sharded_after_forward and seen.near_ranks == {2},
+        lambda seen, options: seen.sharded_after_forward and seen.post_forward_ranks == {2},
         reshard_after_forward=2,
         mesh="four ranks",
     ),
@@ -128,7 +130,7 @@ ARGUMENTS: tuple[Choice, ...] = (
         f"shard_placement_fn: Block({BLOCK})",
         f"no rank's part of a matrix begins or ends within {BLOCK} elements",
         lambda seen, options: all(
-            seen.held[name] % BLOCK == 0 or (_ELEMENTS - seen.held[name]) % BLOCK == 0
+            seen.local_numel[name] % BLOCK == 0 or (_ELEMENTS - seen.local_numel[name]) % BLOCK == 0
             for name in _MATRICES
         ),
         shard_placement_fn="block",
@@ -324,7 +326,7 @@ METHODS: tuple[Choice, ...] = (
     _choice(
         "set_allocate_memory_from_process_group_for_comm(True)",
         "the process group is asked for memory",
-        lambda seen, options: seen.staged > 0,
+        lambda seen, options: seen.allocations > 0,
         set_allocate_memory_from_process_group_for_comm=True,
     ),
     _method(

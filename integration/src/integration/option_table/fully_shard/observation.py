@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -12,14 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from integration.option_table.fully_shard.apply import WORDS, Net, Reduction, Sharded, build
+from integration.option_table.fully_shard.apply import (
+    WORDS,
+    BlockModel,
+    IssuedReduction,
+    ShardedModel,
+    build,
+)
 from testkit import Collective, CommLog
 
 _ROWS = 3
 
 
 @dataclass(frozen=True)
-class Grads:
+class GradientError:
     """This rank's gradients beside those of one device.
 
     Attributes:
@@ -32,12 +39,12 @@ class Grads:
 
 
 @dataclass(frozen=True)
-class Observed:
+class FullyShardObservation:
     """What this rank did in the second of two steps, each of two microbatches.
 
     Attributes:
         parameters: elements of the whole model.
-        held: elements that this rank has of each parameter between steps.
+        local_numel: elements that this rank has of each parameter between steps.
         plain: parameters that are no DTensors.
         axes: of a matrix of a block.
         devices: of shards and gradients.
@@ -65,14 +72,14 @@ class Observed:
         reduce_dtypes: of the shards that an all-reduce hook has seen.
         custom_gathers: calls of the user's all-gather.
         custom_reductions: of the user's reduce-scatter.
-        staged: allocations of torch's collectives with memory of the process group.
+        allocations: buffers that torch's collectives allocated from the process group.
         reductions: of both microbatches, by whatever reduces.
-        near_ranks: over how many ranks backward has gathered what forward has kept.
+        post_forward_ranks: sizes of the groups over which backward gathered post-forward shards.
         mesh_group: that of the mesh.
     """
 
     parameters: int
-    held: dict[str, int]
+    local_numel: dict[str, int]
     plain: tuple[str, ...]
     axes: tuple[str, ...]
     devices: tuple[str, ...]
@@ -95,21 +102,21 @@ class Observed:
     waiting_at_end: int
     first_grads: int
     unused_grad: bool
-    grads: Grads
+    grads: GradientError
     reduce_dtypes: tuple[torch.dtype, ...]
     custom_gathers: int
     custom_reductions: int
-    staged: int
-    reductions: frozenset[Reduction]
-    near_ranks: frozenset[int]
+    allocations: int
+    reductions: frozenset[IssuedReduction]
+    post_forward_ranks: frozenset[int]
     mesh_group: str
 
 
 @dataclass
-class _Watch:
+class _FullyShardHooks:
     """What hooks in a model see; of the last forward and backward."""
 
-    sharded: Sharded
+    sharded: ShardedModel
     values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -179,94 +186,112 @@ class _Watch:
         return _is_sharded(self.parts[1].down.weight)
 
 
-def observe(options: Mapping[str, Any]) -> Observed:
-    """Trains two steps under the options of a run and reports what this rank did.
+@dataclass
+class _IssuedCollectives:
+    """What patched functions of fsdp and torch see while a model trains."""
 
-    Raises:
-        ValueError: the options are refused.
-    """
+    reductions: list[IssuedReduction] = field(default_factory=list)
+    post_forward_ranks: set[int] = field(default_factory=set)
+    allocations: int = 0
+
+
+class _RecordedCollectives:
+    """The collectives of a parameter group, whose reductions are recorded."""
+
+    def __init__(self, collectives: Any, issued: _IssuedCollectives) -> None:
+        self._collectives, self._issued = collectives, issued
+
+    def reduce_scatter(self, flat: Tensor, axis: Any, *, average: bool) -> Any:
+        self._issued.reductions.append(IssuedReduction(axis.group.group_name, average))
+        return self._collectives.reduce_scatter(flat, axis, average=average)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collectives, name)
+
+
+@contextmanager
+def _issued_collectives() -> Iterator[_IssuedCollectives]:
+    """Records reductions, gathers of post-forward shards and allocations within the context."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_comms
 
     from dbuffer import collectives_for
     from fsdp import comms
     from fsdp.kept import Keeper
 
-    reductions: list[Reduction] = []
-    near: set[int] = set()
+    issued = _IssuedCollectives()
 
-    class Named:
-        """The collectives of a group, whose reductions are noted."""
-
-        def __init__(self, own: Any) -> None:
-            self._own = own
-
-        def reduce_scatter(self, flat: Tensor, axis: Any, *, average: bool) -> Any:
-            reductions.append(Reduction(axis.group.group_name, average))
-            return self._own.reduce_scatter(flat, axis, average=average)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._own, name)
-
-    def named(*args: Any) -> Any:
-        return Named(collectives_for(*args))
+    def recorded(*args: Any) -> Any:
+        return _RecordedCollectives(collectives_for(*args), issued)
 
     def reduce(comm: Any, **options: Any) -> Any:
         average = options["op"] == dist.ReduceOp.AVG
-        reductions.append(Reduction(options["group"].group_name, average))
-        return reduce_staged(comm, **options)
+        issued.reductions.append(IssuedReduction(options["group"].group_name, average))
+        return native_reduce(comm, **options)
 
     def gather(keeper: Any) -> Any:
-        near.add(keeper._mesh.size(1))
+        issued.post_forward_ranks.add(keeper._mesh.size(1))
         return gather_kept(keeper)
 
     allocate, gather_kept = torch_comms.ProcessGroupAllocMixin.allocate, Keeper.gather
-    staging = torch_comms.ProcessGroupAllocReduceScatter
-    reduce_staged = staging.__call__
+    native_comm = torch_comms.ProcessGroupAllocReduceScatter
+    native_reduce = native_comm.__call__
     with (
-        mock.patch.object(comms, "collectives_for", named),
+        mock.patch.object(comms, "collectives_for", recorded),
         mock.patch.object(Keeper, "gather", gather),
-        mock.patch.object(staging, "__call__", reduce),
+        mock.patch.object(native_comm, "__call__", reduce),
         mock.patch.object(
             torch_comms.ProcessGroupAllocMixin, "allocate", autospec=True, side_effect=allocate
-        ) as staged,
+        ) as allocations,
     ):
+        yield issued
+    issued.allocations = allocations.call_count
+
+
+def observe(options: Mapping[str, Any]) -> FullyShardObservation:
+    """Trains two steps under the options of a run and reports what this rank did.
+
+    Raises:
+        ValueError: the options are refused.
+    """
+    with _issued_collectives() as issued:
         sharded = build(options)
-        watch = _Watch(sharded)
-        watch.install()
-        _step(sharded, watch, options, 0)
+        hooks = _FullyShardHooks(sharded)
+        hooks.install()
+        _step(sharded, hooks, options, 0)
         sharded.model.zero_grad()
         sharded.hooked.clear()
-        seen = _step(sharded, watch, options, 1)
-    model = sharded.model
-    named_params = dict(model.named_parameters())
-    seen |= {name: watch.values[name] for name in
-             ("compute_dtype", "input_dtype", "ahead_in_forward", "ahead_in_backward",
-              "in_flight")}  # fmt: skip
-    mesh = named_params["head.weight"].device_mesh
-    return Observed(
-        parameters=sum(param.numel() for param in named_params.values()),
-        held={name: _local(param).numel() for name, param in named_params.items()},
-        plain=tuple(name for name, param in named_params.items() if not _is_sharded(param)),
-        axes=named_params["blocks.1.up.weight"].device_mesh.mesh_dim_names,
-        devices=tuple({
-            str(_local(tensor).device)
-            for param in named_params.values()
-            for tensor in (param, param.grad)
-            if tensor is not None
-        }),
-        grads=_grads(named_params, sharded, 1),
+        seen = _step(sharded, hooks, options, 1)
+    params = dict(sharded.model.named_parameters())
+    hook_values = ("compute_dtype", "input_dtype", "ahead_in_forward", "ahead_in_backward",
+                   "in_flight")  # fmt: skip
+    seen |= {name: hooks.values[name] for name in hook_values}
+    mesh = params["head.weight"].device_mesh
+    return FullyShardObservation(
+        parameters=sum(param.numel() for param in params.values()),
+        local_numel={name: _local(param).numel() for name, param in params.items()},
+        plain=tuple(name for name, param in params.items() if not _is_sharded(param)),
+        axes=params["blocks.1.up.weight"].device_mesh.mesh_dim_names,
+        devices=_devices(params),
+        grads=_gradient_error(params, sharded, 1),
         reduce_dtypes=tuple(set(sharded.hooked)),
         custom_gathers=sharded.comms.gathers,
         custom_reductions=len(sharded.comms.reductions),
-        staged=staged.call_count,
-        reductions=frozenset((*reductions, *sharded.comms.reductions)),
-        near_ranks=frozenset(near),
+        allocations=issued.allocations,
+        reductions=frozenset((*issued.reductions, *sharded.comms.reductions)),
+        post_forward_ranks=frozenset(issued.post_forward_ranks),
         mesh_group=mesh.get_group(mesh.ndim - 1).group_name,
         **seen,
-    )  # fmt: skip
+    )
 
 
-def _step(sharded: Sharded, watch: _Watch, options: Mapping[str, Any], step: int) -> dict[str, Any]:
+def _devices(params: Mapping[str, Any]) -> tuple[str, ...]:
+    tensors = [tensor for param in params.values() for tensor in (param, param.grad)]
+    return tuple({str(_local(tensor).device) for tensor in tensors if tensor is not None})
+
+
+def _step(
+    sharded: ShardedModel, hooks: _FullyShardHooks, options: Mapping[str, Any], step: int
+) -> dict[str, Any]:
     """Two microbatches, of which the first is set to reduce nothing, or not to wait."""
     model, seen = sharded.model, dict[str, Any]()
     for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
@@ -282,7 +307,7 @@ def _step(sharded: Sharded, watch: _Watch, options: Mapping[str, Any], step: int
         with CommLog() as log:
             _loss(out).backward()
         seen["first_backward"] = _sent(log)
-    seen["waiting"] = watch.in_flight()
+    seen["waiting"] = hooks.in_flight()
     seen["first_grads"] = sum(param.grad is not None for param in model.parameters())
     for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
         if name in options:
@@ -290,22 +315,22 @@ def _step(sharded: Sharded, watch: _Watch, options: Mapping[str, Any], step: int
     with CommLog() as log:
         out = model(*_batch(step, 1, dist.get_rank()))
     seen["forward"], seen["output_dtype"] = _sent(log), out.dtype
-    seen["resident"], seen["sharded_after_forward"] = watch.resident(), watch.is_sharded()
+    seen["resident"], seen["sharded_after_forward"] = hooks.resident(), hooks.is_sharded()
     embed_before = _is_sharded(model.embed.weight)
     with CommLog() as log:
         _loss(out).backward()
-        seen["waiting_at_end"] = watch.in_flight()
+        seen["waiting_at_end"] = hooks.in_flight()
         if "set_manual_backward_finalization" in options:
             model.finalize_backward()
     seen["backward"] = _sent(log)
-    seen["unsharded_in_backward"] = embed_before and watch.values["embed_in_backward"]
-    assert watch.in_flight() == 0
-    seen["resident_between"] = watch.resident()
-    seen["sharded_after_backward"] = watch.is_sharded()
+    seen["unsharded_in_backward"] = embed_before and hooks.values["embed_in_backward"]
+    assert hooks.in_flight() == 0
+    seen["resident_between"] = hooks.resident()
+    seen["sharded_after_backward"] = hooks.is_sharded()
     model.reshard()
-    for part in watch.parts:
+    for part in hooks.parts:
         part.reshard()
-    seen["unused_grad"] = watch.parts[2].unused.grad is not None
+    seen["unused_grad"] = hooks.parts[2].unused.grad is not None
     return seen
 
 
@@ -318,9 +343,9 @@ def _loss(out: Tensor) -> Tensor:
     return out.float().square().mean()
 
 
-def _grads(params: Mapping[str, Any], sharded: Sharded, step: int) -> Grads:
+def _gradient_error(params: Mapping[str, Any], sharded: ShardedModel, step: int) -> GradientError:
     """Compares gradients with those of one device that has the batches of all ranks."""
-    alone, ranks = Net(), dist.get_world_size()
+    alone, ranks = BlockModel(), dist.get_world_size()
     for rank in range(ranks):
         for micro in range(2):
             (_loss(alone(*_batch(step, micro, rank))) / ranks).backward()
@@ -334,7 +359,7 @@ def _grads(params: Mapping[str, Any], sharded: Sharded, step: int) -> Grads:
         wanted.append(param.grad.flatten())
     one, two = torch.cat(found), torch.cat(wanted)
     scale = float(one @ two / (two @ two))
-    return Grads(scale, float((one - scale * two).norm() / one.norm()))
+    return GradientError(scale, float((one - scale * two).norm() / one.norm()))
 
 
 def _sent(log: CommLog) -> tuple[Collective, ...]:

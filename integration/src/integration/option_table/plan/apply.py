@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from integration.option_table.plan.model import Net
+from integration.option_table.plan.model import PlanModel
 from plan_api import Phase, Plan, deferred_init, lower, parallelize
 
 __all__ = ["axes_of", "build", "make", "mesh_of", "plan_of", "ranks_of", "seed_of"]
@@ -53,13 +53,13 @@ def seed_of(options: Mapping[str, Any], rank: int) -> int:
     return 10 + rank if sent and "deferred" not in options else 10
 
 
-def make(options: Mapping[str, Any], seed: int) -> Net:
+def make(options: Mapping[str, Any], seed: int) -> PlanModel:
     """Returns the model for one device."""
     torch.manual_seed(seed)
-    return deferred_init(Net, options) if "deferred" in options else Net(options)
+    return deferred_init(PlanModel, options) if "deferred" in options else PlanModel(options)
 
 
-def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> Net:
+def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> PlanModel:
     """Makes the model and applies the plan.
 
     Args:
@@ -72,15 +72,15 @@ def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> Net:
     """
     model = make(options, seed_of(options, rank))
     names = ("mode", "guard_steps", "src_data_rank", "bucket_mb", "strict")
-    said = {name: options[name] for name in names if name in options}
+    arguments = {name: options[name] for name in names if name in options}
     if any(name in options for name in PACKAGES):
-        said["use"] = tuple(name for name in PACKAGES if options.get(name))
+        arguments["use"] = tuple(name for name in PACKAGES if options.get(name))
     plan = plan_of(options, mesh)
     if "cover" in options:
         named = lower(plan_of({**options, "cover": False}, mesh), model).schedules
         for name in sorted(dict(model.named_parameters()).keys() - named.keys()):
             plan.shard(re.escape(name), [_WHOLE] * mesh.ndim)
-    parallelize(model, plan, **said)
+    parallelize(model, plan, **arguments)
     return model
 
 
@@ -134,9 +134,9 @@ def _cut_batch(plan: Plan, options: Mapping[str, Any]) -> None:
         plan.redistribute("<out>", _ROWS, _WHOLE, "dp", grad_src=_WHOLE, grad_dst=_ROWS)
     if "fully_shard" in options:
         names = ("reshard_after_forward", "granularity", "replicate", "flat")
-        said = {name: options[name] for name in names if name in options}
+        arguments = {name: options[name] for name in names if name in options}
         for path in ("mlp", ""):
-            plan.fully_shard(path, along, **said)
+            plan.fully_shard(path, along, **arguments)
 
 
 def _cut_weights(plan: Plan, options: Mapping[str, Any]) -> None:

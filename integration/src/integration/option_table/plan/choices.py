@@ -14,7 +14,7 @@ from integration.option_table import pairwise
 from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
 from integration.option_table.plan.apply import axes_of, build, mesh_of, ranks_of
 from integration.option_table.plan.model import BATCH, TOKENS, WIDTH
-from integration.option_table.plan.observation import Observed
+from integration.option_table.plan.observation import PlanObservation
 from plan_api import uninstall
 from testkit import Collective, fake_mesh
 
@@ -24,7 +24,7 @@ _TOLERANCE = 1e-5
 _SMALL = 0.0005  # megabytes of gradients, of which the model has more
 _MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
 
-_Proof = Callable[[Observed, Mapping[str, Any]], bool]
+_Proof = Callable[[PlanObservation, Mapping[str, Any]], bool]
 
 
 def _choice(name: str, evidence: str, proof: _Proof, **options: Any) -> Choice:
@@ -34,7 +34,7 @@ def _choice(name: str, evidence: str, proof: _Proof, **options: Any) -> Choice:
     )
 
 
-def is_right(ranks: tuple[Observed, ...], options: Mapping[str, Any]) -> bool:
+def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> bool:
     """Whether gradients and weights after three steps are one device's."""
     return all(rank.error < _TOLERANCE for rank in ranks)
 
@@ -43,40 +43,40 @@ def _count(calls: tuple[Collective, ...], *kinds: str) -> int:
     return sum(call.op in kinds for call in calls)
 
 
-def _reductions(seen: Observed) -> int:
+def _reductions(seen: PlanObservation) -> int:
     return _count(seen.backward, "all_reduce", "reduce_scatter")
 
 
-def _of_matrix(seen: Observed, options: Mapping[str, Any]) -> int:
+def _of_matrix(seen: PlanObservation, options: Mapping[str, Any]) -> int:
     """Elements of a matrix of the MLP that a rank has where nothing else cuts it."""
     return _MATRIX // 2 if options.get("tp") == "weights" else _MATRIX
 
 
-def _halved(seen: Observed, options: Mapping[str, Any]) -> bool:
+def _halved(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
     """Whether this rank has half of a matrix of the MLP."""
-    return seen.held["mlp.up.weight"] * 2 == _of_matrix(seen, options)
+    return seen.local_numel["mlp.up.weight"] * 2 == _of_matrix(seen, options)
 
 
-def _whole_in_backward(seen: Observed) -> bool:
+def _whole_in_backward(seen: PlanObservation) -> bool:
     return seen.last_grad == seen.sizes["last.weight"]
 
 
-def _whole_at_rest(seen: Observed, options: Mapping[str, Any]) -> bool:
-    return seen.held["last.weight"] == seen.sizes["last.weight"]
+def _whole_at_rest(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
+    return seen.local_numel["last.weight"] == seen.sizes["last.weight"]
 
 
-def _share(seen: Observed) -> float:
+def _share(seen: PlanObservation) -> float:
     """The elements that this rank has, of all but the experts', which it may have by itself."""
     names = [name for name in seen.sizes if "experts" not in name]
-    return sum(seen.held[name] for name in names) / sum(seen.sizes[name] for name in names)
+    return sum(seen.local_numel[name] for name in names) / sum(seen.sizes[name] for name in names)
 
 
-def _are_named(seen: Observed, options: Mapping[str, Any]) -> bool:
+def _are_named(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
     """Whether dtensor-rules and fused-comm are used where ``use=`` names them, and only there."""
     rules = (seen.rules > 0) == bool(options.get("dtensor-rules"))
     if "dp" not in options or "fully_shard" in options or "fused-comm" in options:
         return rules
-    return rules and _reductions(seen) > len(seen.held) // 2
+    return rules and _reductions(seen) > len(seen.local_numel) // 2
 
 
 PARALLELIZE: tuple[Choice, ...] = (
@@ -96,13 +96,15 @@ PARALLELIZE: tuple[Choice, ...] = (
     _choice(
         'use=("fused-comm",)',
         "fewer reductions than parameters; no other package is used",
-        lambda seen, options: _reductions(seen) < len(seen.held) and _are_named(seen, options),
+        lambda seen, options: (
+            _reductions(seen) < len(seen.local_numel) and _are_named(seen, options)
+        ),
         **{"fused-comm": True},
     ),
     _choice(
         f"bucket_mb={_SMALL}",
         "several reductions, fewer than parameters",
-        lambda seen, options: 1 < _reductions(seen) < len(seen.held),
+        lambda seen, options: 1 < _reductions(seen) < len(seen.local_numel),
         bucket_mb=_SMALL,
     ),
     _choice(
@@ -192,7 +194,7 @@ PLAN: tuple[Choice, ...] = (
         'shard("up.weight", Shard(0), unit=4)',
         "half of a matrix; a size that is not made of units is refused",
         lambda seen, options: (
-            seen.held["mlp.up.bias"] <= WIDTH and "unit" in seen.refused["unit"]
+            seen.local_numel["mlp.up.bias"] <= WIDTH and "unit" in seen.refused["unit"]
         ),
         **_WEIGHTS, unit=4,
     ),
@@ -289,7 +291,7 @@ def _covering_runs() -> tuple[Run, ...]:
 
 
 @dataclass(frozen=True)
-class Table:
+class OptionPairs:
     """What `parallelize` says of the choices on a mesh without processes.
 
     Attributes:
@@ -304,11 +306,11 @@ class Table:
 
 
 @functools.cache
-def table() -> Table:
+def table() -> OptionPairs:
     """Returns the table, which is made once: one mesh for all runs keeps torch's caches."""
     with fake_mesh((_MOST_RANKS,)):
         try:
-            return Table(
+            return OptionPairs(
                 {choice: _completed((choice,)).refusal for choice in CHOICES},
                 pairwise.pairs(CHOICES, _completed),
                 _covering_runs(),

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "HEADS", "TOKENS", "WIDTH", "Net"]
+__all__ = ["BATCH", "HEADS", "TOKENS", "WIDTH", "PlanModel"]
 
 BATCH, TOKENS, WIDTH = 4, 8, 8
 HEADS = 2
 EXPERTS = 4
 
 
-class Mlp(nn.Module):
+class CountedMlp(nn.Module):
     """Two Linears; `calls` counts forwards of all modules of this class in the process."""
 
     calls = 0
@@ -27,12 +27,12 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (batch, tokens, WIDTH)."""
-        Mlp.calls += 1
+        CountedMlp.calls += 1
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out
 
 
-class Attention(nn.Module):
+class SmallAttention(nn.Module):
     """Causal attention with one projection for queries, keys and values each."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
-class Experts(nn.Module):
+class LoopedExperts(nn.Module):
     """Loops over the experts that are chosen, as those of transformers do."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Experts(nn.Module):
         return out
 
 
-class Routed(nn.Module):
+class RoutedExperts(nn.Module):
     """A router, and two experts for each token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), LoopedExperts()
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (batch, tokens, WIDTH)."""
@@ -84,7 +84,7 @@ class Routed(nn.Module):
         return out
 
 
-class Positions(nn.Module):
+class ScaledByPosition(nn.Module):
     """Scales features by numbers that forward makes."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Positions(nn.Module):
         return out
 
 
-class Net(nn.Module):
+class PlanModel(nn.Module):
     """A Linear, an MLP, attention, and what a run's options ask for; the mean square is its loss.
 
     Args:
@@ -107,11 +107,11 @@ class Net(nn.Module):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.first, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp()
-        self.attention = Attention()
-        self.routed = Routed() if "experts" in options else nn.Identity()
+        self.first, self.mlp = nn.Linear(WIDTH, WIDTH), CountedMlp()
+        self.attention = SmallAttention()
+        self.routed = RoutedExperts() if "experts" in options else nn.Identity()
         self.dropout = nn.Dropout(options.get("dropout", 0.0))
-        self.positions = Positions() if "factory" in options else nn.Identity()
+        self.positions = ScaledByPosition() if "factory" in options else nn.Identity()
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:

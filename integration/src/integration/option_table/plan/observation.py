@@ -12,11 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from integration.option_table.plan.apply import build, make, mesh_of, plan_of, seed_of
-from integration.option_table.plan.model import BATCH, TOKENS, WIDTH, Mlp, Net, Positions, Routed
+from integration.option_table.plan.model import (
+    BATCH,
+    TOKENS,
+    WIDTH,
+    CountedMlp,
+    PlanModel,
+    RoutedExperts,
+    ScaledByPosition,
+)
 from plan_api import parallelize, uninstall
 from testkit import Collective, CommLog
 
-__all__ = ["Observed", "observe"]
+__all__ = ["PlanObservation", "observe"]
 
 _STEPS = 3
 _RATE = 0.1
@@ -24,11 +32,11 @@ _NO_UNIT = 5  # of which no dim of the model is a multiple
 
 
 @dataclass(frozen=True)
-class Observed:
+class PlanObservation:
     """What this rank did in the last of three steps, unless another one is named.
 
     Attributes:
-        held: elements that this rank has of each parameter between steps.
+        local_numel: elements that this rank has of each parameter between steps.
         sizes: elements of each parameter.
         error: the largest difference of gradients and final weights from one device's.
         setup: collectives of `parallelize`.
@@ -54,7 +62,7 @@ class Observed:
         refused: what `parallelize` refuses of other plans with the same options, by their option.
     """
 
-    held: Mapping[str, int]
+    local_numel: Mapping[str, int]
     sizes: Mapping[str, int]
     error: float
     setup: tuple[Collective, ...]
@@ -80,7 +88,7 @@ class Observed:
     refused: Mapping[str, str]
 
 
-def observe(options: Mapping[str, Any]) -> Observed:
+def observe(options: Mapping[str, Any]) -> PlanObservation:
     """Trains three steps under the options of a run and reports what this rank did.
 
     Raises:
@@ -98,14 +106,14 @@ def observe(options: Mapping[str, Any]) -> Observed:
         seen: dict[str, Any] = {"setup": _sent(log)}
         if options.get("deferred"):
             seen["weights_before"] = _has_memory(make(options, 0))
-        watch = _Watch(model)
+        watch = _PlanHooks(model)
         dtensor_rules.stats_clear()
         seen |= _train(model, watch)
         rules = sum(one.rule + one.cache + one.miss for one in dtensor_rules.stats().values())
         alone = _alone(options)
         named = dict(model.named_parameters())
-        return Observed(
-            held={name: _local(param).numel() for name, param in named.items()},
+        return PlanObservation(
+            local_numel={name: _local(param).numel() for name, param in named.items()},
             sizes={name: param.numel() for name, param in named.items()},
             error=_error(named, dict(alone.named_parameters())),
             rules=rules,
@@ -116,10 +124,10 @@ def observe(options: Mapping[str, Any]) -> Observed:
         uninstall()
 
 
-class _Watch:
+class _PlanHooks:
     """What hooks in a model see; of the last forward and backward."""
 
-    def __init__(self, model: Net) -> None:
+    def __init__(self, model: PlanModel) -> None:
         self.values: dict[str, Any] = {
             "experts": None, "experts_plain": False, "made_shape": (), "alike": True,
         }  # fmt: skip
@@ -132,11 +140,11 @@ class _Watch:
         self._after("dropped", model.dropout, lambda x: float((_local(x) == 0).float().mean()))
         self._after("output_shape", model, _shape)
         model.first.register_forward_hook(lambda *given: self._on_grad(given[-1]))
-        if isinstance(model.routed, Routed):
+        if isinstance(model.routed, RoutedExperts):
             experts = model.routed.experts
             self._before("experts_plain", experts, lambda x: not isinstance(x, DTensor))
             self._after("experts", experts, lambda x: experts.seen)
-        if isinstance(model.positions, Positions):
+        if isinstance(model.positions, ScaledByPosition):
             positions = model.positions
             self._after("made_shape", model.positions, lambda x: _shape(positions.made))
 
@@ -161,11 +169,11 @@ class _Watch:
         self.values["grad"] = _local(grad).detach().clone()
 
 
-def _train(model: Net, watch: _Watch) -> dict[str, Any]:
+def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     seen: dict[str, Any] = {"calls": ()}
     for step in range(_STEPS):
-        before = Mlp.calls
+        before = CountedMlp.calls
         optimizer.zero_grad()
         x = _batch(step)
         with CommLog() as log:
@@ -179,7 +187,7 @@ def _train(model: Net, watch: _Watch) -> dict[str, Any]:
         with CommLog() as log:
             optimizer.step()
         seen["step"] = _sent(log)
-        seen["calls"] = (*seen["calls"], Mlp.calls - before)
+        seen["calls"] = (*seen["calls"], CountedMlp.calls - before)
     grad = watch.values.pop("grad")
     every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
     dist.all_gather(every, grad.contiguous())
@@ -187,11 +195,11 @@ def _train(model: Net, watch: _Watch) -> dict[str, Any]:
     return seen
 
 
-def _alone(options: Mapping[str, Any]) -> Net:
+def _alone(options: Mapping[str, Any]) -> PlanModel:
     """The model of one device, after the same steps."""
     source = options.get("src_data_rank") or 0
     torch.manual_seed(seed_of(options, source))
-    model = Net(options)
+    model = PlanModel(options)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     for step in range(_STEPS):
         optimizer.zero_grad()

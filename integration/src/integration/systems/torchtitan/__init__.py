@@ -1,4 +1,4 @@
-"""TorchTitan's way on the parts of stock torch that it is made of; TorchTitan itself is not run.
+"""TorchTitan's way on the parts of native torch that it is made of; TorchTitan itself is not run.
 
 As its users write it: for each model a function that knows its modules and what they are called
 with, after pytorch/torchtitan's models/llama3 and models/deepseek_v3, infra/parallelize.py. The

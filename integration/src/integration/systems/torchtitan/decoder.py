@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-def cut_ends(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+def parallelize_ends(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Cut embedding and output along the vocabulary, and hidden states between them.
 
     Args:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from integration.systems.torchtitan.decoder import attention, cut_ends
+from integration.systems.torchtitan.decoder import attention, parallelize_ends
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
@@ -19,10 +19,10 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False)
 
     Args:
         model: a ``LlamaForCausalLM``.
-        mesh: as in `cut_ends`.
-        loss_parallel: as in `cut_ends`.
+        mesh: as in `parallelize_ends`.
+        loss_parallel: as in `parallelize_ends`.
     """
-    cut_ends(model, mesh, loss_parallel=loss_parallel)
+    parallelize_ends(model, mesh, loss_parallel=loss_parallel)
     for layer in model.get_submodule("model.layers").children():
         mlp: dict[str, ParallelStyle] = {
             "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),

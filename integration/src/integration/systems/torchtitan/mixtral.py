@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from integration.systems.torchtitan.decoder import attention, cut_ends
-from integration.systems.torchtitan.styles import NoParallel, WholeExperts
+from integration.systems.torchtitan.decoder import attention, parallelize_ends
+from integration.systems.torchtitan.styles import ExpertSharding, NoParallel
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
@@ -23,10 +23,10 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False)
 
     Args:
         model: a ``MixtralForCausalLM``; the size of ``mesh`` divides its number of experts.
-        mesh: as in `cut_ends`.
-        loss_parallel: as in `cut_ends`.
+        mesh: as in `parallelize_ends`.
+        loss_parallel: as in `parallelize_ends`.
     """
-    cut_ends(model, mesh, loss_parallel=loss_parallel)
+    parallelize_ends(model, mesh, loss_parallel=loss_parallel)
     for layer in model.get_submodule("model.layers").children():
         experts: dict[str, ParallelStyle] = {
             "mlp": PrepareModuleInputOutput(
@@ -36,6 +36,6 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False)
                 desired_output_layouts=Shard(1),
             ),
             "mlp.gate": NoParallel(),
-            "mlp.experts": WholeExperts(),
+            "mlp.experts": ExpertSharding(),
         }
         parallelize_module(layer, mesh, attention() | experts)

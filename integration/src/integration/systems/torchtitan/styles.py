@@ -22,7 +22,7 @@ class NoParallel(ParallelStyle):
         return distribute_module(module, device_mesh)
 
 
-class WholeExperts(ParallelStyle):
+class ExpertSharding(ParallelStyle):
     """Experts are divided; every rank is given all tokens, and sums what its own make of them.
 
     For transformers' modules that have all experts in one parameter, and skip what is routed to

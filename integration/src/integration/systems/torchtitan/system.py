@@ -13,7 +13,7 @@ from integration.models import ModelShape
 from integration.systems.base import System, require_divisible, require_vocabulary
 from integration.systems.degrees import Degrees
 from integration.systems.torchtitan import dit, llama, mixtral
-from integration.systems.torchtitan.sharing import apply_fsdp
+from integration.systems.torchtitan.data_parallel import apply_fsdp
 
 #: By family; called with a model and an axis of a mesh, those of text with ``loss_parallel`` too.
 APPLY_TP: Mapping[str, Callable[..., None]] = {
@@ -34,9 +34,9 @@ class TorchTitanStyle(System):
     """``parallelize_module`` with sequence parallel, then ``fully_shard``, on one mesh."""
 
     name = "torchtitan-style"
-    takes_meta = True
-    composes = True
-    even_sequences = True
+    accepts_meta_model = True
+    accepts_degrees = True
+    needs_even_sequences = True
     families = tuple(APPLY_TP)
 
     def data_parallel_degree(self, world_size: int) -> int:

@@ -1,0 +1,76 @@
+"""Which tensors of files a parameter consists of.
+
+Files keep an expert's matrices apart where transformers 5 has one parameter for all experts of a
+layer, with gate and up projection in one (transformers/conversion_mapping.py, "mixtral").
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+Shape = tuple[int, ...]
+
+_EXPERTS = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"(?P<layer>.+)\.mlp\.gate\.weight")
+_LAYER = "{layer}.block_sparse_moe."
+
+
+@dataclass(frozen=True)
+class ParameterChunk:
+    """A tensor of a file, and the box of a parameter that it is.
+
+    Attributes:
+        name: in the file.
+        shape: in the file: ``sizes``, or without a leading 1.
+        offsets: of the box in the parameter.
+        sizes: of the box.
+    """
+
+    name: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+
+
+def parameter_chunks(model: nn.Module) -> dict[str, list[ParameterChunk]]:
+    """Return the pieces of each parameter and kept buffer of a model, by name, in order.
+
+    Of parameters that are tied, the first has them; files have no others.
+    """
+    mixture = getattr(getattr(model, "config", None), "model_type", None) == "mixtral"
+    pieces: dict[str, list[ParameterChunk]] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        shape = tuple(tensor.shape)
+        pieces[name] = _of_mixture(name, shape) if mixture else [_whole(name, shape)]
+    return pieces
+
+
+def _of_mixture(name: str, shape: Shape) -> list[ParameterChunk]:
+    if match := _ROUTER.fullmatch(name):
+        return [_whole(_LAYER.format(**match.groupdict()) + "gate.weight", shape)]
+    match = _EXPERTS.fullmatch(name)
+    if match is None:
+        return [_whole(name, shape)]
+    experts, rows, columns = shape
+    parts = ("w1", "w3") if match["kind"] == "gate_up_proj" else ("w2",)
+    rows //= len(parts)
+    layer = _LAYER.format(layer=match["layer"])
+    return [
+        ParameterChunk(
+            name=f"{layer}experts.{expert}.{part}.weight",
+            shape=(rows, columns),
+            offsets=(expert, index * rows, 0),
+            sizes=(1, rows, columns),
+        )
+        for expert in range(experts)
+        for index, part in enumerate(parts)
+    ]
+
+
+def _whole(name: str, shape: Shape) -> ParameterChunk:
+    return ParameterChunk(name, shape, (0,) * len(shape), shape)

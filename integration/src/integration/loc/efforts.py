@@ -1,0 +1,136 @@
+"""Lines that are counted here, from the files that runs are made by, beside the veScale paper's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import plan_api.zoo
+import testkit.models
+from integration.models import build_model_on_meta, model_shape
+from integration.systems import Degrees, torchtitan, zoo
+from integration.systems.torchtitan.data_parallel import apply_fsdp
+from integration.systems.torchtitan.system import APPLY_TP
+from testkit import fake_mesh
+from testkit.inspection.code_lines import body_lines, built_by, lines_run
+
+# Of the zoo, what refuses options and names placements.
+_NO_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
+_MODELS = {"llama": "llama-tiny", "mixtral": "mixtral-tiny", "dit": "dit-tiny"}
+
+
+@dataclass(frozen=True)
+class LinesOfCode:
+    """Lines of code.
+
+    Attributes:
+        model: that are changed in the model.
+        plan: that say what is placed where.
+        runtime: that the library lacks.
+    """
+
+    model: int
+    plan: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.model + self.plan + self.runtime
+
+
+#: veScale, table 2, by system and model; its DiT is LI-DiT.
+PAPER: Mapping[str, Mapping[str, LinesOfCode]] = {
+    "veScale": {
+        "llama": LinesOfCode(0, 29, 0),
+        "mixtral": LinesOfCode(0, 38, 0),
+        "dit": LinesOfCode(2, 36, 0),
+    },
+    "TorchTitan": {
+        "llama": LinesOfCode(6, 57, 0),
+        "mixtral": LinesOfCode(6, 79, 15),
+        "dit": LinesOfCode(8, 48, 39),
+    },
+    "Megatron-LM": {
+        "llama": LinesOfCode(126, 0, 0),
+        "mixtral": LinesOfCode(162, 0, 0),
+        "dit": LinesOfCode(82, 0, 0),
+    },
+    "Megatron-DeepSpeed": {
+        "llama": LinesOfCode(126, 4, 0),
+        "mixtral": LinesOfCode(162, 4, 10),
+        "dit": LinesOfCode(82, 4, 0),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What training a model takes in one way.
+
+    Attributes:
+        family: of the model.
+        system: that trains it here; the paper's where none does.
+        counted: here; None: it is not written here.
+        counterpart: the paper's system.
+        paper: its count.
+    """
+
+    family: str
+    system: str
+    counted: LinesOfCode | None
+    counterpart: str
+    paper: LinesOfCode
+
+
+def count_efforts() -> tuple[Effort, ...]:
+    """Return every model's ways, ours first; no process group may exist.
+
+    Models are on the meta device and meshes are fake: nothing is computed or sent. No line of a
+    model is changed by either way: all three are others' own files.
+    """
+    found = []
+    for family, name in _MODELS.items():
+        found.append(_effort(family, "plan", LinesOfCode(0, _lines_of_plan(name), 0), "veScale"))
+        found.append(_effort(family, "torchtitan-style", _lines_of_titan(name), "TorchTitan"))
+        for system in ("Megatron-LM", "Megatron-DeepSpeed"):
+            found.append(_effort(family, system, None, system))
+    return tuple(found)
+
+
+def _effort(family: str, system: str, counted: LinesOfCode | None, counterpart: str) -> Effort:
+    return Effort(family, system, counted, counterpart, PAPER[counterpart][family])
+
+
+def _lines_of_plan(name: str) -> int:
+    degrees = Degrees(dp_shard=2, tp=2, sp=True)
+    with fake_mesh((2, 2), tuple(degrees.axes)) as mesh:
+
+        def call() -> None:
+            zoo.plan_of(model_shape(name), mesh, degrees)
+
+        own = built_by(call, _folder(plan_api.zoo), without=_NO_PLANS)
+        own += built_by(call, _folder(zoo), functions={"_fully_shard"})
+        own += built_by(call, _folder(testkit.models), functions={"with_noise_loss"})
+        return own.lines
+
+
+def _lines_of_titan(name: str) -> LinesOfCode:
+    folder = _folder(torchtitan)
+    with fake_mesh((2, 2), ("dp_shard", "tp")) as mesh:
+        shape = model_shape(name)
+
+        def call() -> None:
+            model = build_model_on_meta(shape)
+            APPLY_TP[shape.family](model, mesh["tp"])
+            apply_fsdp(model, shape.layers, mesh["dp_shard"])
+
+        plan = built_by(call, folder)
+        styles = folder / "styles.py"
+        # What a style does in forward is not run here, and is needed as well.
+        runtime = body_lines(styles.read_text()) if styles in lines_run(call, folder) else ()
+    return LinesOfCode(0, plan.lines, len(runtime))
+
+
+def _folder(module: ModuleType) -> Path:
+    return Path(str(module.__file__)).parent

@@ -1,0 +1,80 @@
+"""The rows of the tables of systems, the same for every form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from integration.compare.cost import LocalWork
+from integration.compare.results import SystemResult, Verdict
+from integration.metrics import RunSummary
+from integration.report.formatting import ABSENT, TIMES, mebibytes, scientific
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """One system and model as both tables show it, every number ready to print."""
+
+    system: str
+    verdict: Verdict
+    ranks: str
+    degree: str
+    microbatches: str
+    gigaflops: str
+    final_loss: str
+    maximum: str
+    step: str
+    mean: str
+    tolerance: str
+    step_time: str
+    relative: str
+    tokens_per_second: str
+    memory_mean: str
+    memory_max: str
+    collectives: str
+
+
+def rows(results: Sequence[SystemResult]) -> list[SystemRow]:
+    """Return a printable row per system."""
+    return [_row(result) for result in results]
+
+
+def _row(result: SystemResult) -> SystemRow:
+    summary, found, cost = result.summary, result.deviation, result.cost
+    tolerance = ABSENT if result.verdict is Verdict.REFERENCE else scientific(result.tolerance)
+    relative = result.relative_step_time
+    return SystemRow(
+        system=result.system,
+        verdict=result.verdict,
+        ranks=str(result.ranks),
+        degree=str(summary.data_parallel_degree) if summary else ABSENT,
+        microbatches=microbatches(result.work),
+        gigaflops=_gigaflops(result.work),
+        final_loss=f"{result.losses[-1]:.6f}" if summary else ABSENT,
+        maximum=scientific(found.maximum) if found else ABSENT,
+        step=str(found.step) if found and not found.bitwise_equal else ABSENT,
+        mean=scientific(found.mean) if found else ABSENT,
+        tolerance=tolerance,
+        step_time=f"{cost.step_seconds * 1e3:,.0f} ms" if cost else ABSENT,
+        relative=f"{relative:.2f}{TIMES}" if relative is not None else ABSENT,
+        tokens_per_second=f"{cost.tokens_per_second:,.0f}" if cost else ABSENT,
+        memory_mean=f"{cost.peak_rss_mean / _MIB:,.0f} MiB" if cost else ABSENT,
+        memory_max=f"{cost.peak_rss_max / _MIB:,.0f} MiB" if cost else ABSENT,
+        collectives=_collectives(summary),
+    )
+
+
+def microbatches(work: LocalWork | None) -> str:
+    """Return how many microbatches a rank computes in a step, times the samples of each."""
+    return ABSENT if work is None else f"{work.microbatches} {TIMES} {work.samples}"
+
+
+def _gigaflops(work: LocalWork | None) -> str:
+    return ABSENT if work is None or work.flops is None else f"{work.flops / 1e9:.3g}"
+
+
+def _collectives(summary: RunSummary | None) -> str:
+    if summary is None or summary.collectives is None:
+        return ABSENT
+    kinds = (f"{each.calls} {each.kind}, {mebibytes(each.bytes)}" for each in summary.collectives)
+    return "; ".join(kinds) or "none"

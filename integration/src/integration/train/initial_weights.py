@@ -1,0 +1,43 @@
+"""``--init-from``: the initial weights are those of a folder of safetensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from integration.hugging_face import WeightsFolder, load_weights, open_folder, require_fits
+from integration.hugging_face.chunks import ParameterChunk, parameter_chunks
+from integration.models import ModelShape, build_model_on_meta
+from integration.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A folder of weights that was found to be of a run's model."""
+
+    folder: WeightsFolder
+    pieces: Mapping[str, Sequence[ParameterChunk]]
+
+    @staticmethod
+    def open(config: TrainConfig, shape: ModelShape) -> "InitialWeights":
+        """Look at ``--init-from``; only headers are read.
+
+        Raises:
+            UsageError: the folder cannot be read, or is another model's.
+        """
+        assert config.init_from is not None
+        folder = open_folder(config.init_from)
+        pieces = parameter_chunks(build_model_on_meta(shape))
+        require_fits(folder, pieces, asdict(shape))
+        return InitialWeights(folder, pieces)
+
+    def allocate(self, model: nn.Module) -> None:
+        """Give a Hugging Face model on meta its memory: buffers computed, parameters not drawn."""
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # its initialiser's
+        model.init_weights()  # type: ignore[operator]
+
+    def load(self, model: nn.Module) -> None:
+        """Set the weights of a model as its system wraps it; all ranks call it."""
+        load_weights(model, self.folder, self.pieces)

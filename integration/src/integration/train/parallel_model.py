@@ -1,0 +1,76 @@
+"""From a configuration to the model that a rank trains, its weights drawn."""
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from integration.models import build_model, build_model_on_meta, draw_weights
+from integration.train.activation_checkpointing import recompute_activations
+from integration.train.compiled import compile_layers
+from integration.train.config import DIST_RNG_RANDOM
+from integration.train.setup import Setup
+from integration.train.world import World
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model as its system wraps it.
+
+    Attributes:
+        parameters: elements of all parameters of the whole model, those of other ranks included.
+    """
+
+    model: nn.Module
+    parameters: int
+
+
+def parallel_model(setup: Setup, world: World) -> ParallelModel:
+    """Build the model, hand it to its system and draw its weights; all ranks call it."""
+    config = setup.config
+    if config.random == DIST_RNG_RANDOM:
+        import dist_rng  # torch's own random numbers must remain when nobody asked for others
+
+        dist_rng.install()
+    shape, system = setup.shape, setup.system
+    # Weights that are read afterwards need no model that is whole before.
+    sharded = config.init == "sharded" or setup.initial is not None
+    deferred = sharded and system.accepts_deferred_init
+    on_meta = sharded and not deferred and system.accepts_meta_model and shape.can_reinitialize
+    if deferred:
+        from plan_api import deferred_init
+
+        model = deferred_init(lambda: build_model(shape, seed=config.seed, dropout=config.dropout))
+    elif on_meta:
+        model = build_model_on_meta(shape, dropout=config.dropout)
+    else:
+        model = build_model(shape, seed=config.seed, dropout=config.dropout)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    layers = shape.layers_of(model)
+    recompute_activations(
+        layers, config.activation_checkpointing, every=config.activation_checkpointing_every
+    )
+    compile_layers(layers, config.compile)
+    model = system.parallelize(model, shape, world.size)
+    if on_meta:
+        if setup.initial is None:
+            draw_weights(model, seed=config.seed)
+        else:
+            setup.initial.allocate(model)
+    if setup.initial is not None:
+        setup.initial.load(model)
+    return ParallelModel(model, parameters)
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights, in the order of their names; gathers them all."""
+    digest = hashlib.sha256()
+    # Without cpu_offload, by which FSDP1 of parameters on the CPU frees what it has just gathered.
+    options = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=options)
+    for name in sorted(weights):
+        weight = weights[name]
+        assert isinstance(weight, Tensor)
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return digest.hexdigest()
