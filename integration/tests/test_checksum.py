@@ -24,7 +24,9 @@ def save(run, world, *, step=1, background=False):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    saver = CheckpointSaver(run, IDENTITY, world, background=background, keep=0, timeout=60)
+    saver = CheckpointSaver(
+        run, IDENTITY, world, background=background, keep_checkpoints=0, timeout=60
+    )
     path = saver.save(step, model, optimizer, wait=not background)
     saver.finish()
     return path, model, optimizer
@@ -129,7 +131,9 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         identity = checkpoint.Identity({"name": "linear"}, "f", 4, 2, 0)
-        saver = CheckpointSaver(Path(folder), identity, world, background=False, keep=0, timeout=60)
+        saver = CheckpointSaver(
+            Path(folder), identity, world, background=False, keep_checkpoints=0, timeout=60
+        )
         older, newer = (saver.save(step, model, optimizer) for step in (1, 2))
         manifest = checkpoint.read_manifest(newer, verify_together(world))
         found = []
