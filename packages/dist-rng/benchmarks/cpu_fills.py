@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from dist_rng import cpu
-from dist_rng.draws import Bernoulli, Distribution, Exponential, Integers, Normal, Uniform
-from dist_rng.region import Piece, Region
+from dist_rng.distributions import Bernoulli, Distribution, Exponential, Integers, Normal, Uniform
+from dist_rng.regions.region import IndexRange, Region
 
 WORLD_SIZES = (2, 8, 64)
 COLUMNS = 10_000  # of the matrix that stands for the other dims
@@ -94,7 +94,7 @@ def measure(repeats: int, run: Callable[[], object]) -> Times:
 
 def shard(whole: Region, dim: int, rank: int, world: int) -> Region:
     size = whole.global_shape[dim]
-    return whole.select(dim, Piece(size * rank // world, size * (rank + 1) // world))
+    return whole.select(dim, IndexRange(size * rank // world, size * (rank + 1) // world))
 
 
 def whole_times(op: Op, whole: Region) -> tuple[float, float]:

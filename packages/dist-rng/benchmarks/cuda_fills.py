@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dist_rng import cuda
-from dist_rng.draws import (
+from dist_rng.distributions import (
     Bernoulli,
     Distribution,
     Exponential,
@@ -28,7 +28,7 @@ from dist_rng.draws import (
     Normal,
     Uniform,
 )
-from dist_rng.region import Piece, Region
+from dist_rng.regions.region import IndexRange, Region
 
 REPEATS = 20
 WORLD = 8
@@ -118,8 +118,8 @@ def regions(numel: int) -> dict[str, Region]:
     start, stop = rows // WORLD, 2 * rows // WORLD
     return {
         "whole": Region.full((numel,)),
-        "Shard(0)": matrix.select(0, Piece(start, stop)),
-        "Shard(1)": matrix.select(1, Piece(columns // WORLD, 2 * columns // WORLD)),
+        "Shard(0)": matrix.select(0, IndexRange(start, stop)),
+        "Shard(1)": matrix.select(1, IndexRange(columns // WORLD, 2 * columns // WORLD)),
         "small": Region.full((10_000,)),
     }
 

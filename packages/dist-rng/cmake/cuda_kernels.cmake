@@ -1,7 +1,7 @@
-# The CUDA kernels, as a library that links no torch: built where nvcc is found, left out elsewhere.
+# Builds the CUDA kernels, as a library that does not link torch, where nvcc is found.
 #
 # DIST_RNG_CUDA: AUTO (the default), ON (an error without nvcc), OFF.
-# Not CMake's own CUDA language: it would fail the whole project where nvcc is there but broken.
+# CMake's CUDA language is not used: it fails the whole project where nvcc exists but is broken.
 set(DIST_RNG_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO, ON or OFF")
 if(DIST_RNG_CUDA STREQUAL "OFF")
   return()
@@ -16,7 +16,7 @@ if(DIST_RNG_NVCC)
   if(text MATCHES "release ([0-9]+\\.[0-9]+)")
     set(version ${CMAKE_MATCH_1})
   endif()
-  # Whatever the kernels need, tried on the smallest file: the host compiler may be too new.
+  # Compile the smallest kernel: nvcc may not support the host compiler.
   file(WRITE ${CMAKE_BINARY_DIR}/try.cu "__global__ void kernel() {}\n")
   execute_process(
     COMMAND ${DIST_RNG_NVCC} -std=c++17 -arch=sm_80 -c ${CMAKE_BINARY_DIR}/try.cu
@@ -25,13 +25,13 @@ if(DIST_RNG_NVCC)
 endif()
 if(NOT DIST_RNG_NVCC OR failed OR "${version}" VERSION_LESS 12.0)
   if(DIST_RNG_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "dist-rng: no CUDA kernels (nvcc 12 or newer is needed): ${why}")
+    message(FATAL_ERROR "dist-rng: expected nvcc 12 or newer for the CUDA kernels: ${why}")
   endif()
   message(STATUS "dist-rng: built without CUDA kernels (nvcc 12 or newer is needed): ${why}")
   return()
 endif()
 
-# Code for Ampere, Hopper and Blackwell; PTX for what comes later.
+# Code for Ampere, Hopper and Blackwell; PTX for later architectures.
 set(architectures -gencode=arch=compute_80,code=sm_80)
 if("${version}" VERSION_LESS 12.8)
   list(APPEND architectures "-gencode=arch=compute_90,code=[sm_90,compute_90]")
@@ -41,12 +41,13 @@ else()
 endif()
 file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/*.cu)
 file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/*.cuh
-  ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/src/cpp/philox*.h)
+  ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/src/cpp/dtype.h
+  ${CMAKE_CURRENT_SOURCE_DIR}/src/cpp/philox/*.h)
 set(cuda_objects)
 foreach(source ${cuda_sources})
   get_filename_component(name ${source} NAME_WE)
   set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
-  # No fast-math: __sinf, __cosf and __logf stand in the source where torch has them.
+  # No fast-math: the source calls __sinf, __cosf and __logf where torch's does.
   add_custom_command(OUTPUT ${object}
     COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
     COMMAND ${DIST_RNG_NVCC} -std=c++17 -O3 -Xcompiler=-fPIC -Xfatbin=-compress-all

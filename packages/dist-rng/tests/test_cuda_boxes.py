@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_rng.cuda_boxes import boxes_of
-from dist_rng.layout import layout_of
-from dist_rng.region import Piece, Region
+from dist_rng.cuda.boxes import boxes_of
+from dist_rng.regions.draw_layout import draw_layout
+from dist_rng.regions.region import IndexRange, Region
 
 
 def elements(boxes):
@@ -35,19 +35,19 @@ def expected(region, strides):
 
 def assert_boxes_are(region, strides=None):
     strides = region.dense_strides() if strides is None else strides
-    boxes = boxes_of(layout_of(region, tuple(strides)))
+    boxes = boxes_of(draw_layout(region, tuple(strides)))
     assert sorted(elements(boxes)) == expected(region, strides)
     return boxes
 
 
 def some_pieces(size):
     """Whole, one index, two pieces of one length, an interleaved shard with a short end."""
-    yield (Piece(0, size),)
-    yield (Piece(size - 1, size),)
+    yield (IndexRange(0, size),)
+    yield (IndexRange(size - 1, size),)
     if size > 2:
-        yield (Piece(0, 1), Piece(2, 3))
+        yield (IndexRange(0, 1), IndexRange(2, 3))
     if size > 4:
-        yield tuple(Piece(start, min(start + 2, size)) for start in range(0, size, 3))
+        yield tuple(IndexRange(start, min(start + 2, size)) for start in range(0, size, 3))
 
 
 @pytest.mark.parametrize("shape", [(), (9,), (1, 8), (4, 6), (3, 4, 5), (2, 3, 1, 5)], ids=str)
@@ -70,20 +70,20 @@ def test_windows_of_grids(data):
     grid = Region(shape, pieces, tuple(range(len(shape))))
     ends = sorted(data.draw(st.lists(st.integers(0, grid.numel), max_size=6)))
     pairs = zip(ends[::2], ends[1::2], strict=False)
-    windows = [Piece(start, stop) for start, stop in pairs if start < stop]
+    windows = [IndexRange(start, stop) for start, stop in pairs if start < stop]
     if windows:
         assert_boxes_are(grid.within(*windows))
 
 
 def test_a_row_shard_is_one_box_of_one_dim():
-    (box,) = assert_boxes_are(Region.full((8, 5, 3)).select(0, Piece(2, 5)))
+    (box,) = assert_boxes_are(Region.full((8, 5, 3)).select(0, IndexRange(2, 5)))
     assert len(box.dims) == 1
     assert (box.draw, box.count) == (30, 45)
 
 
 def test_a_strided_shard_is_one_box_and_one_more_for_a_short_end():
     def interleaved(size):
-        pieces = [Piece(start, min(start + 2, size)) for start in range(0, size, 4)]
+        pieces = [IndexRange(start, min(start + 2, size)) for start in range(0, size, 4)]
         return Region.full((size, 3)).select(0, *pieces)
 
     assert len(assert_boxes_are(interleaved(64))) == 1
@@ -94,7 +94,7 @@ def test_more_dims_than_a_kernel_takes_become_runs():
     shape = (2,) * 10
     region = Region.full(shape)
     for dim in range(0, 10, 2):
-        region = region.select(dim, Piece(1, 2))
+        region = region.select(dim, IndexRange(1, 2))
     strides = tuple(3**dim for dim in range(10))
     assert_boxes_are(region, strides)
     assert_boxes_are(Region.full(shape), strides)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_rng import cuda, emulate
-from dist_rng.cuda_library import Library
-from dist_rng.draws import (
+from dist_rng import emulation
+from dist_rng.cuda.backend import ReservedPosition, fill_params
+from dist_rng.cuda.library import KernelLibrary
+from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
@@ -24,11 +25,11 @@ from dist_rng.draws import (
     Normal,
     Uniform,
 )
-from dist_rng.emulated_device import emulated_device
-from dist_rng.geometry import Geometry
-from dist_rng.philox import schedule
-from dist_rng.recipe import recipe_of
-from dist_rng.region import Piece, Region
+from dist_rng.emulation.device import emulated_device
+from dist_rng.philox.geometry import Geometry
+from dist_rng.philox.kernel_spec import kernel_spec, prepared_probabilities
+from dist_rng.philox.launches import launch_schedule
+from dist_rng.regions.region import IndexRange, Region
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -64,39 +65,41 @@ def library(tmp_path_factory):
         ],
         check=True,
     )  # fmt: skip
-    return Library(built)
+    return KernelLibrary(built)
 
 
 def fill(library, local, region, draw, probabilities, seed, offset, geometry=SMALL):
     """What cuda.fill does, without a device."""
-    recipe = recipe_of(draw, local.dtype, region.global_numel)
-    given = emulate.prepared_probabilities(local, draw, probabilities)
-    plan = schedule(recipe.reach, region.global_numel, local.itemsize, geometry)
-    position = cuda.ReservedPosition(seed, offset)
-    for job in cuda.jobs(local, region, recipe, plan, position, given):
-        library.fill(job, 0)
+    spec = kernel_spec(draw, local.dtype, region.global_numel)
+    prepared = prepared_probabilities(local, draw, probabilities)
+    schedule = launch_schedule(spec.access, region.global_numel, local.itemsize, geometry)
+    position = ReservedPosition(seed, offset)
+    for params in fill_params(local, region, spec, schedule, position, prepared):
+        library.fill(params, 0)
 
 
 def emulated(local, region, draw, probabilities, seed, offset, geometry=SMALL):
     generator = torch.Generator().manual_seed(seed)
     with emulated_device(geometry) as device:
-        device.generators.move_to(generator, offset)
-        emulate.fill(local, region, draw, generator, probabilities=probabilities)
+        device.generators.set_offset(generator, offset)
+        emulation.fill(local, region, draw, generator, probabilities=probabilities)
 
 
 REGIONS = {
     "whole": Region.full((70, 90)),
-    "rows": Region.full((70, 90)).select(0, Piece(10, 60)),
-    "columns": Region.full((70, 90)).select(1, Piece(13, 57)),
-    "one row": Region.full((70, 90)).select(0, Piece(69, 70)),
+    "rows": Region.full((70, 90)).select(0, IndexRange(10, 60)),
+    "columns": Region.full((70, 90)).select(1, IndexRange(13, 57)),
+    "one row": Region.full((70, 90)).select(0, IndexRange(69, 70)),
     "interleaved rows": Region.full((70, 90)).select(
-        0, *(Piece(start, min(start + 4, 70)) for start in range(0, 70, 8))
+        0, *(IndexRange(start, min(start + 4, 70)) for start in range(0, 70, 8))
     ),
     "flat": Region.flat((70, 90), 1001, 6203),
-    "windows": Region.full((70, 90)).within(Piece(5, 900), Piece(1000, 1001), Piece(4000, 6000)),
+    "windows": Region.full((70, 90)).within(
+        IndexRange(5, 900), IndexRange(1000, 1001), IndexRange(4000, 6000)
+    ),
     "windows of columns": Region.full((70, 90))
-    .select(1, Piece(13, 57))
-    .within(Piece(7, 1900), Piece(2500, 3000)),
+    .select(1, IndexRange(13, 57))
+    .within(IndexRange(7, 1900), IndexRange(2500, 3000)),
     "box of 4 dims": Region.box((9, 10, 7, 10), (1, 2, 0, 3), (5, 6, 7, 4)),
 }
 
@@ -117,7 +120,7 @@ def test_kernels_equal_the_emulator(library, draw, dtype, region):
 
 
 def test_spaced_and_permuted_local_tensors(library):
-    region = Region.full((40, 60)).select(1, Piece(20, 50)).with_memory_order((1, 0))
+    region = Region.full((40, 60)).select(1, IndexRange(20, 50)).with_memory_order((1, 0))
     expected, local = torch.empty(40, 30), torch.zeros(40, 90)[:, ::3]
     emulated(expected, region, Normal(), None, 1, 8)
     fill(library, local, region, Normal(), None, 1, 8)
@@ -137,9 +140,9 @@ def test_a_part_of_a_tensor_beyond_32_bit_indexing(library):
 
 def test_a_dtype_without_a_kernel_is_refused(library):
     region, local = Region.full((4,)), torch.zeros(4)
-    recipe = recipe_of(Uniform(), torch.float32, 4)
-    plan = schedule(recipe.reach, 4, 4, SMALL)
-    (job,) = cuda.jobs(local, region, recipe, plan, cuda.ReservedPosition(0, 0), None)
-    job.dtype = 6
+    spec = kernel_spec(Uniform(), torch.float32, 4)
+    schedule = launch_schedule(spec.access, 4, 4, SMALL)
+    (params,) = fill_params(local, region, spec, schedule, ReservedPosition(0, 0), None)
+    params.dtype = 6
     with pytest.raises(RuntimeError, match="was not launched: invalid value"):
-        library.fill(job, 0)
+        library.fill(params, 0)

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dist_rng
-from dist_rng.placement import region_of, slice_of
+from dist_rng import Region
+from dist_rng.regions.placements import slice_of
 from testkit import CommLog, assert_bitwise, each_rank, fake_mesh
 
 S, R = Shard, Replicate()
@@ -153,13 +154,13 @@ def assert_rank_draws(drawn, operate, full, mesh, placements, what):
     assert result.shape == drawn.result.shape, what
     assert strides(result) == strides(drawn.result), what
     local = result._local_tensor
-    held = slice_of(drawn.result, region_of(result))
+    held = slice_of(drawn.result, Region.of(result))
     assert_bitwise(local, held.reshape(local.shape), what)
     assert torch.equal(torch.get_rng_state(), drawn.state), f"{what}: the generator differs"
 
 
 def assert_mesh_draws(cases, mesh_shape, placements):
-    """Run every (name, operate, full) on one device and on every rank of a mesh."""
+    """Runs every (name, operate, full) on one device and on every rank of a mesh."""
     drawn = [on_one_device(operate, full) for _, operate, full in cases]
     for _, mesh in each_rank(mesh_shape):
         for expected, (name, operate, full) in zip(drawn, cases, strict=True):
@@ -308,7 +309,7 @@ def test_factories_of_torch_distributed_tensor(name, dtype):
             options = {"device_mesh": mesh, "placements": placements, "requires_grad": True}
             result = getattr(dt, name)(5, 6, dtype=dtype, **options)
             assert result.requires_grad
-            assert_bitwise(result._local_tensor.detach(), slice_of(expected, region_of(result)))
+            assert_bitwise(result._local_tensor.detach(), slice_of(expected, Region.of(result)))
             assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -373,7 +374,7 @@ def test_a_sequence_of_fifty_operations_is_one_stream():
             zip(fifty_operations(dtensor), expected, strict=True)
         ):
             if isinstance(actual, DTensor):
-                wanted = slice_of(wanted, region_of(actual)).flatten()
+                wanted = slice_of(wanted, Region.of(actual)).flatten()
                 actual = actual._local_tensor.flatten()
             assert_bitwise(actual, wanted, f"operation {index}")
         assert torch.equal(torch.get_rng_state(), state)

@@ -38,7 +38,7 @@ def skipped(state, words):
 def next_words(state, count):
     """The next words, as 32-bit integers."""
     state, words = state.clone(), torch.empty(count, dtype=torch.int64)
-    grid = _core.Grid([[(0, count)]], [1], [1])
+    grid = _core.LocalGrid([[(0, count)]], [1], [1])
     # int64 with range 2**64 - 1 draws 64 bits: the first word is the high half.
     _core.integers(state.data_ptr(), words.data_ptr(), _core.Dtype.int64, grid, count, 2**64 - 1, 0)
     return words

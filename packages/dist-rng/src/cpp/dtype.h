@@ -1,4 +1,4 @@
-// The element types that torch's CPU random ops know, and one way to branch on them.
+// The element types of torch's random ops.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace dist_rng {
 
-// The order is that of _core.Dtype, which cpu.py looks up by name.
+// The values are those of Scalar in philox/kernel_spec.py.
 enum class Dtype : int {
   kFloat32,
   kFloat64,

@@ -1,13 +1,13 @@
-// Element types on devices: what kernels/element.h is on hosts, by the hardware's conversions.
+// Element types on devices, with the hardware's conversions; the host's are in kernels/element.h.
 //
-// The conversions are those of cuda_fp16.h and cuda_bf16.h, which take longer to compile than all
-// the rest.
+// The conversions are those of cuda_fp16.h and cuda_bf16.h, which take longer to compile than the
+// kernels.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "../cpp/philox.h"
+#include "../cpp/philox/philox.h"
 
 namespace dist_rng::DIST_RNG_ISA {
 

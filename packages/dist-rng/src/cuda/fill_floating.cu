@@ -3,16 +3,16 @@
 
 namespace dist_rng {
 
-cudaError_t fill_uniform(const Job& job, cudaStream_t stream) {
-  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::UniformOf>(job, stream);
+cudaError_t fill_uniform(const FillParams& params, cudaStream_t stream) {
+  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::UniformOf>(params, stream);
 }
 
-cudaError_t fill_normal(const Job& job, cudaStream_t stream) {
-  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::NormalOf>(job, stream);
+cudaError_t fill_normal(const FillParams& params, cudaStream_t stream) {
+  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::NormalOf>(params, stream);
 }
 
-cudaError_t fill_exponential(const Job& job, cudaStream_t stream) {
-  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::ExponentialOf>(job, stream);
+cudaError_t fill_exponential(const FillParams& params, cudaStream_t stream) {
+  return DIST_RNG_ISA::launch_floating<DIST_RNG_ISA::ExponentialOf>(params, stream);
 }
 
 }  // namespace dist_rng

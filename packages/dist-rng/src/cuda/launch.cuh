@@ -1,7 +1,7 @@
-// From a Job to the launch of one of the kernels.
+// Launches one of the kernels for a FillParams.
 //
-// With DIST_RNG_CUDA_ON_HOST, a header of the tests, the kernels run on the host instead, with the
-// host's element types.
+// If DIST_RNG_CUDA_ON_HOST names a header of the tests, the kernels run on the host instead, with
+// the host's element types.
 #pragma once
 
 #if defined(DIST_RNG_CUDA_ON_HOST)
@@ -17,7 +17,7 @@
 #include <type_traits>
 
 #include "../cpp/dtype.h"
-#include "fills.h"
+#include "fill_params.h"
 #include "kernels.cuh"
 
 namespace dist_rng {
@@ -25,120 +25,121 @@ namespace dist_rng {
 namespace DIST_RNG_ISA {
 
 inline unsigned blocks_for(std::int64_t threads) {
-  constexpr std::int64_t kEnough = 1 << 16;  // the rest by striding
+  constexpr std::int64_t kMaxBlocks = 1 << 16;  // a block strides over the rest
   return static_cast<unsigned>(std::clamp((threads + kBlock - 1) / kBlock, std::int64_t{1},
-                                          kEnough));
+                                          kMaxBlocks));
 }
 
-inline Box box_of(const Job& job) {
-  Box box;
-  box.first = job.first;
-  box.count = job.count;
-  box.draw = job.draw - job.start;
-  box.local = job.local;
-  box.numel = job.stop - job.start;
-  box.threads = job.threads;
-  box.reach = {job.unroll, job.vector};
-  box.by_threads = Divider(job.threads);
-  box.dims = job.dims;
-  for (int d = 0; d < job.dims; ++d) {
-    const JobDim& dim = job.dim[d];
+inline KernelBox box_of(const FillParams& params) {
+  KernelBox box;
+  box.first = params.first;
+  box.count = params.count;
+  box.draw = params.draw - params.start;
+  box.local = params.local;
+  box.numel = params.stop - params.start;
+  box.threads = params.threads;
+  box.access = {params.unroll, params.vector};
+  box.by_threads = Divider(params.threads);
+  box.dims = params.dims;
+  for (int d = 0; d < params.dims; ++d) {
+    const DimParams& dim = params.dim[d];
     box.dim[d] = {Divider(dim.size), Divider(dim.length), dim.size,        dim.length,
                   dim.period,        dim.draw_stride,     dim.local_stride};
   }
   return box;
 }
 
-// Whether the job's elements are consecutive draws; then they are these.
-inline bool is_range(const Job& job, Range& range) {
-  const bool single = job.dims == 0;
-  if (!single && (job.dims != 1 || job.dim[0].draw_stride != 1 ||
-                  job.dim[0].length != job.dim[0].size)) {
+// Whether the elements are consecutive draws; writes them to `range` if so.
+inline bool is_range(const FillParams& params, DrawRange& range) {
+  const bool single = params.dims == 0;
+  if (!single && (params.dims != 1 || params.dim[0].draw_stride != 1 ||
+                  params.dim[0].length != params.dim[0].size)) {
     return false;
   }
-  range.stride = single ? 1 : job.dim[0].local_stride;
-  const std::int64_t first = job.draw + job.first;
-  range.first = std::max(first, job.start) - job.start;
-  range.last = std::min(first + job.count, job.stop) - job.start;
-  range.local = job.local + (job.first + range.first + job.start - first) * range.stride;
-  range.threads = job.threads;
-  range.reach = {job.unroll, job.vector};
+  range.stride = single ? 1 : params.dim[0].local_stride;
+  const std::int64_t first = params.draw + params.first;
+  range.first = std::max(first, params.start) - params.start;
+  range.last = std::min(first + params.count, params.stop) - params.start;
+  range.local = params.local + (params.first + range.first + params.start - first) * range.stride;
+  range.threads = params.threads;
+  range.access = {params.unroll, params.vector};
   return true;
 }
 
 template <typename T, template <typename> typename Formula>
-cudaError_t launch(const Job& job, cudaStream_t stream) {
-  const PhiloxArguments arguments{job.a, job.b, job.modulus, job.base};
-  const Store<T> store{reinterpret_cast<T*>(job.data),
-                       reinterpret_cast<const Wide<T>*>(job.probabilities)};
-  const State state{job.seed, job.offset,
-                    reinterpret_cast<const std::uint64_t*>(job.seed_address),
-                    reinterpret_cast<const std::uint64_t*>(job.offset_address),
-                    static_cast<std::uint64_t>(job.after)};
-  Range range;
-  const bool consecutive = is_range(job, range);
-  const std::int64_t draws = consecutive ? range.last - range.first : job.count;
+cudaError_t launch(const FillParams& params, cudaStream_t stream) {
+  const PhiloxArguments arguments{params.a, params.b, params.modulus, params.base};
+  const Store<T> store{reinterpret_cast<T*>(params.data),
+                       reinterpret_cast<const Wide<T>*>(params.probabilities)};
+  const GeneratorState state{params.seed, params.offset,
+                    reinterpret_cast<const std::uint64_t*>(params.seed_address),
+                    reinterpret_cast<const std::uint64_t*>(params.offset_address),
+                    params.relative_offset};
+  DrawRange range;
+  const bool consecutive = is_range(params, range);
+  const std::int64_t draws = consecutive ? range.last - range.first : params.count;
   if (draws <= 0) return cudaSuccess;
-  // Kernels that no job needs are not compiled.
+  // Kernels that no draw needs are not compiled.
   constexpr bool kQuads = std::is_same_v<Formula<T>, BernoulliTensorOf<T>>;
-  constexpr bool kVectors = kQuads || std::is_same_v<Formula<T>, KeepOf<T>>;
-  if (kVectors && consecutive && job.vector != 0) {
-    const dim3 grid(blocks_for(draws / range.reach.share() + 2));
+  constexpr bool kVectors = kQuads || std::is_same_v<Formula<T>, DropoutMaskOf<T>>;
+  if (kVectors && consecutive && params.vector != 0) {
+    const dim3 grid(blocks_for(draws / range.access.elements_per_call() + 2));
     if constexpr (kVectors) {
       DIST_RNG_LAUNCH((vectors_kernel<T, Formula<T>>), grid, stream, store, arguments, state, range,
-                      Divider(job.threads));
+                      Divider(params.threads));
     }
-  } else if (!kQuads && consecutive && job.vector == 0 && draws > job.threads) {
-    // Where the reproduced GPU has fewer threads than this one, calls are shared out over y.
-    const std::int64_t calls = (draws - 1) / (job.threads * Formula<T>::kUnroll) + 1;
-    const auto rows = std::clamp((std::int64_t{1} << 18) / job.threads, std::int64_t{1}, calls);
-    const dim3 grid(static_cast<unsigned>(job.threads / kBlock), static_cast<unsigned>(rows));
+  } else if (!kQuads && consecutive && params.vector == 0 && draws > params.threads) {
+    // Where the reproduced GPU has fewer threads than this one, calls are distributed over y.
+    const std::int64_t calls = (draws - 1) / (params.threads * Formula<T>::kUnroll) + 1;
+    const auto rows = std::clamp((std::int64_t{1} << 18) / params.threads, std::int64_t{1}, calls);
+    const dim3 grid(static_cast<unsigned>(params.threads / kBlock), static_cast<unsigned>(rows));
     if constexpr (!kQuads) {
-      DIST_RNG_LAUNCH((strides_kernel<T, Formula<T>>), grid, stream, store, arguments, state, range);
+      DIST_RNG_LAUNCH((strides_kernel<T, Formula<T>>), grid, stream, store, arguments, state,
+                      range);
     }
   } else {
     const dim3 grid(blocks_for(draws));
     DIST_RNG_LAUNCH((boxes_kernel<T, Formula<T>>), grid, stream, store, arguments, state,
-                    box_of(job));
+                    box_of(params));
   }
   return cudaGetLastError();
 }
 
 template <template <typename> typename Formula>
-cudaError_t launch_floating(const Job& job, cudaStream_t stream) {
-  switch (static_cast<Dtype>(job.dtype)) {
+cudaError_t launch_floating(const FillParams& params, cudaStream_t stream) {
+  switch (static_cast<Dtype>(params.dtype)) {
     case Dtype::kFloat32:
-      return launch<float, Formula>(job, stream);
+      return launch<float, Formula>(params, stream);
     case Dtype::kFloat64:
-      return launch<double, Formula>(job, stream);
+      return launch<double, Formula>(params, stream);
     case Dtype::kBfloat16:
-      return launch<Bfloat16, Formula>(job, stream);
+      return launch<Bfloat16, Formula>(params, stream);
     case Dtype::kFloat16:
-      return launch<Float16, Formula>(job, stream);
+      return launch<Float16, Formula>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-// Signed integers have the bits of unsigned ones, and zero and one those of a bool.
+// Signed integers have the bits of unsigned ones, and false and true those of 0 and 1.
 template <template <typename> typename Formula>
-cudaError_t launch_every(const Job& job, cudaStream_t stream) {
-  switch (static_cast<Dtype>(job.dtype)) {
+cudaError_t launch_every(const FillParams& params, cudaStream_t stream) {
+  switch (static_cast<Dtype>(params.dtype)) {
     case Dtype::kInt8:
     case Dtype::kUint8:
     case Dtype::kBool:
-      return launch<std::uint8_t, Formula>(job, stream);
+      return launch<std::uint8_t, Formula>(params, stream);
     case Dtype::kInt16:
     case Dtype::kUint16:
-      return launch<std::uint16_t, Formula>(job, stream);
+      return launch<std::uint16_t, Formula>(params, stream);
     case Dtype::kInt32:
     case Dtype::kUint32:
-      return launch<std::uint32_t, Formula>(job, stream);
+      return launch<std::uint32_t, Formula>(params, stream);
     case Dtype::kInt64:
     case Dtype::kUint64:
-      return launch<std::uint64_t, Formula>(job, stream);
+      return launch<std::uint64_t, Formula>(params, stream);
     default:
-      return launch_floating<Formula>(job, stream);
+      return launch_floating<Formula>(params, stream);
   }
 }
 

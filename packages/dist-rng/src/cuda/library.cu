@@ -1,29 +1,29 @@
-// The library's three symbols; cuda_library.py loads it by ctypes.
-#include "../cpp/philox_draw.h"
-#include "fills.h"
+// The library's three symbols; cuda/library.py loads them with ctypes.
+#include "../cpp/philox/launch.h"
+#include "fill_params.h"
 
 namespace {
 
 using namespace dist_rng;
 
-cudaError_t fill(const Job& job, cudaStream_t stream) {
-  switch (static_cast<PhiloxKind>(job.kind)) {
+cudaError_t fill(const FillParams& params, cudaStream_t stream) {
+  switch (static_cast<PhiloxKind>(params.kind)) {
     case PhiloxKind::kUniform:
-      return fill_uniform(job, stream);
+      return fill_uniform(params, stream);
     case PhiloxKind::kNormal:
-      return fill_normal(job, stream);
+      return fill_normal(params, stream);
     case PhiloxKind::kExponential:
-      return fill_exponential(job, stream);
+      return fill_exponential(params, stream);
     case PhiloxKind::kBernoulli:
-      return fill_bernoulli(job, stream);
+      return fill_bernoulli(params, stream);
     case PhiloxKind::kBernoulliTensor:
-      return fill_bernoulli_tensor(job, stream);
-    case PhiloxKind::kKeep:
-      return fill_keep(job, stream);
+      return fill_bernoulli_tensor(params, stream);
+    case PhiloxKind::kDropoutMask:
+      return fill_dropout_mask(params, stream);
     case PhiloxKind::kModulo32:
-      return fill_modulo_32(job, stream);
+      return fill_modulo_32(params, stream);
     case PhiloxKind::kModulo64:
-      return fill_modulo_64(job, stream);
+      return fill_modulo_64(params, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -32,16 +32,16 @@ cudaError_t fill(const Job& job, cudaStream_t stream) {
 
 extern "C" {
 
-// Bytes of a Job, so that Python can tell that it speaks to the library it was built with.
-int dist_rng_job_bytes() { return static_cast<int>(sizeof(Job)); }
+// Bytes of a FillParams: Python compares them to recognise a library of another version.
+int dist_rng_params_bytes() { return static_cast<int>(sizeof(FillParams)); }
 
-// Launches on `stream` of `job->device`, which the caller has made current in its own runtime.
+// Launches on `stream` of `params->device`, which the caller has made current in its own runtime.
 // Returns a cudaError_t.
-int dist_rng_fill(const Job* job, void* stream) {
-  // This library has a CUDA runtime of its own: both use the device's one primary context.
-  const cudaError_t chosen = cudaSetDevice(job->device);
-  if (chosen != cudaSuccess) return chosen;
-  return fill(*job, static_cast<cudaStream_t>(stream));
+int dist_rng_fill(const FillParams* params, void* stream) {
+  // This library has its own CUDA runtime: both use the device's one primary context.
+  const cudaError_t error = cudaSetDevice(params->device);
+  if (error != cudaSuccess) return error;
+  return fill(*params, static_cast<cudaStream_t>(stream));
 }
 
 const char* dist_rng_error_text(int error) {

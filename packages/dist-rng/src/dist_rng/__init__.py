@@ -1,10 +1,11 @@
-"""The random numbers one device would have drawn, on any placement and any number of ranks.
+"""Draws the random numbers of one device for any placement and any number of ranks.
 
-``install()`` makes random operators on DTensors draw so; the functions that take a ``Region``
-do the same for local tensors without DTensor. The words are defined in ``dist_rng.region``.
+``install()`` does so for random operators on DTensors; the functions that take a ``Region`` do it
+for local tensors without DTensor. ``dist_rng.regions.region`` defines the terminology.
 """
 
-from dist_rng.agreement import require_equal_generators
+from dist_rng.dtensor.agreement import require_equal_generators
+from dist_rng.dtensor.patches import install, is_installed, uninstall
 from dist_rng.functional import (
     bernoulli_,
     dropout,
@@ -12,22 +13,21 @@ from dist_rng.functional import (
     normal_,
     randint_,
     random_,
+    trunc_normal_,
     uniform_,
 )
-from dist_rng.geometry import Geometry
-from dist_rng.install import install, is_installed, uninstall
-from dist_rng.placement import register_placement
-from dist_rng.region import Piece, Region, Run
+from dist_rng.philox.geometry import Geometry
+from dist_rng.regions.region import DrawRun, IndexRange, Region
+from dist_rng.regions.registry import register_placement
 from dist_rng.single_device import single_device_rng
-from dist_rng.truncated import trunc_normal_
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DrawRun",
     "Geometry",
-    "Piece",
+    "IndexRange",
     "Region",
-    "Run",
     "bernoulli_",
     "dropout",
     "exponential_",

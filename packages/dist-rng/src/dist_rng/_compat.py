@@ -1,34 +1,34 @@
-"""What differs between the torch releases that dist-rng supports, in one table.
+"""The differences between the torch releases that dist-rng supports.
 
-Nothing here is trusted blindly: ``cpu_check`` compares with torch before the first use of every
-operation and dtype.
+``cpu/self_check.py`` compares with torch before the first use of every operation and dtype, so an
+error in this table is found.
 """
 
 import torch
 
-from dist_rng._core import Release
+from dist_rng._core import TorchRelease
 
-# Whose bits each release draws on a CPU. Only uniform_ and normal_ ever changed:
+# The release whose bits each release draws on a CPU. Only uniform_ and normal_ have changed:
 # 2.11 draws bf16 and f16 in their own precision, and its uniform_ may return the upper bound;
-# 2.12 draws them in float, but makes their normals with the C library in every build;
-# 2.13 has one vectorised form for all, with an fma of its own where 2.12 leaves it to the build.
+# 2.12 draws them in float, but computes their normals with the C library in every build;
+# 2.13 has one vectorised form for all, with an explicit fma where 2.12 depends on the build.
 CPU_RELEASES = {
-    (2, 11): Release.torch_2_11,
-    (2, 12): Release.torch_2_12,
-    (2, 13): Release.torch_2_13,
-    (2, 14): Release.torch_2_13,
-    (2, 15): Release.torch_2_13,
+    (2, 11): TorchRelease.torch_2_11,
+    (2, 12): TorchRelease.torch_2_12,
+    (2, 13): TorchRelease.torch_2_13,
+    (2, 14): TorchRelease.torch_2_13,
+    (2, 15): TorchRelease.torch_2_13,
 }
 
 
 def torch_release() -> tuple[int, int]:
-    """Return torch's major and minor version."""
+    """Returns torch's major and minor version."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
-def cpu_release() -> Release:
-    """Return whose bits the installed torch draws on a CPU.
+def cpu_release() -> TorchRelease:
+    """Returns the release whose bits the installed torch draws on a CPU.
 
     Raises:
         RuntimeError: the release is not in the table.
@@ -37,7 +37,7 @@ def cpu_release() -> Release:
     if release not in CPU_RELEASES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CPU_RELEASES)
         raise RuntimeError(
-            f"dist-rng knows how torch {known} draw on a CPU, not {torch.__version__}; install"
-            " one of those, or a newer dist-rng"
+            f"expected torch {known}, whose random numbers on a CPU dist-rng reproduces, got"
+            f" {torch.__version__}; install one of those, or a newer dist-rng"
         )
     return CPU_RELEASES[release]

@@ -1,6 +1,6 @@
-# Addresses are those of Tensor.data_ptr(); `state` is that of the 5056 bytes of a CPU
-# generator's get_state(), which a fill advances in place. `data` is the local tensor's first
-# element. No function checks that an address is good for what the grid says.
+# Addresses are those of Tensor.data_ptr(); `state` is the address of the 5056 bytes of a CPU
+# generator's get_state(), which a fill advances in place. `data` is the address of the local
+# tensor's first element. No function checks that the grid is inside the memory at an address.
 from collections.abc import Sequence
 from enum import Enum
 
@@ -21,13 +21,13 @@ class Dtype(Enum):
     uint32 = 11
     uint64 = 12
 
-# Those between which the bits of a CPU's uniform_ and normal_ changed.
-class Release(Enum):
+# The releases between which the bits of a CPU's uniform_ and normal_ changed.
+class TorchRelease(Enum):
     torch_2_11 = 0
     torch_2_12 = 1
     torch_2_13 = 2
 
-class Grid:
+class LocalGrid:
     # Per dim, outermost in memory first.
     def __init__(
         self,
@@ -41,53 +41,56 @@ class Grid:
 
 def instruction_set() -> str: ...
 
-# Whether this processor has it: baseline, avx2 or avx512. For tests: no bit depends on it.
+# Selects baseline, avx2 or avx512; returns whether this processor has it. For tests: no bit depends
+# on it.
 def use_instruction_set(name: str) -> bool: ...
 def skip(state: int, words: int) -> None: ...
 def uniform(
     state: int,
     data: int,
     dtype: Dtype,
-    grid: Grid,
+    grid: LocalGrid,
     global_numel: int,
     low: float,
     high: float,
     fused: bool,
-    release: Release,
+    release: TorchRelease,
 ) -> None: ...
 def normal(
     state: int,
     data: int,
     dtype: Dtype,
-    grid: Grid,
+    grid: LocalGrid,
     global_numel: int,
     mean: float,
     std: float,
     blocks: bool,
     fused: bool,
-    release: Release,
+    release: TorchRelease,
 ) -> None: ...
 def bernoulli(
-    state: int, data: int, dtype: Dtype, grid: Grid, global_numel: int, p: float
+    state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, p: float
 ) -> None: ...
 def bernoulli_tensor(
     state: int,
     data: int,
     dtype: Dtype,
-    grid: Grid,
+    grid: LocalGrid,
     global_numel: int,
     probabilities: int,
     probabilities_dtype: Dtype,
 ) -> bool: ...
 def exponential(
-    state: int, data: int, dtype: Dtype, grid: Grid, global_numel: int, rate: float
+    state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, rate: float
 ) -> None: ...
 def integers(
-    state: int, data: int, dtype: Dtype, grid: Grid, global_numel: int, modulus: int, base: int
+    state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int, modulus: int, base: int
 ) -> None: ...
-def all_integers(state: int, data: int, dtype: Dtype, grid: Grid, global_numel: int) -> None: ...
+def all_integers(
+    state: int, data: int, dtype: Dtype, grid: LocalGrid, global_numel: int
+) -> None: ...
 
-# What register_philox.cpp binds. A launch is [start, stop, threads, offset].
+# Defined in register_philox.cpp. A launch is [start, stop, threads, offset].
 class PhiloxStream:
     def __init__(
         self,
@@ -104,7 +107,7 @@ class PhiloxArguments:
 def philox_fill(
     data: int,
     dtype: Dtype,
-    grid: Grid,
+    grid: LocalGrid,
     stream: PhiloxStream,
     kind: int,
     arguments: PhiloxArguments,

@@ -1,19 +1,24 @@
-"""Random fills of local tensors, without DTensor: each takes the local tensor and its region.
+"""Random fills of local tensors without DTensor: each takes the local tensor and its region.
 
-Every function fills ``local`` with what one device would have drawn at ``region``'s elements
-of the global tensor, and leaves ``generator`` where that device's would stand: it advances by
-the draws of the *global* tensor, on ranks that hold nothing too. No rank talks to another.
+Every function fills ``local`` with what one device would have drawn at the elements of the global
+tensor that ``region`` selects, and advances ``generator`` as that device would have: by the draws
+of the *global* tensor, also on ranks that hold nothing. There is no communication, except in
+``trunc_normal_``.
 
-All of them raise ``ValueError`` where the region does not fit the local tensor and
-``TypeError`` for a dtype or device that the operation does not support.
+All of them raise ``ValueError`` where the region does not match the local tensor, and ``TypeError``
+for a dtype or device that the operation does not support.
 """
 
-import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from typing import Any
 
-from dist_rng import cpu, cuda, emulate
-from dist_rng.draws import (
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_rng import cpu, cuda, emulation
+from dist_rng.distributions import (
     AllIntegers,
     Bernoulli,
     BernoulliTensor,
@@ -24,8 +29,10 @@ from dist_rng.draws import (
     Normal,
     Uniform,
 )
-from dist_rng.emulated_device import is_active
-from dist_rng.region import Region
+from dist_rng.emulation.device import is_active
+from dist_rng.regions.region import Region
+
+aten = torch.ops.aten
 
 
 def uniform_(
@@ -36,7 +43,7 @@ def uniform_(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` from the uniform distribution on [low, high), as ``Tensor.uniform_``."""
+    """Fills ``local`` from the uniform distribution on [low, high), as ``Tensor.uniform_`` does."""
     return fill(local, region, Uniform(low, high), generator=generator)
 
 
@@ -48,7 +55,7 @@ def normal_(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` from the normal distribution, as ``Tensor.normal_``."""
+    """Fills ``local`` from the normal distribution, as ``Tensor.normal_`` does."""
     return fill(local, region, Normal(mean, std), generator=generator)
 
 
@@ -59,13 +66,13 @@ def bernoulli_(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` with ones of probability ``p``, as ``Tensor.bernoulli_``.
+    """Fills ``local`` with ones of probability ``p``, as ``Tensor.bernoulli_`` does.
 
     Args:
-        local: any dtype.
-        region: what ``local`` holds.
+        local: tensor of any dtype.
+        region: the elements of the global tensor that ``local`` holds.
         p: one probability, or local probabilities of ``local``'s shape, floating point.
-        generator: as everywhere in this module.
+        generator: as for the other functions of this module.
     """
     if isinstance(p, Tensor):
         return fill(local, region, BernoulliTensor(), probabilities=p, generator=generator)
@@ -79,7 +86,7 @@ def exponential_(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` from the exponential distribution, as ``Tensor.exponential_``."""
+    """Fills ``local`` from the exponential distribution, as ``Tensor.exponential_`` does."""
     return fill(local, region, Exponential(lambd), generator=generator)
 
 
@@ -91,12 +98,12 @@ def randint_(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` with integers ``low <= x < high``, as ``Tensor.random_(low, high)``."""
+    """Fills ``local`` with integers ``low <= x < high``, as ``Tensor.random_(low, high)`` does."""
     return fill(local, region, Integers(low, high), generator=generator)
 
 
 def random_(local: Tensor, region: Region, *, generator: torch.Generator | None = None) -> Tensor:
-    """Fill ``local`` with all the integers its dtype holds, as ``Tensor.random_()``."""
+    """Fills ``local`` with integers from 0 to its dtype's largest, as ``Tensor.random_()`` does."""
     return fill(local, region, AllIntegers(), generator=generator)
 
 
@@ -108,15 +115,15 @@ def dropout(
     training: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return ``local`` with the elements zeroed that one device's ``F.dropout`` would zero.
+    """Returns ``local`` with the elements zeroed that one device's ``F.dropout`` would zero.
 
-    Differentiable in ``local``; the values are those of the device's own kernel, bit for bit.
+    Differentiable in ``local``; the values are those of the device's kernel, bit for bit.
 
     Raises:
         ValueError: ``p`` is outside [0, 1].
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability is {p}; it must lie in [0, 1]")
+        raise ValueError(f"dropout: expected a probability in [0, 1], got {p}")
     if not training or p == 0.0 or region.global_numel == 0:
         return local
     if p == 1.0:
@@ -131,13 +138,78 @@ def dropout(
     return local * noise.div_(1.0 - p)
 
 
+def trunc_normal_(
+    local: Tensor,
+    region: Region,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    *,
+    group: dist.ProcessGroup | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Fills ``local`` from the normal distribution on [a, b], as ``nn.init.trunc_normal_`` does.
+
+    From 2.12 on torch draws again until no element of the global tensor is rejected, so the ranks
+    that hold its parts agree on every round, with an all-reduce of one element each.
+
+    Args:
+        local: floating-point tensor.
+        region: the elements of the global tensor that ``local`` holds.
+        mean: mean of the normal distribution before the truncation.
+        std: standard deviation of the normal distribution before the truncation.
+        a: lower bound of the truncation.
+        b: upper bound of the truncation.
+        group: the ranks that together hold the global tensor; None if ``local`` holds all of it.
+        generator: as for the other functions of this module.
+
+    Raises:
+        ValueError: ``local`` is only a part of the global tensor and ``group`` is None.
+    """
+    if group is None and region.numel != region.global_numel:
+        raise ValueError(
+            f"trunc_normal_ of {region.numel} out of {region.global_numel} elements: expected the"
+            " process group of the ranks that hold the others, got None; pass it as `group`"
+        )
+    with _DrawByRegion(region, group, generator):
+        nn.init.trunc_normal_(local, mean, std, a, b)
+    return local
+
+
+class _DrawByRegion(TorchDispatchMode):
+    """Draws every tensor inside the context as a local tensor of ``region``."""
+
+    def __init__(
+        self, region: Region, group: dist.ProcessGroup | None, generator: torch.Generator | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._region = region
+        self._group = group
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.normal_.default:
+            return fill(args[0], self._region, Normal(*args[1:]), generator=self._generator)
+        if func is aten.uniform_.default:
+            return fill(args[0], self._region, Uniform(*args[1:]), generator=self._generator)
+        result = func(*args, **(kwargs or {}))
+        if func is aten.any.default and self._group is not None:
+            any_rejected = result.int()
+            dist.all_reduce(any_rejected, dist.ReduceOp.MAX, self._group)
+            return any_rejected.bool()
+        return result
+
+
 def draws_as_gpu(local: Tensor) -> bool:
-    """Return whether a GPU is reproduced, which runs dropout as one kernel, with one mask."""
+    """Returns whether a GPU is reproduced, where dropout is one fused kernel."""
     return local.is_cuda or (local.device.type == "cpu" and is_active())
 
 
 def apply_fused_mask(local: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return what the fused kernel makes of its input: ``x * mask / (1 - p)`` in fp32 or fp64."""
+    """Returns the output of the fused kernel: ``x * mask / (1 - p)`` in fp32 or fp64."""
     wide = local if local.dtype == torch.float64 else local.float()
     return (wide * mask * (1.0 / (1.0 - p))).to(local.dtype)
 
@@ -150,9 +222,9 @@ def fill(
     probabilities: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill ``local`` from any distribution, on the backend of its device; return it.
+    """Fills ``local`` from any distribution with the backend of its device, and returns it.
 
-    Meta tensors and FakeTensors draw nothing and advance nothing, as on one device.
+    Meta tensors and FakeTensors draw nothing and do not advance the generator, as on one device.
     """
     if local.is_meta or isinstance(local, FakeTensor):
         return local
@@ -161,11 +233,11 @@ def fill(
             cuda.fill(local, region, draw, generator, probabilities=probabilities)
         elif local.device.type != "cpu":
             raise TypeError(
-                f"dist-rng draws on CPU and CUDA tensors, not on {local.device}; draw on the CPU"
-                " and move the result"
+                f"expected a CPU or CUDA tensor, got one on {local.device}; draw on the CPU and"
+                " move the result"
             )
         elif is_active():
-            emulate.fill(local, region, draw, generator, probabilities=probabilities)
+            emulation.fill(local, region, draw, generator, probabilities=probabilities)
         else:
             cpu.fill(local, region, draw, generator, probabilities=probabilities)
     return local

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../../src/cpp/philox.h"
+#include "../../src/cpp/philox/philox.h"
 
 #include "../../src/cpp/kernels/element.h"
 

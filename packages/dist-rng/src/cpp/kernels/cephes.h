@@ -1,8 +1,8 @@
 // The float logarithm, sine and cosine of torch's AVX2 normal_, bit for bit.
 //
 // Polynomials of Stephen Moshier's Cephes library, in the order of operations that avx_mathfun
-// (Julien Pommier, Giovanni Garberoglio; zlib license) made usual; an fma stands wherever
-// torch's compiler contracts a product and a sum.  Scalar: the loop around it is vectorised.
+// (Julien Pommier, Giovanni Garberoglio; zlib license) introduced, with an fma wherever torch's
+// compiler contracts a product and a sum. Scalar: the loop around it is vectorised.
 #pragma once
 
 #include <cstdint>

@@ -9,14 +9,14 @@
 
 namespace dist_rng::DIST_RNG_ISA {
 
-// Enumerations and not structs: a compiler vectorises a choice between scalars only.
+// Enumerations and not structs: compilers vectorise a choice between scalars only.
 enum class Bfloat16 : std::uint16_t {};
 enum class Float16 : std::uint16_t {};
 
 template <typename T>
 constexpr bool kIsHalf = std::is_same_v<T, Bfloat16> || std::is_same_v<T, Float16>;
 
-// What torch computes in where the element type is T.
+// The type in which torch computes elements of type T.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -32,8 +32,8 @@ inline Bfloat16 to_bfloat16(float x) {
   return static_cast<Bfloat16>(x != x ? 0x7fc0 : rounded);
 }
 
-// Round to nearest even by adding a number whose last bit weighs what a half's last bit does.
-// NaN becomes the quiet one; infinity and overflow become infinity.
+// Rounds to nearest even by adding a number whose last bit has the weight of a half's last bit.
+// NaN becomes the quiet NaN; infinity and overflow become infinity.
 inline Float16 to_float16(float x) {
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
   const std::uint32_t sign = bits & 0x80000000;
@@ -105,11 +105,11 @@ inline V unit(const std::uint32_t* words) {
   }
 }
 
-// Words that unit<V>() takes.
+// Words that unit<V>() uses.
 template <typename V>
 constexpr int kUnitWords = std::is_same_v<V, double> ? 2 : 1;
 
-// Calls f.template operator()<T>() for a floating-point dtype; a kernel of nothing otherwise.
+// Calls f.template operator()<T>() for a floating-point dtype; an empty kernel otherwise.
 template <typename F>
 Kernel for_floating(Dtype dtype, F&& f) {
   switch (dtype) {

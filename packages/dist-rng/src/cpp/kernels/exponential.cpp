@@ -13,7 +13,7 @@ bool convert(const Arguments& arguments, const std::uint32_t* words, const void*
   const double scale = -1.0 / arguments.rate;
   T* elements = static_cast<T*>(out);
   for (std::int64_t i = 0; i < count; ++i) {
-    // The C library's log1p, as torch's: nothing else has its bits.
+    // The C library's log1p, as torch calls it: no other one has its bits.
     elements[i] = cast<T>(scale * ::log1p(-unit<double>(words + 2 * i)));
   }
   return true;

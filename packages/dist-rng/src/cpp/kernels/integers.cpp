@@ -12,9 +12,9 @@ inline std::int64_t add(std::uint64_t value, std::int64_t base) {
   return static_cast<std::int64_t>(value + static_cast<std::uint64_t>(base));
 }
 
-// x % divisor without a division. The quotient is off by less than 2^-20 / divisor, and one that
-// is no whole number lies 1 / divisor from the next: only an exact multiple can come out short,
-// by one (49 * (1.0 / 49) < 1), and nothing too long.
+// x % divisor without a division. The quotient is off by less than 2^-20 / divisor, and a quotient
+// that is not an integer is at least 1 / divisor below the next one: only an exact multiple can be
+// rounded down, by one (49 * (1.0 / 49) < 1), and no quotient is rounded up.
 inline std::uint32_t modulo(std::uint32_t x, double reciprocal, std::uint32_t divisor) {
   const auto quotient = static_cast<std::int32_t>(static_cast<double>(x) * reciprocal);
   const std::uint32_t rest = x - static_cast<std::uint32_t>(quotient) * divisor;
@@ -26,7 +26,7 @@ bool convert_short(const Arguments& arguments, const std::uint32_t* words, const
                    std::int64_t count) {
   const auto range = static_cast<std::uint32_t>(arguments.range);
   T* elements = static_cast<T*>(out);
-  if (range < 3) {  // a quotient of 2^31 and more has no place in an int32
+  if (range < 3) {  // a quotient of 2^31 or more would overflow an int32
     for (std::int64_t i = 0; i < count; ++i) {
       elements[i] = cast<T>(add(words[i] & (range - 1), arguments.base));
     }

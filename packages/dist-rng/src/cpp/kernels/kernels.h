@@ -1,4 +1,4 @@
-// What kernel_set.cpp collects from the other files of this folder.
+// The kernels of this folder, which kernel_table.cpp collects.
 #pragma once
 
 #include "kernel_set.h"
@@ -12,12 +12,14 @@ void xor_windows(const std::uint32_t* words, const std::uint16_t* exponents, int
 
 Kernel uniform(Dtype dtype, const Arguments& arguments);
 Kernel normal_blocks(Dtype dtype, const Arguments& arguments);
-Convert normal_blocks_low_precision(Dtype dtype);  // of torch 2.11's bf16 and f16
 Kernel normal_pairs(Dtype dtype, const Arguments& arguments);
 Kernel bernoulli(Dtype dtype, const Arguments& arguments);
 Kernel bernoulli_tensor(Dtype dtype, Dtype probabilities);
 Kernel exponential(Dtype dtype, const Arguments& arguments);
 Kernel integers(Dtype dtype, const Arguments& arguments);
 Kernel all_integers(Dtype dtype, const Arguments& arguments);
+void philox_calls(std::uint64_t seed, std::uint64_t call, std::uint64_t thread, std::int64_t count,
+                  std::uint32_t* const* words);
+PhiloxConvert philox_convert(PhiloxKind kind, Dtype dtype);
 
 }  // namespace dist_rng::DIST_RNG_ISA

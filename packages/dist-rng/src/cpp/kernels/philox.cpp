@@ -1,28 +1,12 @@
-// Philox's words, and the elements made of them: the formulas are those of philox_values.h.
-#include "../philox.h"
+// Philox's words, and the elements made of them by the formulas of philox/formulas.h.
+#include "../philox/philox.h"
 
 #include "element.h"
-#include "philox_set.h"
-#include "../philox_values.h"
+#include "kernels.h"
+#include "../philox/formulas.h"
 
 namespace dist_rng::DIST_RNG_ISA {
 namespace {
-
-void calls(std::uint64_t seed, std::uint64_t call, std::uint64_t thread, std::int64_t count,
-           std::uint32_t* const* words) {
-  std::uint32_t* const x = words[0];
-  std::uint32_t* const y = words[1];
-  std::uint32_t* const z = words[2];
-  std::uint32_t* const w = words[3];
-#pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) {
-    const Words made = philox_call(seed, call, thread + static_cast<std::uint64_t>(i));
-    x[i] = made.x;
-    y[i] = made.y;
-    z[i] = made.z;
-    w[i] = made.w;
-  }
-}
 
 template <typename T, typename Formula, int kLane>
 void convert_lane(const Formula& formula, const std::uint32_t* const* words, void* out,
@@ -58,61 +42,75 @@ template <typename T>
 void convert_tensor(const PhiloxArguments& arguments, const std::uint32_t* const* words, int lane,
                     const void* probabilities, void* out, std::int64_t count) {
   const BernoulliTensorOf<T> formula(arguments);
-  const auto* given = static_cast<const Wide<T>*>(probabilities);
+  const auto* typed_probabilities = static_cast<const Wide<T>*>(probabilities);
   T* elements = static_cast<T*>(out);
   for (std::int64_t i = 0; i < count; ++i) {
-    const Words made{words[0][i], words[1][i], words[2][i], words[3][i]};
-    elements[i] = formula(made, lane, given[i]);
+    const Words call{words[0][i], words[1][i], words[2][i], words[3][i]};
+    elements[i] = formula(call, lane, typed_probabilities[i]);
   }
 }
 
-// for_floating and its sisters return a Kernel; these want a pointer.
+// for_floating and the like return a Kernel; this assigns a PhiloxConvert instead.
 template <template <typename> typename Formula>
-struct Maker {
-  PhiloxConvert& made;
+struct Assign {
+  PhiloxConvert& converter;
   template <typename T>
   Kernel operator()() const {
-    made = convert<T, Formula<T>>;
+    converter = convert<T, Formula<T>>;
     return {};
   }
 };
 
-PhiloxConvert converter(PhiloxKind kind, Dtype dtype) {
-  PhiloxConvert made = nullptr;
+}  // namespace
+
+void philox_calls(std::uint64_t seed, std::uint64_t call, std::uint64_t thread, std::int64_t count,
+                  std::uint32_t* const* words) {
+  std::uint32_t* const x = words[0];
+  std::uint32_t* const y = words[1];
+  std::uint32_t* const z = words[2];
+  std::uint32_t* const w = words[3];
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Words made = philox_call(seed, call, thread + static_cast<std::uint64_t>(i));
+    x[i] = made.x;
+    y[i] = made.y;
+    z[i] = made.z;
+    w[i] = made.w;
+  }
+}
+
+PhiloxConvert philox_convert(PhiloxKind kind, Dtype dtype) {
+  PhiloxConvert converter = nullptr;
   switch (kind) {
     case PhiloxKind::kUniform:
-      for_floating(dtype, Maker<UniformOf>{made});
+      for_floating(dtype, Assign<UniformOf>{converter});
       break;
     case PhiloxKind::kNormal:
-      for_floating(dtype, Maker<NormalOf>{made});
+      for_floating(dtype, Assign<NormalOf>{converter});
       break;
     case PhiloxKind::kExponential:
-      for_floating(dtype, Maker<ExponentialOf>{made});
+      for_floating(dtype, Assign<ExponentialOf>{converter});
       break;
     case PhiloxKind::kBernoulli:
-      for_common(dtype, Maker<BernoulliOf>{made});
+      for_common(dtype, Assign<BernoulliOf>{converter});
       break;
     case PhiloxKind::kBernoulliTensor:
       for_common(dtype, [&]<typename T>() -> Kernel {
-        made = convert_tensor<T>;
+        converter = convert_tensor<T>;
         return {};
       });
       break;
-    case PhiloxKind::kKeep:
-      if (dtype == Dtype::kBool) made = convert<bool, KeepOf<bool>>;
+    case PhiloxKind::kDropoutMask:
+      if (dtype == Dtype::kBool) converter = convert<bool, DropoutMaskOf<bool>>;
       break;
     case PhiloxKind::kModulo32:
-      for_every(dtype, Maker<Modulo32Of>{made});
+      for_every(dtype, Assign<Modulo32Of>{converter});
       break;
     case PhiloxKind::kModulo64:
-      for_every(dtype, Maker<Modulo64Of>{made});
+      for_every(dtype, Assign<Modulo64Of>{converter});
       break;
   }
-  return made;
+  return converter;
 }
-
-}  // namespace
-
-const PhiloxSet kPhilox = {calls, converter};
 
 }  // namespace dist_rng::DIST_RNG_ISA

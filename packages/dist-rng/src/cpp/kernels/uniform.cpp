@@ -17,7 +17,7 @@ bool convert(const Arguments& arguments, const std::uint32_t* words, const void*
   for (std::int64_t i = 0; i < count; ++i) {
     const V x = unit<V>(words + i * kUnitWords<V>);
     const T value = cast<T>(multiply_add<kFused>(x, range, low));
-    // Rounding may reach the upper bound, which is no part of the range.
+    // Rounding may reach the upper bound, which is not part of the range.
     elements[i] = kBelowHigh && to_float(value) == limit ? low_rounded : value;
   }
   return true;
@@ -41,10 +41,10 @@ bool convert_low_precision(const Arguments& arguments, const std::uint32_t* word
 }  // namespace
 
 Kernel uniform(Dtype dtype, const Arguments& arguments) {
-  const bool fused = arguments.fused, oldest = arguments.release == Release::kTorch211;
+  const bool fused = arguments.fused, torch_211 = arguments.release == TorchRelease::kTorch211;
   return for_floating(dtype, [&]<typename T>() -> Kernel {
     constexpr int kWords = kUnitWords<Wide<T>>;
-    if (!oldest) return {fused ? convert<T, true, true> : convert<T, false, true>, kWords};
+    if (!torch_211) return {fused ? convert<T, true, true> : convert<T, false, true>, kWords};
     if constexpr (kIsHalf<T>) {
       return {fused ? convert_low_precision<T, true> : convert_low_precision<T, false>, kWords};
     } else {

@@ -1,0 +1,57 @@
+#include "mt19937.h"
+
+#include <algorithm>
+
+#include "../kernels/kernel_set.h"
+#include "mt19937_jump.h"
+
+namespace dist_rng {
+
+Mt19937::Mt19937(const TorchState& state) : used_(kBlock + 1 - state.left) {
+  for (int i = 0; i < kBlock; ++i) block_[i] = static_cast<std::uint32_t>(state.words[i]);
+}
+
+void Mt19937::store(TorchState& state) const {
+  if (drawn_ == 0) return;  // a generator just seeded has next = 0, and keeps it
+  state.left = kBlock + 1 - used_;
+  state.next = static_cast<std::uint64_t>(used_);
+  for (int i = 0; i < kBlock; ++i) state.words[i] = block_[i];
+}
+
+void Mt19937::take(std::uint32_t* words, std::int64_t count) {
+  const KernelSet& kernels = kernel_set();
+  drawn_ += count;
+  while (count > 0) {
+    if (used_ == kBlock) {
+      kernels.twist(block_);
+      used_ = 0;
+    }
+    const int part = static_cast<int>(std::min<std::int64_t>(count, kBlock - used_));
+    kernels.temper(block_ + used_, words, part);
+    used_ += part;
+    words += part;
+    count -= part;
+  }
+}
+
+void Mt19937::skip(std::int64_t count) {
+  drawn_ += count;
+  if (count <= kBlock - used_) {
+    used_ += static_cast<int>(count);
+    return;
+  }
+  const std::int64_t beyond = count - (kBlock - used_);
+  std::int64_t twists = (beyond + kBlock - 1) / kBlock;
+  used_ = static_cast<int>(beyond - (twists - 1) * kBlock);
+  const KernelSet& kernels = kernel_set();
+  // A jump needs a block that a twist made: the low bits of a seed's first word are not part of
+  // the recurrence.
+  kernels.twist(block_);
+  if (jump_pays(--twists)) {
+    jump_blocks(block_, twists);
+    return;
+  }
+  for (; twists > 0; --twists) kernels.twist(block_);
+}
+
+}  // namespace dist_rng

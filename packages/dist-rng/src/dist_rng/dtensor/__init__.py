@@ -1,0 +1,1 @@
+"""Random operators on DTensors: their handlers, and the patches that install them."""

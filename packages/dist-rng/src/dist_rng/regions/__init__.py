@@ -1,0 +1,1 @@
+"""Which elements of a global tensor a rank holds, and in which order one device draws them."""

@@ -1,0 +1,329 @@
+"""On a device: our kernels against torch's own operators, bit for bit, and the emulator with both.
+
+Every [R] line of the facts page that concerns CUDA has a test here. ``tools/gpu.sh`` runs them.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from dist_rng import cuda, emulation
+from dist_rng.cuda.library import LIBRARY
+from dist_rng.distributions import (
+    AllIntegers,
+    Bernoulli,
+    BernoulliTensor,
+    Exponential,
+    FusedDropout,
+    Integers,
+    Normal,
+    Uniform,
+)
+from dist_rng.emulation.device import emulated_device
+from dist_rng.philox.geometry import Geometry
+from dist_rng.philox.kernel_spec import PhiloxKind, kernel_spec
+from dist_rng.regions.placements import slice_of
+from dist_rng.regions.region import IndexRange, Region
+from testkit.parity import assert_bitwise
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:.*is out of bounds.*:UserWarning"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not LIBRARY.exists(), reason="dist-rng was built without nvcc"),
+]
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+COMMON = (*FLOATS, *INTS, torch.bool)
+SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+CASES = [
+    *product([Uniform(), Uniform(-0.3, 0.55)], FLOATS),
+    *product([Normal(), Normal(0.3, 1.7)], FLOATS),
+    *product([Exponential(), Exponential(1.3)], FLOATS),
+    *product([Bernoulli(0.3)], COMMON),
+    *product([BernoulliTensor()], COMMON),
+    *product([AllIntegers()], COMMON),
+    *product([Integers(3, 100)], (*FLOATS, *INTS, *SIGNED)),
+    *product([Integers(-5, 2**28 - 6), Integers(-5, 2**28 - 5)], (torch.int32, torch.int64)),
+    (Integers(-(2**63), 2**63 - 1), torch.int64),
+    (Integers(-1000, 3000), torch.float16),
+]
+# The last two fill any device and need more than one call per thread, the very last unevenly.
+SIZES = [1, 1000, 4 * 148 * 2048 + 1, 5_000_011]
+
+
+def name(value):
+    return str(value).removeprefix("torch.").replace(" ", "")
+
+
+def new_generator(seed=2**40 + 17, offset=44):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    generator.set_offset(offset)
+    return generator
+
+
+def probabilities_for(draw, shape, dtype):
+    if not isinstance(draw, BernoulliTensor):
+        return None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.rand(shape, dtype=wide, generator=torch.Generator().manual_seed(5)).cuda()
+
+
+def torch_draw(tensor, draw, generator, given):
+    match draw:
+        case Uniform(low, high):
+            return tensor.uniform_(low, high, generator=generator)
+        case Normal(mean, std):
+            return tensor.normal_(mean, std, generator=generator)
+        case Exponential(rate):
+            return tensor.exponential_(rate, generator=generator)
+        case Bernoulli(p):
+            return tensor.bernoulli_(p, generator=generator)
+        case BernoulliTensor():
+            return tensor.bernoulli_(given, generator=generator)
+        case Integers(low, high):
+            return tensor.random_(low, high, generator=generator)
+        case AllIntegers():
+            return tensor.random_(generator=generator)
+
+
+def signed(tensor):
+    """The same bits in a dtype that torch can cut and compare on every device."""
+    return tensor.view(SIGNED.get(tensor.dtype, tensor.dtype))
+
+
+def assert_same(region, draw, expected, after, given=None, strides=None):
+    """Fill the region alone; values and the generator's state must be the single device's."""
+    wanted = slice_of(signed(expected), region)
+    strides = wanted.contiguous().stride() if strides is None else strides
+    local = torch.empty_strided(wanted.shape, strides, dtype=expected.dtype, device="cuda")
+    probabilities = None if given is None else slice_of(given, region)
+    generator = new_generator()
+    cuda.fill(local, region, draw, generator, probabilities=probabilities)
+    assert_bitwise(signed(local), wanted)
+    assert generator.get_state().equal(after)
+
+
+def single_device(draw, dtype, shape, given=None):
+    generator, tensor = new_generator(), torch.empty(shape, dtype=dtype, device="cuda")
+    torch_draw(tensor, draw, generator, given)
+    return tensor, generator.get_state()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
+def test_whole_tensors_equal_torch(draw, dtype, numel):
+    given = probabilities_for(draw, (numel,), dtype)
+    expected, after = single_device(draw, dtype, (numel,), given)
+    assert_same(Region.full((numel,)), draw, expected, after, given)
+
+
+@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
+def test_shards_equal_torch(draw, dtype):
+    shape = (301, 7, 1000)
+    given = probabilities_for(draw, shape, dtype)
+    expected, after = single_device(draw, dtype, shape, given)
+    full = Region.full(shape)
+    for region in (
+        full.select(0, IndexRange(100, 290)),
+        full.select(1, IndexRange(2, 5)),
+        full.select(2, IndexRange(17, 700)),
+        full.select(0, IndexRange(3, 9)).select(2, IndexRange(0, 999)),
+        full.select(0, *(IndexRange(start, min(start + 4, 301)) for start in range(0, 301, 8))),
+        Region.flat(shape, 12345, 2_000_001),
+        full.within(
+            IndexRange(7, 400_000), IndexRange(400_001, 400_002), IndexRange(2_000_000, 2_107_000)
+        ),
+        Region.box(shape, (301, 0, 0), (0, 7, 1000)),
+    ):
+        assert_same(region, draw, expected, after, given)
+
+
+@pytest.mark.parametrize("draw", [Uniform(), Normal(), BernoulliTensor()], ids=name)
+def test_permuted_tensors_equal_torch(draw):
+    shape, order = (61, 7, 1000), (2, 0, 1)
+    tensor = torch.empty([shape[dim] for dim in order], device="cuda").permute(1, 2, 0)
+    assert tensor.shape == shape
+    given = probabilities_for(draw, shape, torch.float32)
+    if given is not None:
+        given = torch.empty_like(tensor).copy_(given)
+    generator = new_generator()
+    torch_draw(tensor, draw, generator, given)
+    region = Region.full(shape).with_memory_order(order)
+    for part in (region, region.select(1, IndexRange(2, 5)), region.select(2, IndexRange(9, 500))):
+        assert_same(part, draw, tensor, generator.get_state(), given, part.dense_strides())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+@pytest.mark.parametrize("shape", [(8,), (1001, 3), (1002, 3), (2000, 1001), (3000, 1000)], ids=str)
+def test_fused_dropout_equals_torch(dtype, shape, p):
+    for permuted in (False, True):
+        ones = torch.ones(shape, dtype=dtype, device="cuda")
+        if permuted:
+            ones = torch.ones(shape[::-1], dtype=dtype, device="cuda").permute(
+                *range(len(shape))[::-1]
+            )
+        torch.manual_seed(3)
+        _, mask = torch.native_dropout(ones, p, True)
+        after = torch.cuda.get_rng_state()
+        order = tuple(range(len(shape)))[:: -1 if permuted else 1]
+        region = Region.full(shape).with_memory_order(order)
+        for part in (region, region.select(0, IndexRange(1, 7))):
+            torch.manual_seed(3)
+            wanted = slice_of(mask, part)
+            local = torch.empty_strided(
+                wanted.shape, part.dense_strides(), dtype=torch.bool, device="cuda"
+            )
+            cuda.fill(local, part, FusedDropout(p, dtype.itemsize))
+            assert local.equal(wanted)
+            assert torch.cuda.get_rng_state().equal(after)
+
+
+def test_torchs_native_dropout_of_everything_draws_nothing_as_the_handler_has_it():
+    torch.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    values, mask = torch.native_dropout(torch.ones(1000, device="cuda"), 1.0, True)
+    assert not values.any()
+    assert not mask.any()
+    assert torch.cuda.get_rng_state().equal(before)
+
+
+def test_a_sequence_of_mixed_draws_equals_torch():
+    usual = [(draw, dtype) for draw, dtype in CASES if not isinstance(draw, BernoulliTensor)]
+
+    def sequence(fill):
+        torch.manual_seed(1)
+        drawn = []
+        for step in range(50):
+            draw, dtype = usual[step * 7 % len(usual)]
+            drawn.append(torch.empty(1000 + 27_777 * step, dtype=dtype, device="cuda"))
+            fill(drawn[-1], draw)
+        return drawn, torch.cuda.get_rng_state()
+
+    ours, ended = sequence(lambda tensor, draw: cuda.fill(tensor, Region.full(tensor.shape), draw))
+    theirs, end = sequence(lambda tensor, draw: torch_draw(tensor, draw, None, None))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert_bitwise(signed(mine), signed(wanted))
+    assert ended.equal(end)
+
+
+@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
+def test_the_emulator_gives_this_devices_numbers(draw, dtype):
+    numel = 5_000_011
+    given = probabilities_for(draw, (numel,), dtype)
+    tensor = torch.empty(numel, dtype=dtype, device="cuda")
+    torch_draw(tensor, draw, torch.Generator("cuda").manual_seed(9), given)
+    local, generator = torch.empty(numel, dtype=dtype), torch.Generator().manual_seed(9)
+    with emulated_device(Geometry.of_device()):
+        emulation.fill(
+            local,
+            Region.full((numel,)),
+            draw,
+            generator,
+            probabilities=None if given is None else given.cpu(),
+        )
+    if kernel_spec(draw, dtype, numel).kind not in (PhiloxKind.NORMAL, PhiloxKind.EXPONENTIAL):
+        assert_bitwise(signed(local), signed(tensor.cpu()))
+        return
+    # As emulate.py documents it, and one unit in the last place of the dtype.
+    scale = draw.std if isinstance(draw, Normal) else 1.0 / draw.rate
+    absolute = 1e-14 if dtype == torch.float64 else 4e-6 * scale
+    relative = 4 * torch.finfo(dtype).eps + (0.0 if dtype == torch.float64 else 4e-6)
+    torch.testing.assert_close(local, tensor.cpu(), rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("geometry", [Geometry.L4, Geometry.B200, Geometry(3, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("draw", "dtype"),
+    [(Uniform(), torch.float32), (Integers(0, 2**40), torch.int64), (Bernoulli(0.3), torch.bool)],
+    ids=name,
+)
+def test_a_device_gives_another_ones_numbers(draw, dtype, geometry):
+    region = Region.full((3_000_001,))
+    on_cpu = torch.empty(region.global_shape, dtype=dtype)
+    on_gpu = torch.empty(region.global_shape, dtype=dtype, device="cuda")
+    with emulated_device(geometry):
+        emulation.fill(on_cpu, region, draw, torch.Generator().manual_seed(4))
+        cuda.fill(on_gpu, region, draw, torch.Generator("cuda").manual_seed(4))
+    assert on_gpu.cpu().equal(on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [(2**29, torch.float32), (2**29 + 1029, torch.float32), (2**31 + 4097, torch.uint8)],
+    ids=str,
+)
+def test_tensors_beyond_32_bit_indexing(numel, dtype):
+    if torch.cuda.mem_get_info()[0] < 3 * numel * dtype.itemsize:
+        pytest.skip(f"needs {3 * numel * dtype.itemsize / 2**30:.0f} GiB of free device memory")
+    draw = Uniform() if dtype.is_floating_point else AllIntegers()
+    expected, after = single_device(draw, dtype, (numel,))
+    assert_same(Region.full((numel,)), draw, expected, after)
+    middle = numel // 2
+    for start, stop in ((middle - 5, middle + 5), (numel - 9, numel), (0, 3)):
+        assert_same(Region.flat((numel,), start, stop), draw, expected, after)
+
+
+def test_the_current_stream_is_used():
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(5_000_000, device="cuda")
+    expected, _ = single_device(Uniform(), torch.float32, tensor.shape)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        tensor.fill_(7.0)
+        cuda.fill(tensor, Region.full(tensor.shape), Uniform(), new_generator())
+    stream.synchronize()
+    assert tensor.equal(expected)
+
+
+def test_a_generator_of_the_cpu_is_refused():
+    with pytest.raises(ValueError, match=r"expected a generator on cuda:0.* got one on cpu"):
+        cuda.fill(torch.empty(3, device="cuda"), Region.full((3,)), Uniform(), torch.Generator())
+
+
+@pytest.mark.skipif(
+    hasattr(torch.Generator, "philox_state"),
+    reason="torch 2.14 and later say where a captured generator stands",
+)
+def test_capture_is_refused_where_torch_cannot_say_where_its_generator_stands():
+    tensor = torch.empty(3, device="cuda")
+
+    def capture():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            tensor.zero_()
+            cuda.fill(tensor, Region.full((3,)), Uniform())
+
+    with pytest.raises(RuntimeError, match=r"torch 2\.14 .*Generator\.philox_state"):
+        capture()
+
+
+@pytest.mark.skipif(not hasattr(torch.Generator, "philox_state"), reason="needs torch 2.14")
+def test_captured_graphs_draw_on_as_torch_does():
+    def replays(fill):
+        torch.manual_seed(5)
+        tensors = [torch.zeros(3_000_001, device="cuda") for _ in range(2)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for tensor in tensors:
+                fill(tensor)
+        seen = []
+        for _ in range(3):
+            graph.replay()
+            seen.append(torch.stack(tensors).clone())
+        return torch.stack(seen), torch.cuda.get_rng_state()
+
+    cuda.fill(torch.empty(3, device="cuda"), Region.full((3,)), Normal())  # load outside of it
+    ours, ours_after = replays(
+        lambda tensor: cuda.fill(tensor, Region.full(tensor.shape), Normal())
+    )
+    theirs, theirs_after = replays(lambda tensor: tensor.normal_())
+    assert ours.equal(theirs)
+    assert ours_after.equal(theirs_after)
