@@ -100,3 +100,36 @@ def test_eight_threads_at_one_small_cache(mesh):
     assert wrong == []
     assert dtensor_rules.cache_info().size <= 16
     assert sum(op.rule + op.cache for op in dtensor_rules.stats().values()) > 0
+
+
+def test_eight_threads_with_gradients_neither_wait_for_one_another_nor_mix_them_up(mesh):
+    """Autograd keeps copies of DTensors, makes and frees them, with and without the GIL."""
+    wrong = []
+
+    def collect(grad):
+        gc.collect(0)
+
+    def work(seed):
+        try:
+            for step in range(60):
+                rows = 1 + (seed + step) % 5
+                local = torch.linspace(-1, 1, 4 * rows).reshape(rows, 4) + seed
+                x = DTensor.from_local(local, mesh, [Shard(0)]).requires_grad_()
+                hidden = torch.nn.functional.layer_norm(x, (4,)).softmax(-1)
+                hidden.register_hook(collect)
+                (torch.nn.functional.gelu(hidden) * x).sum().to_local().backward()
+                plain = local.clone().requires_grad_()
+                inner = torch.nn.functional.layer_norm(plain, (4,)).softmax(-1)
+                (torch.nn.functional.gelu(inner) * plain).sum().backward()
+                if not torch.equal(x.grad.to_local(), plain.grad):
+                    wrong.append((seed, step))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not any(thread.is_alive() for thread in threads), "threads wait for one another"
+    assert wrong == []
