@@ -2,7 +2,7 @@
 
 Each wheel is made from its sdist, installed with its dependencies and nothing else into a clean
 environment, checked, imported, put through its ``tests/smoke.py``, and then runs what
-``docs/alone`` shows of it, with what that asks for beside the package.
+``docs/examples`` shows of it, with what that asks for beside the package.
 
 With ``--stacked`` the clean environments see what is installed where this command runs, so that
 each of them need not have a torch of several GB: this is how ``nox -s "compat(2.15)"`` tries them.
@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools import alone
+from tools import examples
 from tools.workspace import ROOT, Project, needed, normalised, packages
 
 
@@ -97,14 +97,14 @@ def try_alone(
             sys.exit(f"{project.name}: alone it brings {sorted(brought)}: see its pyproject")
         run("-c", f"import {project.source.name}")
         output = run(project.folder / "tests" / "smoke.py")
-        shown = alone.examples(project.name)
+        shown = examples.examples(project.name)
         asked = {requirement for example in shown for requirement in example.dependencies}
         if others := [each for each in asked if normalised(each) not in by_name]:
             install(*sorted(others))
         for example in shown:
-            alone.run(example, folder, python=str(python), env=env)
+            examples.run(example, folder, python=str(python), env=env)
     took = time.monotonic() - start
-    return f"{output}{project.name}: works alone, as docs/alone shows it ({took:.0f} s)"
+    return f"{output}{project.name}: works alone, as docs/examples shows it ({took:.0f} s)"
 
 
 def main(names: list[str], options: Options) -> None:

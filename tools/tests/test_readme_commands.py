@@ -10,8 +10,8 @@ from tools.workspace import ROOT
 SHOWN = [command for page in pages() for command in commands(page)]
 # Pages whose Python blocks do not go through testkit's `examples` of the page's own folder.
 ELSEWHERE = {"docs/guide.md": "integration/tests/test_guide.py"} | {
-    str(page.relative_to(ROOT)): "tools/tests/test_alone.py"
-    for page in ROOT.glob("docs/alone/*.md")
+    str(page.relative_to(ROOT)): "tools/tests/test_examples.py"
+    for page in ROOT.glob("docs/examples/*.md")
 }
 
 

@@ -1,4 +1,4 @@
-"""What docs/alone shows runs where no other package of the workspace can be imported.
+"""What docs/examples shows runs where no other package of the workspace can be imported.
 
 Each script compares itself with one device or with torch alone, and fails where they differ.
 """
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from testkit.inspection.imports import PACKAGES
-from tools.alone import Example, examples, run, without
+from tools.examples import Example, examples, run, without
 from tools.workspace import ROOT, needed, normalised, packages
 
 BY_NAME = {project.name: project for project in packages()}
@@ -47,8 +47,10 @@ def test_an_example_asks_for_its_package_and_for_none_of_ours_beside(name, examp
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_page_is_linked(name):
-    assert f"(docs/alone/{name}.md)" in (ROOT / "README.md").read_text()
-    assert f"(../../docs/alone/{name}.md)" in (ROOT / "packages" / name / "README.md").read_text()
+    assert f"(docs/examples/{name}.md)" in (ROOT / "README.md").read_text()
+    assert (
+        f"(../../docs/examples/{name}.md)" in (ROOT / "packages" / name / "README.md").read_text()
+    )
 
 
 def test_what_is_hidden_cannot_be_imported_and_the_rest_can(tmp_path):
@@ -91,7 +93,7 @@ COMMAND = "```sh\npython example.py\n```\n"
 @pytest.fixture
 def page(tmp_path):
     def write(text):
-        path = tmp_path / "docs" / "alone" / "a.md"
+        path = tmp_path / "docs" / "examples" / "a.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return tmp_path
