@@ -1,11 +1,11 @@
-"""CPU fills: what one rank of W takes, against its share of one device's time.
+"""Measures CPU fills: the time of one rank of W against its share of one device's time.
 
     python packages/dist-rng/benchmarks/cpu_fills.py [--numel 100000000] [--json FILE]
 
 The goal for Shard(0): a rank takes at most 1.15 x T1/W + 0.15 ns x words skipped, where T1 is one
-device's time for the whole tensor and a word is one 32-bit draw. `of_goal` is the ratio, the
-stricter way: T1 is the less of torch's time and ours. Figures are the best of some repeats, on one
-thread, as torch's own fills are.
+device's time for the whole tensor and a word is one 32-bit draw. `of_goal` is the ratio,
+where T1 is the smaller of torch's and this package's time. Figures are the best of several repeats
+on one thread, which is also what torch's fills use.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dist_rng.distributions import Bernoulli, Distribution, Exponential, Integer
 from dist_rng.regions.region import IndexRange, Region
 
 WORLD_SIZES = (2, 8, 64)
-COLUMNS = 10_000  # of the matrix that stands for the other dims
+COLUMNS = 10_000  # of the matrix
 SMALL = 10_000
 REPEATS = 5
 NUMEL = 100_000_000
@@ -57,9 +57,9 @@ class Row:
     case: str
     numel: int
     rank: str
-    torch_ms: float  # torch, the whole tensor
-    whole_ms: float  # ours, the whole tensor
-    first_ms: float  # a rank's first call: plans, checks and a jump's polynomial are new
+    torch_ms: float  # torch, the global tensor
+    whole_ms: float  # dist-rng, the global tensor
+    first_ms: float  # a rank's first call: fills the caches of layouts, checks and jumps
     rank_ms: float
     goal_ms: float
     of_goal: float
@@ -70,20 +70,20 @@ class SmallRow:
     case: str
     numel: int
     torch_us: float
-    ours_us: float
-    ours_of_torch: float
+    dist_rng_us: float
+    of_torch: float
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds."""
+    """Times in seconds."""
 
     first: float
     best: float
 
 
 def measure(repeats: int, run: Callable[[], object]) -> Times:
-    """One run, then the best of some more."""
+    """Times the first run and the best of the following ones."""
     times = []
     for _ in range(repeats + 1):
         start = perf_counter()
@@ -98,7 +98,7 @@ def shard(whole: Region, dim: int, rank: int, world: int) -> Region:
 
 
 def whole_times(op: Op, whole: Region) -> tuple[float, float]:
-    """Seconds for one device's tensor: torch's and ours."""
+    """Returns the seconds for the global tensor on one device: torch's and this package's."""
     tensor, generator = torch.ones(whole.global_shape, dtype=op.dtype), torch.Generator()
     torch_time = measure(REPEATS, partial(op.torch_fill, tensor)).best
     return torch_time, measure(REPEATS, partial(cpu.fill, tensor, whole, op.draw, generator)).best
@@ -131,21 +131,21 @@ def sharded(op: Op, numel: int, worlds: tuple[int, ...], dims: tuple[int, ...]) 
 
 
 def small(op: Op) -> SmallRow:
-    """A fill of 1e4 elements on the region of them all: what a call costs besides the draws."""
+    """Measures a fill of 1e4 elements with the region of a replica: the overhead of a call."""
     tensor, region, generator = torch.zeros(SMALL), Region.full((SMALL,)), torch.Generator()
     tensor = tensor.to(op.dtype)
-    theirs = measure(500, lambda: op.torch_fill(tensor)).best
-    ours = measure(500, lambda: cpu.fill(tensor, region, op.draw, generator)).best
-    return SmallRow(op.name + " small", SMALL, theirs * 1e6, ours * 1e6, ours / theirs)
+    native = measure(500, lambda: op.torch_fill(tensor)).best
+    actual = measure(500, lambda: cpu.fill(tensor, region, op.draw, generator)).best
+    return SmallRow(op.name + " small", SMALL, native * 1e6, actual * 1e6, actual / native)
 
 
 def rows(numel: int, ops: tuple[Op, ...]) -> Iterator[Row | SmallRow]:
-    """Every row, as it is measured.
+    """Yields every row as it is measured.
 
     Args:
-        numel: elements of the global tensor of the first op; the others take a fifth of them,
-            so that everything takes less than a minute.
-        ops: what to measure; the first one on both dims.
+        numel: elements of the global tensor of the first op; the others have a fifth of them, so
+            that the benchmark takes less than a minute.
+        ops: the ops to measure; the first one at all world sizes.
     """
     if not ops:
         return
@@ -158,11 +158,11 @@ def rows(numel: int, ops: tuple[Op, ...]) -> Iterator[Row | SmallRow]:
 
 
 def report(numel: int, only: str | None) -> list[dict[str, Any]]:
-    """Measure, print every row as it comes, and return them all.
+    """Measures, prints every row as it is measured, and returns all of them.
 
     Args:
         numel: elements of the global tensor; see `rows`.
-        only: name of the one op to measure; None for all.
+        only: name of the op to measure; None for all.
     """
     torch.set_num_threads(1)
     chosen = tuple(op for op in OPS if only in (None, op.name))

@@ -1,10 +1,10 @@
-"""CUDA fills: ours against torch's own fill of the same local size.
+"""Measures CUDA fills against torch's fill of a tensor of the local size.
 
     python packages/dist-rng/benchmarks/cuda_fills.py [--numel 134217728] [--json FILE]
 
-The goal is a ratio of at most 1.2. Shard(0) is where the draws of a rank are consecutive; Shard(1)
-costs more, because most random calls then serve one local element instead of four. Times are the
-device's, by events over several fills; `launch_us` is what one call keeps the host busy.
+The goal is a ratio of at most 1.2. With Shard(0) the draws of a rank are consecutive; Shard(1)
+costs more, because most random calls then make one local element instead of four. Times are
+measured with CUDA events over several fills; `launch_us` is the host's time per call.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from dist_rng.regions.region import IndexRange, Region
 REPEATS = 20
 WORLD = 8
 NUMEL = 2**27
-WANTS = "it needs a CUDA device, and dist-rng built where nvcc is"
+REQUIREMENT = "expected a CUDA device and dist-rng built with nvcc"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ OPS = (
     Op("bernoulli f32", Bernoulli(0.1), torch.float32, lambda t: t.bernoulli_(0.1)),
     Op("exponential f32", Exponential(), torch.float32, lambda t: t.exponential_()),
     Op("randint i64", Integers(0, 50_000), torch.int64, lambda t: t.random_(0, 50_000)),
-    # torch has no operator that draws the mask alone: this one writes as much.
+    # torch has no operator that only draws the mask: this one writes as many bytes.
     Op("dropout mask", FusedDropout(0.1, 2), torch.bool, lambda t: t.bernoulli_(0.1)),
 )
 
@@ -63,13 +63,13 @@ class Row:
     case: str
     local_numel: int
     torch_ms: float
-    ours_ms: float
-    ours_of_torch: float
+    dist_rng_ms: float
+    of_torch: float
     launch_us: float
 
 
 def device_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of one run on the device, the least of three averages."""
+    """Returns the milliseconds of one run on the device, the smallest of three averages."""
     run()
     times = []
     for _ in range(3):
@@ -84,35 +84,35 @@ def device_ms(run: Callable[[], object]) -> float:
 
 
 def host_us(run: Callable[[], object]) -> float:
-    """Microseconds that a call takes before it returns."""
+    """Returns the microseconds until a call returns."""
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(REPEATS):
         run()
-    passed = perf_counter() - start
+    seconds = perf_counter() - start
     torch.cuda.synchronize()
-    return passed / REPEATS * 1e6
+    return seconds / REPEATS * 1e6
 
 
 def measure(op: Op, case: str, region: Region) -> Row:
     local = torch.empty(region.grid_shape, dtype=op.dtype, device="cuda")
 
-    def ours() -> None:
+    def fill() -> None:
         cuda.fill(local, region, op.draw)
 
-    torch_ms, ours_ms = device_ms(lambda: op.torch_fill(local)), device_ms(ours)
+    torch_ms, dist_rng_ms = device_ms(lambda: op.torch_fill(local)), device_ms(fill)
     return Row(
         case=f"cuda {op.name} {case}",
         local_numel=local.numel(),
         torch_ms=torch_ms,
-        ours_ms=ours_ms,
-        ours_of_torch=ours_ms / torch_ms,
-        launch_us=host_us(ours),
+        dist_rng_ms=dist_rng_ms,
+        of_torch=dist_rng_ms / torch_ms,
+        launch_us=host_us(fill),
     )
 
 
 def regions(numel: int) -> dict[str, Region]:
-    """Each holds `numel` elements; the shards, of a tensor WORLD times as large."""
+    """Returns regions of `numel` elements; the shards are of a tensor WORLD times as large."""
     rows, columns = WORLD * numel // 8192, 8192
     matrix = Region.full((rows, columns))
     start, stop = rows // WORLD, 2 * rows // WORLD
@@ -125,11 +125,11 @@ def regions(numel: int) -> dict[str, Region]:
 
 
 def report(numel: int, only: str | None) -> list[dict[str, Any]]:
-    """Measure, print every row as it comes, and return them all.
+    """Measures, prints every row as it is measured, and returns all of them.
 
     Args:
         numel: elements of the local tensor.
-        only: name of the one op to measure; None for all.
+        only: name of the op to measure; None for all.
     """
     measured = []
     for op in OPS:
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     if not cuda.available():
-        sys.exit(f"cuda_fills.py did not run: {WANTS}")
+        sys.exit(f"cuda_fills.py did not run: {REQUIREMENT}")
     measured = report(options.numel, options.only)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What `nox -s bench -- dist-rng` runs: the CPU fills, and where there is a device the CUDA fills.
+"""Runs the benchmarks of `nox -s bench -- dist-rng`: CPU fills, and CUDA fills on a device.
 
 python packages/dist-rng/benchmarks/run.py [--only OP] [--json FILE]
 """
@@ -32,7 +32,7 @@ def main() -> None:
     if cuda.available():
         measured += cuda_fills.report(options.cuda_numel, options.only)
     else:
-        print(f"cuda_fills.py did not run: {cuda_fills.WANTS}", flush=True)
+        print(f"cuda_fills.py did not run: {cuda_fills.REQUIREMENT}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
 

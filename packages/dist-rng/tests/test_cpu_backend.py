@@ -1,7 +1,7 @@
 """Shards on CPU against one CPU: values and generator state, bit for bit.
 
-Every region is filled alone and compared with torch's own draw of the global tensor, cut by
-indexing; the generator must end where torch's ends, whatever the region holds.
+Every region is filled separately and compared with the indexed part of torch's draw of the global
+tensor; the generator must end in the state of torch's, whatever the region holds.
 """
 
 from itertools import pairwise, permutations, product
@@ -50,7 +50,7 @@ EDGES = [
     *product([Integers(-5, 2**27), Integers(0, 2**27 - 1)], (torch.int32, torch.int64)),
     (Integers(-(2**63), 2**63 - 1), torch.int64),
     (Integers(0, 2**63 - 1), torch.uint64),
-    (Integers(-1000, 2049), torch.float16),  # beyond what every half holds: the bounds move
+    (Integers(-1000, 2049), torch.float16),  # not every value is a half: the bounds move
     (Integers(-300, 257), torch.bfloat16),
     (Integers(0, 2**24 + 1), torch.float32),
 ]
@@ -83,13 +83,13 @@ def torch_draw(tensor, draw, generator, probabilities=None):
 
 
 def in_memory_order(shape, order, dtype):
-    """A global tensor with its dims in that order in memory."""
+    """Returns a global tensor whose dims have this order in memory."""
     dense = torch.zeros([shape[dim] for dim in order], dtype=dtype)
     return dense.permute([order.index(dim) for dim in range(len(shape))])
 
 
 def chunks(region, dim, ranks):
-    """What Shard(dim) gives each rank: torch.chunk's pieces, empty ones included."""
+    """Returns what Shard(dim) gives each rank: torch.chunk's pieces, empty ones included."""
     size = region.grid_shape[dim]
     each = -(-size // ranks)
     cuts = [min(rank * each, size) for rank in range(ranks + 1)]
@@ -97,7 +97,7 @@ def chunks(region, dim, ranks):
 
 
 def splits(shape):
-    """Lists of regions, each of which holds every element once."""
+    """Yields lists of regions, each of which contains every element once."""
     whole = Region.full(shape)
     yield [whole]
     for dim in range(len(shape)):
@@ -135,7 +135,7 @@ def local_for(region, dtype, spread=False):
 
 
 def check_regions(regions, draw, dtype, start, spread=False, chances=None):
-    """Fill every region from a generator in the state ``start``, compare with torch's draw."""
+    """Fills every region, starting with the generator state ``start``, and compares with torch."""
     first = regions[0]
     generator = torch.Generator()
     generator.set_state(start)
@@ -145,17 +145,19 @@ def check_regions(regions, draw, dtype, start, spread=False, chances=None):
     for region in regions:
         generator.set_state(start)
         local = local_for(region, dtype, spread)
-        held = None
+        local_probabilities = None
         if chances is not None:
-            held = slice_of(chances.expand(first.global_shape), region).reshape(local.shape)
-        cpu.fill(local, region, draw, generator, probabilities=held)
+            local_probabilities = slice_of(chances.expand(first.global_shape), region).reshape(
+                local.shape
+            )
+        cpu.fill(local, region, draw, generator, probabilities=local_probabilities)
         expected = slice_of(single, region).reshape(local.shape)
         assert_bitwise(local, expected, f"{draw} {region}")
         assert torch.equal(generator.get_state(), after), f"generator after {draw} {region}"
 
 
 def started(words=5, seed=0, cached=False):
-    """The state of a generator that has drawn a little, with a sample of normal_ left or not."""
+    """Returns the state of a used generator, with or without a cached sample of normal_."""
     generator = torch.Generator().manual_seed(seed)
     torch.empty(words).uniform_(generator=generator)
     if cached:
@@ -164,7 +166,7 @@ def started(words=5, seed=0, cached=False):
 
 
 @pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
-def test_shards_of_every_shape_are_cut_from_one_devices_draw(draw, dtype):
+def test_shards_of_every_shape_equal_one_devices_draw(draw, dtype):
     for shape in SHAPES:
         for regions in splits(shape):
             check_regions(regions, draw, dtype, started())
@@ -172,21 +174,21 @@ def test_shards_of_every_shape_are_cut_from_one_devices_draw(draw, dtype):
 
 @pytest.mark.parametrize(("draw", "dtype"), EDGES, ids=name)
 @pytest.mark.filterwarnings("ignore:.*out of bounds:UserWarning")
-def test_arguments_at_the_edge_of_their_range(draw, dtype):
+def test_arguments_at_the_limits_of_their_range(draw, dtype):
     for shape in [(1,), (17,), (5, 7), (3001,), (40, 100)]:
         whole = Region.full(shape)
         check_regions([whole, *chunks(whole, 0, 3)], draw, dtype, started())
 
 
 @pytest.mark.parametrize("modulus", [3, 7, 49, 98, 99, 103, 12_345, 50_257, 2**27 - 1, 2**28 - 1])
-def test_many_integers_of_a_range_that_floats_divide_badly(modulus):
-    # 49 * (1.0 / 49) is less than 1, and so it is for a share of all multiples of 49.
+def test_integers_of_a_range_whose_reciprocal_is_inexact(modulus):
+    # 49 * (1.0 / 49) is less than 1, as for some other multiples of 49.
     numel = 300_000
     check_regions([Region.full((numel,))], Integers(0, modulus), torch.int32, started())
 
 
 @pytest.mark.parametrize(("dtype", "chance"), [*product(COMMON, FLOATS)], ids=name)
-def test_shards_take_their_probabilities_from_a_tensor(dtype, chance):
+def test_shards_draw_from_a_tensor_of_probabilities(dtype, chance):
     for shape in [(), (1,), (17,), (5, 7), (2, 3, 4, 5), (700,)]:
         generator = torch.Generator().manual_seed(9)
         chances = torch.rand(shape, dtype=torch.float32, generator=generator).to(chance)
@@ -204,7 +206,7 @@ def test_probabilities_may_be_expanded_and_permuted():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize("numel", [*range(1, 36), 623, 624, 625, 1248, 4096, 4097, 5011])
-def test_normal_blocks_tails_and_pairs_of_every_length(dtype, numel):
+def test_normal_blocks_remainders_and_pairs_of_every_length(dtype, numel):
     for cached in (False, True):
         whole = Region.full((numel,))
         regions = [whole, *chunks(whole, 0, 3), *chunks(whole, 0, 7)]
@@ -231,7 +233,7 @@ def test_local_tensors_may_have_any_strides(draw, dtype, shape):
 
 @pytest.mark.parametrize(("draw", "dtype"), SPREAD_CASES, ids=name)
 @pytest.mark.parametrize("shape", [(5, 7), (20, 1), (1, 20), (3, 5, 7), (4, 1, 6), (2, 3, 4, 5)])
-def test_the_global_tensors_memory_order_is_the_order_of_its_draws(draw, dtype, shape):
+def test_draws_follow_the_memory_order_of_the_global_tensor(draw, dtype, shape):
     for order in permutations(range(len(shape))):
         whole = Region.full(shape).with_memory_order(order)
         regions = [whole, *chunks(whole, 0, 2), *chunks(whole, len(shape) - 1, 3)]
@@ -256,21 +258,21 @@ MIXED = [
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_fifty_mixed_draws_leave_one_devices_state_and_cached_sample(part):
-    single, ours = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
+def test_fifty_mixed_draws_end_with_one_devices_state_and_cached_sample(part):
+    single, sharded = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     for step in range(50):
         draw, dtype, shape = MIXED[step * 7 % len(MIXED)]
         expected = torch_draw(torch.empty(shape, dtype=dtype), draw, single)
         region = chunks(Region.full(shape), 0, 3)[part]
         local = torch.empty(region.grid_shape, dtype=dtype)
-        cpu.fill(local, region, draw, ours)
+        cpu.fill(local, region, draw, sharded)
         assert_bitwise(local, slice_of(expected, region), f"step {step}")
-        assert torch.equal(single.get_state(), ours.get_state()), f"state after step {step}"
+        assert torch.equal(single.get_state(), sharded.get_state()), f"state after step {step}"
 
 
 @st.composite
 def cut_regions(draw):
-    """A region cut a few times by dim, and perhaps in windows at the end."""
+    """A region that is sharded by dims several times, possibly with windows at the end."""
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=5)))
     region = Region.full(shape)
     if draw(st.booleans()):
@@ -301,7 +303,7 @@ def test_any_region_of_any_draw(region, case, words, cached, spread):
     check_regions([region], *case, started(words, cached=cached), spread)
 
 
-def test_regions_far_apart_are_reached_by_a_jump():
+def test_distant_regions_are_reached_by_a_jump():
     numel = 150_000_000
     region = Region.full((numel,)).select(0, IndexRange(5, 9), IndexRange(numel - 40, numel - 3))
     generator = torch.Generator().manual_seed(8)
@@ -318,15 +320,15 @@ def test_regions_far_apart_are_reached_by_a_jump():
     assert torch.equal(generator.get_state(), chunk.get_state())
 
 
-def test_the_default_generator_and_the_version_counter_move_as_torchs():
+def test_default_generator_and_version_counter_advance_as_torchs():
     local = torch.empty(6)
     version = local._version
     torch.manual_seed(3)
     cpu.fill(local, Region.full((6,)), Uniform(), None)
     assert local._version == version + 1
-    ours, state = local.clone(), torch.get_rng_state()
+    actual, state = local.clone(), torch.get_rng_state()
     torch.manual_seed(3)
-    assert_bitwise(ours, local.uniform_())
+    assert_bitwise(actual, local.uniform_())
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -357,7 +359,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("draw", "dtype", "error", "message"), WRONG, ids=name)
-def test_bad_input_is_refused_and_nothing_is_drawn(draw, dtype, error, message):
+def test_invalid_input_raises_and_draws_nothing(draw, dtype, error, message):
     generator = torch.Generator().manual_seed(0)
     state, local = generator.get_state(), torch.zeros(4, dtype=dtype)
     with pytest.raises(error, match=message):
@@ -367,7 +369,7 @@ def test_bad_input_is_refused_and_nothing_is_drawn(draw, dtype, error, message):
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan")])
-def test_a_probability_out_of_range_is_refused_before_the_generator_moves(bad):
+def test_a_probability_out_of_range_raises_before_the_generator_advances(bad):
     generator = torch.Generator().manual_seed(0)
     state, chances = generator.get_state(), torch.tensor([0.5, bad, 0.5])
     with pytest.raises(ValueError, match="expected probabilities"):
@@ -377,7 +379,7 @@ def test_a_probability_out_of_range_is_refused_before_the_generator_moves(bad):
     assert torch.equal(generator.get_state(), state)
 
 
-def test_probabilities_of_another_shape_are_refused():
+def test_probabilities_of_another_shape_raise():
     with pytest.raises(ValueError, match="expanded"):
         cpu.fill(
             torch.empty(3),

@@ -1,4 +1,4 @@
-"""The self-check passes on this machine, in all its forms, and can fail."""
+"""The self-check passes on this machine for every draw, and can fail."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ EVERYTHING = [
 
 @pytest.fixture
 def unchecked():
-    """No draw is known and none is checked, before the test and after it."""
+    """Clears the caches of draws and of checks, before and after the test."""
     for cached in (self_check.check, draws.cpu_draw):
         cached.cache_clear()
     yield
@@ -33,7 +33,7 @@ def unchecked():
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
-def test_every_draw_of_every_dtype_is_torchs(instruction_set, unchecked):
+def test_every_draw_of_every_dtype_equals_torch(instruction_set, unchecked):
     best = _core.instruction_set()
     if not _core.use_instruction_set(instruction_set):
         pytest.skip(f"this processor has no {instruction_set}")
@@ -44,7 +44,7 @@ def test_every_draw_of_every_dtype_is_torchs(instruction_set, unchecked):
         assert _core.use_instruction_set(best)
 
 
-# 20,011 elements: a rounding more or less shows in every dtype.
+# With 20,011 elements one rounding more or less changes a value in every dtype.
 IN_ANOTHER_PROCESS = """
 import sys
 import torch
@@ -55,7 +55,7 @@ for kind in self_check._SAMPLES:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         chance = torch.float32 if kind.__name__ == "BernoulliTensor" else None
         self_check.check(kind, dtype, chance)
-        if kind.__name__ == "Normal":  # the serial path, at length
+        if kind.__name__ == "Normal":  # many elements of the serial path
             from dist_rng.cpu.draws import CompiledLayout, cpu_draw
             from dist_rng import _core
             actual = torch.empty(150, 137, dtype=dtype)
@@ -73,7 +73,7 @@ for kind in self_check._SAMPLES:
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_every_build_of_torchs_kernels_is_reproduced(capability):
+def test_every_cpu_capability_of_torch_is_reproduced(capability):
     if capability.upper() not in _capabilities():
         pytest.skip(f"this processor has no {capability}")
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
@@ -87,7 +87,7 @@ def _capabilities():
 
 
 @pytest.mark.parametrize("draw", [Uniform(), Normal()])
-def test_a_torch_that_rounds_otherwise_is_refused_before_anything_is_drawn(
+def test_a_torch_that_rounds_differently_raises_before_anything_is_drawn(
     draw, unchecked, monkeypatch
 ):
     other = not draws.torch_uses_fma()
@@ -100,7 +100,7 @@ def test_a_torch_that_rounds_otherwise_is_refused_before_anything_is_drawn(
     assert torch.equal(local, torch.zeros(40))
 
 
-def test_the_check_runs_once_and_leaves_the_callers_generators_alone(unchecked):
+def test_the_check_runs_once_and_does_not_advance_generators(unchecked):
     torch.manual_seed(5)
     state = torch.get_rng_state()
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def test_the_check_runs_once_and_leaves_the_callers_generators_alone(unchecked):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_check_stands_outside_the_modes_of_its_caller(unchecked):
+def test_the_check_disables_the_modes_of_its_caller(unchecked):
     local = torch.empty(4)
     with torch.device("meta"):
         cpu.fill(local, Region.full((4,)), Uniform(), torch.Generator("cpu"))
@@ -121,14 +121,14 @@ def test_the_installed_torch_is_in_the_table_of_releases():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_canary_uniform_halves_have_as_many_bits_as_the_table_says(dtype):
+def test_canary_uniform_16_bit_floats_have_the_bits_of_the_table(dtype):
     drawn = torch.empty(4096, dtype=dtype).uniform_(generator=torch.Generator().manual_seed(0))
     coarse = 2.0 ** (8 if dtype == torch.bfloat16 else 11)
     multiples_only = bool((drawn.double() * coarse == (drawn.double() * coarse).round()).all())
     assert multiples_only == (_compat.cpu_release() == _core.TorchRelease.torch_2_11)
 
 
-def test_an_unknown_release_is_refused(monkeypatch):
+def test_an_unknown_release_raises(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     with pytest.raises(RuntimeError, match=r"got 2\.99\.0"):
         _compat.cpu_release()

@@ -1,4 +1,4 @@
-"""On a device: our kernels against torch's own operators, bit for bit, and the emulator with both.
+"""On a device: the kernels and the emulator against torch's operators, bit for bit.
 
 Every [R] line of the facts page that concerns CUDA has a test here. ``tools/gpu.sh`` runs them.
 """
@@ -94,12 +94,12 @@ def torch_draw(tensor, draw, generator, given):
 
 
 def signed(tensor):
-    """The same bits in a dtype that torch can cut and compare on every device."""
+    """Views the bits as a dtype that torch can slice and compare on every device."""
     return tensor.view(SIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def assert_same(region, draw, expected, after, given=None, strides=None):
-    """Fill the region alone; values and the generator's state must be the single device's."""
+    """Fills the region; values and the generator's state must be the single device's."""
     wanted = slice_of(signed(expected), region)
     strides = wanted.contiguous().stride() if strides is None else strides
     local = torch.empty_strided(wanted.shape, strides, dtype=expected.dtype, device="cuda")
@@ -186,7 +186,7 @@ def test_fused_dropout_equals_torch(dtype, shape, p):
             assert torch.cuda.get_rng_state().equal(after)
 
 
-def test_torchs_native_dropout_of_everything_draws_nothing_as_the_handler_has_it():
+def test_torchs_native_dropout_with_p_1_draws_nothing_as_the_handler():
     torch.manual_seed(3)
     before = torch.cuda.get_rng_state()
     values, mask = torch.native_dropout(torch.ones(1000, device="cuda"), 1.0, True)
@@ -207,15 +207,17 @@ def test_a_sequence_of_mixed_draws_equals_torch():
             fill(drawn[-1], draw)
         return drawn, torch.cuda.get_rng_state()
 
-    ours, ended = sequence(lambda tensor, draw: cuda.fill(tensor, Region.full(tensor.shape), draw))
-    theirs, end = sequence(lambda tensor, draw: torch_draw(tensor, draw, None, None))
-    for mine, wanted in zip(ours, theirs, strict=True):
-        assert_bitwise(signed(mine), signed(wanted))
-    assert ended.equal(end)
+    actual, actual_state = sequence(
+        lambda tensor, draw: cuda.fill(tensor, Region.full(tensor.shape), draw)
+    )
+    expected, expected_state = sequence(lambda tensor, draw: torch_draw(tensor, draw, None, None))
+    for one, other in zip(actual, expected, strict=True):
+        assert_bitwise(signed(one), signed(other))
+    assert actual_state.equal(expected_state)
 
 
 @pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
-def test_the_emulator_gives_this_devices_numbers(draw, dtype):
+def test_the_emulator_reproduces_this_device(draw, dtype):
     numel = 5_000_011
     given = probabilities_for(draw, (numel,), dtype)
     tensor = torch.empty(numel, dtype=dtype, device="cuda")
@@ -232,7 +234,7 @@ def test_the_emulator_gives_this_devices_numbers(draw, dtype):
     if kernel_spec(draw, dtype, numel).kind not in (PhiloxKind.NORMAL, PhiloxKind.EXPONENTIAL):
         assert_bitwise(signed(local), signed(tensor.cpu()))
         return
-    # As emulate.py documents it, and one unit in the last place of the dtype.
+    # The error that emulation/backend.py documents, and one unit in the last place of the dtype.
     scale = draw.std if isinstance(draw, Normal) else 1.0 / draw.rate
     absolute = 1e-14 if dtype == torch.float64 else 4e-6 * scale
     relative = 4 * torch.finfo(dtype).eps + (0.0 if dtype == torch.float64 else 4e-6)
@@ -245,7 +247,7 @@ def test_the_emulator_gives_this_devices_numbers(draw, dtype):
     [(Uniform(), torch.float32), (Integers(0, 2**40), torch.int64), (Bernoulli(0.3), torch.bool)],
     ids=name,
 )
-def test_a_device_gives_another_ones_numbers(draw, dtype, geometry):
+def test_a_device_reproduces_another_geometry(draw, dtype, geometry):
     region = Region.full((3_000_001,))
     on_cpu = torch.empty(region.global_shape, dtype=dtype)
     on_gpu = torch.empty(region.global_shape, dtype=dtype, device="cuda")
@@ -284,7 +286,7 @@ def test_the_current_stream_is_used():
     assert tensor.equal(expected)
 
 
-def test_a_generator_of_the_cpu_is_refused():
+def test_a_cpu_generator_raises():
     with pytest.raises(ValueError, match=r"expected a generator on cuda:0.* got one on cpu"):
         cuda.fill(torch.empty(3, device="cuda"), Region.full((3,)), Uniform(), torch.Generator())
 
@@ -293,7 +295,7 @@ def test_a_generator_of_the_cpu_is_refused():
     hasattr(torch.Generator, "philox_state"),
     reason="torch 2.14 and later say where a captured generator stands",
 )
-def test_capture_is_refused_where_torch_cannot_say_where_its_generator_stands():
+def test_capture_raises_where_torch_does_not_expose_the_generator_state():
     tensor = torch.empty(3, device="cuda")
 
     def capture():
@@ -306,7 +308,7 @@ def test_capture_is_refused_where_torch_cannot_say_where_its_generator_stands():
 
 
 @pytest.mark.skipif(not hasattr(torch.Generator, "philox_state"), reason="needs torch 2.14")
-def test_captured_graphs_draw_on_as_torch_does():
+def test_captured_graphs_advance_the_generator_as_torch_does():
     def replays(fill):
         torch.manual_seed(5)
         tensors = [torch.zeros(3_000_001, device="cuda") for _ in range(2)]
@@ -320,10 +322,12 @@ def test_captured_graphs_draw_on_as_torch_does():
             seen.append(torch.stack(tensors).clone())
         return torch.stack(seen), torch.cuda.get_rng_state()
 
-    cuda.fill(torch.empty(3, device="cuda"), Region.full((3,)), Normal())  # load outside of it
-    ours, ours_after = replays(
+    cuda.fill(
+        torch.empty(3, device="cuda"), Region.full((3,)), Normal()
+    )  # load the library outside of the capture
+    actual, actual_state = replays(
         lambda tensor: cuda.fill(tensor, Region.full(tensor.shape), Normal())
     )
-    theirs, theirs_after = replays(lambda tensor: tensor.normal_())
-    assert ours.equal(theirs)
-    assert ours_after.equal(theirs_after)
+    expected, expected_state = replays(lambda tensor: tensor.normal_())
+    assert actual.equal(expected)
+    assert actual_state.equal(expected_state)

@@ -1,4 +1,4 @@
-"""Boxes for the CUDA kernels: together they are the region, element by element."""
+"""Boxes for the CUDA kernels: together they contain the region, element by element."""
 
 from itertools import permutations, product
 
@@ -12,15 +12,15 @@ from dist_rng.regions.region import IndexRange, Region
 
 
 def elements(boxes):
-    """Every element of the boxes as (draw index, local offset), by the kernel's arithmetic."""
+    """Yields the elements of the boxes as (draw index, local offset), computed as by the kernel."""
     for box in boxes:
         for position in range(box.first, box.first + box.count):
             rest, draw, local = position, box.draw, box.local
             for dim in reversed(box.dims):
-                rest, held = divmod(rest, dim.size)
-                piece, inside = divmod(held, dim.length)
+                rest, index = divmod(rest, dim.size)
+                piece, inside = divmod(index, dim.length)
                 draw += (piece * dim.period + inside) * dim.draw_stride
-                local += held * dim.local_stride
+                local += index * dim.local_stride
             assert rest == 0
             yield draw, local
 
@@ -41,7 +41,7 @@ def assert_boxes_are(region, strides=None):
 
 
 def some_pieces(size):
-    """Whole, one index, two pieces of one length, an interleaved shard with a short end."""
+    """Yields all indices, one, two pieces of one length, and an interleaved uneven shard."""
     yield (IndexRange(0, size),)
     yield (IndexRange(size - 1, size),)
     if size > 2:
@@ -51,7 +51,7 @@ def some_pieces(size):
 
 
 @pytest.mark.parametrize("shape", [(), (9,), (1, 8), (4, 6), (3, 4, 5), (2, 3, 1, 5)], ids=str)
-def test_boxes_hold_every_element_of_a_region_once(shape):
+def test_boxes_contain_every_element_of_a_region_once(shape):
     for pieces in product(*(list(some_pieces(size)) for size in shape)):
         for order in permutations(range(len(shape))):
             assert_boxes_are(Region(shape, pieces, order))
@@ -81,7 +81,7 @@ def test_a_row_shard_is_one_box_of_one_dim():
     assert (box.draw, box.count) == (30, 45)
 
 
-def test_a_strided_shard_is_one_box_and_one_more_for_a_short_end():
+def test_a_strided_shard_is_one_box_and_a_second_one_for_a_shorter_last_piece():
     def interleaved(size):
         pieces = [IndexRange(start, min(start + 2, size)) for start in range(0, size, 4)]
         return Region.full((size, 3)).select(0, *pieces)

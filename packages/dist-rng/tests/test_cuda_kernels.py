@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source, run on the host: a launch is a loop over blocks and threads.
+"""Runs the source of the CUDA kernels on the host: a launch is a loop over blocks and threads.
 
 What is left for a device to show is the arithmetic of its own units, and its generator; see
 test_cuda.py.
@@ -69,7 +69,7 @@ def library(tmp_path_factory):
 
 
 def fill(library, local, region, draw, probabilities, seed, offset, geometry=SMALL):
-    """What cuda.fill does, without a device."""
+    """Does what cuda.fill does, without a device."""
     spec = kernel_spec(draw, local.dtype, region.global_numel)
     prepared = prepared_probabilities(local, draw, probabilities)
     schedule = launch_schedule(spec.access, region.global_numel, local.itemsize, geometry)
@@ -138,7 +138,7 @@ def test_a_part_of_a_tensor_beyond_32_bit_indexing(library):
         assert local.equal(expected)
 
 
-def test_a_dtype_without_a_kernel_is_refused(library):
+def test_a_dtype_without_a_kernel_raises(library):
     region, local = Region.full((4,)), torch.zeros(4)
     spec = kernel_spec(Uniform(), torch.float32, 4)
     schedule = launch_schedule(spec.access, 4, 4, SMALL)

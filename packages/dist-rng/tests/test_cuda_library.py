@@ -1,4 +1,4 @@
-"""nvcc compiles the kernels, device or not."""
+"""nvcc compiles the kernels without a device, and the library loads."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ def built(tmp_path_factory):
     return path
 
 
-def test_the_library_loads_without_a_device_and_speaks_of_the_same_job(built):
+def test_the_library_loads_without_a_device_and_has_the_same_params_layout(built):
     symbols = ctypes.CDLL(str(built))
     assert symbols.dist_rng_params_bytes() == ctypes.sizeof(FillParams)
     assert callable(symbols.dist_rng_fill)
@@ -45,7 +45,7 @@ def test_the_library_links_no_torch(built):
     assert "cudart" not in needed
 
 
-def test_a_launch_without_a_device_is_an_error_not_silence(built):
+def test_a_launch_without_a_device_raises(built):
     if "CUDA_VISIBLE_DEVICES" in os.environ or Path("/dev/nvidia0").exists():
         pytest.skip("this is about machines without a CUDA driver, and here one may be")
     with pytest.raises(RuntimeError, match=r"dist-rng's CUDA kernel was not launched: .* \(\d+\)"):

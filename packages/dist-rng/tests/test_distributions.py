@@ -1,4 +1,4 @@
-"""Which arguments are refused, and which integers a dtype is drawn from."""
+"""Which arguments raise, and which integers a dtype is drawn from."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ from dist_rng.distributions import (
     ],
     ids=str,
 )
-def test_the_largest_integer_is_the_last_that_the_dtype_holds_without_gaps(dtype, largest):
+def test_largest_integer_ends_the_consecutive_integers_of_the_dtype(dtype, largest):
     assert largest_integer(dtype) == largest
     values = all_integers(dtype)
     assert (values.base, values.modulus) == (0, largest + 1)
@@ -57,7 +57,7 @@ def test_the_largest_integer_is_the_last_that_the_dtype_holds_without_gaps(dtype
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is out of bounds.*:UserWarning")
-def test_bounds_move_to_what_the_dtype_holds_as_in_torch(low, high, dtype):
+def test_bounds_move_to_values_of_the_dtype_as_in_torch(low, high, dtype):
     values = integer_range(Integers(low, high), dtype)
     drawn = torch.empty(4096, dtype=dtype)
     drawn.random_(low, high, generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_bounds_move_to_what_the_dtype_holds_as_in_torch(low, high, dtype):
         (-(2**63), 2**63, torch.int64, "fewer than"),
     ],
 )
-def test_integers_that_cannot_be_drawn_are_refused(low, high, dtype, message):
+def test_integers_that_cannot_be_drawn_raise(low, high, dtype, message):
     with pytest.raises(ValueError, match=f"expected {message}"):
         integer_range(Integers(low, high), dtype)
 
@@ -104,7 +104,7 @@ def test_integers_that_cannot_be_drawn_are_refused(low, high, dtype, message):
     ],
     ids=str,
 )
-def test_arguments_out_of_range_are_refused(draw, dtype):
+def test_arguments_out_of_range_raise(draw, dtype):
     with pytest.raises(ValueError, match=r"expected .*, got"):
         check_arguments(draw, dtype)
 
@@ -117,5 +117,5 @@ def test_arguments_out_of_range_are_refused(draw, dtype):
     ],
     ids=str,
 )
-def test_arguments_at_the_end_of_their_range_are_taken(draw):
+def test_arguments_at_the_limits_of_their_range_are_accepted(draw):
     check_arguments(draw, torch.float32)

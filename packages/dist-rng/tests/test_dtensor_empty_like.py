@@ -1,4 +1,4 @@
-"""An empty DTensor has the strides that torch gives one device's tensor, whatever came before."""
+"""An empty DTensor has the strides of one device's tensor, whatever was called before."""
 
 import pytest
 import torch
@@ -35,23 +35,23 @@ def test_shape_strides_and_dtype_are_those_of_one_device(source):
 
 
 def dtensor_like(tensor, dtensor):
-    """The global tensor, with the strides that the DTensor has."""
+    """Returns a global tensor with the strides of the DTensor."""
     return torch.empty_strided(tensor.shape, dtensor.stride())
 
 
-def test_a_partial_placement_stays_one():
+def test_a_partial_placement_stays_partial():
     with fake_mesh((2, 2)) as mesh:
         partial = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate(), Partial()])
         assert empty_like(partial).placements == (Replicate(), Partial())
 
 
-def test_a_plain_tensor_is_torchs():
+def test_a_plain_tensor_uses_torchs_empty_like():
     assert empty_like(torch.zeros(3, 2).t(), dtype=torch.int64).stride() == (1, 2)
     assert empty_like(torch.zeros(3, 2).t(), dtype=torch.int64).dtype == torch.int64
 
 
-def test_torchs_own_still_forgets_the_memory_format():
-    """When this fails, ``dist_rng.empty_like`` has lost its reason."""
+def test_canary_torchs_empty_like_still_ignores_the_memory_format():
+    """If this fails, ``dist_rng.dtensor.empty_like`` is not needed any more."""
     with fake_mesh((2,)) as mesh:
         dtensor = distribute_tensor(torch.zeros(6, 7).t(), mesh, [Shard(0)], src_data_rank=None)
         torch.empty_like(dtensor)

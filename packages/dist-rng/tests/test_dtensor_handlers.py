@@ -1,4 +1,4 @@
-"""Modules, autograd and refusals: what random operators on DTensors do besides their values.
+"""Modules, autograd and errors: what random operators on DTensors do besides their values.
 
 The values are compared in test_dtensor_values.py. Every rank's part is computed in its own turn on
 a fake mesh: nothing communicates, so nothing is missing. Operators that do communicate by design
@@ -53,7 +53,7 @@ WITH_GENERATOR = {
 
 
 @pytest.mark.parametrize("draw", WITH_GENERATOR.values(), ids=WITH_GENERATOR.keys())
-def test_an_explicit_generator_is_used_and_the_default_left_alone(draw):
+def test_an_explicit_generator_is_used_and_the_default_not_advanced(draw):
     full = torch.linspace(0, 1, 9)
     single = torch.Generator().manual_seed(3)
     expected = draw(full, single)
@@ -67,7 +67,7 @@ def test_an_explicit_generator_is_used_and_the_default_left_alone(draw):
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_modules_initialised_from_the_meta_device():
+def test_modules_initialized_from_the_meta_device():
     def build():
         return nn.Sequential(
             nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 4), nn.Embedding(7, 5)
@@ -140,7 +140,7 @@ def test_attention_with_dropout_on_the_cpu_draws_one_devices_mask(dim, causal):
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_multinomial_draws_on_replicas_and_refuses_shards():
+def test_multinomial_draws_on_replicas_and_raises_on_shards():
     weights = torch.rand(4, 9)
     torch.manual_seed(0)
     expected = torch.multinomial(weights, 3)
@@ -165,7 +165,7 @@ def test_multinomial_draws_on_replicas_and_refuses_shards():
         (torch.bernoulli, r"aten\.bernoulli\.default: .*redistribute it"),
     ],
 )
-def test_a_partial_placement_is_refused_by_operator_and_remedy(operate, message):
+def test_the_error_for_a_partial_placement_names_operator_and_remedy(operate, message):
     with fake_mesh((2,)) as mesh:
         partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
         with pytest.raises(ValueError, match=message):
@@ -190,7 +190,7 @@ def test_operators_that_are_not_reproduced_raise_and_draw_nothing(operate):
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_probabilities_that_are_placed_otherwise_are_refused():
+def test_probabilities_with_other_placements_raise():
     with fake_mesh((2,)) as mesh:
         dtensor = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
         placed = distribute_tensor(torch.ones(4, 4), mesh, [S(1)], src_data_rank=None)
@@ -200,7 +200,7 @@ def test_probabilities_that_are_placed_otherwise_are_refused():
                 dtensor.bernoulli_(other)
 
 
-def test_standard_deviations_that_do_not_fit_are_refused_and_draw_nothing():
+def test_invalid_standard_deviations_raise_and_draw_nothing():
     with fake_mesh((2,)) as mesh:
         mean = distribute_tensor(torch.ones(4, 4), mesh, [S(0)], src_data_rank=None)
         stds = distribute_tensor(torch.ones(3, 4, 4), mesh, [R], src_data_rank=None)
@@ -214,7 +214,7 @@ def test_standard_deviations_that_do_not_fit_are_refused_and_draw_nothing():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_mean_of_more_dims_than_its_standard_deviations():
+def test_a_mean_of_more_dims_than_std():
     mean, std = torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 3, 4)
     torch.manual_seed(0)
     expected = torch.normal(mean, std)
@@ -247,7 +247,7 @@ def test_fake_tensors_draw_nothing():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_initialisers_of_whole_matrices_draw_nothing_on_meta():
+def test_initializers_of_global_matrices_draw_nothing_on_meta():
     with fake_mesh((2,)) as mesh:
         x = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [S(0)], src_data_rank=None)
         before = torch.get_rng_state()
@@ -255,7 +255,7 @@ def test_initialisers_of_whole_matrices_draw_nothing_on_meta():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_trunc_normal_of_a_replica_agrees_with_nobody_and_leaves_any_alone():
+def test_trunc_normal_of_a_replica_does_not_communicate_or_patch_any():
     torch.manual_seed(0)
     expected = nn.init.trunc_normal_(torch.zeros(9, 5), a=-0.5, b=0.5)
     for _, mesh in each_rank((2,)):
@@ -268,12 +268,12 @@ def test_trunc_normal_of_a_replica_agrees_with_nobody_and_leaves_any_alone():
         assert torch.ops.aten.any.default not in DTensor._op_dispatcher._custom_op_handlers
 
 
-def test_factories_that_draw_nothing_are_torchs():
+def test_factories_that_draw_nothing_call_torch():
     with fake_mesh((2,)) as mesh:
         assert_bitwise(dt.ones(4, device_mesh=mesh, placements=[S(0)])._local_tensor, torch.ones(2))
 
 
-def test_handlers_that_were_there_come_back():
+def test_uninstall_restores_earlier_handlers():
     table = DTensor._op_dispatcher._custom_op_handlers
     dist_rng.uninstall()
     table[torch.ops.aten.uniform_.default] = there = lambda *_: None
@@ -286,7 +286,7 @@ def test_handlers_that_were_there_come_back():
         del table[torch.ops.aten.uniform_.default]
 
 
-def test_generators_are_compared_from_an_install_that_asks_for_it_to_the_uninstall():
+def test_generators_are_compared_between_install_with_the_check_and_uninstall():
     from dist_rng.dtensor.agreement import first_draw_check
 
     dist_rng.install(check_generators=True)
@@ -295,13 +295,13 @@ def test_generators_are_compared_from_an_install_that_asks_for_it_to_the_uninsta
     assert not first_draw_check.enabled
 
 
-def test_uninstall_restores_stock_and_install_may_be_called_twice():
+def test_uninstall_restores_torch_and_install_may_be_called_twice():
     table = DTensor._op_dispatcher._custom_op_handlers
     import torch.distributed.tensor._api as api
 
-    with_ours = dict(table)
+    with_handlers = dict(table)
     dist_rng.install()
-    assert dict(table) == with_ours
+    assert dict(table) == with_handlers
     dist_rng.uninstall()
     assert not dist_rng.is_installed()
     assert torch.ops.aten.uniform_.default not in table
@@ -310,4 +310,4 @@ def test_uninstall_restores_stock_and_install_may_be_called_twice():
     assert nn.init.orthogonal_.__module__ == "torch.nn.init"
     dist_rng.uninstall()
     dist_rng.install()
-    assert dict(table).keys() == with_ours.keys()
+    assert dict(table).keys() == with_handlers.keys()

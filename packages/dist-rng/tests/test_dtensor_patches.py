@@ -1,4 +1,4 @@
-"""install(): what it replaces in torch, for how long, and that it takes the original's calls."""
+"""install(): what it patches in torch and for how long; patches accept the original's calls."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ HANDLERS = "DTensor._op_dispatcher._custom_op_handlers"
 
 _QUERY, _KEY, _VALUE = torch.randn(3, 2, 4, 8, 16).unbind(0)
 
-# What is replaced, and calls of it: by position, by keyword, with defaults.
+# Patched functions, and calls of them: by position, by keyword, with defaults.
 PATCHED: dict[str, tuple[Any, str, list[Call]]] = {
     "scaled_dot_product_attention": (
         nn.functional,
@@ -77,8 +77,8 @@ PATCHED: dict[str, tuple[Any, str, list[Call]]] = {
 
 
 @pytest.fixture(autouse=True)
-def stock() -> Iterator[None]:
-    """Start with torch as it is by itself, and leave what was installed before."""
+def uninstalled() -> Iterator[None]:
+    """Starts without patches, and restores what was installed before."""
     before = dist_rng.is_installed()
     dist_rng.uninstall()
     yield
@@ -93,7 +93,7 @@ def _result(function: Callable[..., torch.Tensor], call: Call) -> torch.Tensor:
     return function(*args, **kwargs).clone()
 
 
-def test_import_changes_nothing_in_torch_and_uninstall_takes_all_back() -> None:
+def test_import_changes_nothing_in_torch_and_uninstall_restores_everything() -> None:
     imported, installed, removed = changes_by(
         importing("dist_rng"), "dist_rng.install()", "dist_rng.uninstall()"
     )
@@ -111,7 +111,7 @@ def test_import_changes_nothing_in_torch_and_uninstall_takes_all_back() -> None:
     ]
 
 
-def test_an_emulated_device_takes_back_what_it_replaces_when_its_block_ends() -> None:
+def test_an_emulated_device_restores_its_patches_at_the_end_of_the_context() -> None:
     within, after = changes_by(
         "from dist_rng import Geometry; from dist_rng.emulation.device import emulated_device\n"
         "block = emulated_device(Geometry(2, 512)); block.__enter__()",
@@ -127,7 +127,7 @@ def test_an_emulated_device_takes_back_what_it_replaces_when_its_block_ends() ->
 
 
 @pytest.mark.parametrize("name", PATCHED)
-def test_a_replaced_function_takes_the_calls_of_the_original(name: str) -> None:
+def test_a_patched_function_accepts_the_calls_of_the_original(name: str) -> None:
     owner, attribute, calls = PATCHED[name]
     original = getattr(owner, attribute)
     expected = [_result(original, call) for call in calls]
@@ -149,14 +149,16 @@ def test_a_replaced_function_takes_the_calls_of_the_original(name: str) -> None:
         (nn.init, "_no_grad_trunc_normal_"),
     ],
 )
-def test_a_replaced_function_has_the_signature_of_the_original(owner: Any, name: str) -> None:
+def test_a_patched_function_has_the_signature_of_the_original(owner: Any, name: str) -> None:
     expected = inspect.signature(getattr(owner, name))
     dist_rng.install()
     assert inspect.signature(getattr(owner, name)) == expected
 
 
 @pytest.mark.parametrize("module", [torch, torch.random, torch.cuda, torch.cuda.random])
-def test_what_an_emulated_device_replaces_takes_the_calls_of_the_original(module: Any) -> None:
+def test_functions_of_an_emulated_device_accept_the_calls_of_the_original(
+    module: Any,
+) -> None:
     name = "manual_seed_all" if "cuda" in module.__name__ else "get_rng_state"
     original = getattr(module, name)
     forms = call_forms(original, *([7] if name == "manual_seed_all" else []))

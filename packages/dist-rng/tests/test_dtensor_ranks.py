@@ -98,7 +98,7 @@ def test_a_tensor_parallel_mlp_with_dropout_trains_as_one_device():
         assert torch.equal(sharded_state, state)
 
 
-def test_generators_that_differ_are_found_on_every_rank_before_the_first_draw():
+def test_different_generators_raise_on_every_rank_before_the_first_draw():
     def body(same):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
@@ -106,7 +106,7 @@ def test_generators_that_differ_are_found_on_every_rank_before_the_first_draw():
         import dist_rng
 
         rank = torch.distributed.get_rank()
-        torch.manual_seed(0 if same else rank // 3)  # one rank of four stands apart
+        torch.manual_seed(0 if same else rank // 3)  # one rank of four differs
         mesh = init_device_mesh("cpu", (2, 2))
         dtensor = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)])
         dist_rng.install(check_generators=True)
@@ -116,7 +116,7 @@ def test_generators_that_differ_are_found_on_every_rank_before_the_first_draw():
             else:
                 with pytest.raises(RuntimeError, match="expected equal generators"):
                     dtensor.uniform_()
-            # Once per mesh: the second draw communicates nothing.
+            # Once per mesh: the second draw does not communicate.
             with CommLog() as log:
                 dtensor.normal_()
             log.assert_counts({})

@@ -40,16 +40,16 @@ def _installed():
 
 
 def of(x):
-    """The default generator, given by name: other overloads than without it."""
+    """Returns the default generator as an argument: other overloads than without it."""
     return {"generator": torch.default_generator}
 
 
 def chances(x):
-    """Probabilities that are exact in every dtype, whatever the order of evaluation."""
+    """Returns probabilities that are exact in every dtype, in any order of evaluation."""
     return x.abs().clamp(max=4) * 0.25
 
 
-# What is drawn from a tensor x, and the dtypes x may have.
+# Operators on a tensor x, and the dtypes that x may have.
 FILLS = {
     "uniform_": (lambda x: x.uniform_(-1, 2), FLOATS),
     "uniform_ from a generator": (lambda x: x.uniform_(**of(x)), FLOATS),
@@ -88,7 +88,7 @@ LIKE = {
     ),
     "bernoulli of p": (lambda x: torch.bernoulli(x, 0.3), COMMON),
 }
-# These compute with x besides drawing.
+# These also compute with x.
 COMPOSED = {
     "bernoulli": (lambda x: torch.bernoulli(chances(x)), FLOATS),
     "normal of means": (lambda x: torch.normal(x, 2.0), FLOATS),
@@ -123,7 +123,7 @@ OPERATORS = FILLS | LIKE | COMPOSED | MATRICES
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one device made of a tensor, and where its generator stood afterwards."""
+    """The result of one device, and the state of its generator afterwards."""
 
     result: torch.Tensor
     state: torch.Tensor
@@ -131,7 +131,7 @@ class Drawn:
 
 def start():
     torch.manual_seed(5)
-    torch.randn(3)  # not at the start of the stream, and with a second sample in store
+    torch.randn(3)  # not at the start of the stream, and with a cached sample
 
 
 def on_one_device(operate, full):
@@ -140,7 +140,7 @@ def on_one_device(operate, full):
 
 
 def strides(x):
-    """Those that mean something: torch and DTensor differ in the others."""
+    """Returns the strides that matter: torch and DTensor differ in those of dims of size one."""
     pairs = zip(x.shape, x.stride(), strict=True)
     return [stride for size, stride in pairs if size != 1] if x.numel() else []
 
@@ -154,8 +154,8 @@ def assert_rank_draws(drawn, operate, full, mesh, placements, what):
     assert result.shape == drawn.result.shape, what
     assert strides(result) == strides(drawn.result), what
     local = result._local_tensor
-    held = slice_of(drawn.result, Region.of(result))
-    assert_bitwise(local, held.reshape(local.shape), what)
+    expected = slice_of(drawn.result, Region.of(result))
+    assert_bitwise(local, expected.reshape(local.shape), what)
     assert torch.equal(torch.get_rng_state(), drawn.state), f"{what}: the generator differs"
 
 
@@ -169,7 +169,7 @@ def assert_mesh_draws(cases, mesh_shape, placements):
 
 
 def ramp(shape, dtype, order=None):
-    """A tensor of small values, exact in every dtype, with its dims in that order in memory."""
+    """Returns small values, exact in every dtype, whose dims have this order in memory."""
     order = order or range(len(shape))
     dense = torch.empty([shape[dim] for dim in order])
     ramp = dense.permute([list(order).index(dim) for dim in range(len(shape))])
@@ -223,7 +223,7 @@ def test_no_operator_communicates(mesh_shape, placements):
     log.assert_counts({})
 
 
-# A draw of one word, of two, in blocks with a tail, in pairs, and a 32-bit and a 64-bit integer.
+# Draws of one word, of two, in blocks with a remainder, in pairs, of 32-bit and 64-bit integers.
 SHARED_PATHS = [
     ("uniform_", torch.float32),
     ("uniform_", torch.float64),
@@ -287,7 +287,7 @@ def test_permuted_tensors_of_5_dims(order):
 
 
 def test_sources_that_are_not_dense():
-    # Outputs are dense, and only they are drawn. (Dims that are cut are not sharded here.)
+    # Only outputs are drawn, and they are dense. (Dims that are sliced are not sharded here.)
     names = [name for name in LIKE | COMPOSED if not name.endswith(" off")]
     cases = [
         (f"{name} of a slice", lambda x, name=name: OPERATORS[name][0](x[..., 1:]), full)
@@ -351,7 +351,7 @@ def test_any_operator_dtype_shape_order_mesh_and_placement(product):
 
 
 def fifty_operations(x):
-    """A sequence in which every operator meets the state that the others left."""
+    """Every operator starts from the state in which the ones before it ended."""
     names = [name for name in OPERATORS if name not in ("orthogonal_ wide", "new_empty")]
     values = []
     for index in range(50):

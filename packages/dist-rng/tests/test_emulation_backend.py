@@ -1,4 +1,4 @@
-"""A GPU's numbers on CPU tensors: against exact arithmetic, GPUs' printed output, and shards."""
+"""A GPU's numbers on CPU tensors, against exact arithmetic, recorded output of GPUs, and shards."""
 
 from itertools import permutations, product
 
@@ -59,7 +59,7 @@ def probabilities_for(draw, shape, dtype):
 
 
 def whole(draw, dtype, shape, seed, probabilities=None):
-    """What the device draws for the global tensor, and where its generator ends."""
+    """Returns the global tensor of the emulated device, and its generator."""
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.empty(shape, dtype=dtype)
     emulation.fill(tensor, Region.full(shape), draw, generator, probabilities=probabilities)
@@ -89,7 +89,7 @@ def test_elements_equal_exact_arithmetic(draw, dtype, numel):
         if exact:
             assert found == expected
         else:
-            # A unit in the last place of the dtype, after 4e-6 of the value's scale.
+            # 4e-6 of the value's scale, and one unit in the last place of the dtype.
             last = torch.finfo(dtype).eps * abs(expected)
             slack = 1e-13 if dtype == torch.float64 else 1e-5
             assert abs(found - expected) <= last + slack
@@ -133,7 +133,7 @@ RANDN_OF_SEED_0 = [
     ids=["rand", "randn"],
 )
 @pytest.mark.parametrize("geometry", [Geometry.A100, Geometry.L4], ids=["A100", "L4"])
-def test_gpus_have_printed_these_numbers(draw, printed, geometry):
+def test_recorded_numbers_of_real_gpus_are_reproduced(draw, printed, geometry):
     tensor = torch.empty(len(printed))
     with emulated_device(geometry):
         torch.manual_seed(0)
@@ -145,7 +145,7 @@ SHAPES = [(7,), (4, 6), (3, 4, 5), (2, 3, 2, 5), (64, 80), (5, 3, 7, 40)]
 
 
 def regions_of(shape):
-    """Regions that together hold the tensor once: each dim cut, two dims cut, flat, interleaved."""
+    """Yields regions that contain the tensor once: sharded by 1 or 2 dims, flat, interleaved."""
     full = Region.full(shape)
     for dim, size in enumerate(shape):
         for parts in (2, 3):
@@ -182,7 +182,7 @@ def test_shards_equal_the_single_device(draw, dtype):
 
 
 def assert_shard(draw, region, expected, given_, offset, strides=None):
-    """Fill the region alone, and compare values and offset with the whole tensor's."""
+    """Fills the region, and compares values and offset with those of the global tensor."""
     wanted = slice_of(expected, region)
     local = torch.empty(wanted.shape, dtype=wanted.dtype)
     if strides is not None:
@@ -223,7 +223,7 @@ def test_permuted_tensors_are_drawn_in_memory_order(draw, dtype, order):
 
 
 def test_dropout_that_cannot_vectorise_counts_by_dims():
-    # An odd number of elements: torch's fused_dropout_kernel converts logical indices to places.
+    # An odd number of elements: torch's fused_dropout_kernel converts logical indices to offsets.
     shape, draw = (3, 5, 7), FusedDropout(0.3, 4)
     with emulated_device(SMALL):
         expected, reference = whole(draw, torch.bool, shape, 8)
@@ -234,7 +234,7 @@ def test_dropout_that_cannot_vectorise_counts_by_dims():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_box_of_a_tensor_as_large_as_the_device(data):
+def test_any_box_of_a_tensor_of_a_full_device(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
     offsets = [data.draw(st.integers(0, size)) for size in shape]
     sizes = [
@@ -248,7 +248,7 @@ def test_any_box_of_a_tensor_as_large_as_the_device(data):
 
 
 def test_a_slice_of_a_tensor_beyond_32_bit_indexing():
-    numel, draw = 2**31 + 12345, Uniform()  # 8 GiB that nobody allocates
+    numel, draw = 2**31 + 12345, Uniform()  # 8 GiB, not allocated
     spec = kernel_spec(draw, torch.float32, numel)
     schedule = launch_schedule(spec.access, numel, 4, Geometry.H100)
     assert len(schedule.launches) == 8  # halves and quarters are still too large
@@ -274,7 +274,7 @@ def test_empty_shards_advance_and_empty_tensors_do_not():
         assert offset_of(generator) == 4
 
 
-def test_bad_input_is_refused():
+def test_invalid_input_raises():
     with pytest.raises(RuntimeError, match="emulated GPU"):
         emulation.fill(torch.empty(3), Region.full((3,)), Uniform())
     local, region = torch.empty(3), Region.full((3,))

@@ -1,4 +1,4 @@
-"""The emulated device's generators: seeding, saved states, CPU draws beside them, nesting."""
+"""The emulated device's generators: seeding, saved states, CPU draws, nesting."""
 
 import pytest
 import torch
@@ -31,13 +31,13 @@ def test_seeding_again_with_the_same_seed_starts_over():
 
 
 @pytest.mark.parametrize("draws", [1, 600, 5000])
-def test_cpu_draws_and_the_emulated_device_do_not_disturb_each_other(draws):
+def test_cpu_draws_and_the_emulated_device_are_independent(draws):
     torch.manual_seed(1)
     expected_cpu = [torch.rand(draws) for _ in range(3)]
     with emulated_device(SMALL):
         torch.manual_seed(1)
         expected = [draw_three() for _ in range(3)]
-        for _ in range(2):  # the second time the mark of the first is in the state
+        for _ in range(2):  # the second time the offset of the first is in the state
             torch.manual_seed(1)
             for on_cpu, on_gpu in zip(expected_cpu, expected, strict=True):
                 assert torch.rand(draws).equal(on_cpu)
@@ -79,7 +79,7 @@ def test_checkpointing_draws_the_same_mask_twice():
     assert not seen[0].equal(seen[2])
 
 
-def test_each_generator_stands_for_one_of_its_own():
+def test_each_generator_represents_a_cuda_generator():
     with emulated_device(SMALL):
         torch.manual_seed(1)
         expected = [draw_three() for _ in range(2)]
@@ -92,7 +92,7 @@ def test_each_generator_stands_for_one_of_its_own():
             draw_three()
 
 
-def test_a_generator_that_drew_on_the_cpu_meanwhile_is_refused():
+def test_a_generator_that_has_drawn_on_the_cpu_raises():
     generator = torch.Generator().manual_seed(1)
     with emulated_device(SMALL):
         emulation.fill(torch.empty(3), Region.full((3,)), Uniform(), generator)
@@ -101,7 +101,7 @@ def test_a_generator_that_drew_on_the_cpu_meanwhile_is_refused():
             emulation.fill(torch.empty(3), Region.full((3,)), Uniform(), generator)
 
 
-def test_a_device_inside_another_is_a_device_of_its_own():
+def test_nested_emulated_devices_are_separate():
     with emulated_device(SMALL):
         torch.manual_seed(1)
         first = draw_three()

@@ -1,4 +1,4 @@
-"""An offset inside a CPU generator's state: it comes back, and no draw notices it."""
+"""An offset stored in a CPU generator's state is read back, and changes no draw."""
 
 import pytest
 import torch
@@ -19,20 +19,20 @@ def generator_after(seed, draws):
     draws=st.sampled_from([0, 1, 2, 396, 397, 398, 622, 623, 624, 625, 1247, 1248, 1249, 5000]),
     offset=st.integers(0, LARGEST_OFFSET // 4).map(lambda quarter: 4 * quarter),
 )
-def test_an_offset_comes_back_and_cpu_draws_go_on_undisturbed(seed, draws, offset):
+def test_an_offset_is_read_back_and_does_not_change_cpu_draws(seed, draws, offset):
     generator, other = generator_after(seed, draws), generator_after(seed, draws)
     state = generator.get_state()
     write_offset(state, offset)
     generator.set_state(state)
     assert read_offset(generator.get_state()) == offset
-    # Three blocks on: every word that the marked one feeds has been drawn.
+    # Three blocks later every word that depends on the changed one has been drawn.
     for _ in range(4):
         expected = torch.empty(500, dtype=torch.int32).random_(generator=other)
         assert torch.empty(500, dtype=torch.int32).random_(generator=generator).equal(expected)
 
 
 @pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, 2000])
-def test_taking_the_mark_out_leaves_the_state_that_was(draws):
+def test_removing_the_offset_restores_the_state(draws):
     state = generator_after(3, draws).get_state()
     marked = state.clone()
     write_offset(marked, 400)
@@ -41,14 +41,14 @@ def test_taking_the_mark_out_leaves_the_state_that_was(draws):
     assert marked.equal(state)
 
 
-def test_a_mark_replaces_another():
+def test_an_offset_replaces_another():
     state = generator_after(3, 10).get_state()
     for offset in (8, 0, LARGEST_OFFSET, 4):
         write_offset(state, offset)
         assert read_offset(state) == offset
 
 
-def test_draws_within_the_block_keep_the_mark_and_the_next_block_loses_it():
+def test_draws_within_the_block_preserve_the_offset_and_the_next_block_loses_it():
     generator = generator_after(3, 1)
     state = generator.get_state()
     write_offset(state, 44)
@@ -59,7 +59,7 @@ def test_draws_within_the_block_keep_the_mark_and_the_next_block_loses_it():
     assert read_offset(generator.get_state()) is None
 
 
-def test_seeding_again_means_offset_zero():
+def test_seeding_again_resets_the_offset():
     generator = generator_after(3, 1)
     state = generator.get_state()
     write_offset(state, 44)
@@ -68,10 +68,10 @@ def test_seeding_again_means_offset_zero():
     assert read_offset(generator.get_state()) == 0
 
 
-def test_unmarked_states_of_generators_in_use_tell_nothing():
+def test_states_of_used_generators_without_a_stored_offset_return_none():
     assert read_offset(generator_after(3, 1).get_state()) is None
 
 
-def test_offsets_beyond_the_dead_bits_are_refused():
+def test_offsets_beyond_the_unused_bits_raise():
     with pytest.raises(OverflowError, match="emulated CUDA generator"):
         write_offset(generator_after(3, 1).get_state(), LARGEST_OFFSET + 4)

@@ -1,4 +1,4 @@
-"""The fills without DTensor: parts of one device's tensor, given by region."""
+"""The fills without DTensor: parts of one device's tensor, selected by region."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ FILLS = {
 
 @pytest.mark.parametrize("fills", FILLS.values(), ids=FILLS.keys())
 @pytest.mark.parametrize("region", PARTS.values(), ids=PARTS.keys())
-def test_a_part_is_the_part_of_the_whole(fills, region):
-    ours, torchs = fills
+def test_a_local_fill_equals_its_part_of_the_global_fill(fills, region):
+    fill, torch_fill = fills
     torch.manual_seed(0)
-    expected, state = torchs(torch.zeros(SHAPE)), torch.get_rng_state()
+    expected, state = torch_fill(torch.zeros(SHAPE)), torch.get_rng_state()
     torch.manual_seed(0)
     shape = (region.numel,) if region.windows is not None else region.grid_shape
     local = torch.zeros(shape)
-    assert ours(local, region) is local
+    assert fill(local, region) is local
     assert_bitwise(local, slice_of(expected, region).reshape(shape))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -71,11 +71,11 @@ def test_dropout_and_its_gradient_are_one_devices(p):
 
 
 def test_an_explicit_generator_is_advanced_alone():
-    ours, torchs = (torch.Generator().manual_seed(5) for _ in range(2))
+    sharded, single = (torch.Generator().manual_seed(5) for _ in range(2))
     before = torch.get_rng_state()
-    dist_rng.normal_(torch.zeros(5, 7), PARTS["a box"], generator=ours)
-    torch.zeros(SHAPE).normal_(generator=torchs)
-    assert torch.equal(ours.get_state(), torchs.get_state())
+    dist_rng.normal_(torch.zeros(5, 7), PARTS["a box"], generator=sharded)
+    torch.zeros(SHAPE).normal_(generator=single)
+    assert torch.equal(sharded.get_state(), single.get_state())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -115,7 +115,7 @@ def test_meta_tensors_draw_nothing():
         ),
     ],
 )
-def test_mismatch_is_refused_and_draws_nothing(call, error, message):
+def test_a_mismatch_raises_and_draws_nothing(call, error, message):
     before = torch.get_rng_state()
     with pytest.raises(error, match=message):
         call()
@@ -129,7 +129,7 @@ def one_device_truncated(bounds):
 
 
 @pytest.mark.parametrize("bounds", [(-2.0, 2.0), (-0.4, 0.9), (0.5, 3.0)])
-def test_trunc_normal_of_the_whole_needs_no_group(bounds):
+def test_trunc_normal_of_a_replica_needs_no_group(bounds):
     expected, state = one_device_truncated(bounds)
     torch.manual_seed(6)
     local = dist_rng.trunc_normal_(torch.zeros(SHAPE), Region.full(SHAPE), 0.0, 1.0, *bounds)
@@ -147,8 +147,8 @@ def test_trunc_normal_draws_from_an_explicit_generator():
 
 
 @pytest.mark.parametrize("draw", [lambda x: x.uniform_(-1, 3), lambda x: x.normal_(2, 3)])
-def test_whatever_trunc_normal_is_composed_of_is_drawn_by_region(draw):
-    """torch 2.11 takes uniform_, later ones normal_."""
+def test_every_draw_of_trunc_normal_is_drawn_by_region(draw):
+    """torch 2.11 composes it of uniform_, later releases of normal_."""
     torch.manual_seed(0)
     expected = draw(torch.zeros(SHAPE))
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_whatever_trunc_normal_is_composed_of_is_drawn_by_region(draw):
 
 
 @pytest.mark.ranks
-def test_trunc_normal_of_parts_agrees_through_the_group():
+def test_trunc_normal_of_parts_agrees_over_the_group():
     def body(bounds):
         import torch.distributed as dist
 

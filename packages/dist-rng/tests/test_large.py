@@ -1,4 +1,4 @@
-"""A tensor of 16 GB, never allocated: parts of it against torch's stream, drawn chunk by chunk."""
+"""Parts of a tensor of 16 GB, which is not allocated, against torch's stream drawn in chunks."""
 
 import torch
 
@@ -22,8 +22,8 @@ def test_sampled_regions_of_16_gigabytes_and_the_state_after_them():
     shape = (2**16, 2**16)
     for index, values in expected.items():
         stop = (index + 1) * CHUNK
-        ours = torch.Generator().manual_seed(8)
+        sharded = torch.Generator().manual_seed(8)
         local = torch.empty(SAMPLE)
-        dist_rng.uniform_(local, Region.flat(shape, stop - SAMPLE, stop), generator=ours)
+        dist_rng.uniform_(local, Region.flat(shape, stop - SAMPLE, stop), generator=sharded)
         assert_bitwise(local, values, f"the end of chunk {index}")
-        assert torch.equal(ours.get_state(), generator.get_state())
+        assert torch.equal(sharded.get_state(), generator.get_state())

@@ -1,4 +1,4 @@
-"""The package as a whole: its version, and what importing it loads."""
+"""The version of the package, and what its import loads."""
 
 import importlib.metadata
 
@@ -12,9 +12,9 @@ def test_version_is_that_of_the_installed_distribution():
     assert dist_rng.__version__ == importlib.metadata.version("dist-rng")
 
 
-def test_importing_it_loads_no_other_of_our_packages():
+def test_import_loads_no_other_package_of_the_workspace():
     assert not loaded_by("import dist_rng") & NOT_LOADED
 
 
-def test_that_check_notices_another_of_our_packages():
+def test_the_import_check_notices_another_package():
     assert "ragged_shard" in loaded_by("import dist_rng, ragged_shard") & NOT_LOADED

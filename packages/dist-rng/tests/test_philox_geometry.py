@@ -22,7 +22,7 @@ from dist_rng.philox.geometry import Geometry, LaunchPolicy, policy_of
     ],
     ids=lambda value: str(value),
 )
-def test_blocks_grow_with_the_tensor_until_the_device_is_full(geometry, most):
+def test_blocks_grow_with_the_tensor_up_to_the_resident_blocks(geometry, most):
     assert geometry.max_blocks == most
     assert [geometry.blocks(numel) for numel in (1, 256, 257)] == [1, 1, 2]
     assert geometry.blocks(256 * most) == geometry.blocks(2**31 - 1) == most
@@ -43,23 +43,23 @@ def test_every_supported_release_has_a_policy(version):
     assert not policy_of(version).counts_unroll
 
 
-def test_older_releases_have_none():
+def test_older_releases_raise():
     with pytest.raises(ValueError, match=r"got 2\.10\.1"):
         policy_of("2.10.1")
 
 
 @pytest.mark.parametrize("arguments", [(0, 2048), (-1, 2048), (8, 255)])
-def test_impossible_devices_are_refused(arguments):
+def test_impossible_devices_raise(arguments):
     with pytest.raises(ValueError, match="expected at least one SM"):
         Geometry(*arguments)
 
 
-def test_the_compute_capability_does_not_tell_geometries_apart():
+def test_the_compute_capability_is_not_compared():
     assert Geometry(132, 2048) == Geometry.H200
     assert hash(Geometry(132, 2048)) == hash(Geometry.H200)
 
 
-def test_a_device_is_asked_for_what_its_launches_depend_on(monkeypatch):
+def test_of_device_reads_the_device_properties(monkeypatch):
     properties = SimpleNamespace(
         multi_processor_count=58, max_threads_per_multi_processor=1536, major=8
     )
@@ -67,7 +67,7 @@ def test_a_device_is_asked_for_what_its_launches_depend_on(monkeypatch):
     assert Geometry.of_device("cuda:0") == Geometry.L4
 
 
-def test_numbers_are_any_integers_and_become_ints():
+def test_integers_of_any_type_become_ints():
     geometry = Geometry(np.int64(108), np.uint16(2048))
     assert geometry == Geometry.A100
     assert {type(n) for n in (geometry.sm_count, geometry.max_threads_per_sm)} == {int}

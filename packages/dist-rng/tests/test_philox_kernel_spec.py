@@ -1,4 +1,4 @@
-"""What a CUDA device does for a distribution and dtype, and what it refuses."""
+"""The kernel of a CUDA device for a distribution and dtype, and what raises."""
 
 import pytest
 import torch
@@ -60,22 +60,22 @@ def test_dropout_of_doubles_keeps_the_same_elements_with_a_float_threshold():
     ],
     ids=str,
 )
-def test_dtypes_that_torch_does_not_draw(draw, dtype, message):
+def test_dtypes_that_torch_does_not_draw_raise(draw, dtype, message):
     with pytest.raises(TypeError, match=message):
         kernel_spec(draw, dtype, 8)
 
 
-def test_arguments_out_of_range_are_refused():
+def test_arguments_out_of_range_raise():
     with pytest.raises(ValueError, match="a standard deviation of at least 0"):
         kernel_spec(Normal(0.0, -1.0), torch.float32, 8)
     with pytest.raises(ValueError, match="low < high"):
         kernel_spec(Integers(3, 3), torch.int64, 8)
 
 
-def test_dropout_of_nothing_keeps_what_is_below_one():
+def test_dropout_with_p_0_has_threshold_1():
     assert kernel_spec(FusedDropout(0.0, 4), torch.bool, 8).a == 1.0
 
 
-def test_probabilities_of_their_own_are_reached_four_at_a_time():
+def test_tensors_of_probabilities_are_accessed_four_at_a_time():
     access = kernel_spec(BernoulliTensor(), torch.float32, 8).access
     assert (access.vector, access.capped, access.advance) == (4, False, 12)

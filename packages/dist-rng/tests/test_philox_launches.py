@@ -1,7 +1,7 @@
-"""Philox itself, and the order in which torch's kernels take its words.
+"""Philox, and the order in which torch's kernels use its words.
 
 The order is compared with torch's kernels run literally: every block, thread and turn of every
-loop. The simulations know nothing of the closed form; they yield, in the order of the writes,
+loop. The simulations do not use the closed form; they yield, in the order of the writes,
 (linear index, words of the call, lane).
 """
 
@@ -153,14 +153,14 @@ def test_compiled_calls_equal_the_reference(name, seed):
 
 
 def closed_form(access, numel, geometry, seed, offset):
-    """(words, lane) of every element, by LaunchSchedule and Launch.place."""
+    """(words, lane) of every element, by LaunchSchedule and Launch.word_source."""
     launch = launch_schedule(access, numel, 1, geometry).launches[0]
     places = [launch.word_source(draw) for draw in range(numel)]
     return [(words(seed, offset, place), place.lane) for place in places]
 
 
 def in_order(elements, numel):
-    """The simulation's elements by index: each exactly once."""
+    """Returns the simulation's elements by index; each must occur exactly once."""
     table = {}
     for index, made, lane in elements:
         assert index not in table, f"element {index} was drawn twice"
@@ -188,7 +188,7 @@ def test_vectors_equal_a_literal_launch(vector, groups):
     assert access.vector == vector
     literal = in_order(vectors(numel, vector, SMALL, seed, offset), numel)
     assert closed_form(access, numel, SMALL, seed, offset) == literal
-    # dropout_cuda reserves as if there were no vectors.
+    # dropout_cuda advances the offset as if there were no vectors.
     assert launch_schedule(access, numel, 1, SMALL).advance == advance_of_strides(numel, 4, SMALL)
 
 
@@ -213,7 +213,7 @@ def test_quads_equal_a_literal_launch(numel):
         (1, 4, 0),
     ],
 )
-def test_dropout_takes_the_largest_vector_that_leaves_no_rest(numel, itemsize, vector):
+def test_dropout_uses_the_largest_vector_that_divides_the_tensor(numel, itemsize, vector):
     assert dropout_access(numel, itemsize).vector == vector
 
 
@@ -257,7 +257,7 @@ def test_launches_cover_a_tensor_of_any_size_once(numel, itemsize, geometry):
 
 @pytest.mark.parametrize("name", ACCESS_PATTERNS)
 @given(data=st.data())
-def test_no_two_elements_share_a_place(name, data):
+def test_no_two_elements_share_words(name, data):
     access = ACCESS_PATTERNS[name]
     numel = data.draw(st.integers(1, 2**31 - 1))
     if access.vector:
@@ -269,14 +269,14 @@ def test_no_two_elements_share_a_place(name, data):
     assert 0 <= place.thread < launch.threads
     assert 0 <= place.lane < (access.unroll if not access.vector else 4)
     assert element_at(launch, place) == draw
-    # What a thread reserves is enough, but for dropout whose vectors are not 4.
+    # The advance covers all calls of a thread, except for dropout whose vectors are not 4.
     schedule = launch_schedule(access, numel, 1, geometry)
     if access.vector in (0, 4):
         assert launch.offset + 4 * (place.call + 1) <= schedule.advance
 
 
 def element_at(launch: Launch, place: WordSource) -> int:
-    """The inverse of Launch.place."""
+    """The inverse of Launch.word_source."""
     access = launch.access
     if not access.vector:
         stride = place.call * access.unroll + place.lane
@@ -286,7 +286,7 @@ def element_at(launch: Launch, place: WordSource) -> int:
     return launch.start + group * access.vector + part * 4 + place.lane
 
 
-def test_the_first_half_of_a_split_is_the_smaller_and_comes_first():
+def test_the_first_half_of_a_split_is_the_smaller_one():
     parts = list(split_32_bits(2**29 + 3, 4))
     assert parts == [(0, 2**28 + 1), (2**28 + 1, 2**29 + 3)]
 
@@ -298,7 +298,7 @@ def test_an_empty_tensor_draws_nothing():
         assert schedule.advance == 0
 
 
-def test_more_probabilities_than_torch_can_count_are_refused():
+def test_more_probabilities_than_torch_can_count_raise():
     assert launch_schedule(QUADS, 2**32 - 2048, 4, Geometry.H100).advance == 12
     with pytest.raises(ValueError, match="expected at most"):
         launch_schedule(QUADS, 2**32 - 2047, 4, Geometry.H100)

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, and give one device's numbers."""
+"""The README's examples run unchanged, and draw one device's numbers."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from testkit.inspection.readme import examples, run_example
 
 EXAMPLES = examples(__file__)
 
-# After each example: what one device draws, compared with what the example drew.
+# After each example: compares what one device draws with what the example drew.
 CHECKS = {
     "DTensor": """
 dist_rng.uninstall()

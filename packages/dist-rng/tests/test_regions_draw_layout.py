@@ -1,4 +1,4 @@
-"""Whether a local tensor is what its region says."""
+"""Whether a local tensor matches its region."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def fit(region, tensor):
         (Region.full((1, 3)), torch.empty(3).expand(1, 3)),
     ],
 )
-def test_what_fits_is_taken(region, tensor):
+def test_a_matching_local_tensor_is_accepted(region, tensor):
     fit(region, tensor)
 
 
@@ -49,6 +49,6 @@ def test_what_fits_is_taken(region, tensor):
         (WINDOWS, torch.empty(178)[::2], r"got shape \(89,\) and strides \(2,\)"),
     ],
 )
-def test_mismatch_is_refused(region, tensor, message):
+def test_a_mismatch_raises(region, tensor, message):
     with pytest.raises(ValueError, match=message):
         fit(region, tensor)

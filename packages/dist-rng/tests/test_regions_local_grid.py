@@ -12,7 +12,7 @@ from dist_rng.regions.region import DrawRun, IndexRange, Region
 
 
 def elements(runs):
-    """Every element of the runs as (draw index, local offset)."""
+    """Returns every element of the runs as (draw index, local offset)."""
     return [(run.draw + i, run.local + i * run.stride) for run in runs for i in range(run.count)]
 
 
@@ -25,20 +25,20 @@ def compiled(region, shape=None, strides=None):
 
 
 def subsets_of_pieces(size):
-    """Every way to hold some of the indices 0 .. size - 1, as pieces."""
-    for held in product((False, True), repeat=size):
+    """Yields every subset of the indices 0 .. size - 1, as pieces."""
+    for selected in product((False, True), repeat=size):
         pieces, start = [], None
-        for index, holds in enumerate((*held, False)):
-            if holds and start is None:
+        for index, is_selected in enumerate((*selected, False)):
+            if is_selected and start is None:
                 start = index
-            if not holds and start is not None:
+            if not is_selected and start is not None:
                 pieces.append(IndexRange(start, index))
                 start = None
         yield tuple(pieces)
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (1, 4), (4, 1), (2, 3, 2), (2, 1, 3), (1, 1), ()])
-def test_every_region_of_a_small_tensor_walks_as_the_reference(shape):
+def test_every_region_of_a_small_tensor_equals_the_reference_walk(shape):
     for pieces in product(*(list(subsets_of_pieces(size)) for size in shape)):
         for order in permutations(range(len(shape))):
             region = Region(shape, pieces, order)
@@ -46,19 +46,19 @@ def test_every_region_of_a_small_tensor_walks_as_the_reference(shape):
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 4), (2, 2, 2)])
-def test_every_window_of_a_small_grid_walks_as_the_reference(shape):
+def test_every_window_of_a_small_grid_equals_the_reference_walk(shape):
     dims = tuple(range(len(shape)))
     for pieces in product(*(list(subsets_of_pieces(size)) for size in shape)):
         grid = Region(shape, pieces, dims)
         for windows in subsets_of_pieces(grid.numel):
             region = grid.within(*windows)
-            shape_held, strides_held = (region.numel,), (1,)
-            walked = compiled(region, shape_held, strides_held)
+            local_shape, local_strides = (region.numel,), (1,)
+            walked = compiled(region, local_shape, local_strides)
             assert elements(walked) == elements(region.runs())
 
 
 @pytest.mark.parametrize("strides", [(20, 5, 1), (1, 2, 6), (40, 10, 2), (1, 100, 7)])
-def test_any_local_strides_walk_as_the_reference(strides):
+def test_any_local_strides_equal_the_reference_walk(strides):
     for pieces in ((IndexRange(0, 2), IndexRange(3, 4)), (IndexRange(1, 3),), (IndexRange(0, 4),)):
         region = Region(
             (4, 4, 5),
@@ -78,9 +78,11 @@ def test_any_local_strides_walk_as_the_reference(strides):
         )
     )
 )
-def test_regions_of_up_to_five_dims_walk_as_the_reference(case):
-    shape, held, order = case
-    pieces = tuple(tuple(IndexRange(index, index + 1) for index in sorted(each)) for each in held)
+def test_regions_of_up_to_five_dims_equal_the_reference_walk(case):
+    shape, indices, order = case
+    pieces = tuple(
+        tuple(IndexRange(index, index + 1) for index in sorted(each)) for each in indices
+    )
     region = Region(shape, pieces, tuple(order))
     assert elements(compiled(region)) == elements(region.runs())
 
@@ -93,7 +95,7 @@ def test_runs_ascend_and_a_shard_of_the_first_dim_is_one_run():
         assert before.draw + before.count <= after.draw
 
 
-def test_a_late_window_of_a_long_grid_needs_no_walk_from_the_start():
+def test_a_late_window_of_a_long_grid_is_found_without_a_walk_from_its_start():
     rows = 10**9
     region = Region.box((rows, 8), (0, 2), (rows, 4)).within(IndexRange(4 * rows - 6, 4 * rows))
     walked = compiled_layout(region, (6,), (1,)).grid.runs()
@@ -107,13 +109,13 @@ def test_a_late_window_of_a_long_grid_needs_no_walk_from_the_start():
         ((3, 4), (0, 1), "clone it first"),
     ],
 )
-def test_a_local_tensor_that_does_not_fit_is_refused(shape, strides, message):
+def test_a_mismatching_local_tensor_raises(shape, strides, message):
     region = Region.box((6, 4), (0, 0), (3, 4))
     with pytest.raises(ValueError, match=message):
         compiled_layout(region, shape, strides)
 
 
-def test_windows_refuse_a_local_tensor_with_gaps():
+def test_windows_with_a_strided_local_tensor_raise():
     region = Region.flat((6, 4), 3, 15)
     with pytest.raises(ValueError, match="contiguous local tensor"):
         compiled_layout(region, (12,), (2,))

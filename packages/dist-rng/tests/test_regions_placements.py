@@ -1,4 +1,4 @@
-"""Regions of DTensors are what distribute_tensor hands out, rank by rank."""
+"""Regions of DTensors equal the shards of distribute_tensor, rank by rank."""
 
 import itertools
 
@@ -16,7 +16,7 @@ SHAPES = [(7,), (5, 4), (6, 3, 2), (1, 9), (0, 3), (13, 2)]
 
 
 class Custom(Placement):
-    """What any placement of another package must define to be used in a DTensor."""
+    """A placement with what any placement must define to be used in a DTensor."""
 
     def __init__(self):
         super().__init__()
@@ -33,14 +33,14 @@ def placements_of(shape):
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (8,), (2, 2), (2, 3), (2, 2, 2)], ids=str)
-def test_every_rank_holds_what_distribute_tensor_gives_it(mesh_shape):
+def test_every_rank_holds_its_part_of_distribute_tensor(mesh_shape):
     for _, mesh in each_rank(mesh_shape):
         for shape in SHAPES:
             full = torch.arange(torch.Size(shape).numel()).view(shape)
             for placements in itertools.product(placements_of(shape), repeat=len(mesh_shape)):
                 dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-                held = slice_of(full, Region.of(dtensor))
-                assert torch.equal(dtensor._local_tensor, held), (shape, placements)
+                expected = slice_of(full, Region.of(dtensor))
+                assert torch.equal(dtensor._local_tensor, expected), (shape, placements)
 
 
 def test_five_axes():
@@ -65,8 +65,8 @@ def test_the_memory_order_of_a_dense_tensor_is_found(shape, order):
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 1, 4), (3, 4, 1), (1, 3, 1), (1, 1)], ids=str)
-def test_dims_of_size_one_stay_in_place_whatever_their_stride(shape):
-    """Windows, which other packages' placements keep, need the dims in their own order."""
+def test_dims_of_size_one_keep_their_order_for_any_stride(shape):
+    """Windows, which placements of other packages use, need the dims in their logical order."""
     dims = tuple(range(len(shape)))
     contiguous = torch.empty(shape).stride()
     assert memory_order(shape, contiguous) == dims
@@ -75,7 +75,7 @@ def test_dims_of_size_one_stay_in_place_whatever_their_stride(shape):
         assert memory_order(shape, tuple(stride)) == dims
 
 
-def test_axes_cut_one_dim_in_the_order_of_the_spec():
+def test_axes_shard_one_dim_in_the_order_of_the_spec():
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
     full = torch.arange(84).view(12, 7)
@@ -87,9 +87,9 @@ def test_axes_cut_one_dim_in_the_order_of_the_spec():
         assert torch.equal(slice_of(full, Region.of(dtensor)), expected)
 
 
-def test_a_registered_placement_takes_what_the_axes_before_it_left():
+def test_a_registered_placement_receives_the_region_of_the_axes_before():
     class Fixed(Custom):
-        """Rows 1 and 2 of what it is given."""
+        """Rows 1 and 2 of the region it receives."""
 
     register_placement(Fixed, lambda region, *_: region.select(0, IndexRange(1, 3)))
     full = torch.arange(40).view(10, 4)
@@ -103,12 +103,12 @@ def test_a_registered_placement_takes_what_the_axes_before_it_left():
 
 
 @pytest.mark.parametrize("stride", [(8, 2), (4, 0), (1, 1)])
-def test_a_tensor_that_is_not_dense_is_refused(stride):
+def test_a_tensor_that_is_not_dense_raises(stride):
     with pytest.raises(ValueError, match="expected a dense global tensor"):
         memory_order((2, 4), stride)
 
 
-def test_partial_and_unknown_placements_are_refused_with_the_remedy():
+def test_partial_and_unknown_placements_raise_with_the_remedy():
     class Strange(Custom):
         pass
 
@@ -122,7 +122,7 @@ def test_partial_and_unknown_placements_are_refused_with_the_remedy():
             Region.of(strange)
 
 
-def test_a_registered_placement_that_keeps_windows_is_applied_last():
+def test_a_placement_registered_as_last_is_applied_last():
     class Half(Custom):
         """The first or the second half of the flat local tensor."""
 
@@ -141,7 +141,7 @@ def test_a_registered_placement_that_keeps_windows_is_applied_last():
         assert torch.equal(slice_of(full, Region.of(dtensor)), expected)
 
 
-def test_what_is_registered_last_counts():
+def test_registering_again_replaces_the_function():
     class Changed(Custom):
         pass
 
@@ -154,7 +154,7 @@ def test_what_is_registered_last_counts():
             assert Region.of(dtensor).pieces == ((piece,),)
 
 
-def test_another_package_can_be_found_by_its_entry_point(monkeypatch):
+def test_placements_are_found_by_entry_point(monkeypatch):
     class Foreign(Custom):
         pass
 

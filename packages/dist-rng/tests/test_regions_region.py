@@ -1,4 +1,4 @@
-"""Regions are arithmetic: every one is compared with indexing a tensor of draw indices."""
+"""Regions, compared with indexing a tensor of draw indices."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ from dist_rng.regions.region import IndexRange, Region
 
 
 def draw_indices(shape, order):
-    """The global tensor whose elements are their own draw indices."""
+    """Returns the global tensor whose elements are their draw indices."""
     in_memory = torch.arange(torch.Size(shape).numel()).view([shape[dim] for dim in order])
     return in_memory.permute([order.index(dim) for dim in range(len(shape))])
 
 
 def scatter(region):
-    """The local tensor that region.runs() describes, as a dense tensor in the region's order."""
+    """Returns the local tensor that region.runs() describes, dense in the region's order."""
     storage = torch.full((region.numel,), -1)
     for run in region.runs():
         places = slice(run.local, run.local + run.count * run.stride, run.stride)
@@ -50,13 +50,13 @@ def regions(draw, windows):
 
 
 @given(regions(windows=False))
-def test_runs_place_every_element_once_whatever_the_memory_order(region):
+def test_runs_contain_every_element_once_in_any_memory_order(region):
     expected = slice_of(draw_indices(region.global_shape, region.memory_order), region)
     assert torch.equal(scatter(region), expected)
 
 
 @given(regions(windows=True))
-def test_windows_hold_a_part_of_the_grid(region):
+def test_windows_select_a_part_of_the_grid(region):
     expected = slice_of(draw_indices(region.global_shape, region.memory_order), region)
     assert torch.equal(scatter(region), expected)
 
@@ -70,7 +70,7 @@ def test_runs_ascend(region):
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.data())
-def test_a_part_of_a_part_is_what_slicing_twice_gives(shape, data):
+def test_selecting_twice_equals_slicing_twice(shape, data):
     region, full = Region.full(shape), draw_indices(shape, tuple(range(len(shape))))
     for _ in range(2):
         dim = data.draw(st.integers(0, len(shape) - 1))
@@ -127,12 +127,12 @@ def test_strides_of_the_local_tensor_are_used():
         ),
     ],
 )
-def test_mismatch_is_refused_with_its_numbers(make, message):
+def test_the_error_for_invalid_input_contains_its_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_the_module_needs_no_torch():
+def test_the_module_does_not_import_torch():
     code = (
         "import sys, types, importlib, importlib.util\n"
         "(folder,) = importlib.util.find_spec('dist_rng').submodule_search_locations\n"
@@ -145,7 +145,7 @@ def test_the_module_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_memory_order_of_a_box_is_walked():
+def test_every_memory_order_of_a_box():
     for order in permutations(range(3)):
         region = Region.box((3, 4, 5), (1, 0, 2), (2, 3, 3)).with_memory_order(order)
         expected = draw_indices((3, 4, 5), order)[1:3, 0:3, 2:5]
@@ -174,6 +174,6 @@ def test_sizes_and_offsets_are_any_integers_and_become_ints():
     ],
     ids=["size", "offset", "size of the box", "stop"],
 )
-def test_floats_are_refused(make):
+def test_floats_raise(make):
     with pytest.raises(TypeError, match="integer"):
         make()

@@ -1,4 +1,4 @@
-"""single_device_rng(geometry): torch's own operators on CPU tensors draw a GPU's numbers."""
+"""single_device_rng(geometry): torch's operators on CPU tensors draw a GPU's numbers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from testkit import assert_bitwise, each_rank, fake_mesh
 
 # One SM of one block: small tensors already need several calls of a thread.
 TINY = Geometry(sm_count=1, max_threads_per_sm=256)
-STOCK = (F.dropout, torch.dropout, nn.init.orthogonal_)
+NATIVE = (F.dropout, torch.dropout, nn.init.orthogonal_)
 
 OPERATORS = {
     "rand": lambda x: torch.rand(37, 41),
@@ -101,7 +101,7 @@ def test_an_operator_called_by_its_own_name_has_the_dtype_that_torch_gives():
             assert call().dtype == expected
 
 
-def test_meta_tensors_are_left_to_torch():
+def test_meta_tensors_call_torch():
     with single_device_rng(geometry=TINY):
         torch.manual_seed(0)
         expected = torch.rand(3)
@@ -113,7 +113,7 @@ def test_meta_tensors_are_left_to_torch():
         assert_bitwise(torch.rand(3), expected)
 
 
-def test_torch_dropout_is_the_same_as_the_functions():
+def test_torch_dropout_equals_functional_dropout():
     with single_device_rng(geometry=TINY):
         torch.manual_seed(0)
         expected = F.dropout(ones(), 0.4)
@@ -124,7 +124,7 @@ def test_torch_dropout_is_the_same_as_the_functions():
 
 
 def test_the_first_uniforms_are_those_of_the_philox_definition():
-    """By hand: thread t draws words of the counter (call, t) under the key 0."""
+    """By definition thread t draws the words of the counter (call, t) with the key 0."""
     from dist_rng.philox.reference import philox4x32
 
     with single_device_rng(geometry=Geometry.H100):
@@ -132,7 +132,7 @@ def test_the_first_uniforms_are_those_of_the_philox_definition():
         drawn = torch.rand(5)
     for thread, value in enumerate(drawn.tolist()):
         word = philox4x32((0, 0, thread, 0), (0, 0))[0]
-        # [0, 1): the kernel turns the upper bound, 1, into the lower.
+        # [0, 1): the kernel replaces the upper bound, 1, by the lower one.
         expected = torch.tensor(word * 2.0**-32 + 2.0**-33, dtype=torch.float32).item()
         assert value == (0.0 if expected == 1.0 else expected)
 
@@ -198,8 +198,8 @@ def test_activation_checkpointing_draws_the_mask_again():
         assert_bitwise(gradient(inside=True), gradient(inside=False))
 
 
-def test_native_dropout_draws_where_nothing_is_dropped_and_not_where_everything_is():
-    """As native_dropout_cuda: it returns before its kernel for p = 1 alone."""
+def test_native_dropout_draws_with_p_0_and_not_with_p_1():
+    """As in native_dropout_cuda, which returns before its kernel only for p = 1."""
 
     def drawn(p):
         with single_device_rng(geometry=TINY):
@@ -210,11 +210,11 @@ def test_native_dropout_draws_where_nothing_is_dropped_and_not_where_everything_
     with single_device_rng(geometry=TINY):
         torch.manual_seed(0)
         undisturbed = torch.rand(5)
-    for p, kept in ((0.0, True), (1.0, False)):
+    for p, value in ((0.0, True), (1.0, False)):
         values, mask, after = drawn(p)
-        assert_bitwise(mask, torch.full((37, 41), kept))
-        assert_bitwise(values, torch.full((37, 41), float(kept)))
-        assert torch.equal(after, undisturbed) is not kept
+        assert_bitwise(mask, torch.full((37, 41), value))
+        assert_bitwise(values, torch.full((37, 41), float(value)))
+        assert torch.equal(after, undisturbed) is not value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -224,15 +224,15 @@ def test_dropout_draws_the_mask_of_its_inputs_dtype(dtype):
     with single_device_rng(geometry=TINY):
         torch.manual_seed(0)
         dropped = F.dropout(whole, 0.4)
-        kept = dropped != 0
+        nonzero = dropped != 0
         scaled = whole.double() if dtype == torch.float64 else whole.float()
-        assert_bitwise(dropped[kept], (scaled * (1.0 / (1.0 - 0.4))).to(dtype)[kept])
+        assert_bitwise(dropped[nonzero], (scaled * (1.0 / (1.0 - 0.4))).to(dtype)[nonzero])
         torch.manual_seed(0)
         assert_bitwise(dist_rng.dropout(whole[20:], part, 0.4), dropped[20:])
 
 
 @pytest.mark.parametrize(("shape", "p"), [((37, 41), 0.0), ((0, 41), 0.5)], ids=str)
-def test_dropout_of_nothing_draws_nothing(shape, p):
+def test_dropout_with_p_0_draws_nothing(shape, p):
     with single_device_rng(geometry=TINY):
         torch.manual_seed(0)
         expected = torch.rand(3)
@@ -241,14 +241,14 @@ def test_dropout_of_nothing_draws_nothing(shape, p):
         assert_bitwise(torch.rand(3), expected)
 
 
-def test_dropout_of_everything_is_a_product_with_zero_as_on_a_gpu():
+def test_dropout_with_p_1_multiplies_by_zero_as_on_a_gpu():
     x = torch.tensor([-1.0, 1.0, float("inf")])
     expected = F.dropout(x, 1.0)
     with single_device_rng(geometry=TINY):
         assert_bitwise(F.dropout(x, 1.0), expected)
 
 
-def test_fused_dropout_of_what_is_not_dense_is_refused_with_the_remedy():
+def test_fused_dropout_of_a_tensor_that_is_not_dense_raises_with_the_remedy():
     with (
         single_device_rng(geometry=TINY),
         pytest.raises(ValueError, match=r"native_dropout.*dense.*make it contiguous first"),
@@ -278,7 +278,7 @@ def test_dropout_imported_by_name_is_fused_too():
     assert not torch.equal(composed, expected)
 
 
-def test_the_cpus_own_stream_goes_on_undisturbed():
+def test_the_cpu_stream_is_not_affected():
     torch.manual_seed(7)
     torch.rand(3)
     expected = torch.rand(2000)
@@ -299,7 +299,7 @@ def test_the_cpus_own_stream_goes_on_undisturbed():
         lambda: torch.randint(3, (4,), out=torch.ones(4, dtype=torch.int64)),
     ],
 )
-def test_what_is_not_emulated_raises(operate):
+def test_operators_that_are_not_emulated_raise(operate):
     with (
         single_device_rng(geometry=TINY),
         pytest.raises(ValueError, match="does not reproduce this operator's stream"),
@@ -312,7 +312,7 @@ def test_an_error_inside_restores_everything():
     expected = torch.rand(4)
     with pytest.raises(KeyError), single_device_rng(geometry=TINY):
         raise KeyError
-    assert (F.dropout, torch.dropout, nn.init.orthogonal_) == STOCK
+    assert (F.dropout, torch.dropout, nn.init.orthogonal_) == NATIVE
     torch.manual_seed(0)
     assert_bitwise(torch.rand(4), expected)
     with fake_mesh((2,)) as mesh:

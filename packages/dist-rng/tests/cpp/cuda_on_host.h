@@ -1,7 +1,8 @@
-// Enough of CUDA to run src/cuda on the host: a launch is a loop over blocks and threads.
+// The part of CUDA that is needed to run src/cuda on the host: a launch is a loop over blocks and
+// threads.
 //
-// The kernels' own arithmetic is tested so where there is no device; element types and formulas
-// are those of the host emulator.
+// It tests the arithmetic of the kernels without a device; element types and formulas are those of
+// the host emulator.
 #pragma once
 
 #include <cmath>

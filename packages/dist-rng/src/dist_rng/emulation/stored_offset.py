@@ -76,7 +76,7 @@ def _original_low_bits(fields: "ctypes.Array[ctypes.c_uint64]") -> int:
     """Returns the low 31 bits that word 0 has where no offset is stored."""
     if _is_fresh(fields):
         return fields[0] & _LOW_31  # the first word of a seeded state is the seed
-    # The block's last word is word 396 xor the twist of (an older word's top bit, word 0).
+    # Word 623 of the block is word 396 xor the twist of (an older word's top bit, word 0).
     twisted = fields[_WORDS + 623] ^ fields[_WORDS + 396]
     lowest = twisted >> 31 & 1
     if lowest:
