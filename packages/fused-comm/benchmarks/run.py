@@ -1,7 +1,7 @@
-"""What `nox -s bench -- fused-comm` runs: gradients on gloo ranks, ours and others' ways.
+"""Measures gradient reduction on gloo ranks: `nox -s bench -- fused-comm`.
 
-Milliseconds of the wall clock, the minimum of repeats, all ways in one run and in turns. Ranks
-share this machine's cores, so ratios are what counts.
+Milliseconds of wall clock, the minimum of repeats, all methods in one run and in turns. Ranks share
+this machine's cores, so only ratios are meaningful.
 """
 
 import argparse
@@ -33,26 +33,28 @@ def main() -> None:
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def timed(ways, prepare, repeats=REPEATS):
-    """Milliseconds of each way: the minimum, with all ranks at the start of each."""
-    best = dict.fromkeys(ways, float("inf"))
+def timed(methods, prepare, repeats=REPEATS):
+    """Milliseconds of each method: the minimum, with a barrier before each run."""
+    best = dict.fromkeys(methods, float("inf"))
     for _ in range(repeats):
-        for name, way in ways.items():
+        for name, method in methods.items():
             prepare(name)
             dist.barrier()
             start = time.perf_counter()
-            way()
+            method()
             best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
     return best
 
 
 def small_gradients():
-    """200 gradients that are Partial on both axes of a 2 x 2 mesh."""
+    """200 gradients Partial on both axes of a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2))
-    both, whole = [Partial(), Partial()], [Replicate(), Replicate()]
+    partial, replicated = [Partial(), Partial()], [Replicate(), Replicate()]
 
     def params():
-        made = (DTensor.from_local(torch.zeros(ELEMENTS), mesh, whole) for _ in range(GRADIENTS))
+        made = (
+            DTensor.from_local(torch.zeros(ELEMENTS), mesh, replicated) for _ in range(GRADIENTS)
+        )
         return [torch.nn.Parameter(one) for one in made]
 
     sets = {name: params() for name in ("each", "per axis", "fused", "fused, zero_copy")}
@@ -68,24 +70,24 @@ def small_gradients():
                 reducers[name]._gradients[number].before_accumulation()
             if param.grad is None or name == "each":
                 local = torch.ones(ELEMENTS)
-                param.grad = DTensor.from_local(local, mesh, both, run_check=False)
+                param.grad = DTensor.from_local(local, mesh, partial, run_check=False)
 
     def each():
         for param in sets["each"]:
-            param.grad = param.grad.redistribute(placements=whole)
+            param.grad = param.grad.redistribute(placements=replicated)
             param.grad._local_tensor.add_(0)  # waits for it, as an optimizer does
 
-    ways = {"each": each} | {name: reducer.finish for name, reducer in reducers.items()}
-    for name, way in ways.items():  # groups, plans
+    methods = {"each": each} | {name: reducer.finish for name, reducer in reducers.items()}
+    for name, method in methods.items():  # groups, plans
         prepare(name)
-        way()
+        method()
     counts = {}
-    for name, way in ways.items():
+    for name, method in methods.items():
         prepare(name)
         with CommLog() as log:
-            way()
+            method()
         counts[name] = sum(log.counts().values())
-    best = timed(ways, prepare)
+    best = timed(methods, prepare)
     return [
         {
             "case": f"{GRADIENTS} gradients of {ELEMENTS}, 2 x 2: {name}",
@@ -100,34 +102,34 @@ def small_gradients():
 def ring_bytes(nbytes, sizes, fused):
     """Bytes that a rank sends: a ring all-reduce of n ranks sends 2 (n - 1) / n of the buffer.
 
-    The cost model of veScale, section 6.3, in which bandwidth is all that counts: the axes one
-    after another, or as one ring of all ranks.
+    The cost model of veScale, section 6.3, in which only bandwidth counts: one ring per axis, or
+    one ring of all ranks.
     """
     rings = [math.prod(sizes)] if fused else sizes
     return sum(2 * (n - 1) / n * nbytes for n in rings)
 
 
 def large_gradients():
-    """One gradient in one bucket, Partial on both axes of 2 x 2: what the cost model speaks of."""
+    """One gradient in one bucket, Partial on both axes of 2 x 2, as in the cost model."""
     mesh = init_device_mesh("cpu", (2, 2))
-    both, whole = [Partial(), Partial()], [Replicate(), Replicate()]
+    partial, replicated = [Partial(), Partial()], [Replicate(), Replicate()]
     rows = []
     for megabytes in (0.25, 4, 32):
         local = torch.ones(int(megabytes * 2**20) // 4)
-        ways, params = {}, {}
+        methods, params = {}, {}
         for name, fused in (("per axis", False), ("fused", True)):
-            zeros = DTensor.from_local(torch.zeros_like(local), mesh, whole)
+            zeros = DTensor.from_local(torch.zeros_like(local), mesh, replicated)
             params[name] = torch.nn.Parameter(zeros)
-            ways[name] = GradReducer([params[name]], fuse_axes=fused).finish
+            methods[name] = GradReducer([params[name]], fuse_axes=fused).finish
 
         def prepare(name, params=params, local=local):
-            params[name].grad = DTensor.from_local(local, mesh, both, run_check=False)
+            params[name].grad = DTensor.from_local(local, mesh, partial, run_check=False)
 
-        for name, way in ways.items():
+        for name, method in methods.items():
             prepare(name)
-            way()
-        best = timed(ways, prepare)
-        sent = {name: ring_bytes(local.nbytes, (2, 2), name == "fused") for name in ways}
+            method()
+        best = timed(methods, prepare)
+        sent = {name: ring_bytes(local.nbytes, (2, 2), name == "fused") for name in methods}
         rows += [
             {
                 "case": f"one gradient of {megabytes} MB, 2 x 2: {name}",
@@ -151,12 +153,12 @@ def as_ddp():
         ]
         return torch.nn.Sequential(*layers)
 
-    ours, theirs = model(), torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=1)
+    plain, ddp = model(), torch.nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=1)
     copyless = model()
     # Four layers a bucket, as DDP has them: it closes one when that exceeds the size.
     options = {"group": dist.group.WORLD, "bucket_mb": 1.05}
     reducers = {
-        "GradReducer": (ours, GradReducer(ours.parameters(), **options)),
+        "GradReducer": (plain, GradReducer(plain.parameters(), **options)),
         "GradReducer, zero_copy": (
             copyless, GradReducer(copyless.parameters(), zero_copy=True, **options)
         ),
@@ -168,18 +170,18 @@ def as_ddp():
         model(x).sum().backward()
         finish()
 
-    ways = {"DDP": lambda: step(theirs, lambda: None)}
+    methods = {"DDP": lambda: step(ddp, lambda: None)}
     for name, (module, reducer) in reducers.items():
-        ways[name] = lambda module=module, reducer=reducer: step(module, reducer.finish)
-    for way in ways.values():
+        methods[name] = lambda module=module, reducer=reducer: step(module, reducer.finish)
+    for method in methods.values():
         for _ in range(3):
-            way()
+            method()
     counts = {}
-    for name, way in ways.items():
+    for name, method in methods.items():
         with CommLog() as log:
-            way()
+            method()
         counts[name] = sum(log.counts().values())
-    best = timed(ways, lambda name: None, repeats=4 * REPEATS)
+    best = timed(methods, lambda name: None, repeats=4 * REPEATS)
     return [
         {
             "case": f"16 layers of 256 as DDP: {name}",

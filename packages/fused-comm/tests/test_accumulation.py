@@ -1,4 +1,4 @@
-"""Several backwards, gradients that are missing, and gradients that stay."""
+"""Several backwards per step, missing gradients, and gradients that are not cleared."""
 
 import functools
 import warnings
@@ -44,15 +44,15 @@ def full(params):
 
 def reference(params, xs):
     """Gradients of one device."""
-    whole = [p.detach().full_tensor().requires_grad_() for p in params]
+    single = [p.detach().full_tensor().requires_grad_() for p in params]
     for x in xs:
-        loss(whole, x.full_tensor()).backward()
-    return [p.grad for p in whole]
+        loss(single, x.full_tensor()).backward()
+    return [p.grad for p in single]
 
 
-def close(ours, theirs):
+def close(actual, expected):
     return all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(ours, theirs, strict=True)
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -101,7 +101,7 @@ def test_gradients_that_are_not_zeroed_are_added_to(zero_copy, op):
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
-def test_zeroed_in_place_is_zeroed(zero_copy):
+def test_gradients_that_are_zeroed_in_place_start_from_zero(zero_copy):
     def check():
         mesh = init_device_mesh("cpu", (2,))
         params = model(mesh)
@@ -270,7 +270,7 @@ def test_bf16_gradients_accumulate_in_fp32():
                 assert param.grad is None  # it is in the sum
         loss(params, batch(mesh, 16, dtype=torch.bfloat16)).backward()
         reducer.finish()
-        ours = param.grad.full_tensor()
+        actual = param.grad.full_tensor()
         reducer.remove()
         total = torch.zeros(4, 4)
         for step in range(17):
@@ -278,14 +278,14 @@ def test_bf16_gradients_accumulate_in_fp32():
             loss(params, batch(mesh, step, dtype=torch.bfloat16)).backward()
             total += param.grad.to_local().float()
         dist.all_reduce(total)
-        return ours.dtype, torch.equal(ours, total.bfloat16())
+        return actual.dtype, torch.equal(actual, total.bfloat16())
 
     assert run_ranks(check, 2) == [(torch.bfloat16, True)] * 2
 
 
 @pytest.mark.parametrize("target", [(R, R), (R, S0)])
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_one_axis_may_wait(target, op):
+def test_one_axis_may_be_deferred(target, op):
     """HSDP: reduced within a replica each time, across replicas with the last microbatch."""
 
     def check():
@@ -302,22 +302,20 @@ def test_one_axis_may_wait(target, op):
                 local = torch.randn(6, 2)
                 total += local
                 grad = DTensor.from_local(local, mesh, [P, P], run_check=False)
-                if param.grad is not None:  # as autograd would have it
-                    reducer._gradients[0].before_accumulation()
-                param.grad = grad
+                reducer.accumulate(param, grad)
                 reducer.finish()
                 expected = target if last else (P, target[1])
                 results.append(param.grad.placements == expected)
             dist.all_reduce(total)
-            ours = param.grad.full_tensor()
-            results.append(torch.allclose(ours, total / 4 if op == "avg" else total, atol=1e-6))
+            actual = param.grad.full_tensor()
+            results.append(torch.allclose(actual, total / 4 if op == "avg" else total, atol=1e-6))
             param.grad = None
         return all(results)
 
     assert run_ranks(check, 4) == [True] * 4
 
 
-def test_buckets_are_in_the_order_in_which_gradients_come():
+def test_buckets_are_in_the_order_in_which_gradients_are_computed():
     """Also where no rank has all of them in the first step."""
 
     def check():
@@ -336,7 +334,7 @@ def test_buckets_are_in_the_order_in_which_gradients_come():
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_a_gradient_that_is_whole_already_is_not_summed_again(op):
+def test_a_gradient_that_is_replicated_already_is_not_summed_again(op):
     """As one that a script has reduced itself."""
 
     def check():
@@ -352,7 +350,7 @@ def test_a_gradient_that_is_whole_already_is_not_summed_again(op):
     assert run_ranks(check, 2) == [(True, [2.0])] * 2
 
 
-def test_a_scattered_axis_may_wait():
+def test_a_scattered_axis_may_be_deferred():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         param = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [R, S0]))
@@ -360,10 +358,8 @@ def test_a_scattered_axis_may_wait():
         placements = []
         for micro in range(2):
             reducer.set_requires_gradient_sync(micro == 1, axes=["shard"])
-            reducer._before(0)
             local = torch.full((4, 2), float(1 + dist.get_rank()))
-            param.grad = DTensor.from_local(local, mesh, [P, P], run_check=False)
-            reducer._after(0)
+            reducer.accumulate(param, DTensor.from_local(local, mesh, [P, P], run_check=False))
             reducer.finish()
             placements.append(param.grad.placements)
         return placements, param.grad.full_tensor().unique().tolist()
@@ -372,7 +368,7 @@ def test_a_scattered_axis_may_wait():
     assert run_ranks(check, 4) == [(expected, [20.0])] * 4
 
 
-def test_gradients_that_autograd_has_made_elsewhere_are_taken():
+def test_gradients_of_other_tensors_are_accumulated():
     """Of plain tensors that share the parameters' memory: two backwards, the first not synced."""
 
     def check():
@@ -393,7 +389,7 @@ def test_gradients_that_autograd_has_made_elsewhere_are_taken():
             assert close(full(params), reference(params, [batch(mesh, 1), batch(mesh, 2)]))
             for param in params:
                 param.grad = None
-        with pytest.raises(ValueError, match="none of those that were given"):
+        with pytest.raises(ValueError, match="expected a parameter of this reducer"):
             reducer.accumulate(model(mesh)[0], params[0].detach())
 
     run_ranks(check, 2)

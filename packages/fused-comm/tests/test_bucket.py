@@ -1,4 +1,4 @@
-"""Where gradients lie in buffers, and that all of them come back."""
+"""Bucket plans: the slots of gradients in buffers, packing, and the views of results."""
 
 import math
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fused_comm.axes import flat_group
-from fused_comm.bucket import Entry, Route, plan_buckets
-from fused_comm.pack import own_piece, pack, used
+from fused_comm.bucket import BucketItem, Route, plan_buckets
+from fused_comm.in_flight_bucket import any_rank_has, pack, shard_view
+from fused_comm.process_groups import flat_group
 from fused_comm.reduction import reduction_of
 from testkit import fake_mesh
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
-def entries(mesh, shapes, source, target, dtype=torch.float32):
-    """An entry for each shape, all of one route."""
+def items(mesh, shapes, source, target, dtype=torch.float32):
+    """One item for each shape, all of one route."""
     found = []
     for index, shape in enumerate(shapes):
         param, grad = (
@@ -32,7 +32,7 @@ def entries(mesh, shapes, source, target, dtype=torch.float32):
             (flat_group(mesh, reduction.reduced),) if reduction.reduced else (),
             dtype, torch.device("cpu"), averaged=False,
         )  # fmt: skip
-        found.append(Entry(index, reduction, route))
+        found.append(BucketItem(index, reduction, route))
     return found
 
 
@@ -50,24 +50,24 @@ def _local(mesh, shape, placements):
 
 def test_buckets_fill_in_the_order_of_use_up_to_their_size():
     with fake_mesh((2,)) as mesh:
-        planned = entries(mesh, [(10,), (10,), (30,), (10,), (5,)], [P], [R])
+        planned = items(mesh, [(10,), (10,), (30,), (10,), (5,)], [P], [R])
         buckets = plan_buckets(planned, 80)
-        assert [[slot.entry.index for slot in bucket.slots] for bucket in buckets] == [
+        assert [[slot.item.index for slot in bucket.slots] for bucket in buckets] == [
             [0, 1], [2], [3, 4],
         ]  # fmt: skip
 
 
-def test_routes_do_not_share_buckets_and_keep_their_order():
+def test_each_route_has_buckets_of_its_own_in_order():
     with fake_mesh((2, 2)) as mesh:
-        both = entries(mesh, [(8,), (8,)], [P, P], [R, R])
-        first = entries(mesh, [(8,), (8,)], [P, R], [R, R])
+        both = items(mesh, [(8,), (8,)], [P, P], [R, R])
+        first = items(mesh, [(8,), (8,)], [P, R], [R, R])
         buckets = plan_buckets([both[0], first[0], both[1], first[1]], 1000)
         assert [bucket.route.reduced[0].size for bucket in buckets] == [4, 2]
 
 
 def test_slots_are_aligned_and_apart():
     with fake_mesh((2,)) as mesh:
-        (bucket,) = plan_buckets(entries(mesh, [(3,), (1, 7), (2, 2)], [P], [R]), 1000)
+        (bucket,) = plan_buckets(items(mesh, [(3,), (1, 7), (2, 2)], [P], [R]), 1000)
         ends = [slot.start + slot.size for slot in bucket.slots]
         assert [slot.start for slot in bucket.slots] == [0, 4, 12]
         assert all(end <= start.start for end, start in zip(ends, bucket.slots[1:], strict=False))
@@ -78,9 +78,9 @@ def test_slots_are_aligned_and_apart():
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("shape", [(8, 3), (5, 3), (1, 3), (3,), (2, 5)])
 def test_rows_hold_the_shards_of_all_ranks(rank, shape):
-    """Padding is in the buffer only: each piece is copied from the gradient straight to its row."""
+    """Padding is in the buffer only: each shard is copied from the gradient directly to its row."""
     with fake_mesh((4,), rank=rank) as mesh:
-        (bucket,) = plan_buckets(entries(mesh, [shape, shape], [P], [S0]), 1000)
+        (bucket,) = plan_buckets(items(mesh, [shape, shape], [P], [S0]), 1000)
         whole = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
         buffer = torch.full((bucket.numel,), math.nan)
         pack(bucket, {0: whole, 1: 2 * whole}, buffer)
@@ -93,13 +93,13 @@ def test_rows_hold_the_shards_of_all_ranks(rank, shape):
                 assert torch.equal(values, factor * piece)
         own = buffer.view(4, bucket.row)[rank]
         expected = pieces[rank] if rank < len(pieces) else whole[:0]
-        assert torch.equal(own_piece(bucket.slots[0], own), expected)
+        assert torch.equal(shard_view(bucket.slots[0], own), expected)
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_two_scattered_axes_are_cut_one_after_the_other(rank):
+def test_two_scattered_axes_shard_one_after_the_other(rank):
     with fake_mesh((2, 4), rank=rank) as mesh:
-        planned = entries(mesh, [(7, 6)], [P, P], [S0, S1])
+        planned = items(mesh, [(7, 6)], [P, P], [S0, S1])
         (bucket,) = plan_buckets(planned, 1000)
         whole = torch.arange(42.0).view(7, 6)
         buffer = torch.empty(bucket.numel)
@@ -107,33 +107,33 @@ def test_two_scattered_axes_are_cut_one_after_the_other(rank):
         row = buffer.view(8, bucket.row)[rank]
         by_row = whole.chunk(2, 0)[rank // 4].chunk(4, 1)
         expected = by_row[rank % 4] if rank % 4 < len(by_row) else whole[:0, :0]
-        assert own_piece(bucket.slots[0], row).flatten().tolist() == expected.flatten().tolist()
+        assert shard_view(bucket.slots[0], row).flatten().tolist() == expected.flatten().tolist()
 
 
-def test_what_is_missing_is_zero_and_said_to_be():
+def test_slots_of_missing_gradients_are_zero_and_not_flagged():
     with fake_mesh((2,)) as mesh:
-        (bucket,) = plan_buckets(entries(mesh, [(3,), (2,)], [P], [R]), 1000)
+        (bucket,) = plan_buckets(items(mesh, [(3,), (2,)], [P], [R]), 1000)
         buffer = torch.full((bucket.numel,), 7.0)
         pack(bucket, {1: torch.ones(2)}, buffer)
-        assert own_piece(bucket.slots[0], buffer).tolist() == [0.0] * 3
-        assert [used(slot, buffer) for slot in bucket.slots] == [False, True]
+        assert shard_view(bucket.slots[0], buffer).tolist() == [0.0] * 3
+        assert [any_rank_has(slot, buffer) for slot in bucket.slots] == [False, True]
 
 
 def test_packing_casts_and_takes_any_strides():
     with fake_mesh((2,)) as mesh:
-        (bucket,) = plan_buckets(entries(mesh, [(3, 2)], [P], [R], dtype=torch.float64), 1000)
+        (bucket,) = plan_buckets(items(mesh, [(3, 2)], [P], [R], dtype=torch.float64), 1000)
         buffer = torch.empty(bucket.numel, dtype=torch.float64)
         grad = torch.arange(6.0).view(2, 3).t()
         pack(bucket, {0: grad}, buffer)
-        assert torch.equal(own_piece(bucket.slots[0], buffer), grad.double())
+        assert torch.equal(shard_view(bucket.slots[0], buffer), grad.double())
 
 
-def test_empty_pieces_do_not_pass_for_gradients_that_live_in_the_buffer():
-    """Three slots, three empty pieces: as many as there are slots, and none of them lives there."""
+def test_empty_shards_are_not_taken_for_views_of_the_buffer():
+    """Three slots and three empty shards, none of which is a view of the buffer."""
     with fake_mesh((2,)) as mesh:
         shapes = [(1, 4), (1, 4), (1, 4)]
-        (bucket,) = plan_buckets(entries(mesh, shapes, [P], [S0]), 1000)
+        (bucket,) = plan_buckets(items(mesh, shapes, [P], [S0]), 1000)
         buffer = torch.zeros(bucket.numel)
         pack(bucket, {number: torch.full((1, 4), 8.0) for number in range(3)}, buffer, 2.0)
         row = buffer.view(2, bucket.row)[0]
-        assert [own_piece(slot, row).tolist() for slot in bucket.slots] == [[[4.0] * 4]] * 3
+        assert [shard_view(slot, row).tolist() for slot in bucket.slots] == [[[4.0] * 4]] * 3

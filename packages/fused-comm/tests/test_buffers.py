@@ -1,4 +1,4 @@
-"""Buffers of somebody else's: used for every bucket, and released when nothing is in them."""
+"""Buffers of another allocator: used for every bucket, released when no gradient is in them."""
 
 import gc
 import math
@@ -108,7 +108,7 @@ def all_correct(params, reducer, mesh, steps):
 @pytest.mark.filterwarnings("ignore:.*a second backward began without finish")
 @pytest.mark.parametrize("zero_copy", [False, True])
 @pytest.mark.parametrize("target", [R, S0])
-def test_every_buffer_is_released_when_its_gradients_are_elsewhere(zero_copy, target):
+def test_a_buffer_is_released_when_its_gradients_are_elsewhere(zero_copy, target):
     """Gradients that stay, that are not used for a step, and that come twice in one."""
 
     def check():
@@ -127,17 +127,17 @@ def test_every_buffer_is_released_when_its_gradients_are_elsewhere(zero_copy, ta
             reducer.finish()
             correct.append(as_expected(params, sums))
             alive.append(len(pool.alive))
-        return all(correct), alive[-1] == len(reducer._plan().buckets), pool.made
+        return all(correct), alive[-1] == len(reducer.report().buckets), pool.made
 
-    # Two buckets in six steps, two of them with a second round; homes are made once, and what
-    # shards are cut out of is used again.
-    # So is, twice, what was sent when nobody used the parameter.
+    # Two buckets in six steps, two of them with a second round. Buffers of bucket views are made
+    # once, and inputs of reduce-scatters are reused; so is, twice, the buffer of a bucket without
+    # gradients.
     made = 2 if target == S0 else 2 * (1 + 2) if zero_copy else 2 * (6 + 2) - 2
     assert run_ranks(check, 2) == [(True, True, made)] * 2
 
 
 @pytest.mark.parametrize("target", [R, S0])
-def test_a_buffer_is_used_again_when_nobody_has_its_gradients(target):
+def test_a_buffer_is_reused_when_its_gradients_are_gone(target):
     def check():
         mesh = init_device_mesh("cpu", (2,))
         params, pool = model(mesh, [target]), Pool()
@@ -148,7 +148,7 @@ def test_a_buffer_is_used_again_when_nobody_has_its_gradients(target):
     assert run_ranks(check, 2) == [(True, 1)] * 2
 
 
-def test_shards_of_many_buckets_are_cut_out_of_two_buffers():
+def test_many_scattered_buckets_use_two_buffers():
     """So that memory does not grow with the model (ZeRO-2): one is filled, one is on its way."""
 
     def check():
@@ -162,7 +162,7 @@ def test_shards_of_many_buckets_are_cut_out_of_two_buffers():
 
 
 @pytest.mark.parametrize("part", ["gradient", "local tensor", "view"])
-def test_a_gradient_that_somebody_keeps_stays_as_it_was(part):
+def test_a_gradient_that_is_still_referenced_is_not_overwritten(part):
     """In memory of torch's, which counts its views."""
     parts = {"gradient": lambda g: g, "local tensor": DTensor.to_local, "view": DTensor.t}
 
@@ -170,15 +170,15 @@ def test_a_gradient_that_somebody_keeps_stays_as_it_was(part):
         mesh = init_device_mesh("cpu", (2,))
         params = model(mesh)
         reducer = GradReducer(params)
-        kept = []
+        saved = []
         for step in range(4):
             loss(params, batch(mesh, step)).backward()
             reducer.finish()
             mine = parts[part](params[0].grad)
-            kept.append((mine, mine.clone()))
+            saved.append((mine, mine.clone()))
             for param in params:
                 param.grad = None
-        return [torch.equal(*(getattr(x, "_local_tensor", x) for x in pair)) for pair in kept]
+        return [torch.equal(*(getattr(x, "_local_tensor", x) for x in pair)) for pair in saved]
 
     assert run_ranks(check, 2) == [[True] * 4] * 2
 
@@ -239,7 +239,7 @@ def test_any_pattern_of_gradients_adds_up(shape, zero_copy, target, op):
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
-def test_an_axis_may_wait_with_gradients_of_autograd(zero_copy):
+def test_an_axis_may_be_deferred_with_gradients_of_autograd(zero_copy):
     """HSDP's deferral on 2 x 2, with buffers that are spoiled when they are released."""
 
     def check():
@@ -265,7 +265,7 @@ def test_an_axis_may_wait_with_gradients_of_autograd(zero_copy):
     assert run_ranks(check, 4) == [(True, True)] * 4
 
 
-def test_what_comes_twice_here_and_once_elsewhere_is_an_error():
+def test_a_gradient_that_is_accumulated_twice_on_one_rank_only_is_an_error():
     """Else the second round here would be added to the next step's first elsewhere."""
 
     def check():
@@ -281,15 +281,13 @@ def test_what_comes_twice_here_and_once_elsewhere_is_an_error():
         )
 
         def give(grads):
-            for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                reducer._before(number)
-                param.grad = grad if param.grad is None else param.grad + grad
-                reducer._after(number)
+            for param, grad in zip(params, grads, strict=True):
+                reducer.accumulate(param, grad)
 
         give(first)
         if dist.get_rank() == 0:
             give(second)
-            with pytest.raises(RuntimeError, match=r"layer2, layer1, layer0 came several times on"):
+            with pytest.raises(RuntimeError, match=r"layer2, layer1, layer0 were accumulated"):
                 reducer.finish()
         else:
             reducer.finish()
@@ -300,7 +298,7 @@ def test_what_comes_twice_here_and_once_elsewhere_is_an_error():
     assert run_ranks(check, 2) == [True] * 2
 
 
-def test_parameters_that_nobody_has_are_freed_with_their_reducer():
+def test_unreferenced_parameters_are_freed_with_their_reducer():
     with fake_mesh((2,)) as mesh:
         params = model(mesh)
         reducer = GradReducer(params)

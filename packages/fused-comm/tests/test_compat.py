@@ -24,7 +24,7 @@ def test_the_preferred_names_are_taken_where_they_exist():
     assert _compat._ALL_GATHER.__name__ == expected
 
 
-def test_views_are_noticed_and_forgotten():
+def test_views_of_a_buffer_are_detected_until_they_are_freed():
     buffer = torch.empty(8)
     assert not _compat.is_viewed(buffer)
     view = torch.nn.Parameter(buffer[2:4].view(2, 1))
@@ -34,8 +34,8 @@ def test_views_are_noticed_and_forgotten():
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "DTensor"])
-def test_a_weak_reference_lives_as_long_as_the_parameter_has_the_gradient(placed):
-    """`Gradient` knows by one that a gradient is finished: else it would be summed again."""
+def test_a_weak_reference_is_valid_as_long_as_the_parameter_has_the_gradient(placed):
+    """`GradientState` marks a finished gradient by one; otherwise it would be summed again."""
     with fake_mesh((2,)) as mesh:
 
         def made():
@@ -56,12 +56,12 @@ def test_a_dtensor_is_made_as_torch_makes_it():
     with fake_mesh((2,)) as mesh:
         param = torch.nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Partial()]))
         local = torch.ones(3, 4)
-        ours = _compat.dtensor(local, param, mesh, (Partial(),))
-        theirs = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-        assert ours._spec == theirs._spec
-        assert ours._spec.tensor_meta == theirs._spec.tensor_meta
-        assert ours.stride() == theirs.stride()
-        assert not ours.requires_grad
+        actual = _compat.dtensor(local, param, mesh, (Partial(),))
+        expected = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+        assert actual._spec == expected._spec
+        assert actual._spec.tensor_meta == expected._spec.tensor_meta
+        assert actual.stride() == expected.stride()
+        assert not actual.requires_grad
         transposed = torch.nn.Parameter(param.detach().t())
         assert _compat.dtensor(torch.ones(4, 3), transposed, mesh, (Partial(),)).stride() == (3, 1)
 

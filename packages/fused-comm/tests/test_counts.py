@@ -1,4 +1,4 @@
-"""What a step costs: collectives, bytes and copies, on meshes that need no other process."""
+"""The collectives and copies of a step, on fake meshes."""
 
 import pytest
 import torch
@@ -23,17 +23,10 @@ def dtensor(mesh, shape, placements):
     return DTensor.from_local(data, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def give(reducer, params, source):
-    """What backward does, without the model."""
+def accumulate(reducer, params, source):
+    """Accumulates gradients as backward does."""
     for param, placements in zip(params, source, strict=True):
-        number = next(n for n, g in enumerate(reducer._gradients) if g.param is param)
-        reducer._before(number)
-        grad = dtensor(param.device_mesh, param.shape, placements)
-        if param.grad is None:
-            param.grad = grad
-        else:
-            param.grad._local_tensor.add_(grad._local_tensor)
-        reducer._after(number)
+        reducer.accumulate(param, dtensor(param.device_mesh, param.shape, placements))
 
 
 class Copies(TorchDispatchMode):
@@ -55,7 +48,7 @@ class Copies(TorchDispatchMode):
 
 
 # On a mesh of data, context and tensor parallel axes: what sequence-parallel norms, column-parallel
-# weights and an embedding that only data parallelism has cut have for gradients.
+# weights and an embedding that is sharded by data parallelism alone have for gradients.
 KINDS = {
     "norm": ((8,), (R, R, R), (P, P, P), 6),
     "weight": ((8, 16), (R, R, S0), (P, P, S0), 6),
@@ -75,11 +68,11 @@ def test_collectives_are_buckets_times_sets_of_axes(rank):
             reducer = GradReducer(params, fuse_axes=fuse, bucket_mb=600 / 2**20)
             for _ in range(2):
                 with CommLog() as log:
-                    give(reducer, params, source)
+                    accumulate(reducer, params, source)
                     reducer.finish()
                 for param in params:
                     param.grad = None
-            routes = [str(bucket.route) for bucket in reducer._plan().buckets]
+            routes = [bucket.route for bucket in reducer.report().buckets]
             counts[fuse] = log.counts(), sorted(routes)
             assert reducer.report().collectives == sum(log.counts().values())
     # Two weights fill a bucket, and all norms are in one: three sets of axes, five buckets.
@@ -101,9 +94,9 @@ def test_gradients_are_copied_into_the_bucket_and_never_out(target, zero_copy):
             for param in params:
                 param.grad = None
             with Copies() as copies:
-                give(reducer, params, [(P,)] * 3)
+                accumulate(reducer, params, [(P,)] * 3)
                 reducer.finish()
-            lives_there = zero_copy and target == (R,) and step > 0
-            assert copies.names == ([] if lives_there else ["_foreach_copy_"])
+            in_place = zero_copy and target == (R,) and step > 0
+            assert copies.names == ([] if in_place else ["_foreach_copy_"])
             storages = {p.grad.to_local().untyped_storage().data_ptr() for p in params}
             assert len(storages) == 1  # they are views of one buffer

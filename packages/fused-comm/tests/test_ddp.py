@@ -1,4 +1,4 @@
-"""DistributedDataParallel's buckets over more axes than its own."""
+"""DistributedDataParallel's buckets reduced over more axes than its group has."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-def test_all_axes_go_in_one_collective(op, reduce_dtype):
+def test_buckets_are_reduced_over_all_axes_in_one_collective(op, reduce_dtype):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         torch.manual_seed(0)
@@ -24,13 +24,13 @@ def test_all_axes_go_in_one_collective(op, reduce_dtype):
         x = torch.randn(4, 2, 5)
         with CommLog() as log:
             model(x[torch.distributed.get_rank()]).square().sum().backward()
-        ours = [p.grad.clone() for p in plain.parameters()]
+        actual = [p.grad.clone() for p in plain.parameters()]
         plain.zero_grad()
         plain(x).square().sum().backward()
         count = 4 if op == "avg" else 1
         close = all(
             torch.allclose(a, p.grad / count, atol=1e-5)
-            for a, p in zip(ours, plain.parameters(), strict=True)
+            for a, p in zip(actual, plain.parameters(), strict=True)
         )
         return close, log.counts()["all_reduce"]
 

@@ -1,4 +1,4 @@
-"""Collectives on DTensors by their own names."""
+"""Collectives by name on DTensors."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import functional
-from fused_comm.axes import flat_group
+from fused_comm.process_groups import flat_group
 from testkit import run_ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 @pytest.mark.ranks
-def test_each_is_the_redistribution_that_it_is_named_for():
+def test_each_collective_equals_its_redistribution():
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         first, both = mesh.get_group(0), flat_group(mesh, (0, 1)).group
@@ -32,23 +32,23 @@ def test_each_is_the_redistribution_that_it_is_named_for():
         ]  # fmt: skip
         return [
             result.placements == target
-            and torch.equal(result.to_local(), given.redistribute(placements=target).to_local())
-            for result, given, target in calls
+            and torch.equal(result.to_local(), source.redistribute(placements=target).to_local())
+            for result, source, target in calls
         ]
 
     assert run_ranks(check, 4) == [[True] * 6] * 4
 
 
 @pytest.mark.ranks
-def test_a_group_or_a_placement_that_is_not_the_tensors_is_refused():
+def test_a_group_of_no_axes_and_a_wrong_placement_are_refused():
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         x = distribute_tensor(torch.ones(4, 4), mesh, [S0, R])
         other = dist.new_group([0, 3]), dist.new_group([1, 2])
         strange = other[0] if dist.get_rank() in (0, 3) else other[1]
-        with pytest.raises(ValueError, match=r"all_gather: the group of ranks \[\d, \d\] is that"):
+        with pytest.raises(ValueError, match=r"all_gather: the group of ranks \[\d, \d\] is not"):
             functional.all_gather(x, strange)
-        with pytest.raises(ValueError, match=r"all_reduce: the tensor is .* on axis 0 .* Partial"):
+        with pytest.raises(ValueError, match=r"all_reduce: expected Partial on axis 0 .* got S"):
             functional.all_reduce(x, mesh.get_group(0))
         return True
 

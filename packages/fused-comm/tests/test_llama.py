@@ -97,8 +97,8 @@ def test_it_trains_as_on_one_device(zero_copy):
         )
 
     losses, params = _on_one_device()
-    for ours, trained, buckets in run_ranks(check, 4, timeout=180):
-        torch.testing.assert_close(ours, losses, rtol=1e-5, atol=1e-5)
+    for actual, trained, buckets in run_ranks(check, 4, timeout=180):
+        torch.testing.assert_close(actual, losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(trained, params, rtol=1e-3, atol=1e-4)
         # The norms are summed over all ranks, the rest over dp: a bucket for each.
         assert sorted(buckets) == [(f"all-reduce over {ranks}, float32", 1) for ranks in (2, 4)]

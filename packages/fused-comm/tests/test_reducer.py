@@ -1,4 +1,4 @@
-"""Gradients on real ranks: equal to redistributing each alone, in few collectives."""
+"""Gradients on gloo ranks: equal to redistributing each by itself, in few collectives."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def make_grads(params, source, seed=0, dtype=None):
     return grads
 
 
-def alone(grads, target):
+def redistributed(grads, target):
     return [grad.redistribute(placements=target).to_local() for grad in grads]
 
 
@@ -50,8 +50,8 @@ def locals_of(params):
     return [None if p.grad is None else p.grad.to_local() for p in params]
 
 
-def equal(ours, theirs):
-    return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+def equal(actual, expected):
+    return [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)]
 
 
 ONE_AXIS = [((P,), (R,)), ((P,), (S0,)), ((Partial("avg"),), (R,)), ((Partial("avg"),), (S0,))]
@@ -69,11 +69,11 @@ def test_two_ranks_have_the_bits_of_redistribution(source, target, dtype):
             grads = make_grads(params, source, step)
             backward_with(params, grads)
             reducer.finish()
-            results += equal(locals_of(params), alone(grads, target))
+            results += equal(locals_of(params), redistributed(grads, target))
             results += [p.grad.placements == target and p.grad.shape == p.shape for p in params]
             for param in params:
                 param.grad = None
-        return all(results), len(reducer._plan().buckets) > 1
+        return all(results), len(reducer.report().buckets) > 1
 
     assert run_ranks(check, 2) == [(True, True)] * 2
 
@@ -104,9 +104,11 @@ def test_four_ranks_agree_with_redistribution(case, fuse_axes):
             grads = make_grads(params, source, step)
             backward_with(params, grads)
             reducer.finish()
-            for ours, theirs in zip(locals_of(params), alone(grads, target), strict=True):
-                results.append(ours.shape == theirs.shape)
-                results.append(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6))
+            for actual, expected in zip(
+                locals_of(params), redistributed(grads, target), strict=True
+            ):
+                results.append(actual.shape == expected.shape)
+                results.append(torch.allclose(actual, expected, rtol=1e-6, atol=1e-6))
             for param in params:
                 param.grad = None
         return all(results)
@@ -139,7 +141,7 @@ def test_collectives_are_buckets_times_sets_of_axes():
     assert run_ranks(check, 4) == [{True: {"all_reduce": 2}, False: {"all_reduce": 3}}] * 4
 
 
-def test_buckets_are_sent_while_backward_goes_on():
+def test_buckets_are_sent_during_backward():
     def check():
         mesh = init_device_mesh("cpu", (2,))
         params = make_params(mesh, (R,), [(64,)] * 4)
@@ -150,13 +152,13 @@ def test_buckets_are_sent_while_backward_goes_on():
             total = torch.zeros((), requires_grad=True)
             for param, grad in zip(params, grads, strict=True):
                 total = total + loss_with_grad(param, grad)
-                total.register_hook(lambda _: sent.append(len(reducer._step.flights)))
+                total.register_hook(lambda _: sent.append(len(reducer._step.in_flight)))
             total.backward()
-            sent.append(len(reducer._step.flights))
+            sent.append(len(reducer._step.in_flight))
             reducer.finish()
         return sent
 
-    # The first step is for learning; in the second each bucket is under way when the next comes.
+    # The first step plans; in the second each bucket is sent before the next gradient is computed.
     first, second = [0, 0, 0, 0, 0], [0, 1, 2, 3, 4]
     assert run_ranks(check, 2) == [first + second] * 2
 
@@ -165,23 +167,23 @@ def test_buckets_are_sent_while_backward_goes_on():
 def test_plain_tensors_are_averaged_as_ddp_does_it(options):
     def check():
         torch.manual_seed(0)
-        ours, ddp = (
+        actual, ddp = (
             torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
             for _ in range(2)
         )
-        ddp.load_state_dict(ours.state_dict())
+        ddp.load_state_dict(actual.state_dict())
         ddp = torch.nn.parallel.DistributedDataParallel(ddp)
-        reducer = GradReducer(ours.named_parameters(), group=dist.group.WORLD, **options)
+        reducer = GradReducer(actual.named_parameters(), group=dist.group.WORLD, **options)
         results = []
         for step in range(3):
             torch.manual_seed(10 * step + dist.get_rank())
             x = torch.randn(4, 5)
-            ours.zero_grad()
+            actual.zero_grad()
             ddp.zero_grad()
-            ours(x).square().sum().backward()
+            actual(x).square().sum().backward()
             reducer.finish()
             ddp(x).square().sum().backward()
-            for one, other in zip(ours.parameters(), ddp.parameters(), strict=True):
+            for one, other in zip(actual.parameters(), ddp.parameters(), strict=True):
                 results.append(torch.equal(one.grad, other.grad))
         return all(results)
 
@@ -189,27 +191,27 @@ def test_plain_tensors_are_averaged_as_ddp_does_it(options):
 
 
 @pytest.mark.parametrize("rows", [8, 7, 2])
-def test_pieces_of_shards_are_cut_from_them(rows):
-    """Beside tensor parallelism FSDP2 places parameters so; the whole is along dp alone."""
+def test_strided_shards_are_scattered_from_local_shards(rows):
+    """As FSDP2 places parameters beside tensor parallelism."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         (whole,) = make_params(mesh, (R, S0), [(rows, 3)])
-        pieces = (_StridedShard(0, split_factor=2), S0)
-        param = torch.nn.Parameter(whole.detach().redistribute(placements=pieces))
+        strided = (_StridedShard(0, split_factor=2), S0)
+        param = torch.nn.Parameter(whole.detach().redistribute(placements=strided))
         reducer = GradReducer([param])
         (grad,) = make_grads([whole], (P, S0))
         backward_with([param], [grad])
         with CommLog() as log:
             reducer.finish()
-        expected = grad.redistribute(placements=(R, S0)).redistribute(placements=pieces)
+        expected = grad.redistribute(placements=(R, S0)).redistribute(placements=strided)
         same = torch.equal(param.grad.to_local(), expected.to_local())
-        return same, param.grad.placements == pieces, log.counts()["reduce_scatter"]
+        return same, param.grad.placements == strided, log.counts()["reduce_scatter"]
 
     assert run_ranks(check, 4) == [(True, True, 1)] * 4
 
 
-def test_other_pieces_are_no_cut():
+def test_strided_shards_of_another_split_factor_are_refused():
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         placements = (_StridedShard(0, split_factor=4), S0)
@@ -222,14 +224,14 @@ def test_other_pieces_are_no_cut():
         (whole,) = make_params(mesh, (R, S0), [(8, 3)])
         reducer = GradReducer([param])
         backward_with([param], make_grads([whole], (P, S0)))
-        with pytest.raises(ValueError, match="its own part of the sum is no shard of that"):
+        with pytest.raises(ValueError, match="are no chunks of the local sum"):
             reducer.finish()
 
     run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("axes", [(P, R), (P, P)])
-def test_reduce_dtype_holds_on_every_axis(axes):
+def test_reduce_dtype_is_used_on_every_axis(axes):
     """pytorch#190626: halves summed as halves lose what sums in fp32 keep."""
 
     def check():
@@ -241,7 +243,7 @@ def test_reduce_dtype_holds_on_every_axis(axes):
         with CommLog() as log:
             reducer.finish()
         wide = DTensor.from_local(grad.to_local().float(), mesh, axes, run_check=False)
-        (expected,) = alone([wide], (R, R))
+        (expected,) = redistributed([wide], (R, R))
         sums = {call.dtype for call in log.calls if call.input_bytes > 64}
         return param.grad.dtype, torch.equal(param.grad.to_local(), expected.bfloat16()), sums
 
@@ -250,7 +252,7 @@ def test_reduce_dtype_holds_on_every_axis(axes):
 
 
 def test_means_of_halves_do_not_overflow():
-    """Four times 30000 is no number in fp16; before the sum two of the four are divided away."""
+    """Four times 30000 is infinite in fp16; so the gradients are divided by two before the sum."""
 
     def check():
         mesh = init_device_mesh("cpu", (4,))

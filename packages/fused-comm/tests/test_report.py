@@ -1,4 +1,4 @@
-"""What a reducer says of its last step."""
+"""The report of a reducer's last step."""
 
 import time
 
@@ -9,22 +9,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fused_comm import GradReducer
-from fused_comm.report import BucketReport, Report
+from fused_comm.grad_reducer import BucketReport, Report
 from testkit import run_ranks
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
 
 
-def test_hidden_and_exposed_times_come_of_launches_and_waits():
+def test_hidden_and_exposed_times_are_computed_from_launches_and_waits():
     bucket = BucketReport(
         ("a",), "all-reduce over 2, float32", 2**20, 1, 1.0, ((3.0, 3.5), (4.0, 4.25))
     )
     assert bucket.exposed == 0.75
-    assert bucket.hidden == 2.5  # on its way from 1 to 4.25
+    assert bucket.hidden == 2.5  # in flight from 1 to 4.25
     assert BucketReport(("a",), "", 0, 0, 1.0, ()).hidden == 0.0
 
 
-def test_the_table_has_a_row_for_each_bucket_and_the_sums():
+def test_the_table_has_a_row_per_bucket_and_a_total():
     report = Report(
         (
             BucketReport(("a", "b"), "all-reduce over 2, float32", 2**20, 1, 0.0, ((0.5, 1.0),)),
@@ -39,7 +39,7 @@ def test_the_table_has_a_row_for_each_bucket_and_the_sums():
     ]
 
 
-def test_the_picture_shows_what_was_waited_for(tmp_path):
+def test_the_timeline_shows_waits(tmp_path):
     orange = "#ff7f0e"
     counts = []
     for waits in ((), ((0.1, 0.2), (0.3, 0.4))):
@@ -77,7 +77,7 @@ def test_a_reducer_reports_its_last_step():
 
 
 @pytest.mark.ranks
-def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
+def test_waits_are_exposed_and_the_rest_is_hidden():
     """One step in which both ranks compute on, and one in which the other rank comes late."""
 
     def check():
@@ -88,9 +88,9 @@ def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
         for late, computes in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
             dist.barrier()
             time.sleep(late * dist.get_rank())
-            reducer._before(0)
-            param.grad = DTensor.from_local(torch.ones(64), mesh, [P], run_check=False)
-            reducer._after(0)  # sends it, from the second step on
+            param.grad = None
+            grad = DTensor.from_local(torch.ones(64), mesh, [P], run_check=False)
+            reducer.accumulate(param, grad)  # sends it, from the second step on
             time.sleep(computes)
             reducer.finish()
             (bucket,) = reducer.report().buckets
@@ -102,4 +102,4 @@ def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
         assert hidden > 0.9
         assert exposed < 0.5
     assert first[2][0] < 0.5
-    assert first[2][1] > 0.5  # it stands still until the other sends
+    assert first[2][1] > 0.5  # it waits until the other sends

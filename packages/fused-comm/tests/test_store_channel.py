@@ -117,7 +117,7 @@ def test_a_snapshot_that_is_being_published_is_withdrawn_by_the_next_step(
 
 @pytest.mark.ranks
 def test_ranks_that_were_in_other_groups_find_each_others_snapshots():
-    def alone():
+    def one_rank():
         StoreChannel()
 
     def both():
@@ -129,7 +129,7 @@ def test_ranks_that_were_in_other_groups_find_each_others_snapshots():
         dist.barrier()
         return found, again
 
-    run_ranks(alone, 1)
+    run_ranks(one_rank, 1)
     assert run_ranks(both, 2) == [([0, 1], [])] * 2
 
 

@@ -1,4 +1,8 @@
-"""What differs between the supported versions of torch; tests/test_compat.py has the canaries."""
+"""What differs between the supported versions of torch; tests/test_compat.py has the canaries.
+
+dbuffer has its own copy of the collectives' names, with aliases of the tensors: neither package
+depends on the other.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,26 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def reduce_scatter(
     output: torch.Tensor, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup
 ) -> dist.Work:
-    """`reduce_scatter_tensor` under the name that this torch prefers; asynchronous."""
+    """Starts `reduce_scatter_tensor`, under the name that this torch prefers."""
     work: dist.Work = _REDUCE_SCATTER(output, tensor, op, group=group, async_op=True)
     return work
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
-    """`all_reduce`, asynchronous; here for its untyped result."""
+    """Starts `all_reduce`; a function for its type."""
     work: dist.Work = dist.all_reduce(tensor, op, group=group, async_op=True)
     return work
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """`all_gather_into_tensor` under the name that this torch prefers; asynchronous."""
+    """Starts `all_gather_into_tensor`, under the name that this torch prefers."""
     work: dist.Work = _ALL_GATHER(output, tensor, group=group, async_op=True)
     return work
 
 
 def is_viewed(tensor: torch.Tensor) -> bool:
-    """Whether any other tensor lies in the memory of this one."""
-    # This tensor, and the storage object that is made to ask.
+    """Whether any other tensor shares the memory of this one."""
+    # Two references: of this tensor, and of the storage object of this call.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
@@ -51,11 +55,11 @@ def dtensor(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
 ) -> DTensor:
-    """A DTensor of a parameter's shape, as `DTensor.from_local` makes it, in a tenth of the time.
+    """Makes the DTensor that `DTensor.from_local` makes, in a tenth of the time.
 
     Args:
-        local: this rank's part.
-        param: whose shape it has.
+        local: the local tensor.
+        param: a parameter with the global shape.
         mesh: as in `DTensor.from_local`.
         placements: as in `DTensor.from_local`.
     """
@@ -75,14 +79,14 @@ def all_to_all(
     received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> dist.Work:
-    """`all_to_all_single`, asynchronous; here for its untyped result.
+    """Starts `all_to_all_single`; a function for its type.
 
     Args:
-        output: flat, or of equal parts.
-        tensor: likewise.
-        group: whose ranks exchange.
-        received: elements from each of them; by default equal parts.
-        sent: elements for each of them.
+        output: 1-D.
+        tensor: the input, 1-D.
+        group: of the ranks.
+        received: the number of elements from each rank; by default equal numbers.
+        sent: the number of elements to each rank; by default equal numbers.
     """
     work: dist.Work = dist.all_to_all_single(
         output, tensor, received, sent, group=group, async_op=True

@@ -1,11 +1,19 @@
-"""How gradients lie in the buffers that are reduced: planned once, without data.
+"""Plans where gradients are placed in the buffers that are reduced: once, without data.
 
-Note: a *route* is what gradients have in common that go together: the groups that they are
-scattered over and reduced over, dtype, device. A *bucket* is a buffer of one route, filled up to a
-size. It has a *row* for each rank of the scattered groups, one in all where nothing is scattered; a
-gradient's *slot* is the same range of every row, with the *piece* of the gradient that is that
-rank's. Behind the slots stands a *flag* for each, 1 on the ranks that have the gradient: their sum
-tells those that have none whether anybody has.
+Note: a *route* is the sequence of collectives that gradients have in common: the groups over which
+they are scattered and reduced, dtype, device. A *bucket* is a buffer of one route, filled up to a
+size:
+
+              slot 0     slot 1          slot 2     flags
+    row 0   | a[0:2] - | b[0:3] - - - | c[0:1] -  | a b c first |    to rank 0 of the scatter
+    row 1   | a[2:3] - | b[3:6] - - - | c[1:2] -  | a b c first |    to rank 1
+
+It has a *row* for each rank of the scattered groups, or a single row where nothing is scattered. A
+gradient's *slot* is the same range of every row, with the slices of the gradient that are that
+rank's shard; smaller shards leave the end of the slot unused, and slots are aligned. Behind the
+slots is a *flag* for each, 1 on ranks that have the gradient: the sum of the flags says, on ranks
+without the gradient, whether any rank has it. The last flag is 1 on ranks that are in the first
+round of a step.
 """
 
 from __future__ import annotations
@@ -18,22 +26,22 @@ from functools import cached_property
 
 import torch
 
-from fused_comm.axes import FlatGroup, flat_group
-from fused_comm.pieces import Piece, numel, piece_at, shape_of
+from fused_comm.process_groups import FlatGroup, flat_group
 from fused_comm.reduction import Reduction
+from fused_comm.sharding import Slices, numel, shape_of, shard_slices
 
-__all__ = ["Bucket", "Entry", "Route", "Slot", "plan_buckets", "route_of"]
+__all__ = ["Bucket", "BucketItem", "Route", "Slot", "ViewSpec", "plan_buckets", "route_of"]
 
-_ALIGNMENT = 16  # bytes, of slots: what vectorised kernels want
+_ALIGNMENT = 16  # bytes, of slots, for vectorized kernels
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where gradients go together.
+    """The collectives of a bucket.
 
     Attributes:
         scattered: the groups of the reduce-scatters, in the order of their axes.
-        reduced: the groups of the all-reduces, in the order in which they are made.
+        reduced: the groups of the all-reduces, in the order in which they are issued.
         dtype: of the buffer.
         device: of the buffer.
         averaged: whether the sum is divided by the number of ranks.
@@ -47,21 +55,37 @@ class Route:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of its buckets."""
+        """The number of rows of its buckets."""
         return math.prod(group.size for group in self.scattered)
 
     @cached_property
     def ranks(self) -> int:
-        """How many parts the sum has."""
+        """The number of terms of the sum."""
         return self.rows * math.prod(group.size for group in self.reduced)
 
     @cached_property
-    def keeps_finished(self) -> bool:
-        """Whether this rank's part of what is reduced already is all of it, rather than nothing.
+    def owns_finished(self) -> bool:
+        """Whether this rank contributes a finished gradient to another sum, rather than zeros.
 
-        Of a sum the first rank has all; of a mean every rank has what all have.
+        To a sum the first rank alone contributes it; to a mean every rank does.
         """
         return self.averaged or all(group.position == 0 for group in self.reduced)
+
+    @property
+    def divisors(self) -> tuple[float, float]:
+        """What a buffer is divided by before it is summed, and after.
+
+        A mean of fp16 numbers may be finite where their sum is not: half of the division, by a
+        power of two so that nothing is rounded, is made before (as torch/distributed/fsdp does).
+        Other dtypes have the range of fp32: they are divided once, before the sum where the divisor
+        is a power of two, as the copy into the buffer does it for free.
+        """
+        if not self.averaged or self.ranks == 1:
+            return 1.0, 1.0
+        before = float(self.ranks) if self.ranks & (self.ranks - 1) == 0 else 1.0
+        if self.dtype == torch.float16:
+            before = 2.0 ** math.ceil(math.log2(self.ranks) / 2)
+        return before, self.ranks / before
 
     def __str__(self) -> str:
         parts = [f"reduce-scatter over {group.size}" for group in self.scattered]
@@ -70,15 +94,17 @@ class Route:
         return f"{', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{mean}"
 
     def positions(self) -> list[int]:
-        """For each row the number of its shard, row-major over the scattered axes."""
-        numbers = [0]
+        """The index of each row's shard, row-major over the scattered axes."""
+        indices = [0]
         for group in self.scattered:
-            numbers = [number * group.size + place for number in numbers for place in group.order]
-        return numbers
+            indices = [
+                index * group.size + position for index in indices for position in group.order
+            ]
+        return indices
 
     @property
     def own_row(self) -> int:
-        """The row whose shard is this rank's."""
+        """The row with this rank's shard."""
         own = 0
         for group in self.scattered:
             own = own * group.size + group.position
@@ -92,10 +118,12 @@ def route_of(
     fuse_axes: bool = True,
     timeout: datetime.timedelta | None = None,
 ) -> Route:
-    """The route of a DTensor's reduction; makes its groups, so all their ranks have to call.
+    """Returns the route of a DTensor's reduction.
+
+    Makes the groups, so all their ranks have to call.
 
     Args:
-        reduction: what is to be done, on a mesh.
+        reduction: of a DTensor.
         dtype: of the sums.
         averaged: whether they are divided by the number of ranks.
         fuse_axes: several axes as one group; False: a group for each.
@@ -113,13 +141,13 @@ def route_of(
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A parameter that takes part.
+class BucketItem:
+    """A gradient or tensor that is to be placed in a bucket.
 
     Attributes:
-        index: its number among the reducer's parameters.
-        reduction: what its gradient needs.
-        route: where it goes.
+        index: its number among the caller's parameters or tensors.
+        reduction: what it needs.
+        route: of its bucket.
     """
 
     index: int
@@ -128,8 +156,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A contiguous tensor's place in a flat one.
+class ViewSpec:
+    """A contiguous view of a flat tensor.
 
     Attributes:
         start: its first element.
@@ -142,7 +170,7 @@ class Place:
     stride: tuple[int, ...]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view: in one call, where a slice and a view are two."""
+        """Returns the view; one call, where a slice and a view are two."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
 
@@ -151,32 +179,32 @@ class Slot:
     """A gradient's range in every row.
 
     Attributes:
-        entry: whose.
+        item: the gradient.
         start: its first element.
-        size: elements of the largest piece.
+        size: elements of the largest shard.
         flag: the element that says whether there is a gradient.
-        parts: per row, where in the buffer which slices of the local gradient go; None is all of
-            it. Of uneven shards the smaller ones leave the end of the slot unused.
-        own_place: where this rank's piece is in the row that comes to it.
-        own_piece: which slices of the local gradient that is.
+        parts: per row, a view of the buffer and the slices of the local gradient that are copied
+            there; None for all of it.
+        own_view: this rank's shard in the row that it receives.
+        own_slices: this rank's shard in the local gradient.
     """
 
-    entry: Entry
+    item: BucketItem
     start: int
     size: int
     flag: int
-    parts: tuple[tuple[Place, Piece | None], ...]
-    own_place: Place
-    own_piece: Piece
+    parts: tuple[tuple[ViewSpec, Slices | None], ...]
+    own_view: ViewSpec
+    own_slices: Slices
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One buffer.
+    """The plan of one buffer.
 
     Attributes:
-        route: where it goes.
-        slots: what is in it, in the order of use.
+        route: its collectives.
+        slots: in the order of use.
         first_flag: the element that says whether any rank is in a step's first round.
         row: elements of a row.
     """
@@ -197,61 +225,61 @@ class Bucket:
         return self.numel * self.route.dtype.itemsize
 
 
-def plan_buckets(entries: Iterable[Entry], bucket_bytes: int) -> list[Bucket]:
-    """Fills buckets in the order of the entries; a gradient that is larger has one of its own.
+def plan_buckets(items: Iterable[BucketItem], bucket_bytes: int) -> list[Bucket]:
+    """Fills buckets in the order of the items; a larger item has a bucket for itself.
 
     Args:
-        entries: in the order in which their gradients come.
-        bucket_bytes: what a bucket holds at most, unless it is a single gradient.
+        items: in the order in which their gradients are computed.
+        bucket_bytes: the most bytes of a bucket, unless it has a single item.
 
     Returns:
-        the buckets, in the order in which they are complete.
+        The buckets, in the order in which they are complete.
     """
-    filling: dict[Route, list[Entry]] = {}
+    filling: dict[Route, list[BucketItem]] = {}
     used: dict[Route, int] = {}
-    complete: list[list[Entry]] = []
-    for entry in entries:
-        nbytes = entry.reduction.shape.numel() * entry.route.dtype.itemsize
-        waiting = filling.setdefault(entry.route, [])
-        if waiting and used[entry.route] + nbytes > bucket_bytes:
-            complete.append(filling.pop(entry.route))
-            waiting = filling[entry.route] = []
+    complete: list[list[BucketItem]] = []
+    for item in items:
+        nbytes = item.reduction.shape.numel() * item.route.dtype.itemsize
+        waiting = filling.setdefault(item.route, [])
+        if waiting and used[item.route] + nbytes > bucket_bytes:
+            complete.append(filling.pop(item.route))
+            waiting = filling[item.route] = []
         if not waiting:
-            used[entry.route] = 0
-        waiting.append(entry)
-        used[entry.route] += nbytes
-    return [_bucket(entries) for entries in [*complete, *filling.values()]]
+            used[item.route] = 0
+        waiting.append(item)
+        used[item.route] += nbytes
+    return [_bucket(items) for items in [*complete, *filling.values()]]
 
 
-def _bucket(entries: Sequence[Entry]) -> Bucket:
-    route = entries[0].route
+def _bucket(items: Sequence[BucketItem]) -> Bucket:
+    route = items[0].route
     align = max(1, _ALIGNMENT // route.dtype.itemsize)
-    places, end = [], 0
-    for entry in entries:
-        pieces = _pieces(entry.reduction, route)
-        size = max(numel(piece) for piece in pieces)
-        places.append((end, size, pieces))
+    ranges, end = [], 0
+    for item in items:
+        shards = _shards(item.reduction, route)
+        size = max(numel(shard) for shard in shards)
+        ranges.append((end, size, shards))
         end += math.ceil(size / align) * align
-    row = end + math.ceil((len(entries) + 1) / align) * align
+    row = end + math.ceil((len(items) + 1) / align) * align
     slots = []
-    for number, (entry, (start, size, pieces)) in enumerate(zip(entries, places, strict=True)):
+    for number, (item, (start, size, shards)) in enumerate(zip(items, ranges, strict=True)):
         parts = tuple(
-            (_place(index * row + start, piece), piece if route.rows > 1 else None)
-            for index, piece in enumerate(pieces)
+            (_view(index * row + start, shard), shard if route.rows > 1 else None)
+            for index, shard in enumerate(shards)
         )
-        own = pieces[route.own_row]
-        slots.append(Slot(entry, start, size, end + number, parts, _place(start, own), own))
+        own = shards[route.own_row]
+        slots.append(Slot(item, start, size, end + number, parts, _view(start, own), own))
     return Bucket(route, tuple(slots), end + len(slots), row)
 
 
-def _place(start: int, piece: Piece) -> Place:
-    shape = shape_of(piece)
+def _view(start: int, shard: Slices) -> ViewSpec:
+    shape = shape_of(shard)
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return Place(start, tuple(shape), tuple(stride))
+    return ViewSpec(start, tuple(shape), tuple(stride))
 
 
-def _pieces(reduction: Reduction, route: Route) -> tuple[Piece, ...]:
+def _shards(reduction: Reduction, route: Route) -> tuple[Slices, ...]:
     """Per row, the slices of a local gradient."""
     mesh = reduction.mesh
-    cuts = [(one.dim, mesh.size(one.axis)) for one in reduction.scattered] if mesh else []
-    return tuple(piece_at(reduction.shape, cuts, position) for position in route.positions())
+    splits = [(one.dim, mesh.size(one.axis)) for one in reduction.scattered] if mesh else []
+    return tuple(shard_slices(reduction.shape, splits, position) for position in route.positions())

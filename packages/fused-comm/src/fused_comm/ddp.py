@@ -1,6 +1,6 @@
 """A communication hook for DistributedDataParallel.
 
-Without `from __future__ import annotations`: DDP looks at the hook's, which must not be strings.
+Without `from __future__ import annotations`: DDP checks the hook's, which must not be strings.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fused_comm import _compat
-from fused_comm.axes import flat_group
 from fused_comm.bucket import Route
-from fused_comm.scale import divisors
+from fused_comm.process_groups import flat_group
 
 __all__ = ["ddp_hook"]
 
@@ -23,7 +22,7 @@ def ddp_hook(
     reduce_dtype: torch.dtype | None = None,
     op: Literal["sum", "avg"] = "avg",
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """Reduces DDP's buckets over all axes of a mesh in one collective.
+    """Makes a hook that reduces DDP's buckets over all axes of a mesh in one collective.
 
     DDP's own group may be one axis of it: with `DistributedDataParallel(model, device_mesh=dp)`
     and the hook of the mesh of `dp` and `cp`, gradients of context parallel are summed as well.
@@ -34,14 +33,14 @@ def ddp_hook(
         op: ``"avg"`` as DDP does it, or ``"sum"``.
 
     Returns:
-        what `model.register_comm_hook(None, hook)` takes.
+        The hook, for `model.register_comm_hook(None, hook)`.
     """
     group = flat_group(mesh, range(mesh.ndim))
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         dtype = reduce_dtype or buffer.dtype
-        before, after = divisors(Route((), (group,), dtype, buffer.device, op == "avg"))
+        before, after = Route((), (group,), dtype, buffer.device, op == "avg").divisors
         sent = buffer.to(dtype)
         if before != 1.0:
             sent.div_(before)

@@ -1,7 +1,7 @@
-"""Collectives under their own names on a DTensor, for those who think in them.
+"""Collectives by name on DTensors, with autograd.
 
-Each is the redistribution that the collective is, and checks that it is called on a group of the
-tensor's mesh ("Collective operators" of the DTensor status post). Autograd goes through them.
+Each is the redistribution that the collective performs, and checks that it is called on a group of
+the tensor's mesh ("Collective operators" of the DTensor status post).
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fused_comm.batched import redistribute_many
+from fused_comm.redistribute import redistribute_many
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 
 def all_reduce(tensor: DTensor, group: dist.ProcessGroup) -> DTensor:
-    """Partial along a group to Replicate.
+    """Redistributes from Partial along a group to Replicate.
 
     Args:
         tensor: Partial on the group's axes.
         group: of one axis of the tensor's mesh, or of several together.
 
     Raises:
-        ValueError: the group is none of the mesh's, or the tensor is not Partial there.
+        ValueError: the group is not of axes of the mesh, or the tensor is not Partial there.
     """
-    return _moved("all_reduce", tensor, group, Partial, Replicate())
+    return _redistribute("all_reduce", tensor, group, Partial, Replicate())
 
 
 def all_gather(tensor: DTensor, group: dist.ProcessGroup) -> DTensor:
-    """Shard along a group to Replicate; arguments and errors as those of `all_reduce`."""
-    return _moved("all_gather", tensor, group, Shard, Replicate())
+    """Redistributes from Shard to Replicate; arguments and errors as those of `all_reduce`."""
+    return _redistribute("all_gather", tensor, group, Shard, Replicate())
 
 
 def reduce_scatter(tensor: DTensor, dim: int, group: dist.ProcessGroup) -> DTensor:
-    """Partial along a group to Shard(dim); arguments and errors as those of `all_reduce`."""
-    return _moved("reduce_scatter", tensor, group, Partial, Shard(dim % tensor.ndim))
+    """Redistributes from Partial to Shard(dim); the rest as in `all_reduce`."""
+    return _redistribute("reduce_scatter", tensor, group, Partial, Shard(dim % tensor.ndim))
 
 
 def all_to_all(tensor: DTensor, dim: int, group: dist.ProcessGroup) -> DTensor:
-    """Shard along a group to Shard(dim); arguments and errors as those of `all_reduce`."""
-    return _moved("all_to_all", tensor, group, Shard, Shard(dim % tensor.ndim))
+    """Redistributes from Shard to Shard(dim); the rest as in `all_reduce`."""
+    return _redistribute("all_to_all", tensor, group, Shard, Shard(dim % tensor.ndim))
 
 
-def _moved(
+def _redistribute(
     name: str,
     tensor: DTensor,
     group: dist.ProcessGroup,
-    wanted: type[Placement],
+    source: type[Placement],
     target: Placement,
 ) -> DTensor:
     placements = list(tensor.placements)
     for axis in _axes(name, tensor, group):
-        if not isinstance(placements[axis], wanted):
+        if not isinstance(placements[axis], source):
             raise ValueError(
-                f"{name}: the tensor is {placements[axis]} on axis {axis} of its mesh; it has to "
-                f"be {wanted.__name__}"
+                f"{name}: expected {source.__name__} on axis {axis} of the tensor's mesh, got "
+                f"{placements[axis]}; redistribute the tensor first"
             )
         placements[axis] = target
     (result,) = redistribute_many([tensor], placements)
@@ -74,9 +74,9 @@ def _axes(name: str, tensor: DTensor, group: dist.ProcessGroup) -> list[int]:
     ranks = set(dist.get_process_group_ranks(group))
     if coordinate is not None:
         axes = [axis for axis in range(mesh.ndim) if _ranks(mesh, axis) <= ranks]
-        here = tuple(slice(None) if a in axes else index for a, index in enumerate(coordinate))
-        if axes and set(mesh.mesh[here].flatten().tolist()) == ranks:
+        selection = tuple(slice(None) if a in axes else index for a, index in enumerate(coordinate))
+        if axes and set(mesh.mesh[selection].flatten().tolist()) == ranks:
             return axes
     raise ValueError(
-        f"{name}: the group of ranks {sorted(ranks)} is that of no axes of the tensor's {mesh}"
+        f"{name}: the group of ranks {sorted(ranks)} is not that of any axes of the tensor's {mesh}"
     )

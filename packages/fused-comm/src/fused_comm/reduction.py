@@ -1,4 +1,4 @@
-"""What a gradient still needs: along which mesh axes it is summed, and where the sum goes.
+"""What a gradient needs: the mesh axes along which it is summed, and the placement of the sum.
 
 Note: a gradient is *pending* along a mesh axis where it is Partial: each rank has a part of the
 sum. Its *target* is its parameter's placement there. Where that is Replicate the axis is *reduced*
@@ -7,7 +7,6 @@ sum. Its *target* is its parameter's placement there. Where that is Replicate th
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,27 +14,34 @@ from typing import SupportsIndex
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_comm.sharding import scatter_dim
 
 __all__ = [
-    "Reduction",
-    "Scatter",
-    "expected",
-    "is_local_cut",
-    "local_of",
-    "reduction_of",
+    "Reduction", "ReductionSpec", "ScatteredAxis", "reduction_from_spec", "reduction_of",
     "reduction_to",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """A mesh axis along which the sum is cut, and the tensor dim that is cut into its shards."""
+class ScatteredAxis:
+    """A mesh axis that is reduce-scattered, and the tensor dim that is sharded along it."""
 
     axis: int
     dim: int
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """The fields of a `Reduction` that ranks send to each other; the parameter implies the rest."""
+
+    reduced: tuple[int, ...]
+    scattered: tuple[tuple[int, int], ...]
+    averaged: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,12 @@ class Reduction:
     """What one gradient needs.
 
     Attributes:
-        mesh: whose axes these are; None for a plain tensor, which is summed over a plain group.
+        mesh: of the axes; None for a plain tensor, which is summed over a plain group.
         reduced: the axes that are all-reduced, ascending.
-        scattered: those that are reduce-scattered, ascending.
+        scattered: the axes that are reduce-scattered, ascending.
         averaged: whether the placements ask for the mean (`Partial("avg")`).
-        source: the gradient's own placements; empty for a plain tensor.
-        placements: those of the result; empty for a plain tensor.
+        source: the gradient's placements; empty for a plain tensor.
+        placements: of the result; empty for a plain tensor.
         shape: of the local gradient.
         dtype: of the gradient.
         device: of the gradient.
@@ -56,7 +62,7 @@ class Reduction:
 
     mesh: DeviceMesh | None
     reduced: tuple[int, ...]
-    scattered: tuple[Scatter, ...]
+    scattered: tuple[ScatteredAxis, ...]
     averaged: bool
     source: tuple[Placement, ...]
     placements: tuple[Placement, ...]
@@ -66,27 +72,33 @@ class Reduction:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is left to do."""
+        """Whether it needs any collective."""
         return self.mesh is None or bool(self.reduced or self.scattered)
 
-    def skipping(self, axes: Collection[str | int]) -> Reduction:
-        """The same, but along these axes, by name or number, it stays Partial."""
+    @property
+    def spec(self) -> ReductionSpec:
+        """The fields that are sent to other ranks."""
+        scattered = tuple((one.axis, one.dim) for one in self.scattered)
+        return ReductionSpec(self.reduced, scattered, self.averaged, self.dtype)
+
+    def without(self, axes: Collection[str | int]) -> Reduction:
+        """Returns the reduction along all axes but these, by name or number, which stay Partial."""
         if self.mesh is None or not axes:
             return self
-        stays = {_axis_number(self.mesh, axis) for axis in axes}
+        deferred = {_axis_number(self.mesh, axis) for axis in axes}
         placements = [
-            source if axis in stays else to
+            source if axis in deferred else to
             for axis, (source, to) in enumerate(zip(self.source, self.placements, strict=True))
         ]
         return replace(
             self,
-            reduced=tuple(axis for axis in self.reduced if axis not in stays),
-            scattered=tuple(one for one in self.scattered if one.axis not in stays),
+            reduced=tuple(axis for axis in self.reduced if axis not in deferred),
+            scattered=tuple(one for one in self.scattered if one.axis not in deferred),
             placements=tuple(placements),
         )
 
     def __str__(self) -> str:
-        """The same on every rank that means the same."""
+        """Describes it with the same text on all ranks that need the same."""
         kind = "a plain tensor" if self.mesh is None else f"on a mesh of {tuple(self.mesh.shape)}"
         over = ", ".join(
             [
@@ -98,29 +110,24 @@ class Reduction:
         return f"{kind}: {over or 'nothing to do'}{mean}, {self.dtype}, to {self.placements}"
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient, which may be a plain tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def reduction_of(name: str, param: torch.Tensor, grad: torch.Tensor) -> Reduction:
-    """What a gradient needs to be placed as its parameter.
+    """Returns what a gradient needs to get its parameter's placements.
 
     Args:
-        name: the parameter's, for messages.
+        name: of the parameter, for messages.
         param: the parameter.
         grad: its gradient; a DTensor where the parameter is.
 
     Raises:
-        ValueError: they are on different meshes, the gradient is placed in another way that is not
-            Partial, is a Partial other than sum or mean, or cannot be cut into its shards without
-            more communication.
+        ValueError: they are on different meshes, a placement of the gradient differs from the
+            parameter's and is not Partial, is a Partial other than sum or mean, or cannot be
+            scattered into the parameter's shards without more communication.
     """
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         if isinstance(param, DTensor) != isinstance(grad, DTensor):
             raise ValueError(
                 f"parameter {name!r} is a {type(param).__name__}, its gradient a "
-                f"{type(grad).__name__}: both have to be DTensors, or neither"
+                f"{type(grad).__name__}: expected two DTensors or two plain tensors"
             )
         return Reduction(None, (), (), False, (), (), grad.shape, grad.dtype, grad.device)
     if grad.device_mesh != param.device_mesh:
@@ -132,7 +139,7 @@ def reduction_of(name: str, param: torch.Tensor, grad: torch.Tensor) -> Reductio
 
 
 def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Reduction:
-    """What a DTensor needs to be placed in another way by nothing but sums.
+    """Returns what a DTensor needs to get other placements by sums alone.
 
     Args:
         what: begins messages.
@@ -148,8 +155,8 @@ def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Red
         if not isinstance(source, Partial):
             if source != to:
                 raise ValueError(
-                    f"{what}: axis {axis} is {source} where {to} is wanted; only Partial is "
-                    f"reduced: redistribute it first"
+                    f"{what}: expected {to} or Partial on axis {axis}, got {source}; only Partial "
+                    f"is reduced: redistribute it first"
                 )
             continue
         if source == to:
@@ -158,17 +165,17 @@ def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Red
         placements[axis] = to
         if type(to) is Replicate:
             reduced.append(axis)
-        elif (dim := _cut_dim(axis, target, mesh)) is not None:
-            scattered.append(Scatter(axis, dim))
+        elif (dim := scatter_dim(axis, target, mesh)) is not None:
+            scattered.append(ScatteredAxis(axis, dim))
         else:
             raise ValueError(
-                f"{what} is Partial on axis {axis}, to be placed as {tuple(target)}: its own part "
-                f"of the sum is no shard of that; redistribute it"
+                f"{what} is Partial on axis {axis}, and the shards of its target {tuple(target)} "
+                f"are no chunks of the local sum: redistribute it first"
             )
     if not operations <= {"sum", "avg"} or len(operations) > 1:
         raise ValueError(
-            f"{what} is Partial({', '.join(sorted(operations))}): only sums and means are "
-            f"reduced, one of them at a time"
+            f"{what} is Partial({', '.join(sorted(operations))}): expected Partial(sum) on all "
+            f"pending axes, or Partial(avg) on all of them"
         )
     local = tensor._local_tensor
     return Reduction(
@@ -177,68 +184,25 @@ def reduction_to(what: str, tensor: DTensor, target: Sequence[Placement]) -> Red
     )  # fmt: skip
 
 
-def _cut_dim(axis: int, target: Sequence[Placement], mesh: DeviceMesh) -> int | None:
-    """The dim of its own part that a rank has a chunk of, where that is all it takes."""
-    to = target[axis]
-    if type(to) is Shard:
-        return to.dim if is_local_cut(axis, target) else None
-    if not isinstance(to, _StridedShard):
-        return None
-    # Of what the axes on its right have cut, as FSDP2 places parameters beside tensor parallelism.
-    right = [
-        mesh.size(other) for other in range(axis + 1, len(target)) if target[other] == Shard(to.dim)
-    ]
-    return to.dim if math.prod(right) == to.split_factor else None
-
-
-def is_local_cut(
-    axis: int,
-    placements: Sequence[Placement | None],
-    later: Sequence[Placement | None] | None = None,
-) -> bool:
-    """Whether the shards of an axis are chunks of what its ranks have in common.
-
-    Torch cuts a dim along the axes from left to right, so they are not where an axis further right
-    has cut the same dim already.
-
-    Args:
-        axis: that is Shard in ``placements``.
-        placements: with that Shard.
-        later: those on the right of it; by default the same.
-    """
-    own = placements[axis]
-    assert isinstance(own, Shard)
-    right = (placements if later is None else later)[axis + 1 :]
-    return not any(isinstance(other, Shard) and other.dim == own.dim for other in right)
-
-
-def expected(
-    param: torch.Tensor,
-    reduced: tuple[int, ...],
-    scattered: tuple[Scatter, ...],
-    averaged: bool,
-    dtype: torch.dtype,
-) -> Reduction:
-    """The reduction of a gradient that this rank does not have, as other ranks say it is.
+def reduction_from_spec(param: torch.Tensor, spec: ReductionSpec) -> Reduction:
+    """Returns the reduction of a gradient that only other ranks have.
 
     Args:
         param: the parameter.
-        reduced: as in `Reduction`.
-        scattered: as in `Reduction`.
-        averaged: as in `Reduction`.
-        dtype: as in `Reduction`.
+        spec: of the gradient's reduction on those ranks.
     """
     if not isinstance(param, DTensor):
-        return Reduction(None, (), (), False, (), (), param.shape, dtype, param.device)
+        return Reduction(None, (), (), False, (), (), param.shape, spec.dtype, param.device)
     mesh = param.device_mesh
-    pending = {*reduced, *(one.axis for one in scattered)}
-    operation = Partial("avg") if averaged else Partial()
-    whole = [Replicate() if axis in pending else p for axis, p in enumerate(param.placements)]
+    scattered = tuple(ScatteredAxis(axis, dim) for axis, dim in spec.scattered)
+    pending = {*spec.reduced, *(one.axis for one in scattered)}
+    operation = Partial("avg") if spec.averaged else Partial()
+    summed = [Replicate() if axis in pending else p for axis, p in enumerate(param.placements)]
     source = tuple(operation if axis in pending else p for axis, p in enumerate(param.placements))
-    shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, whole)
+    shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, summed)
     return Reduction(
-        mesh, reduced, scattered, averaged, source, param.placements, torch.Size(shape), dtype,
-        param._local_tensor.device,
+        mesh, spec.reduced, scattered, spec.averaged, source, param.placements, torch.Size(shape),
+        spec.dtype, param._local_tensor.device,
     )  # fmt: skip
 
 

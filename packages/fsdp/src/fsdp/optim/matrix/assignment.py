@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.optim.matrix.matrices import Matrix
-from fused_comm.agree import check_agreement
+from fused_comm.agreement import check_agreement
 from ragged_shard import RaggedShard
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a reducer's last step sent, and for how long the host stood still for it."""
+"""Reports what a reducer's last step sent, and how long the host waited for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["BucketReport", "Report"]
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One bucket in the last step.
+    """One bucket of the last step.
 
     Attributes:
-        names: of the parameters in it, in the order in which their gradients come.
-        route: what was done, as ``"all-reduce over 4, float32"``.
+        names: of its parameters, in the order in which their gradients are computed.
+        route: its collectives, as ``"all-reduce over 4, float32"``.
         nbytes: of its buffer.
-        collectives: that were made.
-        launched: when it was sent, in seconds since the first was.
+        collectives: the number that was issued.
+        launched: when it was sent, in seconds since the first bucket was.
         waits: begin and end of each wait of the host, in the same seconds; on a GPU the host only
-            hands the wait to the stream.
+            enqueues the wait on the stream.
     """
 
     names: tuple[str, ...]
@@ -32,14 +32,14 @@ class BucketReport:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the host did nothing but wait for it."""
+        """Seconds in which the host waited for it."""
         return sum(end - begin for begin, end in self.waits)
 
     @property
     def hidden(self) -> float:
-        """Seconds between the first of its collectives and the end of the last, less those."""
-        landed = max((end for _, end in self.waits), default=self.launched)
-        return landed - self.launched - self.exposed
+        """Seconds from its launch to the end of its last collective, without the exposed ones."""
+        received = max((end for _, end in self.waits), default=self.launched)
+        return received - self.launched - self.exposed
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def collectives(self) -> int:
-        """How many were made."""
+        """The number of collectives that were issued."""
         return sum(bucket.collectives for bucket in self.buckets)
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class Report:
         return _table([head, *rows, total])
 
     def save_timeline(self, path: str | Path) -> None:
-        """Draws when each bucket was on its way and waited for; needs matplotlib.
+        """Draws when each bucket was in flight and waited for; requires matplotlib.
 
         Args:
-            path: of the picture; its suffix says the format.
+            path: of the picture; its suffix is the format.
 
         Raises:
             ImportError: matplotlib is not installed (`pip install fused-comm[report]`).
@@ -91,7 +91,7 @@ class Report:
 
         figure = Figure(figsize=(8, 1 + 0.3 * max(1, len(self.buckets))), layout="constrained")
         axes = figure.subplots()
-        axes.barh([0], [0], color="tab:blue", label="on its way")
+        axes.barh([0], [0], color="tab:blue", label="in flight")
         axes.barh([0], [0], color="tab:orange", label="waited for")
         for number, bucket in enumerate(self.buckets):
             seconds = bucket.hidden + bucket.exposed
@@ -106,7 +106,7 @@ class Report:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest; numbers to the right, the last to the left."""
+    """Aligns columns: numbers to the right, the last column to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

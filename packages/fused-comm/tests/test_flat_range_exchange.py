@@ -1,4 +1,4 @@
-"""Tensors given out in other runs: what each rank holds, and how little travels."""
+"""Redistribution between placements of flat ranges: values, and only moved elements are sent."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from testkit import CommLog, run_ranks
 pytestmark = pytest.mark.ranks
 
 
-class Runs(Placement):
-    """Each rank holds so many elements of the flat base, as ragged-shard's RaggedShard."""
+class FlatRanges(Placement):
+    """Each rank has so many elements of the flat base, as in ragged-shard's RaggedShard."""
 
     def __init__(self, *counts):
         super().__init__()
@@ -34,7 +34,7 @@ class Runs(Placement):
         return hash(self.counts)
 
 
-class OtherRuns(Runs):
+class OtherFlatRanges(FlatRanges):
     """The same elements under another name."""
 
 
@@ -43,33 +43,33 @@ def whole(number, shape):
 
 
 def tensor(number, shape, mesh, placements):
-    """What this rank holds under Runs on one axis, and anything that cuts rows on another."""
+    """The DTensor of this rank with FlatRanges on one axis and another placement on the other."""
     base = whole(number, shape)
-    run = next(one for one in placements if isinstance(one, Runs))
-    axis = placements.index(run)
+    ranges = next(one for one in placements if isinstance(one, FlatRanges))
+    axis = placements.index(ranges)
     for at, other in enumerate(placements):
         if isinstance(other, Shard):
             base = base.chunk(mesh.size(at), other.dim)[mesh.get_local_rank(at)].contiguous()
-    held = run.interval(base.shape, mesh.get_local_rank(axis))
+    own = ranges.interval(base.shape, mesh.get_local_rank(axis))
     meta = TensorMeta(torch.Size(shape), whole(0, shape).stride(), torch.float32)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(base.reshape(-1)[held.start : held.stop].clone(), spec, requires_grad=False)
+    return DTensor(base.reshape(-1)[own.start : own.stop].clone(), spec, requires_grad=False)
 
 
-def moved(sources, targets, shapes, mesh, place):
-    """Whether each is what it would be if it had been made so, and the log."""
-    given = [
+def check_moved(sources, targets, shapes, mesh, place):
+    """Redistributes tensors and compares each with one made with its target; returns the log."""
+    tensors = [
         tensor(n, shape, mesh, place(one))
         for n, (shape, one) in enumerate(zip(shapes, sources, strict=True))
     ]
     with CommLog() as log:
-        pending = redistribute_many(given, [place(one) for one in targets], async_op=True)
+        pending = redistribute_many(tensors, [place(one) for one in targets], async_op=True)
         results = pending.wait()
     for number, (result, target) in enumerate(zip(results, targets, strict=True)):
-        wanted = tensor(number, shapes[number], mesh, place(target))
-        assert torch.equal(result.to_local(), wanted.to_local())
-        assert result.placements == wanted.placements
-        assert result.shape == wanted.shape
+        expected = tensor(number, shapes[number], mesh, place(target))
+        assert torch.equal(result.to_local(), expected.to_local())
+        assert result.placements == expected.placements
+        assert result.shape == expected.shape
     return log
 
 
@@ -81,28 +81,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sources", "targets"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_two_ranks_send_what_changes_its_rank_in_one_exchange(sources, targets):
+def test_two_ranks_send_only_elements_that_move_in_one_all_to_all(sources, targets):
     def check():
         mesh = init_device_mesh("cpu", (2,))
-        ours, theirs = [Runs(*one) for one in sources], [Runs(*one) for one in targets]
-        log = moved(ours, theirs, [(3, 4), (12,), (5, 6)], mesh, lambda one: [one])
+        before, after = ([FlatRanges(*one) for one in ranges] for ranges in (sources, targets))
+        log = check_moved(before, after, [(3, 4), (12,), (5, 6)], mesh, lambda one: [one])
         log.assert_counts({"all_to_all": 1})
         me = dist.get_rank()
         sent = sum(
             len(set(a.interval((), me)) - set(b.interval((), me)))
-            for a, b in zip(ours, theirs, strict=True)
+            for a, b in zip(before, after, strict=True)
         )
         assert log.wire_bytes() == 4 * sent
 
     run_ranks(check, 2)
 
 
-def test_nothing_is_sent_where_nothing_moves():
+def test_nothing_is_sent_where_no_element_moves():
     def check():
         mesh = init_device_mesh("cpu", (2,))
-        same = [Runs(5, 7), Runs(0, 12)]
-        again = [OtherRuns(*one.counts) for one in same]
-        moved(same, again, [(3, 4), (12,)], mesh, lambda one: [one]).assert_counts({})
+        same = [FlatRanges(5, 7), FlatRanges(0, 12)]
+        again = [OtherFlatRanges(*one.counts) for one in same]
+        check_moved(same, again, [(3, 4), (12,)], mesh, lambda one: [one]).assert_counts({})
 
     run_ranks(check, 2)
 
@@ -115,10 +115,16 @@ def test_beside_another_axis(other):
         )
         shapes = [(4, 6), (8, 3)]
         if isinstance(other, Shard):
-            sources, targets = [Runs(5, 7), Runs(12, 0)], [Runs(0, 12), Runs(4, 8)]
+            sources, targets = (
+                [FlatRanges(5, 7), FlatRanges(12, 0)],
+                [FlatRanges(0, 12), FlatRanges(4, 8)],
+            )
         else:
-            sources, targets = [Runs(5, 19), Runs(24, 0)], [Runs(0, 24), Runs(4, 20)]
+            sources, targets = (
+                [FlatRanges(5, 19), FlatRanges(24, 0)],
+                [FlatRanges(0, 24), FlatRanges(4, 20)],
+            )
         for place in (lambda one: [one, other], lambda one: [other, one]):
-            moved(sources, targets, shapes, mesh, place).assert_counts({"all_to_all": 1})
+            check_moved(sources, targets, shapes, mesh, place).assert_counts({"all_to_all": 1})
 
     run_ranks(check, 4)

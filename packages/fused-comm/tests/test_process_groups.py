@@ -1,11 +1,11 @@
-"""Several mesh axes as one group: which ranks, and in which order."""
+"""Several mesh axes as one process group: its ranks and their order."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fused_comm.axes import flat_group, group_of_ranks, plain_group
+from fused_comm.process_groups import flat_group, flat_group_of, group_of_ranks
 from testkit import CommLog, fake_mesh, run_ranks
 
 
@@ -27,7 +27,7 @@ def test_the_ranks_along_axes_are_in_the_order_of_the_mesh(axes, ranks, position
         assert dist.get_process_group_ranks(flat.group) == list(ranks)
 
 
-def test_a_group_is_made_once_and_found_again_by_its_ranks():
+def test_a_group_is_made_once_per_set_of_ranks():
     with fake_mesh((2, 2, 2)) as mesh:
         assert flat_group(mesh, (0, 2)) is flat_group(mesh, (0, 2))
         assert flat_group(mesh, (0, 1, 2)).group is dist.group.WORLD
@@ -38,8 +38,8 @@ def test_a_group_is_made_once_and_found_again_by_its_ranks():
 
 
 @pytest.mark.parametrize("axes", [(), (1, 0), (0, 0), (3,), (-1,)])
-def test_axes_that_a_mesh_has_not_are_refused(axes):
-    with fake_mesh((2, 2, 2)) as mesh, pytest.raises(ValueError, match="must be ascending axes"):
+def test_axes_out_of_range_or_order_are_refused(axes):
+    with fake_mesh((2, 2, 2)) as mesh, pytest.raises(ValueError, match="expected ascending axes"):
         flat_group(mesh, axes)
 
 
@@ -50,7 +50,7 @@ def test_a_rank_outside_the_mesh_is_refused():
             flat_group(mesh, (0,))
 
 
-def test_a_mesh_in_another_order_says_which_rank_is_where():
+def test_positions_follow_a_permuted_mesh():
     with fake_mesh((4,), rank=2):
         mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]))
         flat = flat_group(mesh, (0, 1))
@@ -59,9 +59,9 @@ def test_a_mesh_in_another_order_says_which_rank_is_where():
         assert flat.position == 2
 
 
-def test_a_plain_group_is_in_its_own_order():
+def test_positions_of_a_process_group_are_its_group_ranks():
     with fake_mesh((4,), rank=1):
-        flat = plain_group(dist.group.WORLD)
+        flat = flat_group_of(dist.group.WORLD)
         assert (flat.ranks, flat.order, flat.position) == ((0, 1, 2, 3), (0, 1, 2, 3), 1)
 
 
@@ -84,7 +84,7 @@ def test_group_ranks_are_those_of_the_mesh_on_real_ranks():
 
 
 @pytest.mark.ranks
-def test_a_part_of_the_world_makes_its_group_alone():
+def test_a_pipeline_stage_makes_its_group_without_the_others():
     """Ranks of another pipeline stage take no part."""
 
     def check():

@@ -1,4 +1,4 @@
-"""Several mesh axes as one process group."""
+"""Makes one process group of several mesh axes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FlatGroup", "flat_group", "group_of_ranks", "plain_group"]
+__all__ = ["FlatGroup", "flat_group", "flat_group_of", "group_of_ranks"]
 
 
 @dataclass(frozen=True, eq=False)
 class FlatGroup:
     """The ranks along some axes of a mesh, and the process group in which they communicate.
 
-    Torch numbers the ranks of a new group by their global numbers, and a mesh may hold them in any
+    Torch numbers the ranks of a new group by their global ranks, and a mesh may have them in any
     order. So there are two orders: a rank's *position* among the ranks of the mesh, row-major over
-    the axes, which says which shard is its own; and its *group rank*, which says which row of a
-    reduce-scatter it receives.
+    the axes, which is the index of its shard; and its *group rank*, which is the row of a
+    reduce-scatter that it receives.
 
     Attributes:
         group: the process group.
         ranks: global ranks by position.
         order: the position of each group rank.
-        position: this rank's own.
+        position: of this rank.
     """
 
     group: dist.ProcessGroup
@@ -35,12 +35,12 @@ class FlatGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
 
-# Groups by the mesh order of their ranks, made once for each default group: making one is a
-# collective of its ranks, and a new world needs new ones.
+# Groups by the mesh order of their ranks, made once per default group: making one is a collective
+# of its ranks, and a new default group needs new ones.
 _groups: dict[tuple[int, ...], FlatGroup] = {}
 _world: dist.ProcessGroup | None = None
 
@@ -48,7 +48,7 @@ _world: dist.ProcessGroup | None = None
 def flat_group(
     mesh: DeviceMesh, axes: Sequence[int], timeout: datetime.timedelta | None = None
 ) -> FlatGroup:
-    """The group of the ranks along some axes of a mesh that this rank is in.
+    """Returns the group of the ranks along some axes of a mesh that this rank is part of.
 
     The first call for these ranks may make a process group, so all of them have to call. Ranks of
     other parts of the mesh need not.
@@ -64,13 +64,15 @@ def flat_group(
     """
     if not axes or list(axes) != sorted(set(axes)) or not 0 <= axes[0] <= axes[-1] < mesh.ndim:
         raise ValueError(
-            f"flat_group: axes={tuple(axes)} must be ascending axes of a mesh of {mesh.ndim}"
+            f"flat_group: expected ascending axes of a mesh of {mesh.ndim}, got axes={tuple(axes)}"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"flat_group: rank {dist.get_rank()} is not part of {mesh}")
-    here = tuple(slice(None) if axis in axes else index for axis, index in enumerate(coordinate))
-    ranks = tuple(int(rank) for rank in mesh.mesh[here].flatten().tolist())
+    selection = tuple(
+        slice(None) if axis in axes else index for axis, index in enumerate(coordinate)
+    )
+    ranks = tuple(int(rank) for rank in mesh.mesh[selection].flatten().tolist())
     if len(axes) > 1:
         return group_of_ranks(ranks, timeout)
     known = _known(ranks)
@@ -80,17 +82,21 @@ def flat_group(
 
 
 def group_of_ranks(ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> FlatGroup:
-    """The group of these ranks, which all of them ask for; see `flat_group`."""
+    """Returns the group of these ranks, all of which have to call; see `flat_group`.
+
+    Args:
+        ranks: global ranks by position.
+        timeout: as in `flat_group`.
+    """
     known = _known(ranks)
     if known is None:
-        known = _groups[ranks] = _flat(_group_of(ranks, timeout), ranks)
+        known = _groups[ranks] = _flat(_process_group(ranks, timeout), ranks)
     return known
 
 
-def plain_group(group: dist.ProcessGroup) -> FlatGroup:
-    """A process group whose positions are its own ranks."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return _flat(group, ranks)
+def flat_group_of(group: dist.ProcessGroup) -> FlatGroup:
+    """Returns a process group as a `FlatGroup` whose positions are its group ranks."""
+    return _flat(group, tuple(dist.get_process_group_ranks(group)))
 
 
 def _known(ranks: tuple[int, ...]) -> FlatGroup | None:
@@ -101,14 +107,14 @@ def _known(ranks: tuple[int, ...]) -> FlatGroup | None:
     return _groups.get(ranks)
 
 
-def _group_of(ranks: tuple[int, ...], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+def _process_group(ranks: tuple[int, ...], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     for known in _groups.values():  # the same ranks in another order
         if set(known.ranks) == set(ranks):
             return known.group
-    # Only its own ranks take part: those of other pipeline stages may be elsewhere.
+    # Only its own ranks take part: ranks of other pipeline stages may do something else now.
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True
     )

@@ -1,4 +1,4 @@
-"""Many redistributions together: the values of each alone, in fewer collectives."""
+"""Redistributing many tensors: the values of `DTensor.redistribute`, in fewer collectives."""
 
 import itertools
 
@@ -17,7 +17,7 @@ SHAPES = [(8, 4), (5, 3), (1, 6), (3, 2, 2)]
 
 
 def tensors(mesh, placements, shapes=SHAPES, requires_grad=False):
-    """Each rank's own numbers where it is Partial, a common tensor's shards elsewhere."""
+    """Partial tensors of different values on each rank; otherwise shards of common tensors."""
     found = []
     for number, shape in enumerate(shapes):
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * number
@@ -32,25 +32,25 @@ def tensors(mesh, placements, shapes=SHAPES, requires_grad=False):
     return found
 
 
-def same(ours, theirs):
+def same(actual, expected):
     return all(
         a.placements == b.placements
         and a.shape == b.shape
         and a.stride() == b.stride()
         and torch.equal(a.to_local(), b.to_local())
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
 @pytest.mark.ranks
-def test_two_ranks_move_everything_as_each_alone():
+def test_two_ranks_get_the_results_of_dtensor_redistribute():
     def check():
         mesh = init_device_mesh("cpu", (2,))
         wrong = []
         for source, target in itertools.product([R, P, S0, S1, Partial("avg")], [R, S0, S1]):
             given = tensors(mesh, [source])
-            ours = redistribute_many(given, [target])
-            if not same(ours, [t.redistribute(placements=[target]) for t in given]):
+            actual = redistribute_many(given, [target])
+            if not same(actual, [t.redistribute(placements=[target]) for t in given]):
                 wrong.append((source, target))
         return wrong
 
@@ -58,7 +58,7 @@ def test_two_ranks_move_everything_as_each_alone():
 
 
 @pytest.mark.ranks
-def test_four_ranks_move_everything_on_two_axes():
+def test_four_ranks_get_the_results_of_dtensor_redistribute_on_two_axes():
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         wrong = []
@@ -67,8 +67,8 @@ def test_four_ranks_move_everything_on_two_axes():
             targets = ([R, S0, S1] + [P] * (one == P) for one in source)
             for target in itertools.product(*targets):
                 given = tensors(mesh, source)
-                ours = redistribute_many(given, target)
-                if not same(ours, [t.redistribute(placements=target) for t in given]):
+                actual = redistribute_many(given, target)
+                if not same(actual, [t.redistribute(placements=target) for t in given]):
                     wrong.append((source, target))
         return wrong
 
@@ -87,7 +87,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("source", "target", "expected"), COUNTS)
-def test_those_that_go_the_same_way_share_a_collective(source, target, expected):
+def test_tensors_with_the_same_redistribution_share_a_collective(source, target, expected):
     with fake_mesh((2, 2)) as mesh:
         given = tensors(mesh, source)
         redistribute_many(given, target)  # makes groups
@@ -109,22 +109,22 @@ def test_each_may_have_its_own_placements_and_dtype():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("source", "target"), [(S0, R), (P, S0), (P, R), (R, S0), (S0, S1)])
-def test_gradients_go_back_together(source, target):
+def test_gradients_are_redistributed_together(source, target):
     def check():
         mesh = init_device_mesh("cpu", (2,))
-        ours, theirs = (tensors(mesh, [source], requires_grad=True) for _ in range(2))
+        actual, expected = (tensors(mesh, [source], requires_grad=True) for _ in range(2))
         weights = tensors(mesh, [target])
-        results = redistribute_many(ours, [target])
+        results = redistribute_many(actual, [target])
         sum((r * w).sum() for r, w in zip(results, weights, strict=True)).backward()
-        for one, weight in zip(theirs, weights, strict=True):
+        for one, weight in zip(expected, weights, strict=True):
             (one.redistribute(placements=[target]) * weight).sum().backward()
-        return same([t.grad for t in ours], [t.grad for t in theirs])
+        return same([t.grad for t in actual], [t.grad for t in expected])
 
     assert run_ranks(check, 2) == [True] * 2
 
 
 @pytest.mark.ranks
-def test_async_results_are_there_when_waited_for():
+def test_async_results_are_returned_by_wait():
     def check():
         mesh = init_device_mesh("cpu", (2,))
         given = tensors(mesh, [S0], requires_grad=True)
@@ -161,16 +161,16 @@ def test_the_named_collectives():
     assert run_ranks(check, 2) == [(True,) * 4] * 2
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_numbers_of_placements_and_dims_are_refused():
     with fake_mesh((2,)) as mesh:
         given = tensors(mesh, [P])
-        with pytest.raises(ValueError, match="placements for 2 tensors, and 4 tensors"):
+        with pytest.raises(ValueError, match="placements for 4 tensors, got 2"):
             redistribute_many(given, [[R], [R]])
-        with pytest.raises(ValueError, match=r"tensor 0 is on .* one placement per axis"):
+        with pytest.raises(ValueError, match=r"one placement per axis of .* for tensor 0"):
             redistribute_many(given, [R, R])
-        with pytest.raises(ValueError, match="2 dims for 4 tensors"):
+        with pytest.raises(ValueError, match="4 tensors, got 2 dims"):
             reduce_scatter_many(given, [0, 1])
-        with pytest.raises(ValueError, match=r"tensor 0 is .* has to be reduced first"):
+        with pytest.raises(ValueError, match=r"all_gather_many: expected Shard .* for tensor 0"):
             all_gather_many(given)
 
 
@@ -178,7 +178,7 @@ def test_no_tensors_make_no_results():
     assert redistribute_many([], [R]) == []
 
 
-def test_dims_are_any_integers():
+def test_dims_may_be_numpy_integers():
     with fake_mesh((2,)) as mesh:
         sums = [DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]) for _ in range(2)]
         for dims in (np.int64(1), [np.int64(1), 1]):
