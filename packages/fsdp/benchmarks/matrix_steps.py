@@ -1,4 +1,4 @@
-"""Steps of optimizers of whole matrices, in turns, on the matrices of some layers of LLaMA."""
+"""Times steps of matrix optimizers, in turns, on the matrices of some layers of LLaMA."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 def sharded(granularity=None):
-    """The layers, each sharded, with gradients."""
+    """Returns the layers, each sharded, with gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
     for layer in model:
@@ -44,20 +44,20 @@ def sharded(granularity=None):
 
 
 def whole():
-    """The layers, each matrix on one rank."""
+    """Returns the layers, with each matrix on one rank."""
     return sharded(Whole())
 
 
 def own_run(param, values):
-    """What of a flat tensor this rank holds of a parameter."""
+    """Returns this rank's elements of a parameter's full tensor, flat."""
     own = param.placements[0].interval(param.shape, dist.get_rank())
     return values.view(-1)[own.start : own.stop]
 
 
-def measure(ways, rounds, first):
-    """Times of every way by round, the bytes that it sends, its balance and its state."""
+def measure(variants, rounds, first):
+    """Measures each variant: times by round, bytes sent, and the work of the busiest rank."""
     torch.set_num_threads(1)
-    optimizers = {name: make() for name, make in ways.items()}
+    optimizers = {name: make() for name, make in variants.items()}
     sent = {}
     for name, optimizer in optimizers.items():
         for _ in range(first):
@@ -65,7 +65,7 @@ def measure(ways, rounds, first):
         with CommLog() as log:
             optimizer.step()
         sent[name] = log.wire_bytes()
-    times = {name: [] for name in ways}
+    times = {name: [] for name in variants}
     for _ in range(rounds):
         for name, optimizer in optimizers.items():
             dist.barrier()
@@ -73,26 +73,26 @@ def measure(ways, rounds, first):
             optimizer.step()
             dist.barrier()
             times[name].append(time.perf_counter() - begin)
-    ours = {n: busiest(o) for n, o in optimizers.items() if isinstance(o, MatrixOptimizer)}
-    return times, sent, ours
+    busy = {n: busiest(o) for n, o in optimizers.items() if isinstance(o, MatrixOptimizer)}
+    return times, sent, busy
 
 
 def busiest(optimizer):
-    """The work of the rank that has most of it, of an equal share."""
+    """Returns the work of the busiest rank over an equal share."""
     busy = [0] * dist.get_world_size()
     for task in optimizer._owner_plan.tasks:
         busy[task.owner] += task.cost
     return max(busy) * len(busy) / sum(busy)
 
 
-def main(ways, description, *, rounds, first=1):
-    """Prints a row for each way and number of ranks.
+def main(variants, description, *, rounds, first=1):
+    """Prints a row for each variant and number of ranks.
 
     Args:
-        ways: by name, what makes an optimizer on a rank; `NAIVE` among them.
-        description: of the command.
-        rounds: unless others are asked for.
-        first: steps before anything is measured.
+        variants: functions that return an optimizer on a rank, by name; one is `NAIVE`.
+        description: description of the command.
+        rounds: default number of rounds.
+        first: steps before the measurement.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ranks", default="2,4")
@@ -101,14 +101,14 @@ def main(ways, description, *, rounds, first=1):
     options = parser.parse_args()
     rows = []
     for ranks in map(int, options.ranks.split(",")):
-        found = run_ranks(measure, ranks, ways, options.rounds, first, timeout=1200)
+        found = run_ranks(measure, ranks, variants, options.rounds, first, timeout=1200)
         times, busy = found[0][0], found[0][2]
-        bytes_ = {name: sum(sent[name] for _, sent, _ in found) for name in ways}
-        for name in ways:
+        bytes_ = {name: sum(sent[name] for _, sent, _ in found) for name in variants}
+        for name in variants:
             ratios = [a / b for a, b in zip(times[name], times[NAIVE], strict=True)]
             row = {
                 "ranks": ranks,
-                "way": name,
+                "variant": name,
                 "ms": round(1e3 * min(times[name]), 1),
                 "this / naive": round(statistics.median(ratios), 3),
                 "MB sent": round(bytes_[name] / 1e6, 3),

@@ -1,11 +1,11 @@
-"""A step of Muon on 2 and 4 gloo ranks: ours, with owner placement, and the naive one.
+"""Times steps of fsdp.optim.Muon and of a naive one on 2 and 4 gloo ranks.
 
     python packages/fsdp/benchmarks/muon.py [--ranks=2,4] [--rounds=5] [--json=FILE]
 
-The naive step gathers every matrix on every rank, and each rank iterates on all of them: what
-`full_tensor()` in an optimizer does. Ways take turns, step by step, in the same processes; a ratio
-is the median of those of the rounds, each against the naive step of its round. Bytes are those that
-all ranks send in a step, together.
+The naive step gathers every matrix on every rank, and each rank iterates on all of them, as
+`full_tensor()` in an optimizer does. Variants take turns, step by step, in the same processes. A
+ratio is the median over rounds of the ratio to the naive step of the same round. Bytes are the sum
+of what all ranks send in a step.
 """
 
 import torch
@@ -17,7 +17,7 @@ from fsdp.optim.muon.newton_schulz import COEFFICIENTS, adjusted_lr, newton_schu
 
 
 class Naive:
-    """Torch's Muon, on what is gathered."""
+    """Torch's Muon on gathered matrices."""
 
     def __init__(self, params, dtype):
         self.params, self.dtype = list(params), dtype
@@ -35,12 +35,12 @@ class Naive:
             local.view(-1).add_(own_run(param, result), alpha=-lr)
 
 
-def ours(model, kind=Muon, **options):
+def muon(model, kind=Muon, **options):
     return kind(model.named_parameters(), lr=0.02, **options)
 
 
 class Blocking(Muon):
-    """Waits for each exchange at once."""
+    """Waits for each exchange where it is started."""
 
     def step(self, closure=None):
         original = exchange.redistribute_many
@@ -56,15 +56,15 @@ class Completed(list):
         return self
 
 
-WAYS = {
+VARIANTS = {
     NAIVE: lambda: Naive(sharded().parameters(), torch.float32),
     "naive, gathered in bfloat16": lambda: Naive(sharded().parameters(), torch.bfloat16),
-    "Muon": lambda: ours(sharded()),
-    "Muon, buckets of 1 MB": lambda: ours(sharded(), bucket_mb=1),
-    "the same, nothing overlapped": lambda: ours(sharded(), Blocking, bucket_mb=1),
-    "Muon, Whole()": lambda: ours(whole()),
+    "Muon": lambda: muon(sharded()),
+    "Muon, buckets of 1 MB": lambda: muon(sharded(), bucket_mb=1),
+    "the same, nothing overlapped": lambda: muon(sharded(), Blocking, bucket_mb=1),
+    "Muon, Whole()": lambda: muon(whole()),
 }
 
 
 if __name__ == "__main__":
-    main(WAYS, __doc__, rounds=5)
+    main(VARIANTS, __doc__, rounds=5)

@@ -1,9 +1,9 @@
-"""What `nox -s bench -- fsdp --optim` runs: steps of Adam8bit and of torch's fused AdamW.
+"""Times steps of Adam8bit and of torch's fused AdamW; `nox -s bench -- fsdp --optim` runs it.
 
-Both step the same fsdp-sharded parameters with the same gradients, in turns, on 2 and 4 gloo ranks
-of one thread; torchao's AdamW8bit, where it is installed, steps those of FSDP2, in the first four
-rounds alone, and its times are of three. Ranks share this machine's cores, so times are of the
-processor that a rank used, the least of all rounds, and what counts is the ratio.
+Both update the same fsdp-sharded parameters with the same gradients, in turns, on 2 and 4 gloo
+ranks of one thread. torchao's AdamW8bit, if it is installed, updates parameters of FSDP2 in the
+first four rounds only. Ranks share this machine's cores, so times are the least processor time of
+a rank over all rounds, and ratios matter more than times.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ ROUNDS, BASE = 15, "fused AdamW"
 
 
 def rows(names, worlds=(2, 4)):
-    """One for each model, number of ranks and optimizer."""
+    """Returns a row for each model, number of ranks and optimizer."""
     found = []
     for name in names:
         for world in worlds:
@@ -76,10 +76,10 @@ def _optimizers(name):
     import fsdp
     from fsdp.optim import Adam8bit
 
-    ours = _sharded(fsdp, name, shard_placement_fn=lambda param: fsdp.Block(256))
+    params = _sharded(fsdp, name, shard_placement_fn=lambda param: fsdp.Block(256))
     found = {
-        BASE: torch.optim.AdamW(ours, lr=1e-4, fused=True),
-        "Adam8bit": Adam8bit(ours, lr=1e-4, weight_decay=1e-2),
+        BASE: torch.optim.AdamW(params, lr=1e-4, fused=True),
+        "Adam8bit": Adam8bit(params, lr=1e-4, weight_decay=1e-2),
     }
     if importlib.util.find_spec("torchao") is not None:
         from torchao.optim import AdamW8bit
@@ -104,7 +104,7 @@ def _measure(optimizers):
     times = {name: [] for name in optimizers}
     for number in range(ROUNDS):
         for name, optimizer in optimizers.items():
-            if "torchao" in name and number >= 4:  # some thirty times as long
+            if "torchao" in name and number >= 4:  # takes about thirty times as long
                 continue
             dist.barrier()
             start = time.process_time()
@@ -121,7 +121,7 @@ def _measure(optimizers):
 
 
 def _bytes(state):
-    """Of this rank, without the number of steps."""
+    """Returns the bytes of this rank's state, without the step count."""
     total = 0
     for key, value in state.items():
         if key == "step":

@@ -1,10 +1,10 @@
-"""How Muon's work and bytes divide over ranks, at full size, without any: plans alone.
+"""Prints how the work and bytes of Muon divide over ranks for LLaMA 3 8B, from plans alone.
 
     python packages/fsdp/benchmarks/owners.py
 
-The layers of LLaMA 3 8B, so many of them in each call of fully_shard. Cut parameters are balanced
-by the choice of owners; `Whole()` ones by the planner, which balances bytes within a group, and
-with `WholeMatrices` work over all groups.
+It varies the number of layers in each call of fully_shard. The work of sharded parameters is
+balanced by the choice of owners; that of `Whole()` ones by the planner, which balances bytes within
+a group, or with `WholeMatrices` work over all groups.
 """
 
 from fsdp.optim.matrix.assignment import MatrixLoad, choose_owners
@@ -17,11 +17,11 @@ LAYER = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN),
          (FEED_FORWARD, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD)]  # fmt: skip
 
 
-WAYS = ("cut", "Whole()", "WholeMatrices()")
+PLACEMENTS = ("sharded", "Whole()", "WholeMatrices()")
 
 
-def row(layers, ranks, way):
-    shapes, whole = LAYER * layers, way != "cut"
+def row(layers, ranks, placement):
+    shapes, whole = LAYER * layers, placement != "sharded"
     specs = [
         TensorSpec(str(n), a * b, a * b if whole else 1, (a, b)) for n, (a, b) in enumerate(shapes)
     ]
@@ -29,11 +29,13 @@ def row(layers, ranks, way):
     planned = plan_layout(specs, ranks, alignment=4, order="best" if whole else "given")
     loads, busy = [], [0] * ranks
     for _ in range(LAYERS // layers):
-        layout = balance(planned, work, busy) if way == "WholeMatrices()" else planned
+        layout = balance(planned, work, busy) if placement == "WholeMatrices()" else planned
         busy = [sum(pair) for pair in zip(busy, work_of_shards(layout, work), strict=True)]
-        for n, amount in enumerate(work):
-            held = tuple(units * layout.unit_size(n) for units in layout.units(n))
-            loads.append(MatrixLoad(amount, held, held.index(max(held)) if whole else None))
+        for n, cost in enumerate(work):
+            elements = tuple(units * layout.unit_size(n) for units in layout.units(n))
+            loads.append(
+                MatrixLoad(cost, elements, elements.index(max(elements)) if whole else None)
+            )
     owners = choose_owners(loads, ranks)
     busy = [0] * ranks
     for load, owner in zip(loads, owners, strict=True):
@@ -46,7 +48,7 @@ def row(layers, ranks, way):
     return {
         "layers in a group": layers,
         "ranks": ranks,
-        "way": way,
+        "placement": placement,
         "padding": round(planned.padding_ratio, 3),
         "busiest rank / equal share": round(max(busy) * ranks / sum(busy), 2),
         "bytes / naive's": round(sent / everything, 3),  # half the bytes, twice
@@ -56,5 +58,5 @@ def row(layers, ranks, way):
 if __name__ == "__main__":
     for layers in (1, 2, 4):
         for ranks in (2, 4, 8, 16, 64):
-            for way in WAYS:
-                print(row(layers, ranks, way))
+            for placement in PLACEMENTS:
+                print(row(layers, ranks, placement))

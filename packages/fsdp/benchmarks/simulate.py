@@ -1,10 +1,10 @@
-"""Simulations against real steps: memory, collectives, and time from another model's profile.
+"""Compares simulations with real steps: memory, and time from the profile of another model.
 
     python packages/fsdp/benchmarks/simulate.py [--ranks=2,4] [--rounds=3]
 
-Each round probes the machine on one model, and then measures steps of all models, on gloo ranks of
-one thread. A prediction of time for one model uses the profile of another one only. Ratios are
-predicted over measured; of times the median of rounds.
+Each round probes the machine with one model, and then measures steps of all models, on gloo ranks
+of one thread. The time of a model is predicted from the profile of the probed model only. Ratios
+are predicted over measured values; for times the median over rounds.
 """
 
 import argparse
@@ -27,11 +27,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cpu", action="store_true", help="processor time of a rank, not wall")
+    parser.add_argument("--cpu", action="store_true", help="measure processor time, not wall time")
     parser.add_argument("--probed", default=PROBED, choices=list(MODELS))
     parser.add_argument("--models", default="LLaMA 6 M,LLaMA 15 M,Mixtral 6 M,Mixtral 13 M")
-    parser.add_argument("--scale", action="store_true", help="LLaMA 3 70B on 8 to 8,192 ranks")
-    parser.add_argument("--picture", help="with --scale, where to write its SVG")
+    parser.add_argument(
+        "--scale", action="store_true", help="simulate LLaMA 3 70B on 8 to 8,192 ranks"
+    )
+    parser.add_argument("--picture", help="with --scale, the path of its SVG")
     options = parser.parse_args()
     if options.scale:
         print_scale(options.picture)
@@ -100,7 +102,7 @@ def _forward(name):
 
 
 def _measured(model, name, cpu):
-    """Seconds of a step, and the peak of its memory above what lies there between steps."""
+    """Returns the seconds of a step, and its peak memory above that between steps."""
     import fsdp
     from testkit.inspection.memory import peak_bytes
 

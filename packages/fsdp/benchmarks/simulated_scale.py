@@ -1,6 +1,6 @@
-"""LLaMA 3 70B on 8 to 8,192 ranks from meta, as of bfloat16 with fp32 states, 4,096 tokens a rank.
+"""Simulates LLaMA 3 70B on 8 to 8,192 ranks: bfloat16, fp32 state, 4,096 tokens per rank.
 
-The constants are round figures of an H100 cluster, given and not measured: half of 989 TFLOP/s,
+The constants are round figures for an H100 cluster and not measured: half of 989 TFLOP/s,
 2 TB/s of memory, 200 GB/s and 5 us within 8 ranks, 40 GB/s and 20 us beyond.
 """
 
@@ -26,7 +26,7 @@ def print_scale(picture):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(use_cache=False, **LLAMA_70B))
-    # What each layer gets, as with activation checkpointing.
+    # The inputs of layers, as with activation checkpointing.
     activations = LLAMA_70B["num_hidden_layers"] * TOKENS * LLAMA_70B["hidden_size"] * 2
     for rows in (1, 16, 128):
         start = time.perf_counter()

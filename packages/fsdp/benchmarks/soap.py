@@ -1,11 +1,11 @@
-"""A step of SOAP on 2 and 4 gloo ranks: ours, with owner placement, and the naive one.
+"""Times steps of fsdp.optim.SOAP and of a naive one on 2 and 4 gloo ranks.
 
     python packages/fsdp/benchmarks/soap.py [--ranks=2,4] [--rounds=10] [--json=FILE]
 
 The naive step gathers every gradient on every rank, and each rank has the state of all blocks and
-computes on them all. Ten rounds have one new basis. Ways take turns, step by step, in the same
-processes; a ratio is the median of those of the rounds, each against the naive step of its round.
-Bytes are those that all ranks send in a step, together; those of state are printed by rank.
+computes on them all. Ten rounds have one update of the bases. Variants take turns, step by step, in
+the same processes. A ratio is the median over rounds of the ratio to the naive step of the same
+round. Bytes are the sum of what all ranks send in a step.
 """
 
 import torch
@@ -35,16 +35,16 @@ class Naive:
             param.to_local().view(-1).add_(own_run(param, alone))
 
 
-def ours(model, **options):
+def soap(model, **options):
     return SOAP(model.named_parameters(), lr=1e-3, weight_decay=0.0, block_size=SIZE, **options)
 
 
-WAYS = {
+VARIANTS = {
     NAIVE: lambda: Naive(sharded().parameters()),
-    "SOAP": lambda: ours(sharded()),
-    "SOAP, buckets of 1 MB": lambda: ours(sharded(), bucket_mb=1),
-    "SOAP, Whole()": lambda: ours(whole()),
+    "SOAP": lambda: soap(sharded()),
+    "SOAP, buckets of 1 MB": lambda: soap(sharded(), bucket_mb=1),
+    "SOAP, Whole()": lambda: soap(whole()),
 }
 
 if __name__ == "__main__":
-    main(WAYS, __doc__, rounds=10)
+    main(VARIANTS, __doc__, rounds=10)

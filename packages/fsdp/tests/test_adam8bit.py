@@ -1,4 +1,4 @@
-"""Adam8bit in one process: it follows torch's, in a quarter of the memory; options, bad input."""
+"""Adam8bit in one process: losses close to torch's, a quarter of the memory, options, errors."""
 
 import copy
 
@@ -12,37 +12,39 @@ from testkit.models.block_net import SIZE, losses, model_of, optimizer_of, step
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_it_follows_torch(decoupled):
+def test_losses_are_close_to_torchs(decoupled):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    model, other = model_of(), model_of()
-    mine = optimizer_of(Adam8bit, model, lr=1e-3, decoupled_weight_decay=decoupled)
-    theirs = kind(other.parameters(), lr=1e-3, weight_decay=0.1)
+    model, reference_model = model_of(), model_of()
+    optimizer = optimizer_of(Adam8bit, model, lr=1e-3, decoupled_weight_decay=decoupled)
+    reference = kind(reference_model.parameters(), lr=1e-3, weight_decay=0.1)
     for number in range(30):
-        assert step(model, mine, number) == pytest.approx(step(other, theirs, number), rel=2e-3)
+        assert step(model, optimizer, number) == pytest.approx(
+            step(reference_model, reference, number), rel=2e-3
+        )
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_moments_that_are_not_quantised_are_torchs(decoupled):
+def test_losses_with_fp32_moments_are_torchs(decoupled):
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    model, other = model_of(), model_of()
-    mine = optimizer_of(Adam8bit, model, min_8bit_size=10**9, decoupled_weight_decay=decoupled)
-    theirs = kind(other.parameters(), lr=1e-2, weight_decay=0.1)
-    assert losses(model, mine, range(20)) == pytest.approx(
-        losses(other, theirs, range(20)), rel=1e-4
+    model, reference_model = model_of(), model_of()
+    optimizer = optimizer_of(Adam8bit, model, min_8bit_size=10**9, decoupled_weight_decay=decoupled)
+    reference = kind(reference_model.parameters(), lr=1e-2, weight_decay=0.1)
+    assert losses(model, optimizer, range(20)) == pytest.approx(
+        losses(reference_model, reference, range(20)), rel=1e-4
     )
-    assert mine.state[model[0].weight]["exp_avg"].dtype is torch.float32
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
 
 
-def test_the_state_is_a_quarter_of_fp32s():
+def test_state_is_a_quarter_of_fp32_state():
     param = nn.Parameter(torch.randn(1000, 1000))
     param.grad = torch.randn(1000, 1000)
     optimizer = Adam8bit([param])
     optimizer.step()
-    held = [value for key, value in optimizer.state[param].items() if key != "step"]
-    assert sum(t.numel() * t.element_size() for t in held) <= 0.255 * 8 * param.numel()
+    tensors = [value for key, value in optimizer.state[param].items() if key != "step"]
+    assert sum(t.numel() * t.element_size() for t in tensors) <= 0.255 * 8 * param.numel()
 
 
-def test_low_precision_parameters_are_stepped_in_fp32():
+def test_bfloat16_parameters_are_updated_in_fp32():
     start, grad = torch.randn(50, 40).bfloat16(), torch.randn(50, 40).bfloat16()
     low, high = nn.Parameter(start.clone()), nn.Parameter(start.float())
     low.grad, high.grad = grad.clone(), grad.float()
@@ -51,7 +53,7 @@ def test_low_precision_parameters_are_stepped_in_fp32():
     assert torch.equal(low, high.bfloat16())
 
 
-def test_parameters_that_are_not_contiguous_have_blocks_in_the_order_of_their_elements():
+def test_blocks_of_non_contiguous_parameters_follow_the_order_of_elements():
     start, grad = torch.randn(50, 40), torch.randn(50, 40)
     plain, turned = nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())
     plain.grad, turned.grad = grad.clone(), grad.t().contiguous().t()
@@ -63,7 +65,7 @@ def test_parameters_that_are_not_contiguous_have_blocks_in_the_order_of_their_el
     assert torch.equal(plain, turned)
 
 
-def test_empty_parameters_scalars_and_parameters_without_gradients():
+def test_empty_scalar_and_gradientless_parameters():
     empty, scalar, idle = (nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (5,)))
     empty.grad, scalar.grad = torch.zeros(0, 3), torch.tensor(1.0)
     optimizer = Adam8bit([empty, scalar, idle], lr=0.5, min_8bit_size=0)
@@ -73,7 +75,7 @@ def test_empty_parameters_scalars_and_parameters_without_gradients():
     assert idle not in optimizer.state
 
 
-def test_a_closure_computes_gradients():
+def test_closure_computes_gradients():
     param = nn.Parameter(torch.ones(300))
 
     def closure():
@@ -85,7 +87,7 @@ def test_a_closure_computes_gradients():
     assert (param < 1).all()
 
 
-def test_a_gradient_that_is_not_finite_makes_its_block_nan_and_says_whose():
+def test_gradient_that_is_not_finite_makes_its_block_nan_with_a_warning():
     param = nn.Parameter(torch.ones(4 * SIZE))
     optimizer = Adam8bit([("a.weight", param)], block_size=SIZE, min_8bit_size=0)
     param.grad = torch.ones(4 * SIZE)
@@ -117,7 +119,7 @@ def test_options_out_of_range(options, message):
         Adam8bit([nn.Parameter(torch.ones(3))], **options)
 
 
-def test_parameters_that_it_cannot_have():
+def test_unsupported_parameters_and_gradients():
     with pytest.raises(ValueError, match=r"'z' .* torch.complex64"):
         Adam8bit([("z", nn.Parameter(torch.ones(3, dtype=torch.complex64)))])
     param = nn.Parameter(torch.ones(3, 3))
@@ -130,7 +132,7 @@ def test_parameters_that_it_cannot_have():
     assert len(optimizer.param_groups) == 1
 
 
-def test_states_are_loaded_as_they_were_saved(tmp_path):
+def test_loaded_state_has_the_dtypes_and_values_that_were_saved(tmp_path):
     model = model_of().bfloat16()
     optimizer = optimizer_of(Adam8bit, model)
     for param in model.parameters():
@@ -149,19 +151,19 @@ def test_states_are_loaded_as_they_were_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "message"),
+    ("make_other", "message"),
     [
         (lambda p: torch.optim.AdamW(p, lr=1e-2), "'0.weight' .* another min_8bit_size"),
         (lambda p: Adam8bit(p, block_size=SIZE), "'0.weight' to have 8-bit moments"),
     ],
-    ids=["AdamW's", "fp32"],
+    ids=["AdamW", "fp32 moments"],
 )
-def test_states_of_another_kind(theirs, message):
+def test_state_of_another_optimizer_or_min_8bit_size_is_an_error(make_other, message):
     model = model_of()
     optimizer = optimizer_of(Adam8bit, model)
     step(model, optimizer, 0)
     before = {name: optimizer.state[param] for name, param in model.named_parameters()}
-    other = theirs(model.parameters())
+    other = make_other(model.parameters())
     step(model, other, 0)
     state = other.state_dict()
     state["param_groups"] = optimizer.state_dict()["param_groups"]
@@ -170,7 +172,7 @@ def test_states_of_another_kind(theirs, message):
     assert all(optimizer.state[param] is before[name] for name, param in model.named_parameters())
 
 
-def test_sizes_are_any_integers_and_become_ints():
+def test_numpy_integers_become_ints():
     param = nn.Parameter(torch.ones(8))
     optimizer = Adam8bit([param], block_size=np.int64(64), min_8bit_size=np.int64(4))
     (group,) = optimizer.param_groups

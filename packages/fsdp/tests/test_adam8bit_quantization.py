@@ -1,4 +1,4 @@
-"""Codes and scales: the code books, the nearest code, the bound of the error, short blocks."""
+"""Block-wise quantization: code books, nearest codes, error bounds, blocks that are not finite."""
 
 import math
 
@@ -24,8 +24,8 @@ def roundtrip(values, block_size, book):
     return dequantize(quantize(values, block_size, book), block_size, book)
 
 
-def of_paper(signed):
-    """The dynamic data type bit by bit, as the paper draws it: sign, zeros, a one, a fraction."""
+def paper_code_book(signed):
+    """Builds the dynamic data type of the paper from bits: sign, zeros, a one, a fraction."""
     found = set()
     for code in range(256):
         bits = f"{code:08b}"
@@ -43,16 +43,16 @@ def of_paper(signed):
 
 
 @BOOKS
-def test_the_code_book_is_that_of_the_paper(book):
+def test_code_book_is_that_of_the_paper(book):
     values = book.values(CPU)
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values, of_paper(book is CodeBook.SIGNED), rtol=1e-6, atol=0)
+    torch.testing.assert_close(values, paper_code_book(book is CodeBook.SIGNED), rtol=1e-6, atol=0)
     assert (values.diff() > 0).all()
     assert values[book.zero] == 0
     assert values[-1] == 1
 
 
-def test_the_signed_one_mirrors_all_but_the_largest():
+def test_signed_code_book_has_the_negatives_of_all_values_but_1():
     values = CodeBook.SIGNED.values(CPU)
     assert torch.equal(values[:127], -values[128:255].flip(0))
 
@@ -65,7 +65,7 @@ def test_every_value_has_its_own_code(book):
 
 
 @BOOKS
-def test_of_two_codes_as_near_the_smaller_magnitude_is_taken(book):
+def test_ties_are_rounded_to_the_smaller_magnitude(book):
     middle = book.boundaries(CPU)
     ends = torch.ones(1)
     found = quantize(torch.cat([middle, ends]), 1024, book).codes[:-1]
@@ -83,7 +83,7 @@ finite = st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100)
 
 @BOOKS
 @given(values=st.lists(finite, min_size=1, max_size=70), block_size=st.integers(1, 40))
-def test_the_error_is_at_most_half_the_gap_between_codes(book, values, block_size):
+def test_error_is_at_most_half_the_gap_between_codes(book, values, block_size):
     x = torch.tensor(values)
     if book is CodeBook.UNSIGNED:
         x = x.abs()
@@ -106,25 +106,25 @@ def test_the_error_is_at_most_half_the_gap_between_codes(book, values, block_siz
 
 
 @given(exponent=st.integers(-6, 0), fraction=st.floats(0.1, 0.999), sign=st.sampled_from([-1, 1]))
-def test_the_error_relative_to_an_element_grows_with_each_power_of_ten(exponent, fraction, sign):
+def test_relative_error_grows_with_each_power_of_ten(exponent, fraction, sign):
     x = sign * fraction * 10.0**exponent
     got = roundtrip(torch.tensor([x, 1.0]), 2, CodeBook.SIGNED)[0].item()
     steps = 2 ** (6 + exponent)
     assert abs(got - x) <= 10.0**exponent * 0.9 / steps * (0.5 + 1e-4) + 1e-7
 
 
-def test_blocks_do_not_see_one_another():
+def test_blocks_are_independent():
     x = torch.randn(1000)
     x[256:512] *= 1e6
-    found = roundtrip(x, 256, CodeBook.SIGNED)
+    together = roundtrip(x, 256, CodeBook.SIGNED)
     x[256:512] = 0
-    alone = roundtrip(x, 256, CodeBook.SIGNED)
-    assert torch.equal(found[:256], alone[:256])
-    assert torch.equal(found[512:], alone[512:])
+    separate = roundtrip(x, 256, CodeBook.SIGNED)
+    assert torch.equal(together[:256], separate[:256])
+    assert torch.equal(together[512:], separate[512:])
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan], ids=str)
-def test_a_block_with_what_is_not_finite_is_nan_and_others_are_not(wrong):
+def test_element_that_is_not_finite_makes_only_its_block_nan(wrong):
     x = torch.ones(96)
     x[40] = wrong
     found = roundtrip(x, 32, CodeBook.SIGNED)
@@ -140,7 +140,7 @@ def test_zeros_stay_zeros(book):
     assert not dequantize(quantized, 3, book).any()
 
 
-def test_no_elements_are_no_blocks():
+def test_empty_tensor_has_no_blocks():
     quantized = quantize(torch.zeros(0), 32, CodeBook.SIGNED)
     assert quantized.codes.shape == quantized.scales.shape == (0,)
     assert (

@@ -1,4 +1,4 @@
-"""Adam8bit on ranks: the same bits however parameters are sharded, no communication, checkpoints.
+"""Adam8bit on ranks: the same bits with any sharding, no communication, checkpoints.
 
 All ranks have the same batch, so that gradients are the same bits at any power of two of ranks.
 """
@@ -38,7 +38,7 @@ from testkit.models.block_net import SIZE, losses, model_of, optimizer_of, step
 
 GRANULARITIES = {"rows": Rows(32), "block": Block(SIZE), "larger block": Block(5 * SIZE)}
 pytestmark = pytest.mark.ranks
-with_dcp = pytest.mark.filterwarnings("ignore")  # DCP's own
+with_dcp = pytest.mark.filterwarnings("ignore")  # of DCP itself
 
 
 def sharded(granularity=None, package=fsdp, **options):
@@ -49,52 +49,52 @@ def sharded(granularity=None, package=fsdp, **options):
     return package.fully_shard(model, **options)
 
 
-def whole(tensor):
+def full_flat(tensor):
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().reshape(-1).clone()
 
 
-def everything(model, optimizer):
-    """Parameters and state, whole and flat."""
+def full_state(model, optimizer):
+    """Returns all full parameters and state tensors, flat."""
     found = {}
     for name, param in model.named_parameters():
-        found[name] = whole(param)
+        found[name] = full_flat(param)
         for key, value in optimizer.state[param].items():
-            found[f"{name}.{key}"] = whole(value)
+            found[f"{name}.{key}"] = full_flat(value)
     return found
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
     for key, value in found.items():
-        assert torch.equal(value, wanted[key]), key
+        assert torch.equal(value, expected[key]), key
 
 
 def reference(steps, **options):
     model = model_of()
     optimizer = optimizer_of(Adam8bit, model, **options)
-    return losses(model, optimizer, range(steps)), everything(model, optimizer)
+    return losses(model, optimizer, range(steps)), full_state(model, optimizer)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_sharding_changes_no_bit_in_fifty_steps_and_steps_communicate_nothing(world):
-    def check(wanted):
+def test_fifty_sharded_steps_have_the_same_bits_and_communicate_nothing(world):
+    def check(expected):
         for name, granularity in GRANULARITIES.items():
             model = sharded(granularity)
             optimizer = optimizer_of(Adam8bit, model)
-            assert losses(model, optimizer, range(49)) == wanted[0][:49], name
+            assert losses(model, optimizer, range(49)) == expected[0][:49], name
             torch.manual_seed(149)
             x = torch.randn(8, 24)
             (model(x) - x.flip(1)).square().mean().backward()
             with CommLog() as log:
                 optimizer.step()
             log.assert_counts({})
-            assert_same(everything(model, optimizer), wanted[1])
+            assert_same(full_state(model, optimizer), expected[1])
 
     run_ranks(check, world, reference(50))
 
 
-def test_states_lie_as_parameters_do():
+def test_state_has_the_placements_of_parameters():
     def check():
         model = sharded(Rows(32))
         optimizer = optimizer_of(Adam8bit, model)
@@ -111,36 +111,36 @@ def test_states_lie_as_parameters_do():
     run_ranks(check, 2)
 
 
-def _cut(package, world):
-    """Training whose shards cut blocks; what was warned of."""
-    wanted = reference(10)
+def _warnings_of_split_blocks(package, world):
+    """Trains with shards that split blocks, and returns the warnings."""
+    expected = reference(10)
 
     def check():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = sharded(None, package)
             optimizer = optimizer_of(Adam8bit, model)
-            assert losses(model, optimizer, range(10)) == wanted[0]
-        assert_same(everything(model, optimizer), wanted[1])
+            assert losses(model, optimizer, range(10)) == expected[0]
+        assert_same(full_state(model, optimizer), expected[1])
         return [str(w.message) for w in caught if "Adam8bit" in str(w.message)]
 
     return run_ranks(check, world)
 
 
 @pytest.mark.parametrize("package", [fsdp, torch_fsdp], ids=["fsdp", "FSDP2"])
-def test_blocks_that_are_cut_are_moved_with_one_warning_for_each_parameter(package):
+def test_split_blocks_are_redistributed_with_one_warning_per_parameter(package):
     shapes = {name: param.shape for name, param in model_of().named_parameters()}
-    for said in _cut(package, 4):
-        named = {text.split("'")[1]: text for text in said}
-        assert len(said) == len(named) > 0
+    for messages in _warnings_of_split_blocks(package, 4):
+        named = {text.split("'")[1]: text for text in messages}
+        assert len(messages) == len(named) > 0
         for name, text in named.items():
             rows = SIZE // math.gcd(SIZE, shapes[name][1])
             assert "split a block of 64" in text
             assert f"Rows({rows}) or Block(64)" in text
 
 
-def test_columns_and_replicas():
-    def check(wanted):
+def test_column_sharded_and_replicated_parameters_have_the_same_bits():
+    def check(expected):
         mesh = init_device_mesh("cpu", (2,))
         for placement in (Replicate(), Shard(1)):
             model = model_of()
@@ -152,7 +152,7 @@ def test_columns_and_replicas():
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 optimizer = optimizer_of(Adam8bit, model)
-                for grads in wanted["grads"]:
+                for grads in expected["grads"]:
                     for name, param in model.named_parameters():
                         grad = distribute_tensor(grads[name], mesh, [Replicate()])
                         param.grad = grad.redistribute(placements=param.placements)
@@ -160,7 +160,7 @@ def test_columns_and_replicas():
             assert len([w for w in caught if "Adam8bit" in str(w.message)]) == (
                 3 if placement.is_shard() else 0
             )
-            assert_same(everything(model, optimizer), wanted["state"])
+            assert_same(full_state(model, optimizer), expected["state"])
 
     model = model_of()
     optimizer, grads = optimizer_of(Adam8bit, model), []
@@ -169,21 +169,21 @@ def test_columns_and_replicas():
         for name, param in model.named_parameters():
             param.grad = grads[-1][name].clone()
         optimizer.step()
-    run_ranks(check, 2, {"grads": grads, "state": everything(model, optimizer)})
+    run_ranks(check, 2, {"grads": grads, "state": full_state(model, optimizer)})
 
 
-def test_hsdp():
-    def check(wanted):
+def test_hsdp_has_the_same_bits():
+    def check(expected):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = sharded(Block(SIZE), mesh=mesh)
         optimizer = optimizer_of(Adam8bit, model)
-        assert losses(model, optimizer, range(5)) == wanted[0]
-        assert_same(everything(model, optimizer), wanted[1])
+        assert losses(model, optimizer, range(5)) == expected[0]
+        assert_same(full_state(model, optimizer), expected[1])
 
     run_ranks(check, 4, reference(5))
 
 
-def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
+def test_blocks_with_tensor_parallelism_are_those_of_local_tensors():
     class Mlp(nn.Module):
         def __init__(self):
             super().__init__()
@@ -204,7 +204,7 @@ def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
             torch.manual_seed(number)
             model(torch.randn(4, 16)).square().mean().backward()
             for name, param in model.named_parameters():
-                grads.setdefault(name, []).append(whole(param.grad).view(param.shape))
+                grads.setdefault(name, []).append(full_flat(param.grad).view(param.shape))
             with CommLog() as log:
                 optimizer.step()
             log.assert_counts({})
@@ -213,16 +213,16 @@ def test_with_tensor_parallelism_blocks_are_those_of_its_local_tensor():
         rank = mesh.get_local_rank("tp")
         for name, dim in (("up.weight", 0), ("down.weight", 1)):
             start = Mlp().get_parameter(name).detach().chunk(2, dim)[rank].contiguous()
-            alone = nn.Parameter(start)
-            other = optimizer_of(Adam8bit, nn.ParameterDict({"w": alone}))
+            local = nn.Parameter(start)
+            other = optimizer_of(Adam8bit, nn.ParameterDict({"w": local}))
             for grad in grads[name]:
-                alone.grad = grad.chunk(2, dim)[rank].contiguous()
+                local.grad = grad.chunk(2, dim)[rank].contiguous()
                 other.step()
             param = model.get_parameter(name)
-            assert torch.equal(param.full_tensor().chunk(2, dim)[rank], alone)
+            assert torch.equal(param.full_tensor().chunk(2, dim)[rank], local)
             scales = optimizer.state[param]["exp_avg_scale"]
             assert scales.shape == (2, 8)
-            assert torch.equal(scales.full_tensor()[rank], other.state[alone]["exp_avg_scale"])
+            assert torch.equal(scales.full_tensor()[rank], other.state[local]["exp_avg_scale"])
 
     run_ranks(check, 4)
 
@@ -258,20 +258,20 @@ def _load(path, granularity, package=fsdp, **options):
 
 @with_dcp
 @pytest.mark.parametrize("saved_at", [1, 2, 4])
-def test_training_goes_on_at_other_ranks_and_granularities_with_the_same_losses(tmp_path, saved_at):
+def test_training_resumes_at_other_ranks_and_granularities_with_the_same_losses(tmp_path, saved_at):
     path = str(tmp_path / "c")
-    wanted = run_ranks(_save, saved_at, path, Rows(32))[0]
-    assert wanted == reference(10)[0][5:]
+    expected = run_ranks(_save, saved_at, path, Rows(32))[0]
+    assert expected == reference(10)[0][5:]
     for world in {1, 2, 4} - {saved_at}:
         for granularity in (Block(SIZE), Whole(), None):
             for found in run_ranks(_load, world, path, granularity):
-                assert found == wanted
+                assert found == expected
     for found in run_ranks(_load, 2, path, None, torch_fsdp):
-        assert found == wanted
+        assert found == expected
 
 
 @with_dcp
-def test_a_checkpoint_with_other_blocks_is_refused(tmp_path):
+def test_checkpoint_with_another_block_size_is_an_error(tmp_path):
     path = str(tmp_path / "c")
     run_ranks(_save, 2, path, Rows(32))
 
@@ -286,7 +286,7 @@ def test_a_checkpoint_with_other_blocks_is_refused(tmp_path):
 
 @with_dcp
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dicts_come_and_go(broadcast):
+def test_full_state_dicts_are_saved_and_loaded(broadcast):
     def check():
         model = sharded(Rows(32))
         optimizer = optimizer_of(Adam8bit, model)
@@ -302,26 +302,26 @@ def test_full_state_dicts_come_and_go(broadcast):
         set_model_state_dict(other, both[0], options=load)
         set_optimizer_state_dict(other, another, both[1], options=load)
         assert losses(model, optimizer, range(1, 4)) == losses(other, another, range(1, 4))
-        assert_same(everything(other, another), everything(model, optimizer))
+        assert_same(full_state(other, another), full_state(model, optimizer))
 
     run_ranks(check, 2)
 
 
-def test_states_of_another_layout_are_refused_by_name():
+def test_state_of_another_sharding_is_an_error_that_names_the_parameter():
     def check():
         model, other = sharded(Whole()), sharded(Block(SIZE))
         optimizer, another = optimizer_of(Adam8bit, model), optimizer_of(Adam8bit, other)
         step(model, optimizer, 0)
         step(other, another, 0)
-        before = everything(other, another)
+        before = full_state(other, another)
         with pytest.raises(ValueError, match=r"exp_avg.* of parameter '0\.weight' .* reshards it"):
             another.load_state_dict(optimizer.state_dict())
-        assert_same(everything(other, another), before)
+        assert_same(full_state(other, another), before)
 
     run_ranks(check, 2)
 
 
-def test_ranks_may_own_nothing_and_a_lost_block_is_named_where_it_lies():
+def test_block_that_is_not_finite_is_named_on_its_owner_and_ranks_may_own_nothing():
     def check():
         model = sharded(Whole())
         optimizer = optimizer_of(Adam8bit, model)
@@ -339,6 +339,6 @@ def test_ranks_may_own_nothing_and_a_lost_block_is_named_where_it_lies():
 
     found = run_ranks(check, 4)
     assert sum(owned > 0 for owned, _ in found) == 1
-    for owned, said in found:
-        assert len(said) == (owned > 0)
-        assert all("parameter '0.weight' is not finite" in text for text in said)
+    for owned, messages in found:
+        assert len(messages) == (owned > 0)
+        assert all("parameter '0.weight' is not finite" in text for text in messages)

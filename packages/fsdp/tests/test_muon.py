@@ -1,4 +1,4 @@
-"""Muon: torch's figures whatever the ranks and the granularity."""
+"""Muon computes the bits of torch's Muon at any number of ranks and any granularity."""
 
 import pytest
 import torch
@@ -36,15 +36,15 @@ GRANULARITIES = {"elements": Block(1), "rows": Rows(3), "whole": Whole()}
 @pytest.mark.ranks
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_fifty_steps_are_torchs_bit_for_bit(ranks, granularity):
+def test_fifty_steps_have_the_bits_of_torchs_muon(ranks, granularity):
     def check():
-        ours, theirs = sharded(fully_shard, GRANULARITIES[granularity]), MatrixNet()
-        losses = train(ours, optimizer_of(Muon, ours)), train(theirs, TorchMuon(theirs))
-        return losses, same_bits(full_tensors(ours), full_tensors(theirs))
+        model, reference = sharded(fully_shard, GRANULARITIES[granularity]), MatrixNet()
+        losses = train(model, optimizer_of(Muon, model)), train(reference, TorchMuon(reference))
+        return losses, same_bits(full_tensors(model), full_tensors(reference))
 
-    for (ours, theirs), differing in run_ranks(check, ranks):
-        assert ours == theirs
-        assert ours[-1] < ours[0]
+    for (losses, expected), differing in run_ranks(check, ranks):
+        assert losses == expected
+        assert losses[-1] < losses[0]
         assert differing == []
 
 
@@ -57,59 +57,61 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
-def test_options_are_torchs_on_plain_parameters(options):
-    ours, theirs = MatrixNet(), MatrixNet()
-    losses = train(ours, optimizer_of(Muon, ours, **options), 5)
-    assert losses == train(theirs, TorchMuon(theirs, **options), 5)
-    assert same_bits(full_tensors(ours), full_tensors(theirs)) == []
+def test_options_have_the_effect_of_torchs_on_plain_parameters(options):
+    model, reference = MatrixNet(), MatrixNet()
+    losses = train(model, optimizer_of(Muon, model, **options), 5)
+    assert losses == train(reference, TorchMuon(reference, **options), 5)
+    assert same_bits(full_tensors(model), full_tensors(reference)) == []
 
 
-def test_a_learning_rate_may_be_a_tensor():
-    ours, theirs = MatrixNet(), MatrixNet()
-    optimizer = optimizer_of(Muon, ours, lr=torch.tensor(0.02, dtype=torch.float64))
-    assert train(ours, optimizer, 3) == train(theirs, TorchMuon(theirs), 3)
+def test_learning_rate_may_be_a_tensor():
+    model, reference = MatrixNet(), MatrixNet()
+    optimizer = optimizer_of(Muon, model, lr=torch.tensor(0.02, dtype=torch.float64))
+    assert train(model, optimizer, 3) == train(reference, TorchMuon(reference), 3)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes(dtype):
-    """torch rounds an update of bfloat16 twice where it lies in no whole vector of the CPU."""
+def test_bfloat16_and_float64_have_the_same_bits_on_any_ranks(dtype):
+    """torch rounds bfloat16 updates twice in elements that fill no vector of the CPU."""
 
     def check():
         model = fully_shard(MatrixNet().to(dtype))
         return train(model, optimizer_of(Muon, model), 8)
 
-    alone, theirs = MatrixNet().to(dtype), MatrixNet().to(dtype)
-    wanted = train(alone, optimizer_of(Muon, alone), 8)
-    assert run_ranks(check, 2) == [wanted] * 2
+    single, reference = MatrixNet().to(dtype), MatrixNet().to(dtype)
+    expected = train(single, optimizer_of(Muon, single), 8)
+    assert run_ranks(check, 2) == [expected] * 2
     tolerance = {torch.bfloat16: 0.05, torch.float64: 0.0}[dtype]
-    assert train(theirs, TorchMuon(theirs), 8) == pytest.approx(wanted, rel=tolerance)
+    assert train(reference, TorchMuon(reference), 8) == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_how_a_parameter_is_cut_does_not_change_what_an_update_makes_of_it(dtype):
+def test_subtracting_an_update_does_not_depend_on_shards(dtype):
     generator = torch.Generator().manual_seed(0)
     start, update = torch.randn(2, 4810, generator=generator).to(dtype)
-    whole, cut = start.clone(), start.clone()
-    subtract_(whole, update, 0.02)
-    for part, own in zip(cut.split(13), update.split(13), strict=True):
+    full, shards = start.clone(), start.clone()
+    subtract_(full, update, 0.02)
+    for part, own in zip(shards.split(13), update.split(13), strict=True):
         subtract_(part, own, 0.02)
-    assert torch.equal(cut, whole)
-    torch.testing.assert_close(whole, (start.double() - 0.02 * update.double()).to(dtype))
+    assert torch.equal(shards, full)
+    torch.testing.assert_close(full, (start.double() - 0.02 * update.double()).to(dtype))
 
 
-def test_a_schedule_changes_the_learning_rate_of_both_kinds():
-    ours, theirs = MatrixNet(), MatrixNet()
-    one, others = optimizer_of(Muon, ours), TorchMuon(theirs)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (one, *others.both)]
+def test_scheduler_changes_the_learning_rate_of_matrices_and_other_parameters():
+    model, reference = MatrixNet(), MatrixNet()
+    optimizer, references = optimizer_of(Muon, model), TorchMuon(reference)
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, *references.both)
+    ]
     for step in range(4):
-        assert train(ours, one, 1, step) == train(theirs, others, 1, step)
+        assert train(model, optimizer, 1, step) == train(reference, references, 1, step)
         for schedule in schedules:
             schedule.step()
 
 
 class Stacks(nn.Module):
-    """Five experts in one parameter, a fused QKV, and a projection of unlike rows."""
+    """Five experts in one parameter, a fused QKV, and a projection with unequal heads."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +129,7 @@ ROWS = {"qkv": (4, 4, 4), "gqa": (5, 2, 2)}
 
 
 def apart(stacks):
-    """The matrices as parameters of their own."""
+    """Returns each matrix as a separate parameter."""
     found = list(stacks.experts.detach().clone())
     for name, rows in ROWS.items():
         found += [one.clone() for one in getattr(stacks, name).detach().split(rows)]
@@ -144,12 +146,12 @@ def stack_muon(model):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
+def test_experts_heads_and_projections_are_separate_matrices(ranks):
     def check():
         model = Stacks()
         fully_shard(model)
         params = apart(Stacks())
-        ours, theirs = stack_muon(model), torch.optim.Muon(params, lr=0.1)
+        optimizer, reference = stack_muon(model), torch.optim.Muon(params, lr=0.1)
         for step in range(4):
             torch.manual_seed(step)
             model(torch.randn(3, 6)).backward()
@@ -159,14 +161,14 @@ def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
                     parts += full_tensor(getattr(model, name).grad).split(rows)
             for param, grad in zip(params, parts, strict=True):
                 param.grad = grad.contiguous()
-            ours.step()
-            theirs.step()
-            ours.zero_grad()
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
         got = Stacks()
         for name, param in model.named_parameters():
             getattr(got, name).data = full_tensor(param)
         assert all(torch.equal(a, b) for a, b in zip(apart(got), params, strict=True))
-        return ours.owners()
+        return optimizer.owners()
 
     owners = run_ranks(check, ranks)
     assert all(one == owners[0] for one in owners)
@@ -175,21 +177,21 @@ def test_experts_heads_and_projections_are_matrices_of_their_own(ranks):
 
 
 def steps_of(model, optimizer, inputs, steps=3):
-    """Steps ours and torch's with the same gradients: the names of matrices that differ."""
-    alone = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
-    theirs = torch.optim.Muon(alone.values(), lr=0.02)
+    """Steps both optimizers with the same gradients; returns the names of matrices that differ."""
+    matrices = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
+    reference = torch.optim.Muon(matrices.values(), lr=0.02)
     for step in range(steps):
         model(inputs(step)).sum().backward()
         for name, param in matrices_of(model):
-            alone[name].grad = None if param.grad is None else full_tensor(param.grad)
+            matrices[name].grad = None if param.grad is None else full_tensor(param.grad)
         optimizer.step()
-        theirs.step()
+        reference.step()
         optimizer.zero_grad()
-    return same_bits(full_tensors(model), alone)
+    return same_bits(full_tensors(model), matrices)
 
 
 @pytest.mark.ranks
-def test_hybrid_shards_are_gathered_within_their_axis():
+def test_hsdp_gathers_matrices_within_the_shard_axis():
     def check():
         mesh = init_device_mesh("cpu", (2, 2))
         model = sharded(fully_shard, mesh=mesh)
@@ -203,8 +205,8 @@ def test_hybrid_shards_are_gathered_within_their_axis():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp and tp", "tp alone"])
-def test_tensor_parallel_matrices_are_whole_where_they_iterate(fsdp):
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp and tp", "tp only"])
+def test_tensor_parallel_matrices_are_gathered_before_the_iteration(fsdp):
     def check():
         shape = (2, 2) if fsdp else (1, 4)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -220,8 +222,8 @@ def test_tensor_parallel_matrices_are_whole_where_they_iterate(fsdp):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_stacked_experts_beside_expert_and_tensor_parallelism(dim):
-    """Cut along dim 0 each rank has whole experts; along others a part of each."""
+def test_stacked_experts_with_expert_and_tensor_parallelism(dim):
+    """Sharded along dim 0 each rank has whole experts; along other dims a shard of each."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -229,26 +231,26 @@ def test_stacked_experts_beside_expert_and_tensor_parallelism(dim):
         values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
         model.experts = nn.Parameter(distribute_tensor(values, mesh["ep"], [Shard(dim)]))
         fully_shard(model, mesh=mesh["dp"])
-        ours = Muon(model.named_parameters(), lr=0.1)
-        alone = [nn.Parameter(one) for one in values.clone()]
-        theirs = torch.optim.Muon(alone, lr=0.1)
+        optimizer = Muon(model.named_parameters(), lr=0.1)
+        matrices = [nn.Parameter(one) for one in values.clone()]
+        reference = torch.optim.Muon(matrices, lr=0.1)
         for _ in range(2):
             model.experts.grad = torch.zeros_like(model.experts)
             torch.manual_seed(dist.get_rank())
             model.experts.grad.to_local().normal_()
-            for param, grad in zip(alone, full_tensor(model.experts.grad), strict=True):
+            for param, grad in zip(matrices, full_tensor(model.experts.grad), strict=True):
                 param.grad = grad.contiguous()
-            ours.step()
-            theirs.step()
-        assert torch.equal(full_tensor(model.experts), torch.stack(list(alone)))
-        return ours.owners()
+            optimizer.step()
+            reference.step()
+        assert torch.equal(full_tensor(model.experts), torch.stack(list(matrices)))
+        return optimizer.owners()
 
     for owners in run_ranks(check, 4):
         assert len(owners) == (2 if dim == 0 else 4)
 
 
 @pytest.mark.ranks
-def test_torchs_fully_shard_is_served_too():
+def test_parameters_of_fsdp2_are_optimized_too():
     def check():
         model = torch_fully_shard(MatrixNet())
         torch.manual_seed(dist.get_rank())
@@ -261,7 +263,7 @@ def test_torchs_fully_shard_is_served_too():
 
 
 @pytest.mark.ranks
-def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
+def test_frozen_and_unused_matrices_are_unchanged_and_ranks_may_own_nothing():
     def check():
         model = MatrixNet()
         model.down.requires_grad_(False)

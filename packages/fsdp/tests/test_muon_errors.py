@@ -1,4 +1,4 @@
-"""What Muon cannot work with is refused by name, on every rank."""
+"""Errors of Muon: they name the parameter, on every rank."""
 
 import copy
 
@@ -25,7 +25,7 @@ from testkit.models.matrix_net import (
 )
 
 
-def test_what_is_no_matrix_is_refused_by_name():
+def test_parameter_that_is_not_a_matrix_is_named():
     model = MatrixNet()
     with pytest.raises(ValueError, match=r"parameter 'norm.weight' .* of shape \(13,\).*AdamW"):
         Muon(model.named_parameters())
@@ -40,7 +40,7 @@ def test_what_is_no_matrix_is_refused_by_name():
 
 
 @pytest.mark.parametrize("split", [3, 0, (5, 6), (12, -2), lambda param: 4])
-def test_splits_that_do_not_fit(split):
+def test_split_that_does_not_fit_the_rows(split):
     with pytest.raises(ValueError, match=r"split of parameter 'w' .* 10 rows"):
         Muon([("w", nn.Parameter(torch.zeros(10, 4)))], split=split)
 
@@ -57,7 +57,7 @@ def test_options_out_of_range(options):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [Muon, SOAP], ids=["Muon", "SOAP"])
-def test_a_gradient_on_some_ranks_only_is_an_error_on_all(kind):
+def test_gradient_on_some_ranks_only_is_an_error_on_all(kind):
     def check():
         model = sharded(fully_shard)
         optimizer = optimizer_of(kind, model)
@@ -76,7 +76,7 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all(kind):
 
 
 @pytest.mark.ranks
-def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
+def test_unsupported_placements_are_an_error_before_anything_is_sent():
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
 
@@ -90,9 +90,9 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
             ValueError, match=r"expected parameter 'qkv' to have RaggedShard on at most one axis"
         ):
             interleaved.step()
-        cut = optimizer([Shard(0), Replicate()], split=2)
+        split = optimizer([Shard(0), Replicate()], split=2)
         with pytest.raises(ValueError, match=r"'qkv', which is split into 2 matrices"):
-            cut.step()
+            split.step()
         moved = optimizer([Shard(0), Replicate()])
         [param] = moved.param_groups[0]["params"]
         param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
@@ -103,23 +103,23 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
 
 
 @pytest.mark.ranks
-def test_state_of_another_layout_is_refused():
+def test_state_of_another_sharding_is_an_error_and_changes_nothing():
     def check():
         rows, elements = sharded(fully_shard, Rows(3)), sharded(fully_shard, Block(1))
-        ours, theirs = optimizer_of(Muon, rows), optimizer_of(Muon, elements)
-        train(rows, ours, 1)
-        train(elements, theirs, 1)
-        before = copy.deepcopy(ours.state_dict())
+        optimizer, other = optimizer_of(Muon, rows), optimizer_of(Muon, elements)
+        train(rows, optimizer, 1)
+        train(elements, other, 1)
+        before = copy.deepcopy(optimizer.state_dict())
         with pytest.raises(ValueError, match=r"momentum_buffer of parameter 'up.weight'"):
-            ours.load_state_dict(theirs.state_dict())
-        after = ours.state_dict()
+            optimizer.load_state_dict(other.state_dict())
+        after = optimizer.state_dict()
         assert after["param_groups"] == before["param_groups"]
-        ours.load_state_dict(before)
-        assert len(train(rows, ours, 1)) == 1
+        optimizer.load_state_dict(before)
+        assert len(train(rows, optimizer, 1)) == 1
 
     run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("split", [np.int64(2), [np.int64(5), np.int64(5)]], ids=["number", "rows"])
-def test_splits_are_any_integers(split):
+def test_split_may_have_numpy_integers(split):
     assert matrix_rows(split, nn.Parameter(torch.zeros(10, 4)), "w", "Muon") == (5, 5)

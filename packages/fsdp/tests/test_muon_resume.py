@@ -1,4 +1,4 @@
-"""Muon goes on from checkpoints at other numbers of ranks, and trains a LLaMA as DDP does."""
+"""Muon resumes from checkpoints at other numbers of ranks, and trains a LLaMA as DDP does."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from testkit.models.matrix_net import (
     ("saved", "saved_as", "loaded", "loaded_as"),
     [(2, Block(1), 4, Whole()), (4, Rows(3), 1, Block(1))],
 )
-def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
+def test_training_resumes_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
     def state(model, optimizer):
         return {
             "model": get_model_state_dict(model),
@@ -46,20 +46,20 @@ def test_training_goes_on_at_another_number_of_ranks(tmp_path, saved, saved_as, 
     def load():
         model = sharded(fully_shard, loaded_as)
         optimizer = optimizer_of(Muon, model)
-        train(model, optimizer, 1)  # something to be overwritten
+        train(model, optimizer, 1)  # state that loading overwrites
         found = state(model, optimizer)
         dcp.load(found, checkpoint_id=tmp_path)
         set_model_state_dict(model, found["model"])
         set_optimizer_state_dict(model, optimizer, found["optimizer"])
         return train(model, optimizer, 5, 3)
 
-    wanted = run_ranks(save, saved)[0]
+    expected = run_ranks(save, saved)[0]
     for losses in run_ranks(load, loaded):
-        assert losses == wanted
+        assert losses == expected
 
 
 @pytest.mark.ranks
-def test_losses_of_a_llama_are_those_of_ddp_and_torchs_muon_bit_for_bit():
+def test_losses_of_a_llama_have_the_bits_of_ddp_with_torchs_muon():
     def check():
         curves = []
         for kind in ("ddp", "fsdp"):
@@ -84,6 +84,6 @@ def test_losses_of_a_llama_are_those_of_ddp_and_torchs_muon_bit_for_bit():
             curves.append(losses)
         return curves
 
-    for ddp, ours in run_ranks(check, 2):
-        assert ours == ddp
-        assert ours[-1] < ours[0] / 2
+    for ddp_losses, losses in run_ranks(check, 2):
+        assert losses == ddp_losses
+        assert losses[-1] < losses[0] / 2

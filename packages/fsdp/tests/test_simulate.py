@@ -1,4 +1,4 @@
-"""Simulations without ranks: the model of time, what is planned, the search, and bad input."""
+"""Simulations without ranks: the time model, plans, optimizer state, search, and errors."""
 
 import time
 import xml.etree.ElementTree as ET
@@ -46,7 +46,7 @@ def _seconds(overlap, *, flop=1e-9, mesh=4, **options):
     return simulate(_model(), mesh=mesh, units=UNITS, tokens=10, constants=constants, **options)
 
 
-def test_without_overlap_all_terms_add_up():
+def test_time_without_overlap_is_the_sum_of_all_terms():
     found = _seconds(overlap=False)
     collective = 3 * LINK.alpha + 3 / 4 * 4 * NUMEL * LINK.beta
     assert found.time.gather == pytest.approx((2 * LAYERS + 1) * collective)
@@ -55,11 +55,11 @@ def test_without_overlap_all_terms_add_up():
     assert found.time.hidden == 0
 
 
-def test_overlap_hides_what_fits_behind_computing():
+def test_overlap_hides_collectives_behind_computation():
     collective = 3 * LINK.alpha + 3 / 4 * 4 * NUMEL * LINK.beta
     slow = _seconds(overlap=True, flop=1e-6).time
-    # Nothing is there to compute during the first two gathers, the first one of backward, and the
-    # last reduction.
+    # No computation overlaps the first two gathers, the first one of backward, and the last
+    # reduction.
     assert slow.gather == pytest.approx(3 * collective)
     assert slow.reduce == pytest.approx(collective)
     assert slow.hidden == pytest.approx((3 * LAYERS - 2) * collective)
@@ -67,7 +67,7 @@ def test_overlap_hides_what_fits_behind_computing():
     assert fast.gather + fast.reduce == pytest.approx((3 * LAYERS + 2) * collective)
 
 
-def test_hsdp_reduces_shards_over_replicas():
+def test_hsdp_all_reduces_shards_over_replicas():
     found = _seconds(overlap=False, mesh={"dp_replicate": 2, "dp_shard": 4})
     ops = {one.op: one for one in found.collectives}
     assert ops["all_reduce"].count == LAYERS + 1
@@ -78,7 +78,7 @@ def test_hsdp_reduces_shards_over_replicas():
     assert found.time.reduce - one_less.reduce == pytest.approx(extra)
 
 
-def test_an_axis_uses_the_link_that_reaches_over_it():
+def test_axis_uses_the_link_that_connects_it():
     near, far = Link(0, 1e-9, ranks=8), Link(0, 1e-6)
 
     def gather(ranks):
@@ -94,14 +94,14 @@ def test_an_axis_uses_the_link_that_reaches_over_it():
         simulate(_model(), mesh=16, constants=Constants([near], COMPUTE))
 
 
-def test_update_and_slack():
+def test_time_of_the_update_and_slack():
     constants = Constants(LINK, COMPUTE, Update(1e-3, 1e-6), overlap=False, slack=1.5)
     found = simulate(_model(), mesh=4, tokens=10, constants=constants).time
     assert found.update == pytest.approx((LAYERS + 1) * (1e-3 + NUMEL * 1e-6))
     assert found.total == pytest.approx(1.5 * (found.total - found.other))
 
 
-def test_padding_is_that_of_the_plan_and_of_fully_shard():
+def test_padding_is_that_of_the_planner_and_of_fully_shard():
     rows = fsdp.Rows(24)
     found = simulate(_model(), mesh=4, units=UNITS, shard_placement_fn=lambda param: rows)
     one = plan_layout(
@@ -112,11 +112,11 @@ def test_padding_is_that_of_the_plan_and_of_fully_shard():
         model = _model()
         for layer in model:
             fsdp.fully_shard(layer, mesh=mesh, shard_placement_fn=lambda param: rows)
-        held = sum(param.to_local().untyped_storage().nbytes() for param in model.parameters())
-    assert found.memory.parameters == held
+        nbytes = sum(param.to_local().untyped_storage().nbytes() for param in model.parameters())
+    assert found.memory.parameters == nbytes
 
 
-def test_every_rank_has_its_share_of_the_state():
+def test_optimizer_state_by_rank_follows_the_layout():
     model = _model(0)
     found = simulate(model, mesh=3, shard_placement_fn=lambda param: fsdp.Rows(48))
     rows = [by // WIDTH // 8 for by in found.optimizer_by_rank]  # 4 more bytes: of the steps
@@ -124,10 +124,10 @@ def test_every_rank_has_its_share_of_the_state():
     assert found.memory.optimizer == 48 * WIDTH * 8 + 4
 
 
-def test_whole_matrices_go_to_ranks_as_they_would_in_each_simulation():
+def test_each_run_balances_whole_matrices_independently():
     whole = WholeMatrices()
     simulator = Simulator(_model(3), units=["0", "1", "2"], shard_placement_fn=whole)
-    for _ in range(2):  # what the first has placed is no load of the second
+    for _ in range(2):  # the second run does not count the load of the first
         assert simulator.run(4).optimizer_by_rank == (8 * NUMEL + 16,) * 4
     stacked = simulate(_model(3), mesh=4, units=UNITS, shard_placement_fn=lambda p: fsdp.Whole())
     assert max(stacked.optimizer_by_rank) == 4 * 8 * NUMEL + 16
@@ -144,7 +144,7 @@ def test_whole_matrices_go_to_ranks_as_they_would_in_each_simulation():
     ],
     ids=["Adam", "SGD", "bytes", "momentum", "8-bit Adam"],
 )
-def test_the_state_of_an_optimizer(optimizer, nbytes):
+def test_state_bytes_of_optimizers(optimizer, nbytes):
     assert simulate(_model(0), mesh=1, optimizer=optimizer).memory.optimizer == nbytes
 
 
@@ -157,7 +157,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state():
     assert found.memory.optimizer == 8 * NUMEL + 4
 
 
-def test_a_forward_tells_work_and_activations_and_leaves_the_model_alone():
+def test_forward_is_traced_without_changing_the_model():
     with torch.device("cpu"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
     model[0].weight.grad = torch.ones(WIDTH, WIDTH)
@@ -180,7 +180,7 @@ def test_a_forward_tells_work_and_activations_and_leaves_the_model_alone():
     assert not model[0]._forward_hooks
 
 
-def test_activation_checkpointing_keeps_less():
+def test_activation_checkpointing_reduces_activations():
     from torch.utils.checkpoint import checkpoint
 
     class Blocks(nn.Module):
@@ -190,31 +190,31 @@ def test_activation_checkpointing_keeps_less():
                 nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
                 for _ in range(3)
             )
-            self.again = False
+            self.recompute = False
 
         def forward(self, x):
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
             return x.sum()
 
     with torch.device("meta"):
         model = Blocks()
     found = []
-    for model.again in (False, True):
+    for model.recompute in (False, True):
         found.append(
             simulate(
                 model, mesh=2, units=r"blocks\.\d", constants=Constants(LINK, COMPUTE),
                 forward=lambda one: one(torch.zeros(512, WIDTH, requires_grad=True)),
             )
         )  # fmt: skip
-    kept, again = found
-    assert again.memory.activations < 0.65 * kept.memory.activations
-    assert again.memory.peak < kept.memory.peak
-    assert again.time.compute > kept.time.compute
-    assert again.collectives == kept.collectives
+    saved, recomputed = found
+    assert recomputed.memory.activations < 0.65 * saved.memory.activations
+    assert recomputed.memory.peak < saved.memory.peak
+    assert recomputed.time.compute > saved.time.compute
+    assert recomputed.collectives == saved.collectives
 
 
-def test_activations_as_a_number_are_held_at_the_peak():
+def test_activations_given_as_a_number_count_at_the_peak():
     less, more = (simulate(_model(), mesh=2, activations=n).memory for n in (0, 3_000_000))
     assert more.activations == 3_000_000
     assert more.peak - less.peak == 3_000_000
@@ -227,7 +227,7 @@ def test_modules_of_one_call_are_one_group():
     assert simulate(_model(), mesh=2, units=lambda name, module: name in "01").groups == 3
 
 
-def test_the_best_group_is_the_fastest_that_fits():
+def test_best_group_size_is_the_fastest_that_fits():
     constants = Constants([Link(1e-6, 1e-10, 4), Link(1e-4, 1e-8)], Compute(1e-12))
     options = {"units": UNITS, "constants": constants, "tokens": 10}
     state = (LAYERS + 1) * NUMEL * 4
@@ -261,7 +261,7 @@ def test_tables_and_pictures(tmp_path):
     assert "time of a step" not in (tmp_path / "one.svg").read_text()
 
 
-def test_bars_are_as_long_as_what_they_show(tmp_path):
+def test_bars_are_proportional_to_memory(tmp_path):
     found = sweep(_model(), 4, optimizer=0.0)
     boxes = ET.fromstring(simulations_svg(found)).iter("{http://www.w3.org/2000/svg}rect")
     widths = [float(box.get("width")) for box in boxes if box.get("height") == "16"]
@@ -270,7 +270,7 @@ def test_bars_are_as_long_as_what_they_show(tmp_path):
     assert bars == pytest.approx([CHART_WIDTH * peak / max(peaks) for peak in peaks], abs=0.5)
 
 
-def test_a_large_model_on_many_ranks_takes_seconds():
+def test_simulating_a_large_model_on_many_ranks_takes_seconds():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -289,7 +289,7 @@ def test_a_large_model_on_many_ranks_takes_seconds():
     assert sum(found.optimizer_by_rank) == 8 * found.elements + steps
 
 
-def test_a_line_through_points():
+def test_fit_of_a_line():
     exact = fit([0, 10, 100], [2.0, 3.0, 12.0])
     assert (exact.alpha, exact.beta, exact.error) == pytest.approx((2.0, 0.1, 0.0))
     assert fit([1, 2], [1.0, 3.0]).alpha == 0  # never below
@@ -298,7 +298,7 @@ def test_a_line_through_points():
 
 
 @pytest.mark.parametrize("mesh", [0, (2, 0), (1, 2, 3), (), "4", 1.5, {"a": 2.0}], ids=repr)
-def test_a_mesh_that_is_none(mesh):
+def test_invalid_mesh(mesh):
     with pytest.raises(ValueError, match="simulate: expected mesh"):
         simulate(_model(), mesh=mesh)
 
@@ -320,7 +320,7 @@ def test_a_mesh_that_is_none(mesh):
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
-def test_bad_input(options, text):
+def test_invalid_arguments(options, text):
     with pytest.raises(ValueError, match=text):
         simulate(_model(), mesh=4, **options)
 
@@ -333,7 +333,7 @@ def test_bad_input(options, text):
         lambda: Constants(LINK, COMPUTE, slack=-1),
     ],
 )  # fmt: skip
-def test_constants_that_are_none(make):
+def test_invalid_constants(make):
     with pytest.raises(ValueError, match="simulate: "):
         make()
 
@@ -345,25 +345,25 @@ def test_sizes_that_do_not_divide_the_ranks():
         sweep(_model(), 0)
 
 
-def test_a_parameter_in_two_units():
+def test_tied_parameter_in_two_units_is_an_error():
     model = _model(1)
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"got '0.weight', which is tied to '1.weight'"):
         simulate(model, mesh=2, units=["0"])
 
 
-def test_a_module_without_parameters_of_its_own():
+def test_unit_without_parameters_is_an_error():
     model = nn.Sequential(_model(), nn.ReLU())
     with pytest.raises(ValueError, match="got '1', which has none"):
         simulate(model, mesh=2, units=["1"])
 
 
-def test_sizes_as_words():
+def test_str_of_mesh_sizes():
     assert str(MeshSize(8, 64)) == "64 x 8 ranks"
     assert str(MeshSize(8192)) == "8,192 ranks"
 
 
-def test_sizes_of_a_mesh_are_any_integers():
+def test_mesh_sizes_may_be_numpy_integers():
     assert parse_mesh_size(np.int64(4)) == parse_mesh_size(4)
     size = parse_mesh_size((np.int64(2), np.int64(4)))
     assert size == parse_mesh_size((2, 4))

@@ -1,4 +1,4 @@
-"""SOAP: one device's figures whatever the ranks and the granularity, its state on owners only."""
+"""SOAP computes the bits of one device on any ranks; its state is on owners only."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ SIZE = 13  # of blocks: 37 x 13 has three, of two shapes
 
 
 def bytes_of(optimizer, params):
-    """What this rank holds of the state of parameters, but for the count of steps."""
+    """Returns the bytes of this rank's state of parameters, without the step counts."""
     return sum(
         local_of(value).nbytes
         for param in params
@@ -47,8 +47,8 @@ def bytes_of(optimizer, params):
 
 
 @cache
-def alone():
-    """Losses, weights, and bytes of state on one device."""
+def single_device():
+    """Returns losses, parameters and bytes of state on one device."""
     model = MatrixNet()
     plain = ReferenceSoapAndAdamW(model, block_size=SIZE)
     return train(model, plain), full_tensors(model), plain.soap.state_bytes
@@ -57,22 +57,22 @@ def alone():
 @pytest.mark.ranks
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_fifty_steps_are_one_devices_bit_for_bit_and_so_is_the_memory(ranks, granularity):
+def test_fifty_steps_have_the_bits_and_the_memory_of_one_device(ranks, granularity):
     def check():
         model = sharded(fully_shard, GRANULARITIES[granularity])
         optimizer = optimizer_of(SOAP, model, block_size=SIZE)
         losses = train(model, optimizer)
-        held = bytes_of(optimizer, [param for _, param in matrices_of(model)])
-        return losses, full_tensors(model), held
+        nbytes = bytes_of(optimizer, [param for _, param in matrices_of(model)])
+        return losses, full_tensors(model), nbytes
 
-    wanted, weights, state_bytes = alone()
+    expected, expected_params, state_bytes = single_device()
     found = run_ranks(check, ranks)
-    for losses, ours, held in found:
-        assert losses == wanted
-        assert same_bits(ours, weights) == []
-        assert held < state_bytes or ranks == 1
-    assert sum(held for _, _, held in found) == state_bytes
-    assert wanted[-1] < wanted[0] / 50
+    for losses, params, nbytes in found:
+        assert losses == expected
+        assert same_bits(params, expected_params) == []
+        assert nbytes < state_bytes or ranks == 1
+    assert sum(nbytes for _, _, nbytes in found) == state_bytes
+    assert expected[-1] < expected[0] / 50
 
 
 OPTIONS = [
@@ -85,16 +85,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: ",".join(one))
-def test_options_on_plain_parameters(options):
-    ours, theirs = MatrixNet(), MatrixNet()
-    losses = train(ours, optimizer_of(SOAP, ours, **options), 12)
-    assert losses == train(theirs, ReferenceSoapAndAdamW(theirs, **options), 12)
-    assert same_bits(full_tensors(ours), full_tensors(theirs)) == []
+def test_options_have_the_bits_of_the_reference_on_plain_parameters(options):
+    model, reference = MatrixNet(), MatrixNet()
+    losses = train(model, optimizer_of(SOAP, model, **options), 12)
+    assert losses == train(reference, ReferenceSoapAndAdamW(reference, **options), 12)
+    assert same_bits(full_tensors(model), full_tensors(reference)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_where_a_gradient_begins_in_memory_does_not_matter(dtype):
-    """It does to MKL's product of a matrix with itself, on some CPUs (AMD's with AVX-512)."""
+def test_bits_do_not_depend_on_the_alignment_of_gradients(dtype):
+    """MKL's product of a matrix with itself depends on it on some CPUs (AMD's with AVX-512)."""
     generator = torch.Generator().manual_seed(0)
     grads = torch.randn(4, 11 * 13, dtype=dtype, generator=generator)
     params = [nn.Parameter(torch.zeros(11, 13, dtype=dtype)) for _ in range(4)]
@@ -110,7 +110,7 @@ def test_where_a_gradient_begins_in_memory_does_not_matter(dtype):
 
 
 def test_rotating_the_weights_rotates_the_training():
-    """What Adam's own basis does not do, and blocks only where they are whole matrices."""
+    """Adam does not have this property, and SOAP has it only if blocks are whole matrices."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -134,23 +134,23 @@ def test_rotating_the_weights_rotates_the_training():
         assert (weights(kind, True, **options) - weights(kind, False, **options)).norm() > 0.1
 
 
-def test_a_learning_rate_may_be_a_tensor_and_follow_a_schedule():
-    ours, theirs = MatrixNet(), MatrixNet()
-    one = optimizer_of(SOAP, ours, lr=torch.tensor(0.02, dtype=torch.float64))
-    assert train(ours, one, 4) == train(theirs, ReferenceSoapAndAdamW(theirs), 4)
-    halves = MatrixNet()
-    other = optimizer_of(SOAP, halves)
-    schedule = torch.optim.lr_scheduler.LambdaLR(other, [lambda n: 0.0, lambda n: 0.0])
-    before = full_tensors(halves)
-    train(halves, other, 3)
-    assert same_bits(full_tensors(halves), before) == []
+def test_learning_rate_may_be_a_tensor_and_have_a_scheduler():
+    model, reference = MatrixNet(), MatrixNet()
+    optimizer = optimizer_of(SOAP, model, lr=torch.tensor(0.02, dtype=torch.float64))
+    assert train(model, optimizer, 4) == train(reference, ReferenceSoapAndAdamW(reference), 4)
+    other_model = MatrixNet()
+    other_optimizer = optimizer_of(SOAP, other_model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(other_optimizer, [lambda n: 0.0, lambda n: 0.0])
+    before = full_tensors(other_model)
+    train(other_model, other_optimizer, 3)
+    assert same_bits(full_tensors(other_model), before) == []
     assert schedule.get_last_lr() == [0.0, 0.0]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes(dtype):
-    """State is float32 at least, and gradients and updates travel in the parameter's dtype."""
+def test_bfloat16_and_float64_have_the_bits_of_the_reference(dtype):
+    """State is float32 or wider; gradients and updates are sent in the parameter's dtype."""
 
     def check():
         model = fully_shard(MatrixNet().to(dtype))
@@ -158,10 +158,10 @@ def test_other_dtypes(dtype):
         losses = train(model, optimizer, 8)
         return losses, optimizer.state[model.up.weight]["left.0"].dtype
 
-    alone = MatrixNet().to(dtype)
-    plain = ReferenceSoapAndAdamW(alone, block_size=SIZE, precondition_frequency=3)
-    wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    assert run_ranks(check, 2) == [(train(alone, plain, 8), wanted)] * 2
+    single = MatrixNet().to(dtype)
+    reference = ReferenceSoapAndAdamW(single, block_size=SIZE, precondition_frequency=3)
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert run_ranks(check, 2) == [(train(single, reference, 8), state_dtype)] * 2
 
 
 class Stacks(nn.Module):
@@ -176,7 +176,7 @@ class Stacks(nn.Module):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_experts_and_heads_are_matrices_of_their_own(ranks):
+def test_experts_and_heads_are_separate_matrices(ranks):
     def check():
         model = Stacks()
         heads = [one.clone() for one in model.qkv.detach().split(4)]
@@ -185,8 +185,8 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
         groups = [
             {"params": [("experts", model.experts)]}, {"params": [("qkv", model.qkv)], "split": 3}
         ]  # fmt: skip
-        ours = SOAP(groups, lr=0.1, block_size=4, precondition_frequency=2)
-        theirs = ReferenceSoap(params, lr=0.1, block_size=4, precondition_frequency=2)
+        optimizer = SOAP(groups, lr=0.1, block_size=4, precondition_frequency=2)
+        reference = ReferenceSoap(params, lr=0.1, block_size=4, precondition_frequency=2)
         for step in range(5):
             torch.manual_seed(step)
             grads = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
@@ -196,11 +196,11 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
                 params, [*grads["experts"], *grads["qkv"].split(4)], strict=True
             ):
                 param.grad = grad
-            ours.step()
-            theirs.step()
+            optimizer.step()
+            reference.step()
         assert torch.equal(full_tensor(model.experts), torch.stack(params[:5]))
         assert torch.equal(full_tensor(model.qkv), torch.cat(params[5:]))
-        return ours.owners()
+        return optimizer.owners()
 
     owners = run_ranks(check, ranks)
     assert all(one == owners[0] for one in owners)
@@ -210,17 +210,17 @@ def test_experts_and_heads_are_matrices_of_their_own(ranks):
 
 
 def steps_of(model, optimizer, inputs, steps=4, **options):
-    """Steps ours and the plain one with the same gradients: names of matrices that differ."""
-    alone = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
-    theirs = ReferenceSoap(alone.values(), **options)
+    """Steps both optimizers with the same gradients; returns the names of matrices that differ."""
+    matrices = {name: nn.Parameter(full_tensor(param)) for name, param in matrices_of(model)}
+    reference = ReferenceSoap(matrices.values(), **options)
     for step in range(steps):
         model(inputs(step)).sum().backward()
         for name, param in matrices_of(model):
-            alone[name].grad = None if param.grad is None else full_tensor(param.grad)
+            matrices[name].grad = None if param.grad is None else full_tensor(param.grad)
         optimizer.step()
-        theirs.step()
+        reference.step()
         optimizer.zero_grad()
-    return same_bits(full_tensors(model), alone)
+    return same_bits(full_tensors(model), matrices)
 
 
 def ids(step):
@@ -231,7 +231,7 @@ OFTEN = {"block_size": 8, "precondition_frequency": 2}
 
 
 @pytest.mark.ranks
-def test_hybrid_shards_are_computed_on_within_their_axis():
+def test_hsdp_computes_on_matrices_within_the_shard_axis():
     def check():
         model = sharded(fully_shard, mesh=init_device_mesh("cpu", (2, 2)))
         torch.manual_seed(dist.get_rank())
@@ -241,7 +241,7 @@ def test_hybrid_shards_are_computed_on_within_their_axis():
 
 
 @pytest.mark.ranks
-def test_torchs_fully_shard_is_served_too():
+def test_parameters_of_fsdp2_are_optimized_too():
     def check():
         model = torch_fully_shard(MatrixNet())
         torch.manual_seed(dist.get_rank())
@@ -251,8 +251,8 @@ def test_torchs_fully_shard_is_served_too():
 
 
 @pytest.mark.ranks
-def test_tensor_parallelism_cuts_blocks():
-    """Of 8 rows or columns on two ranks each has 4, as blocks of 4 would be."""
+def test_tensor_parallelism_divides_matrices_into_blocks():
+    """Each of two ranks has 4 of 8 rows or columns, the same as blocks of 4."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -263,12 +263,12 @@ def test_tensor_parallelism_cuts_blocks():
         options = {"block_size": 4, "precondition_frequency": 2}
         optimizer = optimizer_of(SOAP, model, **options)
         assert steps_of(model, optimizer, lambda step: torch.randn(5, 6), **options) == []
-        held = bytes_of(optimizer, [model.up.weight, model.down.weight])
-        return held, full_tensor(optimizer.state[model.up.weight]["exp_avg.0"]).shape
+        nbytes = bytes_of(optimizer, [model.up.weight, model.down.weight])
+        return nbytes, full_tensor(optimizer.state[model.up.weight]["exp_avg.0"]).shape
 
     found = run_ranks(check, 4)
     blocks = [(4, 4), (4, 2)] * 2 + [(4, 4), (2, 4)] * 2  # of up's rows, of down's columns
-    assert sum(held for held, _ in found) == sum(
+    assert sum(nbytes for nbytes, _ in found) == sum(
         8 * (r * r + c * c + r * c) for r, c in blocks
     )  # no two ranks have the same
     assert {shape for _, shape in found} == {(2 * 4, 4)}
@@ -276,33 +276,33 @@ def test_tensor_parallelism_cuts_blocks():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dim", [0, 1])
-def test_stacked_experts_beside_expert_parallelism(dim):
+def test_stacked_experts_with_expert_parallelism(dim):
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
         model = nn.Module()
         values = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
         model.experts = nn.Parameter(distribute_tensor(values, mesh["ep"], [Shard(dim)]))
         fully_shard(model, mesh=mesh["dp"])
-        ours = SOAP(model.named_parameters(), lr=0.1, block_size=3, precondition_frequency=2)
-        alone = [nn.Parameter(one) for one in values.clone()]
-        theirs = ReferenceSoap(alone, lr=0.1, block_size=3, precondition_frequency=2)
+        optimizer = SOAP(model.named_parameters(), lr=0.1, block_size=3, precondition_frequency=2)
+        matrices = [nn.Parameter(one) for one in values.clone()]
+        reference = ReferenceSoap(matrices, lr=0.1, block_size=3, precondition_frequency=2)
         for _ in range(4):
             model.experts.grad = torch.zeros_like(model.experts)
             torch.manual_seed(dist.get_rank())
             model.experts.grad.to_local().normal_()
-            for param, grad in zip(alone, full_tensor(model.experts.grad), strict=True):
+            for param, grad in zip(matrices, full_tensor(model.experts.grad), strict=True):
                 param.grad = grad.contiguous()
-            ours.step()
-            theirs.step()
-        assert torch.equal(full_tensor(model.experts), torch.stack(list(alone)))
-        return bytes_of(ours, [model.experts]), theirs.state_bytes
+            optimizer.step()
+            reference.step()
+        assert torch.equal(full_tensor(model.experts), torch.stack(list(matrices)))
+        return bytes_of(optimizer, [model.experts]), reference.state_bytes
 
     found = run_ranks(check, 4)
-    assert sum(held for held, _ in found) == found[0][1]
+    assert sum(nbytes for nbytes, _ in found) == found[0][1]
 
 
 @pytest.mark.ranks
-def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
+def test_frozen_and_unused_matrices_are_unchanged_and_ranks_may_own_nothing():
     def check():
         model = MatrixNet()
         model.down.requires_grad_(False)
@@ -322,11 +322,11 @@ def test_frozen_and_unused_matrices_stay_and_ranks_may_have_nothing_to_do():
     found = run_ranks(check, 4)  # two matrices, four ranks
     for owners, _ in found:
         assert set(owners) == {"up.weight", "square.weight"}
-    assert sum(held == 0 for _, held in found) >= 2
+    assert sum(nbytes == 0 for _, nbytes in found) >= 2
 
 
 @pytest.mark.ranks
-def test_owners_stay_when_other_parameters_get_gradients_or_come_late():
+def test_owners_do_not_change_when_parameters_are_added_or_have_no_gradient():
     def check():
         model = sharded(fully_shard)
         groups = [(name, param) for name, param in matrices_of(model)]
@@ -345,7 +345,7 @@ def test_owners_stay_when_other_parameters_get_gradients_or_come_late():
 
 
 def step_with(optimizer, named):
-    """A step in which these have gradients: the owners."""
+    """Steps with gradients of these parameters only; returns the owners."""
     optimizer.zero_grad()
     for _, param in named:
         param.grad = torch.ones_like(param)

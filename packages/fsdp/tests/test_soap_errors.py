@@ -1,8 +1,7 @@
-"""What SOAP cannot work with: refused by name, or a block left as it is."""
+"""Errors of SOAP name the parameter; blocks that are not finite are skipped with a warning."""
 
 import copy
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp import Block, Rows, fully_shard
 from fsdp.optim import SOAP
-from fsdp.optim.soap.eigenbasis import BlockState, Hyperparameters, step_block
 from ragged_shard import InterleavedShard, RaggedShard
 from testkit import run_ranks
 from testkit.models.matrix_net import (
@@ -27,10 +25,8 @@ from testkit.models.matrix_net import (
     train,
 )
 
-OPTIONS = Hyperparameters(beta1=0.9, beta2=0.9, eps=1e-8, updates=1, renews_basis=True)
 
-
-def test_what_is_no_matrix_is_refused_by_name():
+def test_parameter_that_is_not_a_matrix_is_named():
     model = MatrixNet()
     with pytest.raises(ValueError, match=r"SOAP: .*'norm.weight' .*\(13,\).*use_soap="):
         SOAP(model.named_parameters())
@@ -54,55 +50,12 @@ def test_options_out_of_range(options):
         SOAP([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
-def new_block(rows, columns):
-    def zeros(*shape):
-        return torch.zeros(*shape)
-
-    left, right = torch.eye(rows), torch.eye(columns)
-    return BlockState(
-        zeros(rows, rows), zeros(columns, columns), left, right,
-        zeros(rows, columns), zeros(rows, columns),
-    )  # fmt: skip
-
-
-def test_gradients_of_zero_change_nothing_until_there_is_another():
-    block, early = new_block(3, 2), replace(OPTIONS, renews_basis=False)
-    before = copy.deepcopy(block)
-    assert torch.equal(step_block(block, torch.zeros(3, 2), early), torch.zeros(3, 2))
-    for name, value in vars(before).items():
-        assert torch.equal(getattr(block, name), value)
-    grad = torch.tensor([[3.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
-    assert not step_block(block, grad, OPTIONS).any()
-    assert torch.equal(block.left_basis.abs()[:, 0], torch.tensor([0.0, 0.0, 1.0]))  # the largest
-    assert step_block(block, grad, OPTIONS).any()
-    assert step_block(block, torch.zeros(3, 2), OPTIONS).isfinite().all()
-
-
-@pytest.mark.parametrize("fault", ["nan", "infinite", "too large", "negative", "lost"])
-def test_a_block_that_cannot_be_computed_on_keeps_its_state(fault):
-    block = new_block(4, 3)
-    torch.manual_seed(0)
-    for _ in range(3):
-        assert step_block(block, torch.randn(4, 3), OPTIONS) is not None
-    grad = torch.randn(4, 3)
-    if fault in ("nan", "infinite", "too large"):
-        grad[2, 1] = {"nan": torch.nan, "infinite": torch.inf, "too large": 1e30}[fault]
-    elif fault == "negative":
-        block.right[1, 1] = -100.0
-    else:
-        block.left[1, 1] = torch.nan
-    before = copy.deepcopy(block)
-    assert step_block(block, grad, OPTIONS) is None
-    for name, value in vars(before).items():
-        assert getattr(block, name).equal(value) or value.isnan().any()
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names_it(ranks):
-    """On one device likewise; columns 8 to 12 of rows 16 to 23 are one block of `up.weight`."""
+def test_gradient_that_is_not_finite_skips_its_block_with_a_warning(ranks):
+    """The same on one device; columns 8 to 12 of rows 16 to 23 are a block of `up.weight`."""
 
-    def check(bad):
+    def check(with_nan):
         model = sharded(fully_shard) if dist.is_initialized() else MatrixNet()
         optimizer = optimizer_of(SOAP, model, block_size=8, weight_decay=0.0)
         train(model, optimizer, 3)
@@ -110,7 +63,7 @@ def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names
         before = full_tensor(model.up.weight).clone()
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        if bad:
+        if with_nan:
             grad = torch.ones(37, 13)
             grad[17, 9] = torch.nan
             weight = model.up.weight
@@ -119,30 +72,30 @@ def test_a_gradient_that_is_not_finite_spares_other_blocks_and_the_warning_names
                 if dist.is_initialized()
                 else grad
             )
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
         optimizer.zero_grad()
         after = full_tensor(model.up.weight).clone()
         losses = train(model, optimizer, 3, 3)
-        return before, after, [str(one.message) for one in said], losses, full_tensors(model)
+        return before, after, [str(one.message) for one in caught], losses, full_tensors(model)
 
-    _, wanted, none, *_ = check(False)
-    assert none == []
-    *_, alone = check(True)
+    _, expected, no_warnings, *_ = check(False)
+    assert no_warnings == []
+    *_, expected_params = check(True)
     found = run_ranks(check, ranks, True)
-    for before, after, _, losses, weights in found:
+    for before, after, _, losses, params in found:
         assert after[16:24, 8:].equal(before[16:24, 8:])
-        after[16:24, 8:] = wanted[16:24, 8:]
-        assert after.equal(wanted)
+        after[16:24, 8:] = expected[16:24, 8:]
+        assert after.equal(expected)
         assert torch.tensor(losses).isfinite().all()
-        assert same_bits(weights, alone) == []
-    [text] = [text for _, _, said, _, _ in found for text in said]  # of the owner
+        assert same_bits(params, expected_params) == []
+    [text] = [text for _, _, caught, _, _ in found for text in caught]  # of the owner
     assert "parameter 'up.weight[16:24]', columns 8 to 12" in text
 
 
 @pytest.mark.ranks
-def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
+def test_unsupported_placements_are_an_error_before_anything_is_sent():
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
 
@@ -169,15 +122,15 @@ def test_placements_that_it_cannot_use_are_refused_before_anything_is_sent():
 
 
 @pytest.mark.ranks
-def test_state_of_another_layout_is_refused():
-    """Of other owners, blocks or dtypes; what was refused changes nothing."""
+def test_state_of_another_sharding_is_an_error_and_changes_nothing():
+    """State of other owners, blocks or dtypes is an error, and changes nothing."""
 
     def check():
         rows, elements = sharded(fully_shard, Rows(3)), sharded(fully_shard, Block(1))
-        ours, theirs = (optimizer_of(SOAP, model, block_size=8) for model in (rows, elements))
-        train(rows, ours, 1)
-        train(elements, theirs, 1)
-        before = copy.deepcopy(ours.state_dict())
+        optimizer, other = (optimizer_of(SOAP, model, block_size=8) for model in (rows, elements))
+        train(rows, optimizer, 1)
+        train(elements, other, 1)
+        before = copy.deepcopy(optimizer.state_dict())
         moved = copy.deepcopy(before)
         last = moved["state"][0]["left.0"]
         owner = last.placements[0].owner
@@ -185,44 +138,44 @@ def test_state_of_another_layout_is_refused():
             placements=[RaggedShard.owned_by(1 - owner, 2)]
         )
         with pytest.raises(ValueError, match=r"SOAP: left.0 of parameter 'up.weight'"):
-            ours.load_state_dict(moved)
+            optimizer.load_state_dict(moved)
         halved = copy.deepcopy(before)
         halved["state"][0]["right.1"] = halved["state"][0]["right.1"].bfloat16()
         with pytest.raises(
             ValueError, match=r"right.1 of parameter 'up.weight' .* got torch.bfloat16"
         ):
-            ours.load_state_dict(halved)
+            optimizer.load_state_dict(halved)
         others = optimizer_of(SOAP, rows, block_size=16)
         with pytest.raises(ValueError, match=r"'up.weight'.* has 'exp_avg.3'.*block_size"):
             others.load_state_dict(before)
         shifted = copy.deepcopy(before)
         shifted["state"][1]["momentum"] = shifted["state"][1].pop("left.0")
         with pytest.raises(ValueError, match=r"of parameter 'down.weight'.* lacks 'left.0'"):
-            ours.load_state_dict(shifted)
-        after = ours.state_dict()
+            optimizer.load_state_dict(shifted)
+        after = optimizer.state_dict()
         assert after["param_groups"] == before["param_groups"]
         assert after["state"][0]["left.0"].placements == before["state"][0]["left.0"].placements
-        ours.load_state_dict(before)
-        assert len(train(rows, ours, 1)) == 1
+        optimizer.load_state_dict(before)
+        assert len(train(rows, optimizer, 1)) == 1
 
     run_ranks(check, 2)
 
 
-def test_a_state_dict_keeps_dtypes_and_training_goes_on():
+def test_state_dict_keeps_dtypes_and_training_resumes():
     model = MatrixNet().bfloat16()
     optimizer = optimizer_of(SOAP, model, block_size=8)
     train(model, optimizer, 3)
     saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    wanted = train(model, optimizer, 12, 3)
-    again = MatrixNet().bfloat16()
-    again.load_state_dict(weights)
-    loaded = optimizer_of(SOAP, again, block_size=8)
+    expected = train(model, optimizer, 12, 3)
+    other = MatrixNet().bfloat16()
+    other.load_state_dict(weights)
+    loaded = optimizer_of(SOAP, other, block_size=8)
     loaded.load_state_dict(saved)
-    assert loaded.state[again.up.weight]["left.0"].dtype == torch.float32
-    assert train(again, loaded, 12, 3) == wanted
+    assert loaded.state[other.up.weight]["left.0"].dtype == torch.float32
+    assert train(other, loaded, 12, 3) == expected
 
 
-def test_the_frequency_is_any_integer():
+def test_precondition_frequency_may_be_a_numpy_integer():
     SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=np.int64(5))
     with pytest.raises(ValueError, match=r"precondition_frequency .* got 5\.0"):
         SOAP([nn.Parameter(torch.ones(4, 4))], precondition_frequency=5.0)

@@ -1,4 +1,4 @@
-"""SOAP goes on from checkpoints at other numbers of ranks and other granularities."""
+"""SOAP resumes from checkpoints at other numbers of ranks and other granularities."""
 
 import copy
 
@@ -29,7 +29,7 @@ OPTIONS = {"block_size": 8, "precondition_frequency": 3}
         (2, Whole(), 4, Block(1), 0, True),
     ],
 )
-def test_training_goes_on_at_another_number_of_ranks(
+def test_training_resumes_at_another_number_of_ranks(
     tmp_path, saved, saved_as, loaded, loaded_as, steps_before, flat
 ):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -50,21 +50,21 @@ def test_training_goes_on_at_another_number_of_ranks(
     def load():
         model = sharded(fully_shard, loaded_as)
         optimizer = optimizer_of(SOAP, model, **OPTIONS)
-        train(model, optimizer, steps_before)  # something to be overwritten
+        train(model, optimizer, steps_before)  # state that loading overwrites
         found = state(model, optimizer)
         dcp.load(found, checkpoint_id=tmp_path)
         set_model_state_dict(model, found["model"])
         set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
         return train(model, optimizer, 8, 5)
 
-    wanted = run_ranks(save, saved)[0]
+    expected = run_ranks(save, saved)[0]
     for losses in run_ranks(load, loaded):
-        assert losses == wanted
+        assert losses == expected
 
 
 @pytest.mark.ranks
-def test_a_full_state_dict_has_every_block_and_loads_on_one_device():
-    """What `full_state_dict` gathers is the plain optimizer's own."""
+def test_full_state_dict_has_every_block_and_loads_on_one_device():
+    """`full_state_dict` gathers the state of the optimizer on one device."""
     full = StateDictOptions(full_state_dict=True)
 
     def save():
@@ -78,9 +78,9 @@ def test_a_full_state_dict_has_every_block_and_loads_on_one_device():
         found = copy.deepcopy(found)  # an owner's tensors are its state itself
         return found, train(model, optimizer, 8, 5)
 
-    (weights, state), wanted = run_ranks(save, 2)[0]
+    (weights, state), expected = run_ranks(save, 2)[0]
     model = MatrixNet()
     model.load_state_dict(weights)
     optimizer = optimizer_of(SOAP, model, **OPTIONS)
     set_optimizer_state_dict(model, optimizer, state)
-    assert train(model, optimizer, 8, 5) == wanted
+    assert train(model, optimizer, 8, 5) == expected

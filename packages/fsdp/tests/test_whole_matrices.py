@@ -1,4 +1,4 @@
-"""WholeMatrices: nothing is sent, and all ranks iterate equally much, however groups are cut."""
+"""WholeMatrices: steps of Muon send nothing, and all ranks have equal work."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from testkit.models.matrix_net import full_tensors
 
 
 class Layer(nn.Module):
-    """Three matrices, of which one is most of the work, and a norm."""
+    """A norm and three matrices, one of which has most of the work."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def step(model, optimizer, seed):
 
 
 def busiest(optimizer, model, ranks):
-    """The work of the busiest rank over an equal share."""
+    """Returns the work of the busiest rank over an equal share."""
     busy = [0] * ranks
     for name, param in model.named_parameters():
         if name in optimizer.owners():
@@ -64,7 +64,7 @@ def whole(param):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_owners_are_balanced_over_groups_and_compute_the_same(ranks):
+def test_owners_are_balanced_over_groups_and_compute_the_same_bits(ranks):
     def check():
         found = []
         for placement in (WholeMatrices(), whole):
@@ -72,8 +72,8 @@ def test_owners_are_balanced_over_groups_and_compute_the_same(ranks):
             optimizer = muon(model)
             losses = [step(model, optimizer, seed) for seed in range(5)]
             found.append((losses, full_tensors(model), busiest(optimizer, model, ranks)))
-        (losses, params, balanced), (wanted, others, bytes_alone) = found
-        assert losses == wanted
+        (losses, params, balanced), (expected, others, bytes_alone) = found
+        assert losses == expected
         assert all(torch.equal(params[name], others[name]) for name in others)
         return balanced, bytes_alone
 
@@ -83,7 +83,7 @@ def test_owners_are_balanced_over_groups_and_compute_the_same(ranks):
 
 
 @pytest.mark.ranks
-def test_two_models_that_are_sharded_alike_lie_alike():
+def test_two_models_sharded_in_the_same_way_have_the_same_placements():
     def check():
         one, other = layers(WholeMatrices()), layers(WholeMatrices())
         return [
@@ -95,7 +95,7 @@ def test_two_models_that_are_sharded_alike_lie_alike():
 
 
 @pytest.mark.ranks
-def test_a_stack_of_experts_has_one_owner_and_counts_as_all_of_them():
+def test_stack_of_experts_has_one_owner_and_the_work_of_all_experts():
     def check():
         model = nn.Module()
         model.stack = nn.Parameter(torch.ones(5, 4, 6))
@@ -112,7 +112,7 @@ def test_a_stack_of_experts_has_one_owner_and_counts_as_all_of_them():
 
 
 @pytest.mark.ranks
-def test_each_balance_counts_its_own_matrices():
+def test_two_objects_balance_their_matrices_separately():
     def check():
         model = nn.ParameterList([torch.ones(4, 6), torch.ones(5, 8)])
         first, second = WholeMatrices(), WholeMatrices()

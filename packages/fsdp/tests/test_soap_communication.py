@@ -1,12 +1,10 @@
-"""What SOAP sends and who does the work: strips of blocks to owners, nothing where whole."""
+"""What a step of SOAP sends, and how the work is divided."""
 
 import pytest
 import torch
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
-from fsdp.optim.matrix.matrices import matrices_of as matrices_in
-from fsdp.optim.soap.blocks import block_ranges, soap_cost, split_into_strips
 from testkit import CommLog, run_ranks
 from testkit.models.matrix_net import matrices_of, optimizer_of, sharded, train
 
@@ -24,8 +22,8 @@ def sent(granularity, **options):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("granularity", [Block(1), Rows(8)], ids=str)
-def test_a_step_sends_an_nth_of_what_gathering_everything_would(ranks, granularity):
-    """About: strips that are cut cost two Nths, and those that lie whole on their owner nothing."""
+def test_step_sends_an_nth_of_gathering_all_matrices_on_all_ranks(ranks, granularity):
+    """Strips that are sharded cost up to two Nths, and strips on their owner nothing."""
 
     def check():
         log, elements, _ = sent(granularity)
@@ -38,7 +36,7 @@ def test_a_step_sends_an_nth_of_what_gathering_everything_would(ranks, granulari
 
 
 @pytest.mark.ranks
-def test_small_buckets_are_as_many_collectives_and_the_same_bits():
+def test_small_buckets_are_more_collectives_with_the_same_bits():
     def check():
         log, _, _ = sent(Block(1), bucket_mb=1e-4)
         model, other = sharded(fully_shard), sharded(fully_shard)
@@ -52,7 +50,7 @@ def test_small_buckets_are_as_many_collectives_and_the_same_bits():
 
 
 @pytest.mark.ranks
-def test_whole_matrices_are_computed_on_where_they_lie_and_nothing_is_sent():
+def test_step_sends_nothing_if_matrices_are_whole():
     def check():
         log, _, optimizer = sent(Whole())
         log.assert_counts({})
@@ -63,7 +61,7 @@ def test_whole_matrices_are_computed_on_where_they_lie_and_nothing_is_sent():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_owners_share_the_work(ranks):
+def test_owners_have_equal_work(ranks):
     def check():
         _, _, optimizer = sent(Block(1))
         return [(task.owner, task.cost) for task in optimizer._owner_plan.tasks]
@@ -73,24 +71,3 @@ def test_owners_share_the_work(ranks):
         most = max(work for _, work in tasks)
         assert max(busy) <= sum(busy) / ranks + most
         assert len(tasks) == 5 + 2 + 2
-
-
-def test_strips_cut_matrices_in_blocks_of_rows():
-    assert block_ranges(10, 4) == [range(4), range(4, 8), range(8, 10)]
-    assert block_ranges(4, 4) == [range(4)]
-    matrices = matrices_in(torch.zeros(3, 5, 2), (5,), "w", "SOAP")
-    strips = split_into_strips(matrices, 3)
-    assert [strip.name for strip in strips[:3]] == ["w[0][0:3]", "w[0][3:5]", "w[1][0:3]"]
-    assert [strip.shape for strip in strips] == [(3, 2), (2, 2)] * 3
-    assert [strip.local_slice for strip in strips] == [
-        slice(start, stop)
-        for first in (0, 10, 20)
-        for start, stop in ((first, first + 6), (first + 6, first + 10))
-    ]
-
-
-def test_work_is_that_of_the_blocks():
-    """Of 4 x 6 in blocks of 4: 4 x 4 and 4 x 2, a new basis in every second step."""
-    products = 4 * 4 * 4 * (4 + 4) + 4 * 4 * 2 * (4 + 2)
-    assert soap_cost(4, 2)((4, 6)) == products + 7 * 128 // 6 + 7 * (64 + 8) // 6
-    assert soap_cost(4, 1)((4, 6)) > soap_cost(4, 10)((4, 6))
