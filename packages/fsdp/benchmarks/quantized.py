@@ -21,7 +21,7 @@ from models import batches, build
 from owners import HIDDEN, LAYER
 
 from fsdp import Tiles, fully_shard
-from fsdp.quantized.wire import Form, wire_of
+from fsdp.quantized.byte_layout import ParamFormat, byte_layout_of
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import CommLog, run_ranks
 
@@ -102,8 +102,10 @@ def plans():
             ]
             layouts.append(plan_layout(specs, ranks, alignment=8, order="best"))
         ours, plain = layouts
-        forms = [Form(torch.float32, shape, tiles if len(shape) > 1 else None) for shape in shapes]
-        sent = wire_of(ours, forms).layout.buffer_size
+        forms = [
+            ParamFormat(torch.float32, shape, tiles if len(shape) > 1 else None) for shape in shapes
+        ]
+        sent = byte_layout_of(ours, forms).layout.buffer_size
         yield {
             "ranks": ranks,
             "gathered / plain fp32": round(sent / (4 * plain.buffer_size), 4),

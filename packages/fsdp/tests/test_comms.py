@@ -99,7 +99,7 @@ def test_reductions_in_a_group_of_their_own():
             model = shard(fsdp, stack(), strategy=strategy)
             model.set_separate_reduce_scatter_group()
             groups = {
-                group.comms.reduce_group
+                group.collectives.reduce_group
                 for module in model.modules()
                 if isinstance(module, fsdp.FSDPModule)
                 for group in module._get_fsdp_state().groups
@@ -145,7 +145,7 @@ def test_what_does_not_go_together():
         exchanged = shard(fsdp, stack(), strategy="exchange")
         with pytest.raises(ValueError, match="got 'exchange'"):
             exchanged.set_allocate_memory_from_process_group_for_comm(True)
-        with pytest.raises(RuntimeError, match=r"'3.weight'.* are on cpu; symmetric memory"):
+        with pytest.raises(RuntimeError, match=r"symmetric memory; '3.weight'.* are on cpu"):
             model.set_symm_mem_for_comm()
 
     run_ranks(check, 1)

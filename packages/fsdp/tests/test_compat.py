@@ -27,7 +27,7 @@ def test_what_no_reduce_dtype_means():
             model(batch(0)).square().mean().backward()
             grads.append([param.grad.full_tensor() for param in model.parameters()])
             if package is fsdp:
-                dtype = model._get_fsdp_state().groups[0].reduce_dtype
+                dtype = model._get_fsdp_state().groups[0].dtypes.reduce
         assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
         return dtype
 
@@ -59,8 +59,10 @@ def test_a_dtype_for_each_parameter():
 
 
 def test_interfaces_of_collectives_are_where_they_were():
-    assert issubclass(_compat.torch_comms.ProcessGroupAllocAllGather, _compat.AllGather)
-    assert issubclass(_compat.torch_comms.ProcessGroupAllocReduceScatter, _compat.ReduceScatter)
+    assert issubclass(_compat.torch_collectives.ProcessGroupAllocAllGather, _compat.AllGather)
+    assert issubclass(
+        _compat.torch_collectives.ProcessGroupAllocReduceScatter, _compat.ReduceScatter
+    )
 
 
 def test_pipeline_stages_ask_for_what_we_offer():

@@ -78,7 +78,7 @@ def test_late_streams_change_nothing(mesh):
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for number in range(6):
         streams = model._get_fsdp_state().context.streams
-        for stream in (streams.gather, streams.reduce, torch.cuda.current_stream()):
+        for stream in (streams.all_gather, streams.reduce_scatter, torch.cuda.current_stream()):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(20_000_000 * (1 + number % 2))
         found.append(step(model, optimizer, number))

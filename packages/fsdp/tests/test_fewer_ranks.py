@@ -66,19 +66,19 @@ def test_modules_have_the_sharded_parameters_meanwhile():
         own = [group.shard for group in model[0]._get_fsdp_state().groups]
         out = model(batch(0))
         assert [p.device_mesh.size() for p in model[0].parameters()] == [4] * 6
-        kept = model[0]._get_fsdp_state().groups[0].gatherer._keeper
-        assert kept.has
-        assert kept._near.nbytes == 2 * own[0].nbytes  # half of all, where a shard is a quarter
-        assert not kept._full.allocated
+        cache = model[0]._get_fsdp_state().groups[0].all_gather._post_forward
+        assert cache.is_filled
+        assert cache.shard.nbytes == 2 * own[0].nbytes  # half of all, where a shard is a quarter
+        assert not cache.buffer.allocated
         out.sum().backward()
-        assert not kept.has
-        assert not kept._near.allocated
+        assert not cache.is_filled
+        assert not cache.shard.allocated
         with torch.no_grad():
             model(batch(0))
-        assert not kept.has  # there will be no backward
+        assert not cache.is_filled  # there will be no backward
         model(batch(0))
         model[0].reshard()
-        assert not kept.has
+        assert not cache.is_filled
 
     run_ranks(check, 4, timeout=120)
 
@@ -89,8 +89,8 @@ def test_changes_between_forwards_are_seen():
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=2)
         model(batch(0))
-        kept, seen = model[0]._get_fsdp_state().groups[0].gatherer._keeper, []
-        model[0].up.register_forward_hook(lambda *_: seen.append(kept.has))
+        cache, seen = model[0]._get_fsdp_state().groups[0].all_gather._post_forward, []
+        model[0].up.register_forward_hook(lambda *_: seen.append(cache.is_filled))
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(0.5)

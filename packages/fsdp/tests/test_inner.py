@@ -215,7 +215,7 @@ def test_unequal_parts_are_refused_by_name():
         model = nn.Linear(4, 6, bias=False)  # two chunks of 3 rows
         weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 2)])
         model.weight = nn.Parameter(weight)
-        with pytest.raises(ValueError, match=r"parameter 'weight' of \(6, 4\).*wants equal parts"):
+        with pytest.raises(ValueError, match=r"'weight' of \(6, 4\).*expected equal parts"):
             fully_shard(model, mesh=mesh["dp"])
 
     run_ranks(check, 2)
@@ -227,7 +227,7 @@ def test_tiles_that_go_through_chunks_are_refused_by_name():
         model = nn.Linear(8, 24, bias=False)  # 4 rows of each of three chunks are 12
         weight = distribute_tensor(model.weight.detach(), mesh["tp"], [InterleavedShard(0, 3)])
         model.weight = nn.Parameter(weight)
-        with pytest.raises(ValueError, match=r"'weight' .* wants a multiple of 18 there"):
+        with pytest.raises(ValueError, match=r"'weight' .* expected a multiple of 18 there"):
             fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=6, cols=4))
         fully_shard(model, mesh=mesh["dp"], quantize_fn=lambda param: Tiles(rows=4, cols=4))
         assert isinstance(model.weight.placements[0], StridedRaggedShard)
@@ -238,7 +238,7 @@ def test_tiles_that_go_through_chunks_are_refused_by_name():
 def test_an_axis_that_flattens_several_is_of_the_first():
     with fake_mesh((2, 1, 2), ("tp", "a", "b")) as mesh:
         model = distribute_module(_model(), mesh)
-        with pytest.raises(ValueError, match=r"made of .*; wants these first in the mesh"):
+        with pytest.raises(ValueError, match=r"made of .*; expected these first in the mesh"):
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 

@@ -177,7 +177,7 @@ def test_a_mesh_that_is_sharded_along_its_first_axis():
 
     def check():
         Info.mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        with pytest.raises(ValueError, match="sharded along axis 0 of 2; wants the last"):
+        with pytest.raises(ValueError, match="sharded along axis 0 of 2; expected the last"):
             placement_and_mesh(Result, Info.mesh, "weight")
 
     run_ranks(check, 1)

@@ -48,7 +48,7 @@ def _refused(module, match, **options):
 def test_a_number_of_ranks_with_parameters_that_take_none():
     with fake_mesh((4, 2), ("dp", "tp")) as mesh:
         module = _dtensor(mesh["tp"])
-        match = "got 2; give one of these"
+        match = "got 2; pass one of these"
         _refused(module, f"'weight', which is a DTensor, {match}",
                  mesh=mesh["dp"], reshard_after_forward=2)  # fmt: skip
         fully_shard(module, mesh=mesh["dp"], reshard_after_forward=4)  # as True
@@ -166,7 +166,9 @@ def test_the_root_has_as_many_reductions_under_way_as_a_module_below_it_may():
 
         def note(grad):
             states = [part._get_fsdp_state() for part in model[:3]]
-            seen.append(sum(group.reducer.under_way for one in states for group in one.groups))
+            seen.append(
+                sum(group.reduce_scatter.in_flight for one in states for group in one.groups)
+            )
 
         model[0].down.register_forward_hook(
             lambda module, args, out: out.register_hook(note) and None
@@ -193,5 +195,5 @@ def test_streams_are_shared_after_a_forward_too():
 
 
 def test_a_number_of_buffers_is_no_bool():
-    with fake_mesh((1,)), pytest.raises(TypeError, match="wants an int"):
+    with fake_mesh((1,)), pytest.raises(TypeError, match="expected an int"):
         fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(True)

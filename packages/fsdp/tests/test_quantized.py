@@ -352,8 +352,8 @@ def test_a_smaller_gather_in_backward_is_quantised_too():
             gathered.append(log.wire_bytes("all_gather"))
             with torch.no_grad():
                 model(batch(0))
-            kept = model[0]._get_fsdp_state().groups[0].gatherer._keeper
-            assert not kept.has  # nor is it, where no backward comes
+            cache = model[0]._get_fsdp_state().groups[0].all_gather._post_forward
+            assert not cache.is_filled  # nor is it, where no backward comes
         assert gathered[1] < 0.4 * gathered[0]  # the tiles are small, and biases are as they are
 
     run_ranks(check, 4)
@@ -364,11 +364,11 @@ def test_memory_is_given_back():
         model = sharded(reshard_after_forward=True)
         group = model[0]._get_fsdp_state().groups[0]
         model(batch(0)).sum().backward()
-        assert not group.gatherer._buffer.allocated
+        assert not group.all_gather._buffer.allocated
         model[0].unshard()
         weight = model[0].up.weight
-        assert weight.untyped_storage().size() == 4 * group.layout.buffer_size
-        assert not group.gatherer._buffer.allocated  # the bytes are of no use any more
+        assert weight.untyped_storage().size() == 4 * group.shard.layout.buffer_size
+        assert not group.all_gather._buffer.allocated  # the bytes are of no use any more
         model[0].reshard()
         assert weight.untyped_storage().size() == 0
 

@@ -157,7 +157,7 @@ def test_load_state_dict_puts_values_into_the_buffers(assign):
         for state in other._get_fsdp_state().context.all_states:
             for group in state.groups:
                 for i, param in enumerate(group.params):
-                    assert param.sharded._local_tensor is group.shard.shard(i)
+                    assert param.sharded_param._local_tensor is group.shard.shard(i)
 
     run_ranks(check, 2)
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp
-from fsdp.reduce import Reducer
+from fsdp.collectives.reduce_scatter import GroupReduceScatter
 from testkit import CommLog, run_ranks
 from testkit.models.residual_stack import ResidualBlock, batch, losses, shard, stack
 
@@ -246,9 +246,9 @@ def test_memory_of_unsharded_parameters_is_given_back():
         assert isinstance(seen[0], DTensor)
         for state in model._get_fsdp_state().context.all_states:
             for group in state.groups:
-                assert not group.gatherer._buffer.allocated
-                assert not group.reducer._buffer.allocated
-                assert group.params[0].unsharded.untyped_storage().nbytes() == 0
+                assert not group.all_gather._buffer.allocated
+                assert not group.reduce_scatter._buffer.allocated
+                assert group.params[0].unsharded_param.untyped_storage().nbytes() == 0
 
     run_ranks(check, 2)
 
@@ -278,10 +278,10 @@ def test_memory_may_be_kept_at_its_addresses():
         wanted = losses(shard(fsdp, stack()))
         assert torch.equal(losses(model), wanted)
         groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
-        kept = [group.params[0].unsharded.data_ptr() for group in groups]
+        kept = [group.params[0].unsharded_param.data_ptr() for group in groups]
         assert all(kept)
         assert torch.equal(losses(model, steps=1), losses(model, steps=1)) is False
-        assert [group.params[0].unsharded.data_ptr() for group in groups] == kept
+        assert [group.params[0].unsharded_param.data_ptr() for group in groups] == kept
 
     run_ranks(check, 2)
 
@@ -307,7 +307,7 @@ def test_an_iteration_may_be_ended_by_hand():
         assert any(param.grad is None for param in model.parameters())  # nobody has waited
         assert model.finalize_backward() is None
         assert all(param.grad is not None for param in model.parameters())
-        with pytest.raises(RuntimeError, match="wants the root"):
+        with pytest.raises(RuntimeError, match="expected the root"):
             model[0].finalize_backward()
 
     run_ranks(check, 2)
@@ -320,15 +320,16 @@ def test_memory_is_given_back_before_gradients_take_theirs():
         model, seen = shard(fsdp, stack()), []
         model(batch(0)).sum().backward()
         groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
-        take = Reducer.take
+        copy_in = GroupReduceScatter.copy_in
 
-        def taking(self):
-            buffers = [group.reducer._buffer.allocated for group in groups]
-            seen.append((self._group.unsharded, any(buffers)))
-            take(self)
+        def observed(self):
+            buffers = [group.reduce_scatter._buffer.allocated for group in groups]
+            (group,) = [group for group in groups if group.reduce_scatter is self]
+            seen.append((group.is_unsharded, any(buffers)))
+            copy_in(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Reducer, "take", taking)
+            patch.setattr(GroupReduceScatter, "copy_in", observed)
             model(batch(0)).sum().backward()
         assert seen == [(False, False)] * 4
 

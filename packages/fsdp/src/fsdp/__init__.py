@@ -1,4 +1,4 @@
-"""``fully_shard`` without copies: parameters and gradients live in distributed buffers."""
+"""``fully_shard`` without copies: parameters and gradients are views of distributed buffers."""
 
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -7,10 +7,14 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
-from fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp.clip import clip_grad_norm_
+from fsdp.api import (
+    clip_grad_norm_,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    uninstall,
+)
 from fsdp.module import FSDPModule
-from fsdp.optimizers import uninstall
 from fsdp.policy import Block, Granularity, Rows, Whole
 from fsdp.quantized import Tiles
 

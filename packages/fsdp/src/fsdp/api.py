@@ -1,34 +1,51 @@
-"""`fully_shard` and its sisters, with the keywords of `torch.distributed.fsdp`."""
+"""`fully_shard` and the other public functions, with the keywords of `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dbuffer import Strategy
 from fsdp import _compat
-from fsdp.extension import ExtensionGroup
-from fsdp.group import Group
-from fsdp.grouping import alike
-from fsdp.managed import managed_modules, managed_parameters, move_buffers, take
-from fsdp.meshes import backward_mesh, checked_mesh, checked_reshard, device_of
-from fsdp.module import FSDPModule, make_fsdp
-from fsdp.optimizers import watch_optimizers
-from fsdp.parameter import ManagedParameter
-from fsdp.planned import PlannedGroup
+from fsdp.extensions import ExtensionParamGroup
+from fsdp.mesh import checked_mesh, checked_reshard, device_of, post_forward_mesh
+from fsdp.module import FSDPModule, set_fsdp_class
+from fsdp.param import (
+    FSDPParam,
+    managed_modules,
+    managed_params,
+    move_buffers,
+    move_params,
+    stale_name,
+)
+from fsdp.param_group import FSDPParamGroup, GroupOptions, PlannedParamGroup, group_params
 from fsdp.policy import Granularity
 from fsdp.quantized import Tiles
-from fsdp.state import State, state_of
+from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = [
+    "PlacementFn",
+    "QuantizeFn",
+    "clip_grad_norm_",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "uninstall",
+    "watch_optimizers",
+]
 
 PlacementFn = Callable[[nn.Parameter], "Granularity | Shard | None"]
 QuantizeFn = Callable[[nn.Parameter], "Tiles | None"]
@@ -76,10 +93,10 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     strategy: Strategy = "auto",
 ) -> Any:
-    """Shards a module's parameters over the ranks of a mesh, gathered around forward and backward.
+    """Shards a module's parameters over a mesh, and gathers them for forward and backward.
 
-    Call it on parts of a model first, then on the model: each call takes the parameters that no
-    earlier one has. They are gathered together, in place, and their gradients reduced together.
+    Call it on parts of a model first, then on the model: each call manages the parameters that no
+    earlier call does. They are gathered together, in place, and their gradients reduced together.
     Build the optimizer afterwards.
 
     In torch the first call registers one hook for all optimizers
@@ -88,81 +105,73 @@ def fully_shard(
     process calls `ragged_shard.install`.
 
     Args:
-        module: changed in place; several modules are gathered as one.
+        module: changed in place; the parameters of several modules are gathered together.
         mesh: of one axis that shards, or of two, (replicate, shard), for HSDP; by default of one
             axis of all ranks.
         reshard_after_forward: whether parameters are freed after forward and gathered again in
-            backward. None: of all but the root. A number: they are cut over so many ranks after
-            forward, those next to each other in the mesh, which alone gather in backward; it
-            divides the axis that shards. Until then modules have the sharded parameters, whose
-            changes this backward does not see. Parameters that are DTensors, or that say
-            themselves what is gathered of them, take no number.
-        shard_placement_fn: of each parameter, the run of elements that no rank boundary may cut:
-            `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(0)`` means
-            slices of dim 0; other dims are refused. torch's ``ShardPlacementResult`` says a mesh,
-            too. Tensors with ``fsdp_pre_all_gather`` are sharded into equal chunks of dim 0.
-        quantize_fn: of each parameter, the `Tiles` as which it is gathered, a byte an element and a
-            scale a tile, and computed with; None leaves it as it is. The parameter itself stays in
-            its dtype, and gets the gradients of what was computed with. By default no rank boundary
-            cuts a tile.
-        mp_policy: dtypes of computing, of reducing, and of outputs.
+            backward. None: those of all modules but the root. A number: they are sharded over so
+            many ranks after forward, neighbours in the mesh, and only these gather in backward; it
+            must divide the axis that shards. Until backward modules have the sharded parameters;
+            this backward does not see changes of them. A number is refused for DTensors, and for
+            tensors with ``fsdp_pre_all_gather``.
+        shard_placement_fn: returns, for a parameter, the run of elements that no rank boundary may
+            split: `Rows(n)`, `Block(n)`, `Whole()`; None is ``Block(1)``. torch's ``Shard(0)``
+            means slices of dim 0; other dims are refused. torch's ``ShardPlacementResult`` has a
+            mesh, too. Tensors with ``fsdp_pre_all_gather`` are sharded into equal chunks of dim 0.
+        quantize_fn: returns, for a parameter, the `Tiles` as which it is gathered, one byte per
+            element and one scale per tile; None does not quantize it. The sharded parameter stays
+            in its dtype, and gets the gradients of the dequantized one. By default no rank boundary
+            splits a tile.
+        mp_policy: dtypes of compute, of reductions, and of outputs.
         offload_policy: torch's ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
-        ignored_params: neither sharded, moved, nor reduced.
+        ignored_params: parameters that are neither sharded, moved, nor reduced.
         strategy: of the collectives, see `DBuffer`: "auto", "native" or "exchange".
 
     Returns:
-        `module`, of a class that is a `FSDPModule` too.
+        `module`, whose class is a subclass of `FSDPModule` too.
 
     Raises:
-        ValueError: nothing to shard by, a wrong mesh, granularity or option; a granularity that
-            cuts tiles; a parameter that another call has. No parameter was changed then, and
-            nothing was sent.
+        ValueError: there is nothing to shard; a wrong mesh, granularity or option; a granularity
+            that splits tiles; a parameter that another call manages. No parameter was changed then,
+            and nothing was sent.
 
     Source: veScale-FSDP, sections 3 and 5; torch/distributed/fsdp/_fully_shard/_fully_shard.py.
     """
-    modules = _roots(module)
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ValueError(f"fully_shard: mp_policy={mp_policy!r}; wants a MixedPrecisionPolicy")
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise ValueError(f"fully_shard: offload_policy={offload_policy!r}; wants an OffloadPolicy")
-    if strategy not in get_args(Strategy):
-        raise ValueError(
-            f"fully_shard: strategy: expected one of {get_args(Strategy)}, got {strategy!r}"
-        )
-    if ignored_params is not None and not isinstance(ignored_params, set | frozenset):
-        raise ValueError(
-            f"fully_shard: ignored_params: expected a set of parameters, got "
-            f"{type(ignored_params).__name__}; pass set(...)"
-        )
+    modules = _checked_modules(module)
+    _check_options(mp_policy, offload_policy, strategy, ignored_params)
     mesh = checked_mesh(mesh)
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
-    ignored = ignored_params or set()
-    managed = managed_modules(modules)
-    params = managed_parameters(managed, mesh, device, shard_placement_fn, quantize_fn, ignored)
-    backward_sizes: dict[DeviceMesh | None, int | None] = {}
+    managed = managed_modules(modules, lambda child: state_of(child) is not None)
+    params = managed_params(
+        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
+    )
+    post_forward_sizes: dict[DeviceMesh | None, int | None] = {}
     if reshard and reshard_after_forward not in (None, True):
-        backward_sizes = {p.mesh: _backward_size(p, reshard_after_forward) for p in params}
-    take(params, device)
+        post_forward_sizes = {p.mesh: _post_forward_size(p, reshard_after_forward) for p in params}
+    move_params(params, device)
     move_buffers(managed, device)
+    options = GroupOptions(device, mp_policy, offload_policy, strategy)
     groups = [
-        _group(same, device, mp_policy, offload_policy, strategy, backward_sizes)
-        for same in alike(params, mp_policy)
+        _make_group(of_group, options, post_forward_sizes)
+        for of_group in group_params(params, mp_policy)
     ]
     for group in groups:
         group.reshard_after_forward = reshard
         register_state_dict_hooks(group)
     auto = reshard_after_forward is None
-    state = State(modules, groups, device, mp_policy, auto_reshard=auto)
+    state = FSDPState(modules, groups, device, mp_policy, auto_reshard=auto)
     for one in modules:
-        _compat.tell_torch(one, state)
-    make_fsdp(modules)
+        _compat.register_state(one, state)
+    set_fsdp_class(modules)
     watch_optimizers()
     return module
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method gather parameters as forward does; of other modules, nothing.
+    """Makes another method gather parameters as forward does.
+
+    A module that `fully_shard` was not called on is not changed.
 
     Raises:
         ValueError: the module has no such method.
@@ -192,77 +201,187 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) != len(modules):
-        raise ValueError("share_comm_ctx: wants modules that fully_shard was called on")
+        raise ValueError("share_comm_ctx: expected modules that fully_shard was called on")
     streams = states[0].context.streams
-    for state in states:
-        state.context.streams = streams
-        for below in state.context.all_states or [state]:
-            for group in below.groups:
-                group.streams = streams
+    for root in states:
+        root.context.streams = streams
+        for state in root.context.all_states or [root]:
+            for group in state.groups:
+                group.set_streams(streams)
 
 
-def _roots(module: object) -> tuple[nn.Module, ...]:
-    """The modules of a call, without those that are inside others.
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clips gradients as `torch.nn.utils.clip_grad_norm_`, on any meshes and plain ones.
+
+    torch's function refuses gradients on several meshes, as those of experts and of other
+    parameters under expert parallelism are. Plain tensors count once, so they have to be the same
+    on every rank.
+
+    Args:
+        parameters: of one model, on every rank in the same order.
+        max_norm: the largest norm of all gradients together.
+        norm_type: ``inf`` for the largest element.
+        error_if_nonfinite: whether a norm that is inf or nan is an error.
+        foreach: as of torch's.
+
+    Returns:
+        The norm before clipping: a plain scalar, the same on every rank.
 
     Raises:
-        ValueError: none, containers without a forward, one without parameters or sharded already.
+        RuntimeError: the norm is not finite and that is an error.
     """
-    given = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(given, Sequence) or not given:
-        raise ValueError(f"fully_shard: {module!r}; wants a module, or a list of some")
-    for one in given:
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(param)
+    norms = []
+    for on_mesh in by_mesh.values():
+        grads = [param.grad for param in on_mesh if param.grad is not None]
+        norm = get_total_norm(grads, norm_type, False, foreach)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
+    for on_mesh in by_mesh.values():
+        clip_grads_with_norm_(on_mesh, max_norm, total, foreach)
+    return total
+
+
+# Arguments.
+
+
+def _checked_modules(module: object) -> tuple[nn.Module, ...]:
+    """Returns the modules of a call, without those that others of them contain.
+
+    Raises:
+        ValueError: there are none; one is a container without a forward, has no parameters, or is
+            sharded already.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, Sequence) or not modules:
+        raise ValueError(f"fully_shard: expected a module, or a list of modules, got {module!r}")
+    for one in modules:
         if not isinstance(one, nn.Module):
-            raise ValueError(f"fully_shard: {one!r} in the list; wants modules")
+            raise ValueError(f"fully_shard: expected a list of modules, got {one!r} in it")
         if isinstance(one, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
-                f"fully_shard: a {type(one).__name__} has no forward to gather for; call it on "
-                f"the modules in it, or give them as one list"
+                f"fully_shard: a {type(one).__name__} has no forward before which to gather; call "
+                f"it on the modules in it, or pass them as one list"
             )
         if state_of(one) is not None:
             raise ValueError(f"fully_shard: {type(one).__name__} is sharded already; call it once")
         if next(one.parameters(), None) is None:
             raise ValueError(
-                f"fully_shard: {type(one).__name__} has no parameters, so there is nothing to "
-                f"shard; leave it out, the module that holds it runs it all the same"
+                f"fully_shard: {type(one).__name__} has no parameters to shard; leave it out, the "
+                f"module that contains it runs it all the same"
             )
-    inside = {id(child) for one in given for child in one.modules() if child is not one}
-    return tuple(one for one in dict.fromkeys(given) if id(one) not in inside)
+    inner = {id(child) for one in modules for child in one.modules() if child is not one}
+    return tuple(one for one in dict.fromkeys(modules) if id(one) not in inner)
 
 
-def _group(
-    params: Sequence[ManagedParameter],
-    device: torch.device,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    strategy: Strategy,
-    backward_sizes: Mapping[DeviceMesh | None, int | None],
-) -> Group:
-    """The group of parameters that are alike."""
-    first, mesh = params[0], params[0].mesh
-    assert mesh is not None, "managed_parameters gives one"
-    policy = _compat.policy_of(first.given, mp_policy)
-    arguments = (params, mesh, device, policy, offload_policy, strategy)
-    if first.extension:
-        return ExtensionGroup(*arguments)
-    size = backward_sizes.get(mesh)
-    smaller = None if size is None else backward_mesh(mesh, size)
-    return PlannedGroup(*arguments, backward_mesh=smaller)
-
-
-def _backward_size(param: ManagedParameter, number: object) -> int | None:
-    """The ranks over which a parameter is sharded between forward and backward; None: all.
+def _check_options(
+    mp_policy: object, offload_policy: object, strategy: object, ignored_params: object
+) -> None:
+    """Checks the options of a call that depend on no other argument.
 
     Raises:
-        ValueError: the number does not divide those of its own mesh; it is placed on other axes, or
-            says itself what is gathered of it.
+        ValueError: one has another type or value.
     """
-    assert param.mesh is not None, "managed_parameters gives one"
-    _, size = checked_reshard(number, param.mesh.size(param.mesh.ndim - 1))
-    if size is not None and (param.placed is not None or param.extension):
-        kind = "a DTensor" if param.placed is not None else "a tensor with fsdp_pre_all_gather"
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"fully_shard: mp_policy: expected a MixedPrecisionPolicy, got {mp_policy!r}"
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ValueError(
+            f"fully_shard: offload_policy: expected an OffloadPolicy, got {offload_policy!r}"
+        )
+    if strategy not in get_args(Strategy):
+        raise ValueError(
+            f"fully_shard: strategy: expected one of {get_args(Strategy)}, got {strategy!r}"
+        )
+    if ignored_params is not None and not isinstance(ignored_params, set | frozenset):
+        raise ValueError(
+            f"fully_shard: ignored_params: expected a set of parameters, got "
+            f"{type(ignored_params).__name__}; pass set(...)"
+        )
+
+
+def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int | None:
+    """Returns the ranks over which a parameter is sharded after forward; None means all.
+
+    Raises:
+        ValueError: the number does not divide those of the parameter's own mesh; it is a DTensor,
+            or has ``fsdp_pre_all_gather``.
+    """
+    assert param.mesh is not None, "managed_params sets it"
+    _, size = checked_reshard(reshard_after_forward, param.mesh.size(param.mesh.ndim - 1))
+    if size is not None and (param.placement is not None or param.extension):
+        kind = "a DTensor" if param.placement is not None else "a tensor with fsdp_pre_all_gather"
         raise ValueError(
             f"fully_shard: reshard_after_forward: expected True or False for parameter "
-            f"{param.name!r}, which is {kind}, got {number}; give one of these, or shard its "
-            f"module in a call of its own"
+            f"{param.name!r}, which is {kind}, got {reshard_after_forward}; pass one of these, or "
+            f"shard its module in a call of its own"
         )
     return size
+
+
+def _make_group(
+    params: Sequence[FSDPParam],
+    options: GroupOptions,
+    post_forward_sizes: Mapping[DeviceMesh | None, int | None],
+) -> FSDPParamGroup:
+    """Returns the group of some parameters of one call."""
+    first, mesh = params[0], params[0].mesh
+    assert mesh is not None, "managed_params sets it"
+    policy = _compat.policy_of(first.orig_param, options.mp_policy)
+    options = replace(options, mp_policy=policy)
+    if first.extension:
+        return ExtensionParamGroup(params, mesh, options)
+    size = post_forward_sizes.get(mesh)
+    smaller = None if size is None else post_forward_mesh(mesh, size)
+    return PlannedParamGroup(params, mesh, options, smaller)
+
+
+# Optimizers that have original parameters would train nothing, without an error.
+
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_handle: RemovableHandle | None = None
+
+
+def watch_optimizers() -> None:
+    """Checks every optimizer once, before its first step."""
+    global _handle
+    if _handle is None:
+        _handle = register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def uninstall() -> None:
+    """Removes what `fully_shard` has changed in torch: a hook before optimizers' steps.
+
+    Sharded models stay as they are; the next `fully_shard` registers the hook again.
+    """
+    global _handle
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if (name := stale_name(param)) is not None:
+                raise RuntimeError(
+                    f"fsdp: {type(optimizer).__name__} has parameter {name!r} as it was before "
+                    f"it was sharded, or while it was gathered, and would train nothing; build the "
+                    f"optimizer after fully_shard, from the parameters of the sharded model"
+                )
+    _checked.add(optimizer)

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and outputs of modules, and autograd's hooks on them."""
+"""Hooks around the forward of modules, and autograd hooks on their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed.utils import _apply_to_tensors as on_tensors
+from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
-    "after_backward",
-    "before_backward",
-    "cast",
+    "cast_tensors",
     "in_backward",
+    "map_tensors",
     "no_compile",
-    "on_group",
-    "on_tensors",
+    "register_forward_hooks",
+    "register_post_backward_hook",
+    "register_pre_backward_hook",
 ]
 
 P = ParamSpec("P")
@@ -31,63 +31,63 @@ def no_compile(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs, as when activation checkpointing computes anew."""
+    """Returns whether autograd's engine runs, as in a recomputation of activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def cast(tensors: Any, dtype: torch.dtype | None) -> Any:
-    """The same structure with its floating-point tensors cast, if to anything."""
+def cast_tensors(tensors: Any, dtype: torch.dtype | None) -> Any:
+    """Casts the floating-point tensors in a structure; None casts nothing."""
     if dtype is None:
         return tensors
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return on_tensors(one, tensors)
+    return map_tensors(cast, tensors)
 
 
-def before_backward(output: Any, hook: Callable[[], None]) -> None:
-    """Calls a hook when the gradient of a module's output is known."""
+def register_pre_backward_hook(output: Any, hook: Callable[[], None]) -> None:
+    """Calls a hook when the gradient of a module's output has been computed."""
 
     def run(gradient: torch.Tensor) -> None:
         hook()
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def register(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             tensor.register_hook(run)
         return tensor
 
     if torch.is_grad_enabled():
-        on_tensors(one, output)
+        map_tensors(register, output)
 
 
-def after_backward(
+def register_post_backward_hook(
     arguments: tuple[tuple[Any, ...], dict[str, Any]], hook: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments; calls a hook when all their gradients are known."""
+    """Returns the arguments of a module; calls a hook when all their gradients are computed."""
     if not torch.is_grad_enabled():
         return arguments
-    found: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            found.append(tensor)
+            inputs.append(tensor)
         return tensor
 
-    on_tensors(collect, arguments)
-    if not found:
+    map_tensors(collect, arguments)
+    if not inputs:
         return arguments
-    replaced = iter(_After.apply(hook, *found))  # type: ignore[no-untyped-call]
+    outputs = iter(_PostBackward.apply(hook, *inputs))  # type: ignore[no-untyped-call]
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
-        return next(replaced) if tensor.requires_grad else tensor
+        return next(outputs) if tensor.requires_grad else tensor
 
-    args, kwargs = on_tensors(replace, arguments)
+    args, kwargs = map_tensors(replace, arguments)
     return args, kwargs
 
 
-class _After(torch.autograd.Function):
-    """Does nothing to tensors, and calls a hook when all their gradients have come by."""
+class _PostBackward(torch.autograd.Function):
+    """Returns its inputs, and calls a hook in backward, after all their gradients."""
 
     @staticmethod
     def forward(ctx: Any, hook: Callable[[], None], *tensors: torch.Tensor) -> Any:
@@ -101,39 +101,39 @@ class _After(torch.autograd.Function):
         return None, *gradients
 
 
-def on_group(
+def register_forward_hooks(
     modules: tuple[nn.Module, ...],
-    before: Callable[..., Any],
-    after: Callable[..., Any],
-    left: set[nn.Module],
-    partly: Callable[[Any], Any],
+    pre_forward: Callable[..., Any],
+    post_forward: Callable[..., Any],
+    pending: set[nn.Module],
+    cast_output: Callable[[Any], Any],
 ) -> None:
     """Registers hooks around the forwards of one module, or of several that count as one.
 
     Args:
         modules: of one call of fully_shard.
-        before: runs before each forward.
-        after: runs after the last of them.
-        left: those whose forward is still to come in this pass; kept up to date here.
-        partly: what becomes of the outputs of the others.
+        pre_forward: runs before each forward.
+        post_forward: runs after the last of them.
+        pending: modules whose forward has not ended in this pass; updated by the hooks.
+        cast_output: converts the outputs of the forwards before the last.
     """
 
-    def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not left:
-            left.update(modules)
-        return before(module, args, kwargs)
+    def group_pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not pending:
+            pending.update(modules)
+        return pre_forward(module, args, kwargs)
 
-    def post(module: nn.Module, args: Any, output: Any) -> Any:
-        if module in left:
-            left.remove(module)
-            if not left:
-                return after(module, args, output)
-        return partly(output)
+    def group_post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        if module in pending:
+            pending.remove(module)
+            if not pending:
+                return post_forward(module, args, output)
+        return cast_output(output)
 
+    if len(modules) > 1:
+        pre_forward_hook, hook = no_compile(group_pre_forward), no_compile(group_post_forward)
+    else:
+        pre_forward_hook, hook = pre_forward, post_forward
     for module in modules:
-        if len(modules) == 1:
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after)
-        else:
-            module.register_forward_pre_hook(no_compile(pre), prepend=True, with_kwargs=True)
-            module.register_forward_hook(no_compile(post))
+        module.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hook)

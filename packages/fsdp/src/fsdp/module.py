@@ -1,4 +1,4 @@
-"""The methods that a sharded module has: those of `torch.distributed.fsdp.FSDPModule`."""
+"""`FSDPModule`: the methods of a sharded module, those of `torch.distributed.fsdp.FSDPModule`."""
 
 from __future__ import annotations
 
@@ -14,38 +14,42 @@ from torch.distributed.fsdp import UnshardHandle
 
 from fsdp import _compat
 from fsdp._compat import AllGather, ReduceScatter
-from fsdp.group import Group
-from fsdp.state import State, state_of
+from fsdp.param_group import FSDPParamGroup
+from fsdp.state import FSDPState, state_of
 
-__all__ = ["FSDPModule", "make_fsdp"]
+__all__ = ["FSDPModule", "set_fsdp_class"]
 
-_classes: dict[type, type] = {}
+_fsdp_classes: dict[type, type] = {}  # by the original class
 
 
 class FSDPModule(TorchFSDPModule):
-    """What `fully_shard` makes of a module's class, in place; see torch's for each method.
+    """The base class that `fully_shard` adds to a module, with the methods of torch's FSDPModule.
 
-    Where there is a ``recurse``, the setting holds for all sharded modules below, too.
+    Methods with ``recurse`` set an option of all sharded modules below, too.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes the module without us, so that ``type(module)(...)`` is what it was."""
+        """Makes a module of the original class, so that ``type(module)(...)`` is not sharded."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Buffers and process groups cannot be copied."""
+        """Raises, as buffers and process groups cannot be copied."""
         raise RuntimeError(f"fsdp: {type(self).__name__} cannot be copied; use its state dict")
 
     # Parameters.
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own groups; with `async_op` a handle to wait with."""
+        """Gathers this module's own parameters, not those of sharded modules below.
+
+        Args:
+            async_op: whether to return a handle, whose ``wait()`` registers the parameters.
+        """
         state = self._get_fsdp_state()
         state.start_unshard()
-        handle = _Unshard(state)
+        handle = _UnshardHandle(state)
         if async_op:
             return handle
         handle.wait()
@@ -56,10 +60,14 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed after forward, in place of what `fully_shard` was given."""
+        """Sets whether parameters are freed after forward, in place of `fully_shard`'s argument.
+
+        Raises:
+            ValueError: it is no bool.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward: {reshard_after_forward!r}; wants True or False"
+                f"set_reshard_after_forward: expected True or False, got {reshard_after_forward!r}"
             )
         for state in self._states(recurse):
             state.auto_reshard = False
@@ -69,56 +77,62 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters are freed after backward; not to saves a gather per microbatch."""
+        """Sets whether parameters are freed after backward; False saves a gather per microbatch."""
         for group in self._groups(recurse):
             group.reshard_after_backward = reshard_after_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory when resharded, as CUDA graphs want.
+        """Sets whether unsharded parameters keep their memory, as CUDA graphs need it.
 
         Raises:
-            ValueError: ``reshard_after_forward`` is a number: the memory would stay, for which
-                larger shards are kept in its place.
+            ValueError: ``reshard_after_forward`` is a number, for which larger shards are
+                allocated so that this memory can be freed.
         """
         for group in self._groups(recurse):
-            if keep and group.reshards_to_fewer:
+            if keep and group.all_gather.post_forward_mesh is not None:
                 raise ValueError(
                     f"set_keep_unsharded_storage: expected reshard_after_forward True or False of "
                     f"{group.names}, got a number of ranks; give fully_shard one of these, or call "
                     f"set_reshard_after_forward before"
                 )
         for group in self._groups(recurse):
-            group.keeps_memory = keep
+            group.keep_unsharded_storage = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters; an embedding's does not."""
+        """Sets whether backward gathers the parameters; an embedding's does not need them."""
         for group in self._groups(recurse=False):
             group.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """What is gathered while this module's forward runs, instead of what came next before."""
-        self._get_fsdp_state().prefetch_forward = _states_of(modules, "forward")
+        """Sets the modules that are gathered while this module's forward runs.
+
+        By default it is the one whose forward came next in the last iteration.
+        """
+        self._get_fsdp_state().forward_prefetch = _states_of(modules, "forward")
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """What is gathered while this module's backward runs, instead of what ran before it."""
-        self._get_fsdp_state().prefetch_backward = _states_of(modules, "backward")
+        """Sets the modules that are gathered while this module's backward runs.
+
+        By default it is the one whose forward ran before this module's.
+        """
+        self._get_fsdp_state().backward_prefetch = _states_of(modules, "backward")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next gathers wait for, instead of all that was issued before."""
+        """Sets what the next all-gathers wait for, in place of the current stream; of the root."""
         self._get_fsdp_state().context.post_optim_event = event
 
     # Gradients.
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward waits for reductions, and ends the iteration."""
+        """Sets whether the next backward waits for reductions and ends the iteration."""
         self._get_fsdp_state().context.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether no backward waits for reductions, but `finalize_backward`; of the root."""
-        self._get_fsdp_state().context.ends_by_hand = enabled
+        """Sets whether `finalize_backward` waits for reductions, and no backward; of the root."""
+        self._get_fsdp_state().context.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Ends an iteration by hand: reduces what is left, and waits; of the root.
+        """Ends an iteration: reduces the gradients that are not reduced, and waits; of the root.
 
         Args:
             async_op: whether to return a handle, whose ``wait()`` waits.
@@ -128,7 +142,7 @@ class FSDPModule(TorchFSDPModule):
         """
         state = self._get_fsdp_state()
         state.finalize_backward()
-        handle = _Ending(state)
+        handle = _FinalizeHandle(state)
         if async_op:
             return handle
         handle.wait()
@@ -137,133 +151,154 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether gradients are reduced; if not they are added up, and nothing is sent."""
+        """Sets whether gradients are reduced; if not, they are accumulated, and nothing is sent."""
         for group in self._groups(recurse):
-            group.reducer.reduce_grads = requires_gradient_sync
-            group.reducer.all_reduce_grads = requires_gradient_sync
+            group.reduce_scatter.reduce_grads = requires_gradient_sync
+            group.reduce_scatter.all_reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether HSDP's replicas are reduced; if not the shards are added up."""
+        """Sets whether HSDP's replicas are reduced; if not, the shards are accumulated."""
         for group in self._groups(recurse):
-            group.reducer.all_reduce_grads = requires_all_reduce
+            group.reduce_scatter.all_reduce_grads = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of gradients is divided by, instead of the number of ranks."""
+        """Sets what the sum of gradients is divided by, in place of the number of ranks.
+
+        Raises:
+            ValueError: it is not positive, or gradients wait for their all-reduce.
+        """
         if not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor: {factor!r}; wants a positive number")
+            raise ValueError(
+                f"set_gradient_divide_factor: expected a positive number, got {factor!r}"
+            )
         for group in self._groups(recurse=False):
-            group.reducer.check_not_partly_reduced("set_gradient_divide_factor")
+            group.reduce_scatter.check_not_partly_reduced("set_gradient_divide_factor")
         for group in self._groups(recurse=False):
-            group.reducer.divide_factor = float(factor)
+            group.reduce_scatter.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of `set_gradient_divide_factor`."""
+        """Calls `set_gradient_divide_factor`, whose old name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only sum, and the mean is taken here."""
+        """Sets whether collectives only sum, and the mean is taken by this package.
+
+        Raises:
+            ValueError: gradients wait for their all-reduce.
+        """
         for group in self._groups(recurse=False):
-            group.reducer.check_not_partly_reduced("set_force_sum_reduction_for_comms")
+            group.reduce_scatter.check_not_partly_reduced("set_force_sum_reduction_for_comms")
         for group in self._groups(recurse=False):
-            group.reducer.sum_only = enable
+            group.reduce_scatter.sum_only = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a parameter without a gradient counts as having zeros.
+        """Sets whether a parameter without a gradient counts as having zeros.
 
         Set it where ranks use different parameters, so that all of them reduce the same.
         """
         for group in self._groups(recurse):
-            group.reducer.reduce_unused = reduce_scatter_unused_params
+            group.reduce_scatter.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way before backward waits for the oldest.
+        """Sets how many reductions may be in flight before backward waits for the oldest.
 
         The root's first forward takes the largest number of all modules below it, as torch does.
+
+        Raises:
+            TypeError: it is no int.
+            ValueError: it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, SupportsIndex):
-            raise TypeError(f"max_input_buffers={max_input_buffers!r}; wants an int")
+            raise TypeError(
+                f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}"
+            )
         max_input_buffers = operator.index(max_input_buffers)
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers={max_input_buffers}; wants at least 1")
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers: expected at least 1, got "
+                f"{max_input_buffers}"
+            )
         for state in self._states(recurse):
-            state.context.most_in_flight = max_input_buffers
+            state.context.max_input_buffers = max_input_buffers
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
     ) -> None:
-        """Calls a hook with the reduced shard: flat, of the reduce dtype, to be changed in place.
+        """Sets a hook that gets the reduced shard: flat, of the reduce dtype, changed in place.
 
         Raises:
-            ValueError: a stream is given; the hook runs on the stream that reduces.
+            ValueError: a stream is passed; the hook runs on the reduce-scatter stream.
         """
         if stream is not None:
             raise ValueError(
-                "set_all_reduce_hook: stream=; the hook runs on the stream that reduces, switch "
-                "to another in it and wait there"
+                "set_all_reduce_hook: expected no stream=: the hook runs on the reduce-scatter "
+                "stream; switch to another stream in the hook, and wait for it there"
             )
         for group in self._groups(recurse=False):
-            group.reducer.all_reduce_hook = hook
+            group.reduce_scatter.all_reduce_hook = hook
 
-    # How data moves.
+    # Collectives.
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gathers by torch's `AllGather` object, from memory of its own: a copy more than ours."""
+        """Sets torch's `AllGather` object; it allocates memory of its own, which costs a copy."""
         for group in self._groups(recurse=False):
-            group.comms.all_gather_comm = comm
+            group.collectives.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduces by torch's `ReduceScatter` object, as `set_custom_all_gather`."""
+        """Sets torch's `ReduceScatter` object; see `set_custom_all_gather`."""
         for group in self._groups(recurse=False):
-            group.comms.reduce_scatter_comm = comm
+            group.collectives.custom_reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Stages what is sent in memory of the process group's own, which NCCL may send faster.
+        """Sets whether collectives use memory of the process group, which NCCL may send faster.
 
         Raises:
-            ValueError: another `AllGather` or `ReduceScatter` was set, or ``strategy="exchange"``
-                sends and receives.
+            ValueError: another `AllGather` or `ReduceScatter` was set, or the strategy is
+                "exchange", which sends and receives.
         """
         for group in self._groups(recurse=False):
             axis = group.mesh.get_group(group.mesh.ndim - 1)
-            made = _compat.comms_of_process_group(axis) if enable else (None, None)
-            group.comms.stage_by(*made)
+            staging = _compat.collectives_of_process_group(axis) if enable else (None, None)
+            group.collectives.stage(*staging)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Stages what is sent in symmetric memory; every rank has to call.
+        """Makes collectives use symmetric memory; every rank has to call.
 
         Raises:
             RuntimeError: this torch or device has none.
             ValueError: another `AllGather` or `ReduceScatter` was set.
         """
         for group in self._groups(recurse=False):
-            if group.device.type != "cuda":
+            device = group.options.device
+            if device.type != "cuda":
                 raise RuntimeError(
-                    f"set_symm_mem_for_comm: {group.names} are on {group.device}; symmetric "
-                    f"memory is CUDA's"
+                    f"set_symm_mem_for_comm: expected parameters on CUDA, which has symmetric "
+                    f"memory; {group.names} are on {device}"
                 )
             axis = group.mesh.get_group(group.mesh.ndim - 1)
-            group.comms.stage_by(*_compat.comms_of_symmetric_memory(axis, backend))
+            staging = _compat.collectives_of_symmetric_memory(axis, backend)
+            group.collectives.stage(*staging)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduces in a process group of its own, so that NCCL can gather meanwhile.
+        """Sets whether reductions use a process group of their own, so that NCCL overlaps gathers.
 
         Every rank has to call; groups of the same ranks share one.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
             if not enable:
-                group.comms.reduce_group = None
+                group.collectives.reduce_group = None
                 continue
             ranks = tuple(dist.get_process_group_ranks(group.mesh.get_group(group.mesh.ndim - 1)))
             if ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group.comms.reduce_group = made[ranks]
+            group.collectives.reduce_group = made[ranks]
 
     def reset_iter_state(self) -> None:
         """Forgets an iteration in which forward or backward raised; call it on the root."""
@@ -272,14 +307,14 @@ class FSDPModule(TorchFSDPModule):
     # Module.
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts and moves as a module does, and takes the results into the buffers."""
+        """Casts or moves the module, and copies the results into the groups' buffers."""
         for group in self._groups(recurse=True):
             group.reshard()
-        # not that of torch's FSDPModule, which would look for its own state
+        # not the method of torch's FSDPModule, which needs torch's state
         original = cast(Any, super(TorchFSDPModule, self))
         result = original._apply(*args, **kwargs)
         for group in self._groups(recurse=False):
-            group.adopt()
+            group.reset_sharded_params()
         return result
 
     def _get_fsdp_state(self) -> Any:
@@ -288,7 +323,7 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError(f"fsdp: {type(self).__name__} has no state; fully_shard was undone")
         return state
 
-    def _states(self, recurse: bool) -> Iterator[State]:
+    def _states(self, recurse: bool) -> Iterator[FSDPState]:
         module, seen = cast(nn.Module, self), set()
         for child in module.modules() if recurse else [module]:
             state = state_of(child)
@@ -296,16 +331,16 @@ class FSDPModule(TorchFSDPModule):
                 seen.add(state)
                 yield state
 
-    def _groups(self, recurse: bool) -> Iterator[Group]:
+    def _groups(self, recurse: bool) -> Iterator[FSDPParamGroup]:
         for state in self._states(recurse):
             yield from state.groups
 
 
-class _Unshard(UnshardHandle):
-    """Waits for a state's gathers, once."""
+class _UnshardHandle(UnshardHandle):
+    """Waits for the all-gathers of a state, once."""
 
-    def __init__(self, state: State) -> None:
-        self._state: State | None = state
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
 
     def wait(self) -> None:
         """Makes the current stream wait; the module has its unsharded parameters then."""
@@ -315,34 +350,35 @@ class _Unshard(UnshardHandle):
             self._state = None
 
 
-class _Ending(UnshardHandle):
+class _FinalizeHandle(UnshardHandle):
     """Waits for a root's reductions, once."""
 
-    def __init__(self, state: State) -> None:
-        self._state: State | None = state
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
 
     def wait(self) -> None:
-        """Makes the current stream wait; gradients are whole then."""
+        """Makes the current stream wait; sharded gradients are complete then."""
         if self._state is not None:
             self._state.end_iteration()
             self._state = None
 
 
-def make_fsdp(modules: Iterable[nn.Module]) -> None:
-    """Puts `FSDPModule` in front of the classes of modules."""
+def set_fsdp_class(modules: Iterable[nn.Module]) -> None:
+    """Changes the class of modules to a subclass of `FSDPModule` and their original class."""
     for module in modules:
         cls = type(module)
-        if cls not in _classes:
-            _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-        module.__class__ = _classes[cls]
+        if cls not in _fsdp_classes:
+            _fsdp_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        module.__class__ = _fsdp_classes[cls]
 
 
-def _states_of(modules: Sequence[object], what: str) -> list[State]:
+def _states_of(modules: Sequence[object], direction: str) -> list[FSDPState]:
     states = [state_of(m) if isinstance(m, nn.Module) else None for m in modules]
     found = [state for state in states if state is not None]
     if len(found) != len(states):
         names = [type(module).__name__ for module in modules]
         raise ValueError(
-            f"set_modules_to_{what}_prefetch: {names}; wants modules that fully_shard was called on"
+            f"set_modules_to_{direction}_prefetch: expected modules that fully_shard was called "
+            f"on, got {names}"
         )
     return found

@@ -1,4 +1,4 @@
-"""How plan-api calls us, by the entry point ``plan_api.fully_shard``."""
+"""The entry point ``plan_api.fully_shard``, by which plan-api calls `fsdp.fully_shard`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["fully_shard"]
 
 
 class _FullyShard:
-    """The entry point: called for each module, after `check` for each entry of a plan."""
+    """Shards the modules of a plan: `check` is called for each entry, then this for each module."""
 
     def check(self, *, granularity: str | None) -> None:
-        """Refuses a text that is no granularity.
+        """Checks the text of a granularity.
 
         Raises:
-            ValueError: saying which there are.
+            ValueError: it is none, with those that there are.
         """
         if granularity is not None:
             _granularity(granularity)
@@ -35,25 +35,25 @@ class _FullyShard:
         reshard_after_forward: bool | None = None,
         ignored_params: Collection[nn.Parameter] = (),
     ) -> None:
-        """`fsdp.fully_shard` with one granularity for all parameters.
+        """Calls `fsdp.fully_shard` with one granularity for all parameters.
 
         Args:
-            module: to be sharded.
+            module: that is sharded, in place.
             mesh: of the axes that shard it.
-            granularity: of all parameters, as "rows(32)", "block(1024)" or "whole"; None is the
+            granularity: of all parameters: "rows(32)", "block(1024)" or "whole"; None is the
                 default.
             reshard_after_forward: as of `fsdp.fully_shard`.
             ignored_params: as of `fsdp.fully_shard`.
 
         Raises:
-            ValueError: another text.
+            ValueError: another granularity.
         """
-        chosen = None if granularity is None else _granularity(granularity)
+        parsed = None if granularity is None else _granularity(granularity)
         api.fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=None if chosen is None else lambda param: chosen,
+            shard_placement_fn=None if parsed is None else lambda param: parsed,
             ignored_params=set(ignored_params),
         )
 

@@ -1,18 +1,19 @@
-"""Granularities: the runs of a parameter that sharding never cuts."""
+"""Granularities: the runs of a parameter's elements that sharding keeps together on one rank."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch.distributed.tensor import Shard
 
-from fsdp.balance import Balance
+from ragged_shard.planner import Layout, balance
+from ragged_shard.planner.balance import work_of_shards
 
-__all__ = ["Block", "Granularity", "Rows", "Whole", "block_size"]
+__all__ = ["Balance", "Block", "Granularity", "Rows", "Whole", "block_size"]
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,43 @@ class Block:
         object.__setattr__(self, "n", operator.index(self.n))
 
 
+class Balance:
+    """The optimizer work of each rank with the `Whole()` parameters of a model, over all groups.
+
+    Use one for each model: two models that are sharded in the same way then get the same owners.
+    """
+
+    def __init__(self) -> None:
+        self._busy: dict[Hashable, tuple[int, ...]] = {}
+
+    def busy(self, ranks: Hashable) -> tuple[int, ...]:
+        """Returns the work of each rank so far; () before the first group."""
+        return self._busy.get(ranks, ())
+
+    def place(self, layout: Layout, work: Sequence[int], ranks: Hashable) -> Layout:
+        """Returns a group's layout with the largest shards at the ranks with the least work.
+
+        The work is added to that of the ranks.
+
+        Args:
+            layout: of the group.
+            work: of each parameter.
+            ranks: those over which it is sharded: a mesh, whose last axis counts, or another key.
+        """
+        busy = self.busy(ranks) or (0,) * layout.world_size
+        layout = balance(layout, work, busy)
+        more = work_of_shards(layout, work)
+        self._busy[ranks] = tuple(before + its for before, its in zip(busy, more, strict=True))
+        return layout
+
+
 @dataclass(frozen=True)
 class Whole:
-    """The whole tensor on one rank, as Muon and Shampoo would like it.
+    """The whole tensor on one rank, as Muon and Shampoo need it.
 
     Attributes:
-        work: that its rank has with it in a step of the optimizer, in any unit.
-        balance: of the model, which gives its groups' owners equal work; None leaves owners to
+        work: of its rank with it in a step of the optimizer, in any unit.
+        balance: of the model: gives the ranks equal work over all groups; None chooses owners by
             bytes alone. `fsdp.optim.WholeMatrices` sets both.
     """
 
@@ -63,7 +94,7 @@ Granularity: TypeAlias = Rows | Block | Whole
 
 
 def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
-    """Elements of a block that is never cut, at most those of the tensor and at least one.
+    """Returns the elements of a block that is not split: at least one, at most the tensor's.
 
     Args:
         granularity: what a ``shard_placement_fn`` returned. None is ``Block(1)``; torch's
@@ -77,16 +108,17 @@ def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
     """
     numel = math.prod(shape)
     if granularity is None:
-        wanted = 1
+        size = 1
     elif isinstance(granularity, Rows | Block):
         if granularity.n < 1:
             raise ValueError(
-                f"fully_shard: shard_placement_fn gave {granularity} for {name!r}; wants n >= 1"
+                f"fully_shard: shard_placement_fn: expected n >= 1 for parameter {name!r}, got "
+                f"{granularity}"
             )
         row = shape[-1] if isinstance(granularity, Rows) and shape else 1
-        wanted = granularity.n * row
+        size = granularity.n * row
     elif isinstance(granularity, Whole):
-        wanted = numel
+        size = numel
     elif isinstance(granularity, Shard):
         if not -len(shape) <= granularity.dim < len(shape):
             raise ValueError(
@@ -99,10 +131,10 @@ def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
                 f"Shard({granularity.dim}) for parameter {name!r} of shape {tuple(shape)}; "
                 f"return Shard(0), Rows(n), Block(n) or Whole(), or use torch's fully_shard for it"
             )
-        wanted = math.prod(shape[1:])
+        size = math.prod(shape[1:])
     else:
         raise ValueError(
-            f"fully_shard: shard_placement_fn gave {granularity!r} for {name!r}; wants None, "
-            f"torch's Shard, or one of Rows(n), Block(n), Whole()"
+            f"fully_shard: shard_placement_fn: expected None, torch's Shard, or one of Rows(n), "
+            f"Block(n), Whole() for parameter {name!r}, got {granularity!r}"
         )
-    return max(1, min(wanted, numel))
+    return max(1, min(size, numel))

@@ -1,4 +1,16 @@
-"""The life of the modules of one call of fully_shard: what happens around their forward."""
+"""The state of the modules of one call of fully_shard, and what happens around their forward.
+
+Note: the path of one step, for each group of a state.
+    pre-forward: `FSDPState.pre_forward` here -> `FSDPParamGroup.unshard` (param_group.py)
+        -> `GroupAllGather.start` and ``wait`` (collectives/all_gather.py)
+    post-forward: `FSDPState.post_forward` -> `FSDPParamGroup.reshard` -> `GroupAllGather.free`
+    pre-backward: `FSDPState._pre_backward`, by a hook on the outputs (hooks.py) -> as pre-forward
+    post-backward: `FSDPState._post_backward`, by a hook on the inputs (hooks.py)
+        -> `FSDPContext.post_backward` -> `FSDPParamGroup.reshard`, `GroupReduceScatter.copy_in` and
+        ``start`` (collectives/reduce_scatter.py)
+    finalize: `FSDPState.end_backward`, a callback of autograd's engine, in the root
+        -> `FSDPContext.finish_reductions` -> `GroupReduceScatter.wait`, which assigns ``.grad``
+"""
 
 from __future__ import annotations
 
@@ -9,18 +21,26 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp import hooks
-from fsdp.context import Context
-from fsdp.group import Group
-from fsdp.root import become_root
+from dbuffer import verify
+from fsdp.collectives.comm import CommStreams
+from fsdp.hooks import (
+    cast_tensors,
+    in_backward,
+    map_tensors,
+    no_compile,
+    register_forward_hooks,
+    register_post_backward_hook,
+    register_pre_backward_hook,
+)
+from fsdp.param_group import FSDPParamGroup
 
-__all__ = ["Phase", "State", "state_of"]
+__all__ = ["FSDPContext", "FSDPState", "TrainingState", "state_of"]
 
-_STATE = "_fsdp_state_of_ours"
+_STATE = "_fsdp_state"  # attribute of a module
 
 
-class Phase(Enum):
-    """Where in an iteration the modules are."""
+class TrainingState(Enum):
+    """The stage of an iteration that the modules of a state are in; the names are FSDP2's."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -28,21 +48,131 @@ class Phase(Enum):
     POST_BACKWARD = auto()
 
 
-class State:
-    """Of the modules of one call; as FSDP2's FSDPState.
+class ExecutionOrder:
+    """The order in which the modules of states run, from which prefetches are chosen.
+
+    In forward, the state that is prefetched is the one that came next in the last forward, as long
+    as this forward runs in the same order; in the first forward there is none. All ranks have the
+    same history, and so issue the same all-gathers. In backward, it is the state whose forward
+    ended just before.
+    """
+
+    def __init__(self) -> None:
+        self._last_forward: list[FSDPState] = []
+        self._forward: list[FSDPState] = []
+        self._repeats = False  # whether this forward runs in the order of the last one so far
+        self._post_forward: list[FSDPState] = []
+        self._indices: dict[int, list[int]] = {}  # of each state in _post_forward
+
+    def begin_forward(self) -> None:
+        """Records the begin of the root's forward."""
+        self._forward, self._repeats = [], True
+
+    def end_forward(self) -> None:
+        """Records the end of the root's forward."""
+        self._last_forward, self._forward, self._repeats = self._forward, [], False
+
+    def pre_forward(self, state: FSDPState) -> FSDPState | None:
+        """Records the begin of a forward; returns the state whose forward follows, if known."""
+        index, last = len(self._forward), self._last_forward
+        self._forward.append(state)
+        self._repeats = self._repeats and index < len(last) and last[index] is state
+        return last[index + 1] if self._repeats and index + 1 < len(last) else None
+
+    def post_forward(self, state: FSDPState) -> None:
+        """Records the end of a forward that a backward will follow."""
+        self._indices.setdefault(id(state), []).append(len(self._post_forward))
+        self._post_forward.append(state)
+
+    def pre_backward(self, state: FSDPState) -> FSDPState | None:
+        """Records the begin of a backward; returns the state whose backward follows, if known."""
+        indices = self._indices.get(id(state))
+        if not indices:
+            return None  # several backwards of one forward
+        index = indices.pop()
+        return self._post_forward[index - 1] if index else None
+
+    def end_backward(self) -> None:
+        """Records the end of all backwards."""
+        self._post_forward.clear()
+        self._indices.clear()
+
+
+class FSDPContext:
+    """What all states under a root share, from the root's first forward on.
+
+    Attributes:
+        all_states: the root's first, then in the order of modules. (torch's pipeline schedules
+            read this name.)
+        streams: of the collectives.
+        order: of forwards and backwards.
+        running_root: the root while its forward runs.
+        is_last_backward: whether the next backward waits for reductions.
+        manual_finalization: whether no backward does, but `FSDPState.finalize_backward`.
+        callback_queued: whether `FSDPState.end_backward` will be called after this backward.
+        post_optim_event: that all-gathers wait for, in place of the current stream.
+        max_input_buffers: reductions whose buffers may be allocated at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.all_states: list[FSDPState] = []
+        self.streams = CommStreams(device)
+        self.order = ExecutionOrder()
+        self.running_root: FSDPState | None = None
+        self.is_last_backward = True
+        self.manual_finalization = False
+        self.callback_queued = False
+        self.post_optim_event: Any = None
+        self.max_input_buffers = 1
+        self._in_flight: list[FSDPParamGroup] = []
+
+    def post_backward(self, group: FSDPParamGroup) -> None:
+        """Reduces a group's gradients, after all memory that is not needed for it was freed.
+
+        The memory of a step peaks about here, so parameters and the buffer of the reduction before
+        are freed first, and the gradients' own buffer is allocated last.
+        """
+        if group.reshard_after_backward:
+            group.reshard()
+        self._wait_for_reductions(self.max_input_buffers - 1)
+        group.reduce_scatter.copy_in()
+        group.reduce_scatter.start()
+        if group.reduce_scatter.in_flight:
+            self._in_flight.append(group)
+
+    def finish_reductions(self) -> None:
+        """Waits for all reductions."""
+        self._wait_for_reductions(0)
+
+    def _wait_for_reductions(self, most: int) -> None:
+        """Waits for the oldest reductions until at most so many are in flight."""
+        while len(self._in_flight) > most:
+            self._in_flight.pop(0).reduce_scatter.wait()
+
+    def reset(self) -> None:
+        """Forgets an iteration that failed."""
+        self._in_flight.clear()
+        self.order.begin_forward()
+        self.order.end_forward()
+        self.order.end_backward()
+        self.running_root, self.callback_queued = None, False
+
+
+class FSDPState:
+    """The state of the modules of one call, as FSDP2's FSDPState.
 
     Args:
         modules: of the call; several count as one.
-        groups: their parameters.
+        groups: of their parameters.
         device: that computes.
-        mp_policy: what inputs and outputs are cast to.
-        auto_reshard: whether the root may be left unsharded after forward.
+        mp_policy: of inputs and outputs.
+        auto_reshard: whether the root may stay unsharded after forward.
     """
 
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        groups: list[Group],
+        groups: list[FSDPParamGroup],
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         *,
@@ -51,64 +181,66 @@ class State:
         self.modules, self.groups, self.device = modules, groups, device
         self.mp_policy, self.auto_reshard = mp_policy, auto_reshard
         self.name = ""
-        self.context = Context(device)
+        self.context = FSDPContext(device)
         self.is_root: bool | None = None  # known after the first forward
-        self.phase = Phase.IDLE
-        self.prefetch_forward: list[State] = []
-        self.prefetch_backward: list[State] = []
-        self._left: set[nn.Module] = set()  # modules whose forward is to come in this pass
-        hooks.on_group(modules, self.pre_forward, self.post_forward, self._left, self._cast_output)
+        self.training_state = TrainingState.IDLE
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self._pending: set[nn.Module] = set()  # modules whose forward has not ended in this pass
+        register_forward_hooks(
+            modules, self.pre_forward, self.post_forward, self._pending, self._cast_output
+        )
         for module in modules:
             module.__dict__[_STATE] = self
 
     # Forward.
 
-    @hooks.no_compile
+    @no_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gathers, starts the next gather, casts inputs, and waits for their gradients."""
-        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing computes anew
+        """Unshards, starts the next all-gather, casts inputs, and hooks their gradients."""
+        if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes
             self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
-        first = self.phase is not Phase.FORWARD
-        if first:  # what it refuses, it refuses again
-            args, kwargs = self._begin_forward(args, kwargs)
-        self.phase = Phase.FORWARD
+        first = self.training_state is not TrainingState.FORWARD
+        if first:  # before the training state changes: an error is raised by the next call, too
+            args, kwargs = self._root_pre_forward(args, kwargs)
+        self.training_state = TrainingState.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         upcoming = None
-        if first and not hooks.in_backward():
-            upcoming = self.context.order.enter(self)
+        if first and not in_backward():
+            upcoming = self.context.order.pre_forward(self)
         self.unshard()
         if first:
-            for state in self.prefetch_forward or ([upcoming] if upcoming else []):
+            for state in self.forward_prefetch or ([upcoming] if upcoming else []):
                 state.start_unshard()
-            return hooks.after_backward((args, kwargs), self._post_backward)
+            return register_post_backward_hook((args, kwargs), self._post_backward)
         return args, kwargs
 
-    @hooks.no_compile
+    @no_compile
     def post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
-        """Reshards, and waits for the gradients of outputs."""
-        if self.phase is Phase.PRE_BACKWARD:
+        """Reshards, casts outputs, and hooks their gradients."""
+        if self.training_state is TrainingState.PRE_BACKWARD:
             return self._cast_output(output)
-        if not hooks.in_backward():
+        if not in_backward():
             for group in self.groups:
                 if group.reshard_after_forward:
                     group.reshard(after_forward=torch.is_grad_enabled())
             if torch.is_grad_enabled():
-                self.context.order.leave(self)
-        hooks.before_backward(output, self._pre_backward)
-        self.phase = Phase.IDLE
+                self.context.order.post_forward(self)
+        register_pre_backward_hook(output, self._pre_backward)
+        self.training_state = TrainingState.IDLE
         if self.context.running_root is self:
-            self._end_root_forward(output)
+            self._root_post_forward(output)
         return self._cast_output(output)
 
     def unshard(self, *, for_backward: bool = False) -> None:
-        """Gathers all groups, and waits for them."""
+        """Gathers the parameters of all groups, and waits for them."""
         self.start_unshard(for_backward=for_backward)
         for group in self.groups:
             group.wait_for_unshard()
 
     def start_unshard(self, *, for_backward: bool = False) -> None:
-        """Starts to gather all groups."""
+        """Starts the all-gathers of all groups."""
         for group in self.groups:
             group.unshard(for_backward=for_backward)
 
@@ -117,16 +249,16 @@ class State:
         for group in self.groups:
             group.reshard()
 
-    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the root does first."""
+    def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Begins the root's forward; in its first one, makes it the root."""
         if self.is_root is None:
-            become_root(self)
+            self._lazy_init()
         context = self.context
         if context.running_root is not None:
             return args, kwargs
         context.running_root = self
         context.order.begin_forward()
-        context.streams.all_wait(context.post_optim_event)
+        context.streams.all_gather_waits(context.post_optim_event)
         context.post_optim_event = None
         if self.device.type == "cpu":
             return args, kwargs
@@ -134,90 +266,93 @@ class State:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True)
 
-        args, kwargs = hooks.on_tensors(move, (args, kwargs))
+        args, kwargs = map_tensors(move, (args, kwargs))
         return args, kwargs
 
-    def _end_root_forward(self, output: Any) -> None:
-        """What the root does last: ends groups of which some modules ran, and stray gathers."""
+    def _root_post_forward(self, output: Any) -> None:
+        """Ends the root's forward, and that of states of which only some modules ran.
+
+        Parameters whose prefetch was not used are resharded.
+        """
         context = self.context
         context.running_root = None
         context.order.end_forward()
         for state in context.all_states:
-            if state is not self and state._left:
-                state._left.clear()
+            if state is not self and state._pending:
+                state._pending.clear()
                 state.post_forward(None, None, output)
             for group in state.groups:
-                if group.gatherer.under_way:
+                if group.all_gather.in_flight:
                     group.reshard()
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        wanted = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
-        return hooks.cast(args, wanted), hooks.cast(kwargs, wanted)
+        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
 
     def _cast_output(self, output: Any) -> Any:
-        return hooks.cast(output, self.mp_policy.output_dtype)
+        return cast_tensors(output, self.mp_policy.output_dtype)
 
     # Backward.
 
-    @hooks.no_compile
+    @no_compile
     def _pre_backward(self) -> None:
-        """Gathers before the first gradient, and starts the next gather."""
+        """Unshards before the first gradient, and starts the next all-gather."""
         context = self.context
         if not context.callback_queued:
             context.callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
-        if self.phase is Phase.PRE_BACKWARD:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if self.training_state is TrainingState.PRE_BACKWARD:
             return
-        self.phase = Phase.PRE_BACKWARD
+        self.training_state = TrainingState.PRE_BACKWARD
         for group in self.groups:
             if group.unshard_in_backward:
                 group.unshard(for_backward=True)
                 group.wait_for_unshard()
-        upcoming = context.order.enter_backward(self)
-        for state in self.prefetch_backward or ([upcoming] if upcoming else []):
+        upcoming = context.order.pre_backward(self)
+        for state in self.backward_prefetch or ([upcoming] if upcoming else []):
             for group in state.groups:
                 if group.unshard_in_backward:
                     group.unshard(for_backward=True)
 
-    @hooks.no_compile
+    @no_compile
     def _post_backward(self) -> None:
-        self.phase = Phase.POST_BACKWARD
+        self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
             self.context.post_backward(group)
 
-    @hooks.no_compile
-    def end_of_backward(self) -> None:
-        """The root's last word: reduces what had no input with a gradient, and waits."""
+    @no_compile
+    def end_backward(self) -> None:
+        """Reduces the groups whose module had no input with a gradient, and waits; of the root."""
         context = self.context
         context.callback_queued, context.running_root = False, None
         for state in context.all_states:
-            state._left.clear()
-            if state.phase is not Phase.POST_BACKWARD:
+            state._pending.clear()
+            if state.training_state is not TrainingState.POST_BACKWARD:
                 state._post_backward()
-            state.phase = Phase.IDLE
-        if context.is_last_backward and not context.ends_by_hand:
+            state.training_state = TrainingState.IDLE
+        if context.is_last_backward and not context.manual_finalization:
             self.end_iteration()
 
     def end_iteration(self) -> None:
-        """Waits for all reductions, and ends stray gathers."""
+        """Waits for all reductions, and reshards parameters whose prefetch was not used."""
         context = self.context
         context.finish_reductions()
         context.order.end_backward()
         for state in context.all_states:
             for group in state.groups:
-                if group.gatherer.under_way:
+                if group.all_gather.in_flight:
                     group.reshard()
 
     def finalize_backward(self) -> None:
-        """Reduces what backwards have put off.
+        """Reduces the gradients that backwards have not reduced.
 
         Raises:
-            RuntimeError: this is not the root, or backwards end by themselves.
+            RuntimeError: this is not the root, or backwards finalize themselves.
         """
-        if self.is_root is False or not self.context.ends_by_hand:
+        if self.is_root is False or not self.context.manual_finalization:
             raise RuntimeError(
-                "fsdp: finalize_backward wants the root, and "
-                "set_manual_backward_finalization(True) before"
+                "fsdp: finalize_backward: expected the root, after "
+                "set_manual_backward_finalization(True)"
             )
         for state in reversed(self.context.all_states):
             for group in reversed(state.groups):
@@ -231,49 +366,142 @@ class State:
         """
         if self.is_root is False:
             raise RuntimeError(
-                "fsdp: reset_iter_state of a module that is not the root; call it there"
+                "fsdp: reset_iter_state of a module that is not the root; call it on the root"
             )
         for state in self.context.all_states or [self]:
-            state._left.clear()
-            state.phase = Phase.IDLE
+            state._pending.clear()
+            state.training_state = TrainingState.IDLE
             for group in state.groups:
-                group.reducer.drop()
+                group.reduce_scatter.discard()
                 group.reshard()
-        self.context.drop()
+        self.context.reset()
 
-    # Names under which torch's pipeline stages look for what they need.
+    # The first forward.
+
+    def _lazy_init(self) -> None:
+        """Makes this state the root of all states below it, which then share its context.
+
+        Raises:
+            RuntimeError: a module below ran first; several modules cannot be the root; parameters
+                were replaced since.
+            ValueError: a setting of the root was changed on a module below; ranks differ.
+        """
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"fsdp: {len(self.modules)} modules that were sharded in one call ran before any "
+                f"module that contains them; call fully_shard on the model too, and run that"
+            )
+        states: dict[FSDPState, str] = {}
+        for name, child in self.modules[0].named_modules():
+            state = state_of(child)
+            if state is not None:
+                states.setdefault(state, name)
+        for state, name in states.items():
+            if state is self:
+                continue
+            _check_settings(name, state.context, self.context)
+            if state.is_root is not None:
+                raise RuntimeError(
+                    f"fsdp: {name!r} ran forward before the module that contains it; run the root "
+                    f"first"
+                )
+        for state, name in states.items():
+            state.is_root, state.name = state is self, name
+        context = self.context
+        context.all_states = list(states)
+        context.max_input_buffers = max(state.context.max_input_buffers for state in states)
+        for state in states:
+            state.context = context
+            for group in state.groups:
+                group.set_streams(context.streams)
+        if self.auto_reshard:
+            for group in self.groups:
+                group.reshard_after_forward = False
+        groups = [group for state in states for group in state.groups]
+        _set_names(self.modules[0], groups)
+        for group in groups:
+            if not group.is_unsharded:
+                group.reset_sharded_params()
+        _verify(groups)
+
+    # Names that torch's pipeline stages read.
 
     @property
-    def _state_ctx(self) -> Context:
+    def _state_ctx(self) -> FSDPContext:
         return self.context
 
     @property
-    def _fsdp_param_groups(self) -> list[_Reducible]:
-        return [_Reducible(self, group) for group in self.groups]
+    def _fsdp_param_groups(self) -> list[_PipelineGroups]:
+        return [_PipelineGroups(self.context, group) for group in self.groups]
 
     @property
-    def _fsdp_param_group(self) -> _Reducible | None:  # torch 2.11 knows of one
-        return _Reducible(self, *self.groups) if self.groups else None
+    def _fsdp_param_group(self) -> _PipelineGroups | None:  # torch 2.11 knows of one
+        return _PipelineGroups(self.context, *self.groups) if self.groups else None
 
     def _root_post_backward_final_callback(self) -> None:
         for state in self.context.all_states:
-            state.phase = Phase.POST_BACKWARD
-        self.end_of_backward()
+            state.training_state = TrainingState.POST_BACKWARD
+        self.end_backward()
 
 
-class _Reducible:
-    """Groups as torch's pipeline stages see them."""
+class _PipelineGroups:
+    """Groups in the form that torch's pipeline stages use."""
 
-    def __init__(self, state: State, *groups: Group) -> None:
-        self._state, self._groups = state, groups
+    def __init__(self, context: FSDPContext, *groups: FSDPParamGroup) -> None:
+        self._context, self._groups = context, groups
 
     def post_backward(self) -> None:
-        """Reduces what all microbatches have added up."""
+        """Reduces the gradients that all microbatches have accumulated."""
         for group in self._groups:
-            self._state.context.post_backward(group)
+            self._context.post_backward(group)
 
 
-def state_of(module: nn.Module) -> State | None:
-    """The state of a module that was sharded; None of others."""
-    found: State | None = module.__dict__.get(_STATE)
-    return found
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Returns the state of a module that was sharded; None for others."""
+    state: FSDPState | None = module.__dict__.get(_STATE)
+    return state
+
+
+def _check_settings(name: str, context: FSDPContext, root: FSDPContext) -> None:
+    """Refuses settings of a module below the root that only the root has.
+
+    Raises:
+        ValueError: naming the module and the method.
+    """
+    manual, root_manual = context.manual_finalization, root.manual_finalization
+    for method, changed in (
+        ("set_is_last_backward", root.is_last_backward and not context.is_last_backward),
+        ("set_manual_backward_finalization", manual and not root_manual),
+        ("set_post_optim_event", context.post_optim_event not in (None, root.post_optim_event)),
+    ):
+        if changed:
+            raise ValueError(
+                f"{method}: expected the root, got {name!r}, which is below it; call it on the "
+                f"module whose forward runs first"
+            )
+
+
+def _set_names(root: nn.Module, groups: list[FSDPParamGroup]) -> None:
+    """Renames parameters to their names from the root, for errors."""
+    names = {id(module): name for name, module in root.named_modules()}
+    for group in groups:
+        for param in group.params:
+            location = param.locations[0]
+            prefix = names.get(id(location.module))
+            if prefix is not None:
+                param.name = f"{prefix}.{location.name}" if prefix else location.name
+
+
+def _verify(groups: list[FSDPParamGroup]) -> None:
+    """Compares the plans of all ranks by hash.
+
+    Raises:
+        ValueError: on every rank, where two differ.
+    """
+    for mesh in dict.fromkeys(group.mesh for group in groups):
+        on_mesh = [group for group in groups if group.mesh == mesh]
+        verify(
+            [group.shard for group in on_mesh],
+            names=[group.tensor_names() for group in on_mesh],
+            options=[group.describe_collectives() for group in on_mesh],
+        )

@@ -1,4 +1,4 @@
-"""State dicts have the sharded parameters, whatever the modules have at the moment."""
+"""State dicts: they have the sharded parameters, whatever the modules have at the moment."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.group import Group
-from fsdp.planned import PlannedGroup
+from fsdp.param_group import FSDPParamGroup, PlannedParamGroup
 
 __all__ = ["register_state_dict_hooks"]
 
 
-def register_state_dict_hooks(group: Group) -> None:
-    """Reshards a group before its modules save or load, and adopts what was loaded."""
+def register_state_dict_hooks(group: FSDPParamGroup) -> None:
+    """Reshards a group before its modules save or load, and resets parameters after loading."""
     views: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 
-    def before(*args: Any, **kwargs: Any) -> None:
+    def reshard(*args: Any, **kwargs: Any) -> None:
         group.reshard()
 
-    def after(module: nn.Module, incompatible: Any) -> None:
-        group.adopt()
+    def reset(module: nn.Module, incompatible: Any) -> None:
+        group.reset_sharded_params()
 
-    def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for param in group.params:
-            for place in param.places:
-                tensor = state.get(key := prefix + place.key)
-                keeps = isinstance(tensor, nn.Parameter)  # keep_vars=True: the parameter itself
-                if place.module is module and isinstance(tensor, DTensor) and not keeps:
-                    state[key] = _with_own_storage(place.get(), views)
+            for location in param.locations:
+                tensor = state.get(key := prefix + location.name)
+                is_param = isinstance(tensor, nn.Parameter)  # keep_vars=True: the parameter itself
+                if location.module is module and isinstance(tensor, DTensor) and not is_param:
+                    state[key] = _with_own_storage(location.get(), views)
 
-    for module in {place.module for param in group.params for place in param.places}:
-        module.register_state_dict_pre_hook(before)
-        if isinstance(group, PlannedGroup):
-            module.register_state_dict_post_hook(saved)
-        module.register_load_state_dict_pre_hook(before)
-        module.register_load_state_dict_post_hook(after)
+    for module in {location.module for param in group.params for location in param.locations}:
+        module.register_state_dict_pre_hook(reshard)
+        if isinstance(group, PlannedParamGroup):
+            module.register_state_dict_post_hook(replace)
+        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(reset)
 
 
 def _with_own_storage(param: Any, views: MutableMapping[torch.Tensor, torch.Tensor]) -> DTensor:
-    """The parameter detached, with a local tensor in the same memory that has its own storage.
+    """Returns the parameter detached, its local tensor a storage of its own in the same memory.
 
     Parameters of a group share a storage. `torch.save` would write all of it for each of them,
     transformers takes those of one size for tied (pytorch_utils.id_tensor_storage), and
@@ -51,7 +50,7 @@ def _with_own_storage(param: Any, views: MutableMapping[torch.Tensor, torch.Tens
 
     Args:
         param: in a group's buffer.
-        views: earlier results by local tensor: the stager knows storages that it has seen.
+        views: earlier results by local tensor: the stager recognizes storages that it has seen.
     """
     local = param._local_tensor
     storage = local.untyped_storage()

@@ -164,13 +164,13 @@ class _FullyShardHooks:
         return tuple(
             i
             for i, part in enumerate(self.parts)
-            if all(group.unsharded or group.gatherer.under_way for group in self._groups(part))
+            if all(group.is_unsharded or group.all_gather.in_flight for group in self._groups(part))
         )
 
     def in_flight(self) -> int:
         """Groups whose gradients are being reduced."""
         return sum(
-            group.reducer.under_way
+            group.reduce_scatter.in_flight
             for part in (*self.parts, self.sharded.model)
             for group in self._groups(part)
         )
@@ -215,8 +215,8 @@ def _issued_collectives() -> Iterator[_IssuedCollectives]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_comms
 
     from dbuffer import collectives_for
-    from fsdp import comms
-    from fsdp.kept import Keeper
+    from fsdp.collectives import comm
+    from fsdp.collectives.all_gather import PostForwardShard
 
     issued = _IssuedCollectives()
 
@@ -228,16 +228,17 @@ def _issued_collectives() -> Iterator[_IssuedCollectives]:
         issued.reductions.append(IssuedReduction(options["group"].group_name, average))
         return native_reduce(comm, **options)
 
-    def gather(keeper: Any) -> Any:
-        issued.post_forward_ranks.add(keeper._mesh.size(1))
-        return gather_kept(keeper)
+    def gather(post_forward: Any, streams: Any) -> Any:
+        issued.post_forward_ranks.add(post_forward.mesh.size(1))
+        return all_gather(post_forward, streams)
 
-    allocate, gather_kept = torch_comms.ProcessGroupAllocMixin.allocate, Keeper.gather
+    allocate = torch_comms.ProcessGroupAllocMixin.allocate
+    all_gather = PostForwardShard.all_gather
     native_comm = torch_comms.ProcessGroupAllocReduceScatter
     native_reduce = native_comm.__call__
     with (
-        mock.patch.object(comms, "collectives_for", recorded),
-        mock.patch.object(Keeper, "gather", gather),
+        mock.patch.object(comm, "collectives_for", recorded),
+        mock.patch.object(PostForwardShard, "all_gather", gather),
         mock.patch.object(native_comm, "__call__", reduce),
         mock.patch.object(
             torch_comms.ProcessGroupAllocMixin, "allocate", autospec=True, side_effect=allocate

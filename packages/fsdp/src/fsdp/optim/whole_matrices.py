@@ -6,9 +6,8 @@ import math
 
 from torch import nn
 
-from fsdp.balance import Balance
 from fsdp.optim.muon.newton_schulz import newton_schulz_cost
-from fsdp.policy import Whole
+from fsdp.policy import Balance, Whole
 
 __all__ = ["WholeMatrices"]
 

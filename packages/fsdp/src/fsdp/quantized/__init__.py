@@ -1,4 +1,4 @@
-"""Weights of which a byte an element is gathered, with a scale for each tile."""
+"""Weights that are gathered as one byte per element, with a scale for each tile."""
 
 from fsdp.quantized.tiles import Quantized, Tiles, dequantize, quantize
 

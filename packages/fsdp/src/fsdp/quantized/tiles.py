@@ -1,11 +1,11 @@
 """Tiles of matrices, each with one scale and a byte per element.
 
-Note: the words of this module.
+Note: the terms of this module.
     tile: `rows` x `cols` elements of a matrix that share a scale; those at the lower and the right
         edge may be smaller. The last two dims of a tensor are its matrices, as of experts, and no
         tile is in two of them.
-    code: a byte: what an element over its tile's scale is rounded to.
-    scale: fp32, the largest magnitude of a tile over the largest code.
+    code: one byte per element: the element divided by its tile's scale, rounded.
+    scale: fp32, the largest magnitude of a tile divided by the largest code.
     strip: a row of tiles.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, where weights have tiles of 128 x 128.
@@ -29,12 +29,12 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller scale would have few bits, o
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a weight is quantised; what a ``quantize_fn`` returns.
+    """The form in which a weight is quantized; a ``quantize_fn`` returns it.
 
     Attributes:
         dtype: of the codes: torch.int8, evenly spaced, or torch.float8_e4m3fn.
-        rows: of a tile; more than a matrix has mean all of them.
-        cols: of a tile; more than a matrix has mean all of them.
+        rows: of a tile; more than a matrix has mean its own number.
+        cols: of a tile; more than a matrix has mean its own number.
 
     Raises:
         ValueError: another dtype; a number below 1.
@@ -47,31 +47,31 @@ class Tiles:
     def __post_init__(self) -> None:
         """Checks the values."""
         if self.dtype not in LARGEST:
-            raise ValueError(f"Tiles: dtype={self.dtype!r}; wants one of {[*LARGEST]}")
+            raise ValueError(f"Tiles: dtype: expected one of {[*LARGEST]}, got {self.dtype!r}")
         for key in ("rows", "cols"):
             size = getattr(self, key)
             if not isinstance(size, SupportsIndex) or operator.index(size) < 1:
-                raise ValueError(f"Tiles: {key}={size!r}; wants an integer of at least 1")
+                raise ValueError(f"Tiles: {key}: expected an integer of at least 1, got {size!r}")
             object.__setattr__(self, key, operator.index(size))
 
     def block(self, shape: Sequence[int]) -> int:
-        """Elements of the flattened tensor at whose multiples no tile is cut.
+        """Returns the elements of a block of the flattened tensor that consists of whole tiles.
 
-        A strip, or a whole matrix where several follow each other that are not whole strips.
+        It is a strip, or a matrix of a stack whose rows are no multiple of a tile's.
         """
         rows = shape[-2] if _by_matrix(shape, self) else self.rows
         return max(1, min(rows * shape[-1], math.prod(shape)))
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor: matrices, strips, tiles in a strip."""
+        """Returns the shape of a tensor's scales: matrices, strips, tiles in a strip."""
         return (*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.cols))
 
     def matrices(self, numel: int, shape: Sequence[int]) -> tuple[int, int, int]:
-        """As which matrices a part of a tensor is tiled, which begins and ends at blocks.
+        """Returns the shape, as a stack of matrices, of a part that begins and ends at blocks.
 
         Args:
-            numel: elements of the part, more than none.
-            shape: of the whole tensor.
+            numel: elements of the part, at least one.
+            shape: of the tensor.
         """
         rows = shape[-2] if _by_matrix(shape, self) else numel // shape[-1]
         return numel // (rows * shape[-1]), rows, shape[-1]
@@ -79,13 +79,12 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Codes of elements and scales of their tiles.
+    """A quantized tensor: codes of its elements, and scales of its tiles.
 
     Attributes:
         codes: of the tensor's shape, int8 or float8_e4m3fn.
         scales: of the shape `Tiles.grid`, fp32; 0 where all elements are below the largest code
-            times 2**-126, and NaN where one is not finite, so that the whole tile becomes NaN
-            whatever its codes are.
+            times 2**-126, and NaN where one is not finite: the tile is dequantized to NaN then.
     """
 
     codes: torch.Tensor
@@ -94,10 +93,10 @@ class Quantized:
 
 @torch.no_grad()
 def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
-    """The nearest code of every element; of two that are as near, the even one.
+    """Quantizes a tensor to the nearest codes, ties to even.
 
-    An element x of a tile of scale s becomes one at most s / 2 away as int8, and as float8_e4m3fn
-    at most max(abs(x) / 16, s / 1024) away, but for roundings of fp32.
+    The error of an element x of a tile of scale s is at most s / 2 as int8, and at most
+    max(abs(x) / 16, s / 1024) as float8_e4m3fn, plus fp32 rounding.
 
     Args:
         weight: of at least two dims, floating point.
@@ -108,7 +107,7 @@ def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
     if not weight.numel():
         return Quantized(codes, torch.zeros(grid, device=weight.device))
     strips = _strips(_stack(weight), tiles.rows)
-    # (m, strips, C); no magnitude of every element is made on the way
+    # (m, strips, C); abs() of the whole tensor would need a temporary of its size
     largest = torch.cat([torch.maximum(s.amax(2), -s.amin(2)) for s in strips], 1).float()
     padded = torch.nn.functional.pad(largest, (0, -weight.shape[-1] % tiles.cols))
     scales = padded.unflatten(-1, (-1, tiles.cols)).amax(-1) / LARGEST[tiles.dtype]
@@ -117,7 +116,7 @@ def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
     first = 0
     for strip, target in zip(strips, _strips(_stack(codes), tiles.rows), strict=True):
         last = first + strip.shape[1]
-        # No quotient is beyond the largest code by more than a rounding, so there is no clamp.
+        # A quotient exceeds the largest code by a rounding error at most, so there is no clamp.
         units = strip / divisors[:, first:last, None]
         if tiles.dtype is torch.int8:
             units.round_()
@@ -130,12 +129,12 @@ def quantize(weight: torch.Tensor, tiles: Tiles) -> Quantized:
 def dequantize(
     quantized: Quantized, tiles: Tiles, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Codes times scales: what modules compute with whose weights are quantised.
+    """Returns codes times scales: the weight that modules compute with.
 
     Args:
         quantized: by `quantize`.
-        tiles: that it was quantised with.
-        dtype: of the result, to which the product is rounded from fp32.
+        tiles: that it was quantized with.
+        dtype: of the result, to which the fp32 product is rounded.
     """
     weight = torch.empty(quantized.codes.shape, dtype=dtype, device=quantized.codes.device)
     dequantize_into(weight, quantized, tiles)
@@ -144,7 +143,7 @@ def dequantize(
 
 @torch.no_grad()
 def dequantize_into(out: torch.Tensor, quantized: Quantized, tiles: Tiles) -> None:
-    """`dequantize` into memory that is there: contiguous, of the codes' shape."""
+    """Dequantizes into a contiguous tensor of the codes' shape."""
     if not out.numel():
         return
     _decode_into(out, quantized.codes)
@@ -156,16 +155,16 @@ def dequantize_into(out: torch.Tensor, quantized: Quantized, tiles: Tiles) -> No
 
 
 def _decode_into(out: torch.Tensor, codes: torch.Tensor) -> None:
-    """What codes stand for, which every dtype that computes has exactly."""
+    """Writes the values of codes, which every compute dtype represents exactly."""
     if codes.dtype is torch.int8 or codes.device.type != "cpu":
         out.copy_(codes)
-    else:  # a look-up is some seven times as fast as the host's cast
-        every = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(out.dtype)
-        torch.index_select(every, 0, codes.view(torch.uint8).view(-1).int(), out=out.view(-1))
+    else:  # a table look-up is about seven times as fast as the host's cast
+        values = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(out.dtype)
+        torch.index_select(values, 0, codes.view(torch.uint8).view(-1).int(), out=out.view(-1))
 
 
 def _by_matrix(shape: Sequence[int], tiles: Tiles) -> bool:
-    """Whether strips begin anew with each matrix otherwise than by themselves."""
+    """Returns whether a stack has matrices that are not whole strips, so strips restart in each."""
     return len(shape) > 2 and shape[-2] % tiles.rows != 0
 
 
@@ -174,7 +173,7 @@ def _stack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _strips(matrices: torch.Tensor, rows: int) -> list[torch.Tensor]:
-    """Views (m, strips, rows of each, C): of the whole strips, and of one that is shorter."""
+    """Returns views (m, strips, rows, C): of the full strips, and of a shorter last one."""
     whole = matrices.shape[1] // rows
     found = []
     if whole:
@@ -185,5 +184,5 @@ def _strips(matrices: torch.Tensor, rows: int) -> list[torch.Tensor]:
 
 
 def _per_column(scales: torch.Tensor, cols: int, tiles: Tiles) -> torch.Tensor:
-    """The scale of each column of each strip: (m, strips, C)."""
+    """Returns the scale of each column of each strip: (m, strips, C)."""
     return scales.repeat_interleave(tiles.cols, -1)[..., :cols]

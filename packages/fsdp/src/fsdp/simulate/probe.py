@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
 from dbuffer import DBuffer, Strategy
-from fsdp.api import fully_shard
-from fsdp.grouping import Dtypes, plan_buffer
-from fsdp.meshes import checked_mesh, device_of, sharded_placements
-from fsdp.optimizers import watch_optimizers
+from fsdp.api import fully_shard, watch_optimizers
+from fsdp.mesh import checked_mesh, device_of, sharded_placements
+from fsdp.param_group import Dtypes, plan_buffer
 from fsdp.simulate.machine import Compute, Constants, Link, Update
 from fsdp.simulate.optimizer_state import OPTIMIZERS, OptimizerFactory
 from fsdp.simulate.simulation import simulate

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp.api import PlacementFn
-from fsdp.meshes import checked_reshard
+from fsdp.mesh import checked_reshard
 from fsdp.simulate.cost import collectives_of, time_of
 from fsdp.simulate.machine import Constants, MeshLike, parse_mesh_size
 from fsdp.simulate.memory import memory_of

@@ -15,10 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import _compat
 from fsdp.api import PlacementFn
-from fsdp.extension import is_extension
-from fsdp.grouping import Dtypes, alike, balanced, dtypes_of, plan_buffer, specs_of
-from fsdp.managed import Found, found_parameters, managed_modules
-from fsdp.parameter import ManagedParameter
+from fsdp.param import FSDPParam, NamedParam, has_extension, managed_modules, named_params
+from fsdp.param_group import (
+    Dtypes,
+    balance_owners,
+    dtypes_of,
+    group_params,
+    plan_buffer,
+    tensor_specs,
+)
 from fsdp.policy import Whole, block_size
 from ragged_shard.planner import Layout, TensorSpec
 
@@ -39,7 +44,7 @@ class Unit:
 
     name: str
     modules: tuple[nn.Module, ...]
-    found: tuple[Found, ...]
+    found: tuple[NamedParam, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +93,7 @@ def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]
     own = {module for modules in calls.values() for module in modules}
     found = []
     for name, modules in calls.items():
-        params = found_parameters(managed_modules(modules, own.__contains__), ignored)
+        params = named_params(managed_modules(modules, own.__contains__), ignored)
         if name and not params:
             raise ValueError(
                 f"simulate: expected each unit to have parameters that are in no other unit, got "
@@ -126,21 +131,21 @@ def plan_groups(
     groups = []
     for index, unit in enumerate(units):
         params = [_managed(one, unit.name, shard_placement_fn) for one in unit.found]
-        for same in alike(params, mp_policy):
-            first = same[0].given
+        for same in group_params(params, mp_policy):
+            first = same[0].orig_param
             dtypes = dtypes_of(first.dtype, _compat.policy_of(first, mp_policy))
-            specs: tuple[TensorSpec, ...] = specs_of(same)
-            layout = balanced(plan(specs, ranks, dtypes), same, balance_key)
-            originals = tuple(param.given for param in same)
+            specs: tuple[TensorSpec, ...] = tensor_specs(same)
+            layout = balance_owners(plan(specs, ranks, dtypes), same, balance_key)
+            originals = tuple(param.orig_param for param in same)
             groups.append(PlannedGroup(index, originals, layout, dtypes, first.requires_grad))
     return groups
 
 
-def _managed(one: Found, unit: str, shard_placement_fn: PlacementFn | None) -> ManagedParameter:
+def _managed(one: NamedParam, unit: str, shard_placement_fn: PlacementFn | None) -> FSDPParam:
     name, param = one.name, one.param
     full = f"{unit}.{name}" if unit else name
     granularity = None if shard_placement_fn is None else shard_placement_fn(param)
-    if isinstance(param, DTensor) or is_extension(param, full):
+    if isinstance(param, DTensor) or has_extension(param, full):
         raise ValueError(
             f"simulate: expected parameter {full!r} to be a plain tensor, got a "
             f"{type(param.data).__name__}, which can be planned on real ranks only"
@@ -152,7 +157,7 @@ def _managed(one: Found, unit: str, shard_placement_fn: PlacementFn | None) -> M
         )
     block = block_size(granularity, param.shape, full)
     whole = granularity if isinstance(granularity, Whole) else None
-    return ManagedParameter(name, param, one.places, block, mesh=None, whole=whole)
+    return FSDPParam(name, param, one.locations, block, mesh=None, whole=whole)
 
 
 def _unit_names(named: dict[str, nn.Module], units: Units) -> list[tuple[str, ...]]:

@@ -1,0 +1,240 @@
+"""The all-gather of a parameter group: into the buffer that the parameters are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from dbuffer import DBuffer, Handle
+from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.param import FSDPParam
+
+__all__ = ["GroupAllGather", "PlannedAllGather"]
+
+
+class GroupAllGather(Protocol):
+    """Gathers the unsharded parameters of one group, and frees them.
+
+    Attributes:
+        streams: the root's, once that is known.
+        post_forward_mesh: over whose last axis parameters are sharded between forward and
+            backward; None for all ranks.
+    """
+
+    streams: CommStreams
+    post_forward_mesh: DeviceMesh | None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an all-gather was started and not waited for."""
+        ...
+
+    def start(self, *, for_backward: bool) -> None:
+        """Issues the all-gather; for backward, from the post-forward shards if there are any."""
+        ...
+
+    def wait(self) -> None:
+        """Makes the current stream wait; the unsharded parameters are valid then."""
+        ...
+
+    def free(self, *, after_forward: bool, keep_storage: bool) -> None:
+        """Frees the unsharded parameters, after what was issued on the current stream.
+
+        Args:
+            after_forward: whether backward follows, which may need the post-forward shards.
+            keep_storage: whether the memory stays allocated.
+        """
+        ...
+
+    def free_post_forward_shard(self) -> None:
+        """Frees this rank's post-forward shard, if there is one."""
+        ...
+
+
+class PlannedAllGather:
+    """Gathers a SHARD buffer into the all-gather buffer; there is no copy in or out.
+
+    Args:
+        shard: buffer of this rank's shard of the parameters.
+        params: of the group.
+        buffers: describes the all-gather buffer.
+        dtype: of the unsharded parameters.
+        streams: as of `GroupAllGather`.
+        post_forward_mesh: as of `GroupAllGather`.
+    """
+
+    def __init__(
+        self,
+        shard: DBuffer,
+        params: Sequence[FSDPParam],
+        buffers: BufferSpec,
+        dtype: torch.dtype,
+        streams: CommStreams,
+        post_forward_mesh: DeviceMesh | None,
+    ) -> None:
+        self._shard, self._params, self._buffers = shard, params, buffers
+        self._dtype, self.streams, self.post_forward_mesh = dtype, streams, post_forward_mesh
+        self._buffer: DBuffer | None = None  # FULL: compute dtype, memory for all shards
+        self._handle: Handle | None = None
+        self._copied_in: Any = None  # event: this rank's shard is in the buffer
+        self._post_forward: PostForwardShard | None = None
+        self._last_use: Any = None  # event: compute has used memory that stays allocated
+
+    @property
+    def in_flight(self) -> bool:
+        """Implements `GroupAllGather`."""
+        return self._handle is not None
+
+    def start(self, *, for_backward: bool) -> None:
+        """Implements `GroupAllGather`; memory is allocated on the all-gather stream."""
+        streams, post_forward = self.streams, self._post_forward
+        with streams.on(streams.all_gather):
+            if for_backward and post_forward is not None and post_forward.is_filled:
+                self._handle = post_forward.all_gather(streams)
+                self._copied_in = streams.record()
+                return
+            self.free_post_forward_shard()
+            if self._buffer is None:
+                self._buffer = self._new_buffer()
+                if self.post_forward_mesh is not None:
+                    self._post_forward = PostForwardShard(
+                        self._buffer, self.post_forward_mesh, self._buffers
+                    )
+            else:
+                self._buffer.acquire()
+            streams.wait(self._last_use)
+            source = self._copy_in(self._buffer)
+            self._copied_in = streams.record()
+            self._handle = self._buffer.all_gather_(source, async_op=True)
+
+    def wait(self) -> None:
+        """Implements `GroupAllGather`."""
+        assert self._handle is not None
+        assert self._buffer is not None
+        self.streams.wait(self._copied_in)
+        self._handle.wait()
+        self._handle = self._copied_in = None
+        unsharded = self._copy_out(self._buffer)
+        for i, param in enumerate(self._params):
+            if param.unsharded_param is None:
+                param.init_unsharded_param(unsharded.view(i))
+            param.sync_requires_grad()
+
+    def free(self, *, after_forward: bool, keep_storage: bool) -> None:
+        """Implements `GroupAllGather`."""
+        assert self._buffer is not None
+        post_forward = self._post_forward
+        if post_forward is not None and (post_forward.is_gathered or not keep_storage):
+            backward_follows = after_forward and self.post_forward_mesh is not None
+            post_forward.reshard(self.streams, fill=backward_follows)
+        elif not keep_storage:
+            self._buffer.release()
+        else:
+            self._last_use = self.streams.record()
+
+    def free_post_forward_shard(self) -> None:
+        """Implements `GroupAllGather`."""
+        if self._post_forward is not None:
+            self._post_forward.free()
+
+    # What `QuantizedAllGather` does otherwise.
+
+    def _new_buffer(self) -> DBuffer:
+        """Allocates the buffer of the collective."""
+        return self._buffers.full_buffer(self._dtype)
+
+    def _copy_in(self, buffer: DBuffer) -> DBuffer | None:
+        """Returns the buffer to gather from; None where this rank's shard was copied in."""
+        shard = self._shard
+        if shard.dtype == buffer.dtype and shard.device == buffer.device:
+            return shard
+        buffer.copy_(shard, non_blocking=True)  # cast, or moved from the host, into place
+        return None
+
+    def _copy_out(self, buffer: DBuffer) -> DBuffer:
+        """Returns the buffer of the unsharded parameters, once the collective has ended."""
+        return buffer
+
+
+class PostForwardShard:
+    """This rank's part of the parameters between forward and backward, over fewer ranks.
+
+    It is several shards of the layout that follow each other, so it splits no block either.
+
+    Args:
+        buffer: the group's all-gather buffer, allocated.
+        mesh: of two axes, the last of them of the ranks that gather in backward.
+        buffers: describes the buffers of the group.
+
+    Source: torch/distributed/fsdp/_fully_shard, ``reshard_after_forward`` as an int.
+    """
+
+    def __init__(self, buffer: DBuffer, mesh: DeviceMesh, buffers: BufferSpec) -> None:
+        size = mesh.size(1)
+        shard_size = buffer.layout.buffer_size // size
+        self._layout = replace(
+            buffer.layout, world_size=size, shard_size=shard_size, proved_lower_bound=0, exact=False
+        )
+        self._buffers, self.mesh, self.buffer = buffers, mesh, buffer
+        self.shard: DBuffer | None = None  # SHARD on `mesh`, allocated while it is filled
+        self._gathered: DBuffer | None = None  # FULL on `mesh`, in the memory of `buffer`
+        self._filled: Any = None  # event: `shard` is filled
+        self.is_filled = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the unsharded parameters were gathered from the post-forward shards."""
+        return self._gathered is not None and self._gathered.allocated
+
+    def all_gather(self, streams: CommStreams) -> Handle:
+        """Starts to gather into the memory of the all-gather buffer, which is free."""
+        assert self.shard is not None
+        if self._gathered is None:
+            self._gathered = self._new_buffer(full=True)
+        else:
+            self._gathered.acquire()
+        streams.wait(self._filled)
+        self._gathered.copy_(self.shard)
+        return self._gathered.all_gather_(async_op=True)
+
+    def reshard(self, streams: CommStreams, *, fill: bool) -> None:
+        """Frees the all-gather buffer; before, copies this rank's post-forward shard out of it.
+
+        Args:
+            streams: as of `GroupAllGather`.
+            fill: whether to copy; otherwise an earlier post-forward shard is freed, too.
+        """
+        if self._gathered is not None:
+            self._gathered.release()
+        if fill and self.buffer.allocated:
+            if self.shard is None:
+                self.shard = self._new_buffer(full=False)
+            else:
+                self.shard.acquire()
+            begin = self.shard.rank * self._layout.shard_size
+            own = self.buffer.local[begin : begin + self._layout.shard_size]
+            self.shard.local.copy_(own)
+            self._filled = streams.record()
+            self.is_filled = True
+        elif not fill:
+            self.free()
+        self.buffer.release()
+
+    def free(self) -> None:
+        """Frees the post-forward shard."""
+        if self.shard is not None:
+            self.shard.release()
+        self.is_filled = False
+
+    def _new_buffer(self, *, full: bool) -> DBuffer:
+        buffers = self._buffers
+        return DBuffer(
+            self._layout, self.mesh, (Replicate(), Shard(0)), self.buffer.dtype, buffers.device,
+            full=full, memory=self.buffer.memory if full else None, strategy=buffers.collectives,
+            name=buffers.names,
+        )  # fmt: skip

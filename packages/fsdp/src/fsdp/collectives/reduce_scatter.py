@@ -1,0 +1,306 @@
+"""The reduction of a group's gradients: one copy into the buffer, one reduce-scatter, `.grad`.
+
+Note: the path of a gradient.
+    unsharded_param.grad --copy_in--> gradient buffer --start: reduce_scatter_--> its shard
+    --wait: all_reduce_ (HSDP), hook, scale--> sharded_param.grad, views of one new tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from dbuffer import DBuffer, Handle
+from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.param import FSDPParam, param_names
+
+__all__ = ["GradientSpec", "GroupReduceScatter", "ShardView"]
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """Where a parameter's part of a shard is, which ``as_strided`` takes.
+
+    Attributes:
+        shape: of this rank's part.
+        stride: in elements.
+        offset: in elements, from the begin of the shard.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSpec:
+    """Describes the gradients of one group.
+
+    Attributes:
+        params: of the group.
+        views: of their parts in this rank's shard of the gradient buffer, in the same order.
+        to_buffer: converts unsharded gradients, by number of the parameter, to the local tensors
+            that are copied into the buffer, by number or name of its tensor.
+        is_sum: whether gradients are terms of a sum, as their placements say, and not averaged.
+        device: of the sharded gradients.
+        pin_memory: whether these are in page-locked memory.
+    """
+
+    params: Sequence[FSDPParam]
+    views: Sequence[ShardView]
+    to_buffer: Callable[[Mapping[int, torch.Tensor]], Mapping[int | str, torch.Tensor]]
+    is_sum: bool
+    device: torch.device
+    pin_memory: bool
+
+
+class GroupReduceScatter:
+    """Reduces the gradients of one group in a buffer of the reduce dtype.
+
+    Gradients of backwards that are not reduced (``set_requires_gradient_sync(False)``) are
+    accumulated in the buffer, in the reduce dtype, and nothing is sent for them.
+
+    Args:
+        gradients: describes them.
+        buffers: describes the gradient buffer.
+        grad_dtype: of the sharded gradients.
+        reduce_dtype: of the buffer.
+        streams: the root's, once that is known.
+
+    Attributes:
+        reduce_grads: whether a backward reduces at all.
+        all_reduce_grads: whether HSDP's replicas are reduced, too.
+        divide_factor: of the sum over ranks; None for their number, or 1 if gradients are terms.
+        reduce_unused: whether parameters without a gradient count as having zeros.
+        sum_only: whether collectives only sum, and the mean is taken here.
+        all_reduce_hook: called with the reduced shard, flat, of the reduce dtype.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientSpec,
+        buffers: BufferSpec,
+        grad_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        streams: CommStreams,
+    ) -> None:
+        self._gradients, self._buffers, self.streams = gradients, buffers, streams
+        self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
+        self._buffer: DBuffer | None = None  # reduce dtype, memory for all shards
+        self._copied: set[int] = set()  # parameters whose gradients are in the buffer
+        self._handle: Handle | None = None
+        self._pre_scale = self._post_scale = 1.0  # of what is copied in, and of its sum
+        # (shard_size,), reduce dtype: reduced over shards and not over replicas
+        self._partial: torch.Tensor | None = None
+        self._partial_copied: set[int] = set()
+        self.reduce_grads = True
+        self.all_reduce_grads = True
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.sum_only = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not waited for."""
+        return self._handle is not None
+
+    def copy_in(self) -> None:
+        """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
+        unsharded_grads: dict[int, torch.Tensor] = {}
+        for i, param in enumerate(self._gradients.params):
+            unsharded_param = param.unsharded_param
+            if unsharded_param is None or unsharded_param.grad is None:
+                continue
+            unsharded_grads[i] = unsharded_param.grad
+            unsharded_param.grad = None
+        if not unsharded_grads:
+            return
+        reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
+        if self.in_flight:  # of an earlier call of the same module
+            self.wait()
+        if self._copied:
+            assert self._buffer is not None
+            self._buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
+        else:
+            self._acquire().copy_from(reduce_scatter_inputs, scale=self._pre_scale)
+        self._copied |= set(unsharded_grads)
+
+    def start(self) -> None:
+        """Issues the reduce-scatter of the buffer, unless this backward does not reduce."""
+        if not self.reduce_grads or self.in_flight:
+            return
+        if self.reduce_unused:
+            params = self._gradients.params
+            trained = {i for i, p in enumerate(params) if p.sharded_param.requires_grad}
+            if trained and not self._copied:
+                self._acquire().zero_()
+            self._copied |= trained
+        if not self._copied:
+            return
+        buffer, streams = self._buffer, self.streams
+        assert buffer is not None
+        # The divide factor may have been set since the first gradient was copied in.
+        buffer.set_placements(self._placements())
+        self._post_scale = 1.0 / self._divisor() / self._pre_scale
+        copied_in = streams.record()
+        with streams.on(streams.reduce_scatter):
+            streams.wait(copied_in)
+            self._handle = buffer.reduce_scatter_(async_op=True)
+
+    def wait(self) -> None:
+        """Waits for the reduction, assigns the sharded gradients, and frees the buffer."""
+        if self._handle is None:
+            return
+        buffer, streams = self._buffer, self.streams
+        assert buffer is not None
+        is_hsdp = self._buffers.mesh.ndim == 2
+        with streams.on(streams.reduce_scatter):
+            self._handle.wait()
+            reduce_output = buffer.local  # (shard_size,), reduce dtype
+            copied = self._copied
+            if self._partial is not None:
+                reduce_output.add_(self._partial)
+                copied, self._partial = copied | self._partial_copied, None
+            awaits_all_reduce = is_hsdp and not self.all_reduce_grads
+            if awaits_all_reduce:
+                self._partial, self._partial_copied = reduce_output.clone(), copied
+            else:
+                if is_hsdp:
+                    buffer.all_reduce_(0)
+                if self.all_reduce_hook is not None:
+                    self.all_reduce_hook(reduce_output)
+                if self._post_scale != 1.0:
+                    reduce_output.mul_(self._post_scale)
+                self._assign(reduce_output, sorted(copied))
+            reduced = streams.record()
+        streams.wait(reduced)
+        buffer.release()
+        self._handle, self._copied = None, set()
+        if not awaits_all_reduce:
+            self._run_post_accumulate_grad_hooks(copied)
+
+    def discard(self) -> None:
+        """Drops gradients that are not reduced yet."""
+        if self._handle is not None:
+            self._handle.wait()
+        if self._buffer is not None:
+            self._buffer.release()
+        for param in self._gradients.params:
+            if param.unsharded_param is not None:
+                param.unsharded_param.grad = None
+        self._handle, self._copied, self._partial = None, set(), None
+
+    def reset_dtypes(self, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Drops gradients and the buffer, after the parameters' dtype or device has changed."""
+        self.discard()
+        self._buffer = None
+        self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
+
+    def check_not_partly_reduced(self, method: str) -> None:
+        """Refuses another division of gradients that are reduced over shards and not replicas.
+
+        Args:
+            method: that is called, for the error.
+
+        Raises:
+            ValueError: there are such gradients.
+        """
+        if self._partial is not None:
+            raise ValueError(
+                f"{method}: expected no gradients that wait for their all-reduce "
+                f"(set_requires_all_reduce(False)), got those of "
+                f"{param_names(self._gradients.params)}; call it before the first backward of a "
+                f"step"
+            )
+
+    def _waits_for_(self) -> str:
+        """Describes a wait, for `fused_comm.diagnosis`."""
+        params = self._gradients.params
+        names = (param.name for i, param in enumerate(params) if i in self._copied)
+        return f"fsdp: the gradients of {', '.join(names)}"
+
+    def _acquire(self) -> DBuffer:
+        """Returns the buffer, allocated, for gradients that are to be reduced."""
+        if self._buffer is None:
+            self._buffer = self._buffers.full_buffer(self._reduce_dtype)
+        self._buffer.acquire()
+        self._buffer.set_placements(self._placements())
+        self._pre_scale = self._scale_before()
+        return self._buffer
+
+    def _placements(self) -> list[Partial]:
+        """Returns the placement of the buffer's content along each axis."""
+        return [Partial("avg" if self._is_average() else "sum")] * self._buffers.mesh.ndim
+
+    def _is_average(self) -> bool:
+        half, is_sum = self._reduce_dtype == torch.float16, self._gradients.is_sum
+        return self.divide_factor is None and not (self.sum_only or half or is_sum)
+
+    def _divisor(self) -> float:
+        """Returns what sums are divided by; 1 for averages."""
+        if self._is_average():
+            return 1.0
+        ranks = 1 if self._gradients.is_sum else self._buffers.mesh.size()
+        return self.divide_factor or float(ranks)
+
+    def _scale_before(self) -> float:
+        """Returns the factor that is applied before the reduction.
+
+        float16 overflows in sums and underflows in quotients, so it is divided half before and
+        half after, by powers of two first (as FSDP2's _get_gradient_divide_factors).
+        """
+        before = 1
+        if self._reduce_dtype == torch.float16:
+            divisor = self._divisor()
+            while divisor % before == 0 and divisor / before > before:
+                before *= 2
+        return 1.0 / before
+
+    def _assign(self, reduce_output: torch.Tensor, copied: list[int]) -> None:
+        """Assigns the gradients of sharded parameters, or adds to those that they have.
+
+        They are views of one new tensor, which is freed with the last of them.
+        """
+        gradients, device = self._gradients, self._gradients.device
+        flat = torch.empty(
+            reduce_output.shape, dtype=self._grad_dtype, device=device,
+            pin_memory=gradients.pin_memory,
+        )  # fmt: skip
+        flat.copy_(reduce_output, non_blocking=device.type != "cpu")
+        accumulated, sharded_grads = [], []
+        for i in copied:
+            param, view = gradients.params[i].sharded_param, gradients.views[i]
+            sharded_grad = flat.as_strided(view.shape, view.stride, view.offset)
+            spec = _spec(param)
+            if param.grad is None:
+                param.grad = DTensor(sharded_grad, spec, requires_grad=False)
+            elif isinstance(param.grad, DTensor) and param.grad.placements == spec.placements:
+                accumulated.append(param.grad._local_tensor)
+                sharded_grads.append(sharded_grad)
+            else:
+                raise RuntimeError(
+                    f"fsdp: the gradient of {gradients.params[i].name!r} was replaced by "
+                    f"{type(param.grad).__name__} of other placements; set it to None, or keep "
+                    f"{spec.placements}"
+                )
+        if accumulated:
+            torch._foreach_add_(accumulated, sharded_grads)
+
+    def _run_post_accumulate_grad_hooks(self, copied: set[int]) -> None:
+        """Runs what was registered by ``register_post_accumulate_grad_hook``."""
+        for i in sorted(copied):
+            param = self._gradients.params[i].sharded_param
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            for hook in list(hooks.values()):
+                hook(param)
+
+
+def _spec(param: nn.Parameter) -> Any:
+    assert isinstance(param, DTensor)
+    return param._spec

@@ -1,0 +1,383 @@
+"""Groups of tensor subclasses with ``fsdp_pre_all_gather``, as torchao's and QLoRA's have it.
+
+Note: such a parameter is sharded as FSDP2 shards it, along dim 0 into equal chunks, of which the
+last may be shorter or empty. ``fsdp_pre_all_gather`` returns the tensors that are gathered in place
+of a chunk: any number, of any dtypes, of the same sizes on every rank. ``fsdp_post_all_gather``
+makes the unsharded parameter from the tensors of all ranks. The signatures are those of
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dbuffer import DBuffer, Handle, ResizableMemory
+from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.collectives.reduce_scatter import ShardView
+from fsdp.mesh import sharded_placements
+from fsdp.param import FSDPParam, chunk_rows, describe, mark_stale
+from fsdp.param_group import FSDPParamGroup, GroupOptions, dtypes_of
+from ragged_shard.planner import Layout, TensorSpec
+
+__all__ = ["ExtensionParamGroup"]
+
+ALIGNMENT = 16  # bytes, of each gathered tensor in a rank's shard
+
+
+def chunk_layout(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: int, *, alignment: int = 1
+) -> Layout:
+    """Returns a layout of the chunks of tensors along dim 0, each rank's chunks in its shard.
+
+    Args:
+        names: of the tensors; a chunk's is followed by its rank.
+        shapes: of the tensors, of at least one dim.
+        ranks: as many chunks of each tensor, and as many shards.
+        alignment: elements, of which a chunk's offset in the shard is a multiple.
+    """
+    specs, offsets, end = [], [], 0
+    for shape in shapes:
+        offsets.append(end)
+        numel = chunk_rows(shape[0], ranks, 0) * math.prod(shape[1:])
+        end += -(-numel // alignment) * alignment
+    for rank in range(ranks):
+        for name, shape in zip(names, shapes, strict=True):
+            own = (chunk_rows(shape[0], ranks, rank), *shape[1:])
+            specs.append(TensorSpec(f"{name}[{rank}]", math.prod(own), 1, own))
+    starts = [rank * end + offset for rank in range(ranks) for offset in offsets]
+    return Layout(
+        tuple(specs), ranks, alignment, align_starts=True, order=tuple(range(len(specs))),
+        starts=tuple(starts), shard_size=end, proved_lower_bound=0, exact=False,
+    )  # fmt: skip
+
+
+class ExtensionParamGroup(FSDPParamGroup):
+    """Parameters that are gathered through their own hooks; see `FSDPParamGroup`."""
+
+    def __init__(
+        self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
+    ) -> None:
+        super().__init__(params, mesh, options)
+        shapes = [tuple(p.orig_param.shape) for p in self.params]
+        axis = mesh.ndim - 1
+        rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
+        layout = chunk_layout([p.name for p in self.params], shapes, ranks)
+        self._buffers = BufferSpec(layout, mesh, options.device, self.collectives, self.params)
+        # Never filled: ranks compare their plans by it.
+        self.shard = DBuffer(
+            layout, mesh, sharded_placements(mesh), self.dtypes.sharded, "meta",
+            name=self._buffers.names,
+        )  # fmt: skip
+        for param in self.params:
+            trained, chunk = param.orig_param.requires_grad, self._chunk(param, rank, ranks)
+            param.init_sharded_param(nn.Parameter(chunk, requires_grad=trained))
+        self.all_gather = self._new_all_gather()
+        own = range(rank * len(self.params), (rank + 1) * len(self.params))
+        self.reduce_scatter = self._new_reduce_scatter(
+            self._buffers,
+            [_shard_view(layout, tensor, rank) for tensor in own],
+            partial(_split_gradients, shapes, ranks),
+        )
+
+    @property
+    def on_meta(self) -> bool:
+        """Implements `FSDPParamGroup`."""
+        return any(_local_chunk(param).device.type == "meta" for param in self.params)
+
+    def reset_sharded_params(self) -> None:
+        """Implements `FSDPParamGroup`; the tensors that modules have now are not copied.
+
+        Raises:
+            RuntimeError: one is no DTensor with the placements of the sharded parameter, or has
+                another local shape.
+        """
+        self.reshard()
+        for param in self.params:
+            now: Any = param.registered_dtensor()
+            shape = _local_chunk(param).shape
+            if now._local_tensor.shape != shape:
+                raise RuntimeError(
+                    f"fsdp: parameter {param.name!r} was replaced after fully_shard, by "
+                    f"{describe(now)} with {tuple(now._local_tensor.shape)} of it on this rank; "
+                    f"expected {tuple(shape)}"
+                )
+            param.init_sharded_param(now)
+        dtype = _local_chunk(self.params[0]).dtype
+        if dtype != self.dtypes.sharded:
+            self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+            self.all_gather = self._new_all_gather()
+            self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+
+    def _new_all_gather(self) -> ExtensionAllGather:
+        return ExtensionAllGather(
+            self.params, self._buffers, self.dtypes.compute, self.options.mp_policy, self.streams
+        )
+
+    @torch.no_grad()
+    def _chunk(self, param: FSDPParam, rank: int, ranks: int) -> DTensor:
+        """Returns this rank's chunk, made by those operators that FSDP2 needs of subclasses."""
+        original = param.orig_param
+        chunks = list(torch.chunk(original, ranks, dim=0))
+        rows = chunk_rows(original.shape[0], ranks, rank)
+        padded = original.new_zeros(chunks[0].size())
+        if rows:
+            padded.narrow(0, 0, rows).copy_(chunks[rank])
+        if padded.device.type != "meta":
+            padded = padded.to(self.options.shard_device)
+        stride = tuple(math.prod(original.shape[dim + 1 :]) for dim in range(original.ndim))
+        meta = TensorMeta(original.shape, stride, original.dtype)
+        spec = DTensorSpec(self.mesh, sharded_placements(self.mesh), tensor_meta=meta)
+        return DTensor(padded.narrow(0, 0, rows), spec, requires_grad=False)
+
+
+def _local_chunk(param: FSDPParam) -> Any:
+    """Returns this rank's chunk of a parameter, of the subclass."""
+    sharded_param: Any = param.sharded_param
+    return sharded_param._local_tensor
+
+
+def _shard_view(layout: Layout, tensor: int, rank: int) -> ShardView:
+    shape = layout.specs[tensor].shape
+    assert shape is not None
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return ShardView(shape, stride, layout.starts[tensor] - rank * layout.shard_size)
+
+
+def _split_gradients(
+    shapes: Sequence[tuple[int, ...]], ranks: int, grads: Mapping[int, torch.Tensor]
+) -> Mapping[int | str, torch.Tensor]:
+    """Returns the chunks of unsharded gradients, by number of the tensor in `chunk_layout`."""
+    chunks: dict[int | str, torch.Tensor] = {}
+    for i, grad in grads.items():
+        sizes = [chunk_rows(shapes[i][0], ranks, rank) for rank in range(ranks)]
+        for rank, rows in enumerate(grad.split(sizes)):
+            chunks[rank * len(shapes) + i] = rows
+    return chunks
+
+
+@dataclass(frozen=True)
+class _TensorFormat:
+    """The shape and dtype of a tensor that ``fsdp_pre_all_gather`` returned."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ExtensionAllGather:
+    """Implements `GroupAllGather` by ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    All tensors of all parameters are gathered in one buffer of bytes; they are copied out of it,
+    as in FSDP2, because the hooks expect each tensor of all ranks to be contiguous.
+
+    Args:
+        params: whose sharded parameters are gathered.
+        buffers: describes the buffers of the group.
+        dtype: of the unsharded parameters.
+        mp_policy: which the hooks get.
+        streams: the root's, once that is known.
+
+    Attributes:
+        post_forward_mesh: None; parameters are resharded to all ranks.
+    """
+
+    post_forward_mesh: DeviceMesh | None = None
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        buffers: BufferSpec,
+        dtype: torch.dtype,
+        mp_policy: MixedPrecisionPolicy,
+        streams: CommStreams,
+    ) -> None:
+        self._params, self._buffers, self._dtype = params, buffers, dtype
+        self._mp_policy, self.streams = mp_policy, streams
+        axis = buffers.mesh.ndim - 1
+        self._rank, self._ranks = buffers.mesh.get_local_rank(axis), buffers.mesh.size(axis)
+        self._formats: list[list[_TensorFormat]] = []  # of each parameter's tensors, once known
+        self._buffer: DBuffer | None = None  # uint8, a tensor for each rank and gathered tensor
+        self._outputs: list[ResizableMemory] = []  # each gathered tensor, of all ranks
+        # that fsdp_post_all_gather returned, for each parameter
+        self._inner_tensors: list[list[torch.Tensor]] = [[] for _ in params]
+        self._metadata: list[Any] = []
+        self._handle: Handle | None = None
+        self._copied_in: Any = None  # event: this rank's tensors are in the buffer
+
+    @property
+    def in_flight(self) -> bool:
+        """Implements `GroupAllGather`."""
+        return self._handle is not None
+
+    def start(self, *, for_backward: bool) -> None:
+        """Implements `GroupAllGather`."""
+        streams = self.streams
+        with streams.on(streams.all_gather), torch.no_grad():
+            inputs = [self._pre_all_gather(param) for param in self._params]
+            self._metadata = [metadata for _, metadata in inputs]
+            buffer = self._acquire([tensors for tensors, _ in inputs])
+            own = [_bytes_of(tensor) for tensors, _ in inputs for tensor in tensors]
+            first = self._rank * len(own)
+            buffer.set_placements(sharded_placements(self._buffers.mesh))
+            buffer.copy_from({first + j: tensor for j, tensor in enumerate(own)})
+            self._copied_in = streams.record()
+            self._handle = buffer.all_gather_(async_op=True)
+
+    def wait(self) -> None:
+        """Implements `GroupAllGather`."""
+        assert self._handle is not None
+        assert self._buffer is not None
+        buffer, ranks = self._buffer, self._ranks
+        self.streams.wait(self._copied_in)
+        self._handle.wait()
+        self._handle = self._copied_in = None
+        count = len(self._outputs)
+        with torch.no_grad():
+            for output in self._outputs:
+                if not output.allocated:
+                    output.acquire()
+            chunks = [output.bytes.tensor_split(ranks) for output in self._outputs]
+            pairs = [(chunks[j][r], r * count + j) for r in range(ranks) for j in range(count)]
+            torch._foreach_copy_([to for to, _ in pairs], [buffer.view(i) for _, i in pairs])
+            buffer.release()
+            outputs = iter(self._outputs)
+            for i, param in enumerate(self._params):
+                gathered = tuple(self._gathered(next(outputs), form) for form in self._formats[i])
+                self._post_all_gather(i, param, gathered)
+                param.sync_requires_grad()
+        self._metadata = []
+
+    def free(self, *, after_forward: bool, keep_storage: bool) -> None:
+        """Implements `GroupAllGather`; there are no post-forward shards."""
+        if keep_storage:
+            return
+        for output in self._outputs:
+            output.release()
+        for tensor in (tensor for tensors in self._inner_tensors for tensor in tensors):
+            if tensor.untyped_storage().size():
+                tensor.untyped_storage().resize_(0)
+
+    def free_post_forward_shard(self) -> None:
+        """Implements `GroupAllGather`; there is none."""
+
+    def _pre_all_gather(self, param: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
+        """Calls a parameter's ``fsdp_pre_all_gather``."""
+        sharded_param, local = param.sharded_param, _local_chunk(param)
+        if local.device != self._buffers.device:
+            local = local.to(self._buffers.device, non_blocking=True)
+        hook = local.fsdp_pre_all_gather
+        mesh = self._buffers.mesh
+        if mesh.ndim > 1:
+            assert mesh.mesh_dim_names is not None
+            mesh = mesh[mesh.mesh_dim_names[-1]]
+        count = len(inspect.signature(hook).parameters)
+        if count == 1:
+            inputs, metadata = hook(mesh)
+        elif count == 5:
+            size, stride = sharded_param.size(), sharded_param.stride()
+            module = param.locations[0].module
+            inputs, metadata = hook(mesh, size, stride, module, self._mp_policy)
+        else:
+            raise ValueError(
+                f"fsdp: fsdp_pre_all_gather of {param.name!r} takes {count} arguments; expected "
+                f"(mesh, outer_size, outer_stride, module, mp_policy), or (mesh)"
+            )
+        _check_padded(inputs, local, self._ranks, param)
+        return inputs, metadata
+
+    def _acquire(self, inputs: Sequence[Sequence[torch.Tensor]]) -> DBuffer:
+        """Returns the buffer for these tensors, allocated.
+
+        Raises:
+            RuntimeError: they have other shapes or dtypes than at first.
+        """
+        params, ranks = self._params, self._ranks
+        formats = [[_TensorFormat(tuple(t.shape), t.dtype) for t in tensors] for tensors in inputs]
+        if self._buffer is None:
+            self._formats = formats
+            named = [
+                (f"{param.name}, gathered {j}", form)
+                for param, own in zip(params, formats, strict=True)
+                for j, form in enumerate(own)
+            ]
+            names, shapes = [name for name, _ in named], [(f.nbytes * ranks,) for _, f in named]
+            layout = chunk_layout(names, shapes, ranks, alignment=ALIGNMENT)
+            self._buffer = self._buffers.full_buffer(torch.uint8, layout)
+            self._outputs = [ResizableMemory(shape[0], self._buffers.device) for shape in shapes]
+        elif formats != self._formats:
+            i = next(i for i, own in enumerate(formats) if own != self._formats[i])
+            raise RuntimeError(
+                f"fsdp: fsdp_pre_all_gather of {params[i].name!r} gave {formats[i]}, and "
+                f"{self._formats[i]} before; expected the same shapes and dtypes always"
+            )
+        else:
+            self._buffer.acquire()
+        return self._buffer
+
+    def _gathered(self, output: ResizableMemory, form: _TensorFormat) -> torch.Tensor:
+        """Returns the tensors of all ranks, concatenated along dim 0."""
+        shape = (self._ranks * form.shape[0], *form.shape[1:])
+        return output.bytes.view(form.dtype).view(shape)
+
+    def _post_all_gather(
+        self, i: int, param: FSDPParam, gathered: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Calls ``fsdp_post_all_gather``: makes the unsharded parameter, or fills it again."""
+        local, metadata = _local_chunk(param), self._metadata[i]
+        if param.unsharded_param is not None:
+            for tensor in self._inner_tensors[i]:
+                size = tensor.numel() * tensor.itemsize
+                if tensor.untyped_storage().size() != size:
+                    tensor.untyped_storage().resize_(size)
+            local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=param.unsharded_param)
+            return
+        unsharded, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
+        shape = param.sharded_param.shape
+        if unsharded.shape[1:] != shape[1:] or unsharded.shape[0] < shape[0]:
+            raise RuntimeError(
+                f"fsdp: fsdp_post_all_gather of {param.name!r} gave a tensor of "
+                f"{tuple(unsharded.shape)}; expected {tuple(shape)}"
+            )
+        if unsharded.shape != shape:  # the last chunks are padded
+            unsharded = torch.as_strided(unsharded, shape, param.sharded_param.stride(), 0)
+        self._inner_tensors[i] = list(inner)
+        trained = param.sharded_param.requires_grad
+        param.unsharded_param = nn.Parameter(unsharded, requires_grad=trained)
+        mark_stale(param.unsharded_param, param.name)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _check_padded(
+    inputs: Sequence[torch.Tensor], local: torch.Tensor, ranks: int, param: FSDPParam
+) -> None:
+    """Checks that a shorter chunk is padded to the size of the others.
+
+    Raises:
+        RuntimeError: naming the parameter; on the ranks that have such chunks only.
+    """
+    shape = param.sharded_param.shape
+    rows = chunk_rows(shape[0], ranks, 0)
+    if local.shape[0] != rows and any(t.shape[:1] != (rows,) for t in inputs):
+        raise RuntimeError(
+            f"fsdp: {param.name!r} of {tuple(shape)} is sharded unevenly over {ranks} ranks, and "
+            f"its fsdp_pre_all_gather gave {[tuple(t.shape) for t in inputs]}; expected tensors "
+            f"padded to {rows} rows"
+        )

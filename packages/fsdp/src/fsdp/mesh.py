@@ -1,0 +1,255 @@
+"""The mesh of data parallelism, and parameters that are DTensors on axes of the same root mesh.
+
+Note: a parameter that is a DTensor on axes other than those of fully_shard's mesh (TP, EP) is local
+on those axes, and its gradients are each rank's own and are averaged. A parameter that is a DTensor
+on all axes, as a plan over the whole mesh makes it, has gradients that are DTensors too: their
+placements say what is still to be reduced. fully_shard's axis may flatten several axes of the
+parameter's mesh, and its two axes of HSDP may be one axis of the parameter's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from dbuffer import Inner
+from ragged_shard import RaggedShard, dim_of, even_shape
+
+__all__ = [
+    "ParamPlacement",
+    "block_on_inner_axes",
+    "checked_mesh",
+    "checked_reshard",
+    "device_of",
+    "placement_of",
+    "post_forward_mesh",
+    "sharded_placements",
+]
+
+# Attribute of a mesh: its post-forward meshes, by the size of their last axis.
+_POST_FORWARD_MESHES = "_fsdp_post_forward_meshes"
+
+
+def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Returns the mesh, or one of all ranks where it is None.
+
+    Raises:
+        ValueError: it has neither one axis nor two, or this rank is not in it.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None else accelerator.type
+        return init_device_mesh(kind, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"fully_shard: mesh: expected a DeviceMesh, got {mesh!r}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard: mesh: expected one axis (FSDP) or two (HSDP: replicate, shard), got "
+            f"{mesh.ndim} axes {tuple(mesh.shape)}; slice the mesh by name, mesh['dp'], or flatten "
+            f"axes"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"fully_shard: this rank is not in {mesh}; call it on the mesh's ranks")
+    return mesh
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Returns the device on which this rank computes."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def sharded_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Returns the placements of a buffer that is sharded along the last axis."""
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+
+
+def checked_reshard(reshard_after_forward: object, size: int) -> tuple[bool, int | None]:
+    """Returns whether to reshard after forward, and over how many ranks; None means all.
+
+    Args:
+        reshard_after_forward: as of `fully_shard`.
+        size: ranks of the axis that shards.
+
+    Raises:
+        ValueError: it is neither a bool, None, nor a divisor of the axis that shards.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward is not False, None
+    number = 0
+    if isinstance(reshard_after_forward, SupportsIndex):
+        number = operator.index(reshard_after_forward)
+    if number < 1 or size % number:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward: expected True, False, None, or a number that "
+            f"divides the {size} ranks of the axis that shards, got {reshard_after_forward!r}"
+        )
+    if number == 1:
+        warnings.warn(
+            "fully_shard: reshard_after_forward=1 keeps all parameters after forward, as False "
+            "does; True reshards them to all ranks",
+            stacklevel=3,
+        )
+        return False, None
+    return True, None if number == size else number
+
+
+def post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Returns a mesh of the same ranks whose last axis has `size` neighbours; it is made once."""
+    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_POST_FORWARD_MESHES, {})
+    if size not in made:
+        made[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    return made[size]
+
+
+# Parameters that are DTensors.
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPlacement:
+    """The placement of a parameter that is a DTensor before it is sharded.
+
+    Attributes:
+        inner: placement on the axes that fully_shard does not shard along; None if there are none.
+        shape: of this rank's local tensor once it is gathered along fully_shard's axes.
+        spec: of the unsharded parameter.
+        fsdp_axes: the axes of the spec's mesh that fully_shard shards along or replicates over.
+    """
+
+    inner: Inner | None
+    shape: tuple[int, ...]
+    spec: DTensorSpec
+    fsdp_axes: tuple[int, ...]
+
+    def local_gradient(self, grad: DTensor) -> torch.Tensor:
+        """Returns this rank's term of the sum over fully_shard's axes."""
+        local, terms = grad._local_tensor, 1
+        for axis in self.fsdp_axes:
+            placement = grad.placements[axis]
+            if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):
+                terms *= self.spec.mesh.size(axis)  # every rank has the mean, or the whole gradient
+        return local if terms == 1 else local / terms
+
+    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
+        """Returns the placements that a gradient must have to be copied into the buffer.
+
+        They are the parameter's; on fully_shard's axes a Partial gradient stays as it is.
+        """
+        placements = list(self.spec.placements)
+        for axis in self.fsdp_axes:
+            if isinstance(grad.placements[axis], Partial):
+                placements[axis] = grad.placements[axis]
+        return tuple(placements)
+
+
+def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
+    """Returns the placement of a parameter on fully_shard's axes and the others of its root mesh.
+
+    Args:
+        param: on other axes of the root mesh of `mesh`, or on these and others.
+        mesh: of fully_shard.
+        name: of the parameter, for errors.
+
+    Raises:
+        ValueError: the axes have no names, belong to different root meshes, or are only some of
+            fully_shard's; the other axes give ranks unequal parts.
+    """
+    fsdp_names, names = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
+    root, common = mesh._get_root_mesh(), set(fsdp_names) & set(names)
+    same_root = root == param.device_mesh._get_root_mesh()
+    flattened = () if common or not same_root else _flattened(mesh, param.device_mesh)
+    if not fsdp_names or not names or common not in (set(), set(fsdp_names)) or not same_root:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a DTensor on axes {names} and the mesh has "
+            f"{fsdp_names}; expected other axes of one named mesh, mesh['dp'] and mesh['tp'], or "
+            f"all of them: slice both from it"
+        )
+    fsdp_axes = flattened or fsdp_names
+    placements = tuple(
+        Replicate() if axis in fsdp_axes else placement
+        for axis, placement in zip(names, param.placements, strict=True)
+    )
+    ragged = any(isinstance(one, RaggedShard) for one in placements)
+    shape = None if ragged else even_shape(param.shape, param.device_mesh.shape, placements)
+    if shape is None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} of {tuple(param.shape)} is placed as {placements} on "
+            f"axes {names} of {tuple(param.device_mesh.shape)} ranks; expected equal parts for all "
+            f"of them, by Shard or InterleavedShard of a dim that they divide: pad it"
+        )
+    others = {n: p for n, p in zip(names, placements, strict=True) if n not in fsdp_axes}
+    inner = None
+    if others:
+        if flattened and names[: len(flattened)] != flattened:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor on axes {names} and the mesh's "
+                f"{fsdp_names} is made of {flattened}; expected these first in the mesh, before "
+                f"all others"
+            )
+        if flattened:
+            joined = _with_flattened(mesh, param.device_mesh, flattened)
+        else:
+            both = (*fsdp_names, *names)
+            joined = root[tuple(n for n in root.mesh_dim_names or () if n in both)]
+        inner_placements = tuple(others[n] for n in joined.mesh_dim_names or () if n in others)
+        inner = Inner(joined, inner_placements, tuple(param.shape))
+    spec = DTensorSpec(param.device_mesh, placements, tensor_meta=param._spec.tensor_meta)
+    numbers = tuple(axis for axis, axis_name in enumerate(names) if axis_name in fsdp_axes)
+    return ParamPlacement(inner, shape, spec, numbers)
+
+
+def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
+    """Returns the axes of another mesh that this one flattens, in order; () if there are none.
+
+    Torch keeps no record of it, so ranks are compared; axes of size 1 make no difference.
+    """
+    names = other.mesh_dim_names or ()
+    coordinate = other.get_coordinate()
+    if coordinate is None:
+        return ()
+    ranks = mesh.mesh.flatten()
+    for number in range(1 if mesh.ndim > 1 else 2, other.ndim + 1):
+        for axes in itertools.combinations(range(other.ndim), number):
+            index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+            if torch.equal(other.mesh[index].flatten(), ranks):
+                return tuple(names[axis] for axis in axes)
+    return ()
+
+
+def _with_flattened(mesh: DeviceMesh, other: DeviceMesh, flattened: Sequence[str]) -> DeviceMesh:
+    """Returns another mesh with `mesh` in place of the axes that it flattens."""
+    parts = []
+    for name in other.mesh_dim_names or ():
+        if name == flattened[0]:
+            parts.append(mesh)
+        elif name not in flattened:
+            parts.append(other[name])
+    return DeviceMesh._concatenate(parts)
+
+
+def block_on_inner_axes(placement: ParamPlacement, block: int) -> int:
+    """Returns a multiple of a block that does not split dims which other axes shard.
+
+    Both are counted in elements of the local tensor.
+    """
+    for one in placement.spec.placements:
+        dim = dim_of(one)
+        if dim is not None and dim > 0:
+            block = math.lcm(block, math.prod(placement.shape[dim:]))
+    return max(1, min(block, math.prod(placement.shape)))

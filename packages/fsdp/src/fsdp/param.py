@@ -1,0 +1,387 @@
+"""The parameters that one call of fully_shard manages, and the tensors that each of them has.
+
+Note: FSDP tensors. Names say the stage that a tensor is in.
+    original parameter: as the module had it when fully_shard was called.
+    sharded parameter: a DTensor placed by RaggedShard, in the SHARD buffer of its group. Modules
+        have it between steps; optimizers, clipping and checkpoints use it.
+    unsharded parameter: an ordinary tensor of the compute dtype, in the all-gather buffer of its
+        group. Forward and backward use it. The object stays the same; its storage is freed and
+        allocated again.
+    unsharded gradient: ``unsharded_param.grad``; it is copied into the group's gradient buffer,
+        reduced there, and its shard becomes ``sharded_param.grad``.
+    parameter group: the parameters of one call with one mesh, one dtype, all trained or all frozen:
+        one layout, one all-gather and one reduce-scatter; see param_group.py.
+    state: what is known of the modules of one call, their groups included; see state.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp._compat import placement_and_mesh
+from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
+from fsdp.policy import Whole, block_size
+from fsdp.quantized.arguments import checked_block, checked_tiles
+from fsdp.quantized.tiles import Tiles
+
+__all__ = [
+    "FSDPParam",
+    "NamedParam",
+    "ParamLocation",
+    "chunk_rows",
+    "describe",
+    "has_extension",
+    "managed_modules",
+    "managed_params",
+    "mark_stale",
+    "move_buffers",
+    "move_params",
+    "named_params",
+    "param_names",
+    "stale_name",
+]
+
+_STALE = "_fsdp_name"  # attribute of a tensor that optimizers must not have: its parameter's name
+_EXTENSION_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def mark_stale(param: torch.Tensor, name: str) -> None:
+    """Marks an original or unsharded parameter: optimizers have to use the sharded one."""
+    setattr(param, _STALE, name)
+
+
+def stale_name(param: torch.Tensor) -> str | None:
+    """Returns the name of a parameter that `mark_stale` has marked; None for others."""
+    name: str | None = getattr(param, _STALE, None)
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class ParamLocation:
+    """A module, and the name of a parameter that is registered on it."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> nn.Parameter | None:
+        """Returns the parameter that is registered now."""
+        return self.module._parameters.get(self.name)
+
+    def set(self, param: nn.Parameter) -> None:
+        """Registers a parameter, through the module's own ``__setattr__`` where it has one."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = param
+        else:
+            setattr(self.module, self.name, param)
+
+
+@dataclass(eq=False)
+class FSDPParam:
+    """One parameter; tied parameters are one.
+
+    Attributes:
+        name: from the root once that is known, until then from the module that was sharded.
+        original: the original parameter; None once the sharded one replaces it.
+        locations: all modules that have it.
+        block: elements that are not split.
+        mesh: of one axis, or of two for HSDP, that it is sharded over; None where it is only
+            planned.
+        placement: of a DTensor; None for plain tensors.
+        tiles: as which it is quantized for its all-gather; None if it is not.
+        extension: whether it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+        whole: the granularity, if that is `Whole`.
+        sharded_param: DTensor, of the original dtype, in the SHARD buffer.
+        unsharded_param: of the compute dtype, in the all-gather buffer; None before the first
+            all-gather.
+    """
+
+    name: str
+    original: nn.Parameter | None
+    locations: Sequence[ParamLocation]
+    block: int
+    mesh: DeviceMesh | None
+    placement: ParamPlacement | None = None
+    tiles: Tiles | None = None
+    extension: bool = False
+    whole: Whole | None = None
+    sharded_param: nn.Parameter = field(init=False)
+    unsharded_param: nn.Parameter | None = None
+
+    @property
+    def orig_param(self) -> nn.Parameter:
+        """The original parameter, before a group replaces it."""
+        assert self.original is not None, "a group has replaced it"
+        return self.original
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part of the unsharded parameter."""
+        return tuple(self.orig_param.shape) if self.placement is None else self.placement.shape
+
+    def local_tensor(self) -> torch.Tensor:
+        """Returns this rank's part of the original parameter, gathered along the axes of FSDP."""
+        param = self.orig_param.detach()
+        if self.placement is None or not isinstance(param, DTensor):
+            return param
+        return param.redistribute(placements=self.placement.spec.placements).to_local()
+
+    def set_on_modules(self, param: nn.Parameter) -> None:
+        """Registers a parameter at all locations."""
+        for location in self.locations:
+            location.set(param)
+
+    def registered_dtensor(self) -> Any:
+        """Returns what the locations have: if some differ from the sharded parameter, the first.
+
+        Raises:
+            RuntimeError: it is no DTensor with the placements of the sharded parameter.
+        """
+        params: list[Any] = [location.get() for location in self.locations]
+        param = next((one for one in params if one is not self.sharded_param), params[0])
+        sharded_param: Any = self.sharded_param
+        if not isinstance(param, DTensor) or param.placements != sharded_param.placements:
+            raise RuntimeError(
+                f"fsdp: parameter {self.name!r} was replaced after fully_shard, by "
+                f"{describe(param)}; expected a DTensor placed as before: change values in place, "
+                f"or replace it before fully_shard"
+            )
+        return param
+
+    def is_registered(self, param: object) -> bool:
+        """Returns whether all locations have a parameter."""
+        return all(location.get() is param for location in self.locations)
+
+    def init_sharded_param(self, param: nn.Parameter) -> None:
+        """Makes a DTensor the sharded parameter, and registers it."""
+        self.sharded_param, self.original = param, None
+        self.set_on_modules(param)
+
+    def init_unsharded_param(self, tensor: torch.Tensor) -> None:
+        """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
+        if self.placement is not None:
+            tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
+        self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
+        mark_stale(self.unsharded_param, self.name)
+
+    def sync_requires_grad(self) -> None:
+        """Makes the unsharded parameter trained or frozen, as the sharded one is now."""
+        assert self.unsharded_param is not None
+        if self.unsharded_param.requires_grad != self.sharded_param.requires_grad:
+            self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
+
+
+def describe(value: object) -> str:
+    """Returns a short description of a value that replaces a parameter, for errors."""
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} and {value.dtype}"
+    return repr(value)
+
+
+def param_names(params: Sequence[FSDPParam]) -> str:
+    """Returns the names of parameters for errors, at most four of them."""
+    shown = ", ".join(repr(p.name) for p in params[:4])
+    return shown + (f" and {len(params) - 4} more" if len(params) > 4 else "")
+
+
+# Which modules and parameters a call manages.
+
+
+def managed_modules(
+    roots: Sequence[nn.Module], is_managed: Callable[[nn.Module], bool]
+) -> dict[nn.Module, str]:
+    """Returns the modules whose parameters a call manages, and their names.
+
+    Args:
+        roots: of the call.
+        is_managed: whether another call manages a module, and so all modules below it.
+    """
+    found: dict[nn.Module, str] = {}
+    for number, root in enumerate(roots):
+        prefix = f"{number}" if len(roots) > 1 else ""
+        for name, module in _walk(root, prefix, is_managed, root=True):
+            found.setdefault(module, name)
+    return found
+
+
+def _walk(
+    module: nn.Module, name: str, is_managed: Callable[[nn.Module], bool], *, root: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    if not root and is_managed(module):
+        return
+    yield name, module
+    for key, child in module.named_children():
+        yield from _walk(child, f"{name}.{key}" if name else key, is_managed, root=False)
+
+
+@dataclass(frozen=True, eq=False)
+class NamedParam:
+    """A parameter of some modules with its first name; tied parameters are one."""
+
+    name: str
+    param: nn.Parameter
+    locations: list[ParamLocation]
+
+
+def named_params(
+    modules: dict[nn.Module, str], ignored: Collection[nn.Parameter]
+) -> list[NamedParam]:
+    """Returns the parameters of modules, in their order, without the ignored ones."""
+    skip = {id(param) for param in ignored}
+    found: dict[int, NamedParam] = {}
+    for module, prefix in modules.items():
+        for key, param in module._parameters.items():
+            if param is None or id(param) in skip:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            one = found.setdefault(id(param), NamedParam(name, param, []))
+            one.locations.append(ParamLocation(module, key))
+    return list(found.values())
+
+
+def managed_params(
+    modules: dict[nn.Module, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    quantize_fn: Callable[[nn.Parameter], Any] | None,
+    ignored: Collection[nn.Parameter],
+) -> list[FSDPParam]:
+    """Checks the parameters of modules, and returns them; nothing is changed.
+
+    Raises:
+        ValueError: a parameter belongs to another group already, or cannot be quantized; what a
+            ``shard_placement_fn`` returned is no granularity, splits tiles, or splits the equal
+            chunks of a tensor with ``fsdp_pre_all_gather``.
+    """
+    return [
+        _managed_param(one, mesh, device, shard_placement_fn, quantize_fn)
+        for one in named_params(modules, ignored)
+    ]
+
+
+def _managed_param(
+    named: NamedParam,
+    mesh: DeviceMesh,
+    device: torch.device,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    quantize_fn: Callable[[nn.Parameter], Any] | None,
+) -> FSDPParam:
+    name, param = named.name, named.param
+    managed_name = stale_name(param)
+    if managed_name is not None:
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is tied to {managed_name!r}, which another call has "
+            f"sharded; shard both in one call, fully_shard([module_a, module_b])"
+        )
+    returned = shard_placement_fn(param) if shard_placement_fn is not None else None
+    granularity, param_mesh = placement_and_mesh(returned, mesh, name)
+    checked_mesh(param_mesh)
+    _check_device(param, device, name)
+    extension = has_extension(param, name)
+    placement = None
+    if isinstance(param, DTensor) and not extension:
+        placement = placement_of(param, param_mesh, name)
+    shape = tuple(param.shape) if placement is None else placement.shape
+    block = block_size(granularity, shape, name)
+    tiles = quantize_fn(param) if quantize_fn is not None else None
+    tiles = checked_tiles(tiles, param, placement, name, extension=extension)
+    if tiles is not None:
+        block = checked_block(tiles, granularity, block, shape, name)
+    if placement is not None:
+        block = block_on_inner_axes(placement, block)
+    whole = granularity if isinstance(granularity, Whole) else None
+    made = FSDPParam(
+        name, param, named.locations, block, param_mesh, placement, tiles,
+        extension=extension, whole=whole,
+    )  # fmt: skip
+    if extension:
+        _check_chunks(made, param_mesh, granularity)
+    return made
+
+
+def move_params(params: Sequence[FSDPParam], device: torch.device) -> None:
+    """Moves original parameters to the device, and marks them as replaced."""
+    for param in params:
+        if not _is_on(param.orig_param, device):
+            param.orig_param.data = param.orig_param.data.to(device)
+        mark_stale(param.orig_param, param.name)
+
+
+def move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
+    """Moves the modules' buffers to the device, except for those on meta."""
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device.type != "meta" and buffer.device != device:
+                buffer.data = buffer.data.to(device)
+
+
+def _is_on(param: nn.Parameter, device: torch.device) -> bool:
+    return param.device.type == "meta" or param.device == device
+
+
+def _check_device(param: nn.Parameter, device: torch.device, name: str) -> None:
+    if isinstance(param, DTensor) and not _is_on(param, device):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a DTensor on {param.device} and the mesh of "
+            f"{device}; expected both on one kind of device"
+        )
+
+
+# Tensors with fsdp_pre_all_gather and fsdp_post_all_gather.
+
+
+def has_extension(param: torch.Tensor, name: str) -> bool:
+    """Returns whether a parameter has hooks that define what is gathered; see extensions.py.
+
+    Raises:
+        ValueError: it has one of the two hooks, is a DTensor, or has no dim to shard.
+    """
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    has = [hasattr(local, hook) for hook in _EXTENSION_HOOKS]
+    if not any(has):
+        return False
+    kind = type(local).__name__
+    if not all(has):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a {kind} with {_EXTENSION_HOOKS[has.index(True)]} "
+            f"and without {_EXTENSION_HOOKS[has.index(False)]}; expected both"
+        )
+    if isinstance(param, DTensor) or param.ndim == 0:
+        what = "a DTensor of other axes" if isinstance(param, DTensor) else "a scalar"
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a {kind} and {what}; expected a tensor that can "
+            f"be sharded along dim 0 alone"
+        )
+    return True
+
+
+def chunk_rows(rows: int, ranks: int, rank: int) -> int:
+    """Returns how many rows `torch.chunk` gives a rank; 0 where there are fewer chunks."""
+    size = -(-rows // ranks)
+    return max(0, min(size, rows - rank * size))
+
+
+def _check_chunks(param: FSDPParam, mesh: DeviceMesh, granularity: object) -> None:
+    """Refuses a granularity that the equal chunks of an extension's dim 0 would split.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    ranks = mesh.size(mesh.ndim - 1)
+    rows = chunk_rows(param.local_shape[0], ranks, 0)
+    chunk = rows * math.prod(param.local_shape[1:])
+    if chunk % param.block:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: expected None or Shard(0) for parameter "
+            f"{param.name!r}, a {type(param.orig_param.data).__name__} with fsdp_pre_all_gather, "
+            f"which is sharded into equal chunks, got {granularity!r} for chunks of {rows} rows of "
+            f"{tuple(param.local_shape)}"
+        )

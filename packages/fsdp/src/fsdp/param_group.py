@@ -1,0 +1,473 @@
+"""Parameter groups: the parameters that are gathered and reduced together.
+
+`fully_shard` and `fsdp.simulate` both plan groups by the functions at the top.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from dbuffer import DBuffer, Strategy
+from fsdp import _compat
+from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
+from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
+from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
+from fsdp.mesh import sharded_placements
+from fsdp.param import FSDPParam, describe, param_names
+from fsdp.policy import Whole
+from fsdp.quantized.all_gather import QuantizedAllGather
+from fused_comm import redistribute_many
+from ragged_shard.planner import Layout, TensorSpec, plan_layout
+
+__all__ = [
+    "Dtypes",
+    "FSDPParamGroup",
+    "GroupOptions",
+    "PlannedParamGroup",
+    "balance_owners",
+    "dtypes_of",
+    "group_params",
+    "plan_buffer",
+    "tensor_specs",
+]
+
+ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of one group.
+
+    Attributes:
+        sharded: of the sharded parameters and their gradients.
+        compute: of the unsharded parameters and their all-gather.
+        reduce: of the gradients' reduction.
+    """
+
+    sharded: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def dtypes_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+    """Returns the dtypes of parameters of one dtype under a policy; only floats are cast."""
+    param_dtype = policy.param_dtype
+    compute = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+    reduce = policy.reduce_dtype or _compat.default_reduce_dtype(dtype, compute)
+    return Dtypes(dtype, compute, reduce)
+
+
+def group_params(
+    params: Sequence[FSDPParam], mp_policy: MixedPrecisionPolicy
+) -> list[list[FSDPParam]]:
+    """Splits the parameters of one call into those of each group.
+
+    A group has one mesh and dtype, is trained or not, is on meta or not, has extensions or not, and
+    is placed on the mesh's axes already or not.
+    """
+    groups: dict[object, list[FSDPParam]] = {}
+    for param in params:
+        original = param.orig_param
+        param_dtype = _compat.policy_of(original, mp_policy).param_dtype
+        on_meta = original.device.type == "meta"
+        on_fsdp_axes = param.placement is not None and bool(param.placement.fsdp_axes)
+        key = (
+            param.mesh, original.dtype, param_dtype, original.requires_grad, on_meta,
+            param.extension, on_fsdp_axes,
+        )  # fmt: skip
+        groups.setdefault(key, []).append(param)
+    return list(groups.values())
+
+
+def tensor_specs(params: Sequence[FSDPParam]) -> tuple[TensorSpec, ...]:
+    """Returns the planner's input for the parameters of a group."""
+    return tuple(
+        TensorSpec(p.name, math.prod(p.local_shape), p.block, p.local_shape) for p in params
+    )
+
+
+def plan_buffer(specs: tuple[TensorSpec, ...], ranks: int, dtypes: Dtypes) -> Layout:
+    """Plans the layout of a group's tensors in a buffer of `ranks` equal shards."""
+    smallest = min(dtype.itemsize for dtype in (dtypes.sharded, dtypes.compute, dtypes.reduce))
+    return plan_layout(
+        specs,
+        ranks,
+        alignment=max(1, ALIGNMENT // smallest),
+        order="best" if any(spec.block > 1 for spec in specs) else "given",
+    )
+
+
+def balance_owners(layout: Layout, params: Sequence[FSDPParam], ranks: Hashable) -> Layout:
+    """Gives `Whole` parameters to the ranks with the least optimizer work; sizes stay the same.
+
+    Args:
+        layout: of the parameters.
+        params: of a group.
+        ranks: those over which it is sharded, as a mesh, or any key that groups of a model share.
+    """
+    wholes = [param.whole or Whole() for param in params]
+    for balance in dict.fromkeys(one.balance for one in wholes if one.balance is not None):
+        work = [one.work if one.balance is balance else 0 for one in wholes]
+        layout = balance.place(layout, work, ranks)
+    return layout
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The arguments of fully_shard that groups need.
+
+    Attributes:
+        device: that computes.
+        mp_policy: of the group's dtypes.
+        offload_policy: whether shards are on the host.
+        strategy: of the collectives; see `DBuffer`.
+    """
+
+    device: torch.device
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    strategy: Strategy
+
+    @property
+    def shard_device(self) -> torch.device:
+        """The device of sharded parameters and their gradients."""
+        offloads = isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.device("cpu") if offloads else self.device
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether offloaded shards are in page-locked memory, which only CUDA has."""
+        policy = self.offload_policy
+        pins = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+        return pins and self.device.type == "cuda"
+
+
+class FSDPParamGroup(ABC):
+    """Parameters that are gathered and reduced together.
+
+    `PlannedParamGroup` has ordinary parameters, `fsdp.extensions.ExtensionParamGroup` tensors with
+    ``fsdp_pre_all_gather``.
+
+    Args:
+        params: of one dtype, on one device; their sharded parameters are registered here.
+        mesh: of one axis, or of two for HSDP.
+        options: of the call.
+
+    Attributes:
+        shard: a buffer of the group's layout; where parameters are planned, they are in it.
+        all_gather: of the unsharded parameters.
+        reduce_scatter: of the gradients.
+        dtypes: of the group; the sharded one changes with a module-wide cast.
+        keep_unsharded_storage: whether unsharded parameters keep their memory when resharded.
+    """
+
+    shard: DBuffer
+    all_gather: GroupAllGather
+    reduce_scatter: GroupReduceScatter
+
+    def __init__(
+        self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
+    ) -> None:
+        self.params, self.mesh, self.options = list(params), mesh, options
+        self.dtypes = dtypes_of(self.params[0].orig_param.dtype, options.mp_policy)
+        self.collectives = GroupCollectives(options.strategy)
+        self.streams = CommStreams(torch.device("cpu"))  # the root's, once that is known
+        self.is_unsharded = self.keep_unsharded_storage = False
+        self.mixed_dtypes: tuple[str, ...] = ()  # of parameters that replaced the sharded ones
+        self.reshard_after_forward = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+
+    @property
+    @abstractmethod
+    def on_meta(self) -> bool:
+        """Whether a sharded parameter has no memory yet."""
+
+    @abstractmethod
+    def reset_sharded_params(self) -> None:
+        """Makes the parameters that modules have now the sharded ones.
+
+        `load_state_dict`, ``to_empty``, ``to`` and ``half`` may have replaced them.
+
+        Raises:
+            RuntimeError: one is no DTensor with the placements of the sharded parameter.
+        """
+
+    # Options.
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Sets whether parameters are freed after forward; a number of ranks no longer counts."""
+        self.reshard_after_forward = reshard
+        self.all_gather.post_forward_mesh = None
+        self.all_gather.free_post_forward_shard()
+
+    def set_streams(self, streams: CommStreams) -> None:
+        """Sets the streams of both collectives."""
+        self.streams = self.all_gather.streams = self.reduce_scatter.streams = streams
+
+    @property
+    def names(self) -> str:
+        """The names of the parameters, for errors."""
+        return param_names(self.params)
+
+    def tensor_names(self) -> list[str]:
+        """Returns the parameter of each tensor in the buffer; extensions have one for each rank."""
+        times = len(self.shard.layout.specs) // len(self.params)
+        return [param.name for param in self.params] * times
+
+    def describe_collectives(self) -> str:
+        """Returns what decides the collectives of the group, beside its buffer."""
+        trained = any(param.sharded_param.requires_grad for param in self.params)
+        return (
+            f"gathered in {self.dtypes.compute}, reduced in {self.dtypes.reduce}, "
+            f"{'trained' if trained else 'frozen'}, "
+            f"reshard_after_forward={self.reshard_after_forward}"
+            + "".join(f", {p.name!r} in {p.tiles}" for p in self.params if p.tiles is not None)
+        )
+
+    def _waits_for_(self) -> str:
+        """Describes a wait, for `fused_comm.diagnosis`."""
+        return f"fsdp: the parameters {', '.join(param.name for param in self.params)}"
+
+    # Unshard and reshard.
+
+    def unshard(self, *, for_backward: bool = False) -> None:
+        """Starts the all-gather, unless it is in flight or parameters are unsharded."""
+        if self.is_unsharded or self.all_gather.in_flight:
+            return
+        self._check_registered()
+        self._check_materialized()
+        self.all_gather.start(for_backward=for_backward)
+
+    def wait_for_unshard(self) -> None:
+        """Waits for the all-gather, and registers the unsharded parameters on the modules."""
+        if self.is_unsharded or not self.all_gather.in_flight:
+            return
+        self.all_gather.wait()
+        for param in self.params:
+            assert param.unsharded_param is not None
+            param.set_on_modules(param.unsharded_param)
+        self.is_unsharded = True
+
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Registers the sharded parameters on the modules, and frees the unsharded ones."""
+        if self.all_gather.in_flight:
+            self.all_gather.wait()
+        elif not self.is_unsharded:
+            if not after_forward:
+                self.all_gather.free_post_forward_shard()
+            return
+        if self.is_unsharded:
+            for param in self.params:
+                param.set_on_modules(param.sharded_param)
+        self.all_gather.free(after_forward=after_forward, keep_storage=self.keep_unsharded_storage)
+        self.is_unsharded = False
+
+    def _check_registered(self) -> None:
+        """Checks that modules have the sharded parameters.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        if self.mixed_dtypes:
+            raise RuntimeError(
+                f"fsdp: expected one dtype of {self.names}, got {', '.join(self.mixed_dtypes)}; "
+                f"change or load all parameters of a group to one dtype"
+            )
+        for param in self.params:
+            for location in param.locations:
+                if location.get() is not param.sharded_param:
+                    raise RuntimeError(
+                        f"fsdp: parameter {param.name!r} was replaced after fully_shard, by "
+                        f"{describe(location.get())}; change values in place (under no_grad), "
+                        f"load them with load_state_dict, or replace it before fully_shard"
+                    )
+
+    def _check_materialized(self) -> None:
+        """Checks that the sharded parameters have memory.
+
+        Raises:
+            RuntimeError: naming the parameters that are on meta.
+        """
+        if self.on_meta:
+            on_meta = [p.name for p in self.params if p.sharded_param.device.type == "meta"]
+            raise RuntimeError(
+                f"fsdp: {', '.join(map(repr, on_meta))} are on the meta device; call "
+                f"model.to_empty(device=...) and initialize them, or load a state dict, before "
+                f"the first forward"
+            )
+
+    def _new_reduce_scatter(
+        self, buffers: BufferSpec, views: Sequence[ShardView], to_buffer: Any
+    ) -> GroupReduceScatter:
+        placement = self.params[0].placement
+        is_sum = placement is not None and bool(placement.fsdp_axes)
+        gradients = GradientSpec(
+            self.params, views, to_buffer, is_sum, self.options.shard_device,
+            self.options.pin_memory,
+        )  # fmt: skip
+        return GroupReduceScatter(
+            gradients, buffers, self.dtypes.sharded, self.dtypes.reduce, self.streams
+        )
+
+
+class PlannedParamGroup(FSDPParamGroup):
+    """Ordinary parameters, in one planned layout; see `FSDPParamGroup` for the other arguments.
+
+    Args:
+        post_forward_mesh: over whose last axis parameters are sharded between forward and backward;
+            None for that of `mesh`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh: DeviceMesh,
+        options: GroupOptions,
+        post_forward_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__(params, mesh, options)
+        layout = plan_buffer(tensor_specs(self.params), mesh.size(mesh.ndim - 1), self.dtypes)
+        layout = balance_owners(layout, self.params, mesh)
+        self._buffers = BufferSpec(layout, mesh, options.device, self.collectives, self.params)
+        device = self.params[0].orig_param.device
+        self.shard = self._new_shard(self.dtypes.sharded, device)
+        for i, param in enumerate(self.params):
+            trained = param.orig_param.requires_grad
+            local = self.shard.shard(i)
+            if local.device.type != "meta":
+                interval = layout.part(i, self.shard.rank)
+                whole = param.local_tensor().reshape(-1)
+                local.copy_(whole[interval.start : interval.stop].view(local.shape))
+            sharded_param = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
+            sharded_param._local_tensor = local  # type: ignore[attr-defined]
+            param.init_sharded_param(sharded_param)
+        self.all_gather = self._new_all_gather(post_forward_mesh)
+        shards = [self.shard.shard(i) for i in range(len(self.params))]
+        views = [ShardView(s.shape, s.stride(), int(s.storage_offset())) for s in shards]
+        self.reduce_scatter = self._new_reduce_scatter(
+            self._buffers, views, partial(_local_gradients, self.params)
+        )
+
+    @property
+    def on_meta(self) -> bool:
+        """Implements `FSDPParamGroup`."""
+        return any(param.sharded_param.device.type == "meta" for param in self.params)
+
+    def reset_sharded_params(self) -> None:
+        """Makes the parameters that modules have now views of the SHARD buffer.
+
+        Values are copied into the buffer; where device or dtype changed, into a new one. Parameters
+        on meta stay there, as `load_state_dict` and a module-wide change set one module after
+        another; so do those of several dtypes, until all have one.
+
+        Raises:
+            RuntimeError: one is no DTensor with the placements of the sharded parameter.
+        """
+        self.reshard()
+        current = [param.registered_dtensor() for param in self.params]
+        if all(
+            now is param.sharded_param and param.is_registered(now) and self._is_view(i, now)
+            for i, (param, now) in enumerate(zip(self.params, current, strict=True))
+        ):
+            self.mixed_dtypes = ()
+            return
+        loaded = [now._local_tensor for now in current if now.device.type != "meta"]
+        dtypes = {local.dtype for local in loaded or [now._local_tensor for now in current]}
+        self.mixed_dtypes = tuple(sorted(map(str, dtypes))) if len(dtypes) > 1 else ()
+        if self.mixed_dtypes:
+            return
+        (dtype,) = dtypes
+        materialized = self.shard.device.type == "meta" and bool(loaded)
+        if dtype != self.dtypes.sharded or materialized:
+            device = (loaded or [current[0]._local_tensor])[0].device
+            self._reset_buffers(dtype, device)
+        with torch.no_grad():
+            for i, (param, now) in enumerate(zip(self.params, current, strict=True)):
+                local, own = now._local_tensor, self.shard.shard(i)
+                if local.device.type != "meta" or self.shard.device.type == "meta":
+                    if local is not own and local.device.type != "meta":
+                        own.copy_(local)
+                    now._local_tensor = own
+                param.init_sharded_param(now)
+
+    def _is_view(self, i: int, param: Any) -> bool:
+        """Returns whether a parameter is in the SHARD buffer, or on meta and not loaded yet."""
+        not_loaded = param.device.type == "meta" and self.shard.device.type != "meta"
+        return not_loaded or param._local_tensor is self.shard.shard(i)
+
+    def _reset_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocates a new SHARD buffer; the others are made again when they are needed."""
+        self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+        self.shard = self._new_shard(dtype, device)
+        self.all_gather = self._new_all_gather(self.all_gather.post_forward_mesh)
+        self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+        for param in self.params:
+            param.unsharded_param = None
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
+        """Allocates a SHARD buffer: on meta if parameters are, on the host if they are offloaded.
+
+        Args:
+            dtype: of the sharded parameters.
+            device: of the parameters.
+        """
+        on_meta, options = device.type == "meta", self.options
+        return DBuffer(
+            self._buffers.layout, self.mesh, sharded_placements(self.mesh), dtype,
+            device if on_meta else options.shard_device,
+            pin_memory=options.pin_memory and not on_meta,
+            strategy=options.strategy,
+            inner={
+                i: p.placement.inner
+                for i, p in enumerate(self.params)
+                if p.placement is not None and p.placement.inner is not None
+            },
+            name=self._buffers.names,
+        )  # fmt: skip
+
+    def _new_all_gather(self, post_forward_mesh: DeviceMesh | None) -> PlannedAllGather:
+        quantized = any(param.tiles is not None for param in self.params)
+        kind = QuantizedAllGather if quantized else PlannedAllGather
+        return kind(
+            self.shard, self.params, self._buffers, self.dtypes.compute, self.streams,
+            post_forward_mesh,
+        )  # fmt: skip
+
+
+def _local_gradients(
+    params: Sequence[FSDPParam], grads: Mapping[int, torch.Tensor]
+) -> Mapping[int | str, torch.Tensor]:
+    """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
+    redistributed: dict[int, DTensor] = {}
+    all_placements = []
+    for i, grad in grads.items():
+        placement = params[i].placement
+        if placement is None or not isinstance(grad, DTensor):
+            continue
+        placements = placement.gradient_placements(grad)
+        if grad.placements != placements:
+            redistributed[i] = grad
+            all_placements.append(placements)
+    if redistributed:
+        with torch.no_grad():
+            moved = redistribute_many(list(redistributed.values()), all_placements)
+        grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
+    return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
+
+
+def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, DTensor):
+        return grad
+    return grad._local_tensor if param.placement is None else param.placement.local_gradient(grad)

@@ -1,0 +1,94 @@
+"""Checks of what a ``quantize_fn`` returned for a parameter."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp.mesh import ParamPlacement
+from fsdp.quantized.tiles import Tiles
+from ragged_shard import InterleavedShard, dim_of
+
+__all__ = ["checked_block", "checked_tiles"]
+
+
+def checked_tiles(
+    tiles: object,
+    param: torch.Tensor,
+    placement: ParamPlacement | None,
+    name: str,
+    *,
+    extension: bool,
+) -> Tiles | None:
+    """Returns the tiles of a parameter; None if it is not quantized.
+
+    Args:
+        tiles: what a ``quantize_fn`` returned.
+        param: the original parameter.
+        placement: of a DTensor.
+        name: of the parameter, for errors.
+        extension: whether the parameter has ``fsdp_pre_all_gather``.
+
+    Raises:
+        ValueError: these are no `Tiles`; the parameter is no matrix of floats or has
+            ``fsdp_pre_all_gather``; other axes of the mesh split tiles.
+    """
+    if tiles is None:
+        return None
+    if not isinstance(tiles, Tiles):
+        raise ValueError(
+            f"fully_shard: quantize_fn: expected Tiles(...) or None for {name!r}, got {tiles!r}"
+        )
+    if param.ndim < 2 or not param.is_floating_point():
+        raise ValueError(
+            f"fully_shard: quantize_fn: expected None for {name!r}, a {param.dtype} of "
+            f"{tuple(param.shape)}, got {tiles}; only matrices of floats have tiles"
+        )
+    if extension:
+        raise ValueError(
+            f"fully_shard: quantize_fn: expected None for {name!r}, a {type(param.data).__name__} "
+            f"with fsdp_pre_all_gather, got {tiles}"
+        )
+    if placement is None:
+        return tiles
+    for one in placement.spec.placements:
+        dim = dim_of(one)
+        if dim is None:
+            continue
+        size = {param.ndim - 2: tiles.rows, param.ndim - 1: tiles.cols}.get(dim, 1)
+        chunks = one.interleaves if isinstance(one, InterleavedShard) else 1
+        if placement.shape[dim] % (chunks * size):
+            raise ValueError(
+                f"fully_shard: {name!r} of {tuple(param.shape)} is sharded by {one} on another "
+                f"axis into {tuple(placement.shape)}, which splits its tiles of {tiles.rows} x "
+                f"{tiles.cols}; expected a multiple of {chunks * size} there, smaller tiles, or "
+                f"None of quantize_fn"
+            )
+    return tiles
+
+
+def checked_block(
+    tiles: Tiles, granularity: object, block: int, shape: tuple[int, ...], name: str
+) -> int:
+    """Returns the block of a quantized parameter: one or more of its strips.
+
+    Args:
+        tiles: of the parameter.
+        granularity: what a ``shard_placement_fn`` returned; None leaves it to the tiles.
+        block: elements of the granularity.
+        shape: of this rank's part of the unsharded parameter.
+        name: of the parameter, for errors.
+
+    Raises:
+        ValueError: the granularity splits tiles.
+    """
+    tiles_block, numel = tiles.block(shape), max(1, torch.Size(shape).numel())
+    if granularity is None:
+        return tiles_block
+    if block % tiles_block and block != numel:
+        rows = tiles_block // shape[-1]
+        raise ValueError(
+            f"fully_shard: shard_placement_fn gave {granularity!r} for {name!r} of {shape}, which "
+            f"splits its tiles of {tiles.rows} x {tiles.cols}; expected None, Rows({rows}), "
+            f"Block({tiles_block}), a multiple of one of these, or Whole()"
+        )
+    return block
