@@ -117,7 +117,7 @@ def test_very_long_jumps_are_additive():
 
 def test_a_negative_skip_raises():
     state = torch.Generator().get_state()
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match=r"skip: .*words"):
         _core.skip(state.data_ptr(), -1)
 
 

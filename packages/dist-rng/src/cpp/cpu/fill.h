@@ -22,7 +22,7 @@ struct FillTarget {
 };
 
 // Ops where element i takes the words from i * kernel.words: all but normal_. `input` has the
-// target's strides, and is null where the op has none. False if the kernel refused an input.
+// target's strides, and is null where the op has none. False if an input is out of range.
 bool fill_elements(TorchState& state, const FillTarget& target, const Kernel& kernel,
                    const Arguments& arguments, const void* input, std::size_t input_size);
 

@@ -28,13 +28,13 @@ bool convert_tensor(const Arguments&, const std::uint32_t* words, const void* in
   const T zero = cast<T>(0), one = cast<T>(1);
   const P* probabilities = static_cast<const P*>(input);
   T* elements = static_cast<T*>(out);
-  unsigned refused = 0;  // a number: a bool would keep the loop scalar
+  unsigned invalid = 0;  // a number: a bool would keep the loop scalar
   for (std::int64_t i = 0; i < count; ++i) {
     const V p = to_float(probabilities[i]);
-    refused |= !(p >= 0) | !(p <= 1);
+    invalid |= !(p >= 0) | !(p <= 1);
     elements[i] = unit<V>(words + i * kUnitWords<V>) < p ? one : zero;
   }
-  return refused == 0;
+  return invalid == 0;
 }
 
 }  // namespace

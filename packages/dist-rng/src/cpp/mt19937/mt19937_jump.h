@@ -2,7 +2,7 @@
 //
 // Every bit of the word sequence x(k) obeys the recurrence whose characteristic polynomial is
 // phi, of degree 19937: if t^n = sum of c(i) t^i modulo phi, then x(k + n) = xor of the x(k + i)
-// with c(i) = 1.  Source: Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer, "Efficient jump
+// with c(i) = 1. Source: Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer, "Efficient jump
 // ahead for F2-linear random number generators" (2008), section 3; phi itself from Matsumoto and
 // Nishimura, "Mersenne Twister" (1998), appendix A.
 #pragma once
