@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
     "AllGather",
@@ -20,10 +23,16 @@ __all__ = [
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
+    "in_backward",
+    "map_tensors",
+    "no_compile",
     "placement_and_mesh",
     "policy_of",
     "register_state",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _REDUCES_IN_SHARDED_DTYPE = hasattr(MixedPrecisionPolicy, "_resolve_for_param")
 
@@ -93,3 +102,14 @@ def policy_of(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisi
     resolve = getattr(policy, "_resolve_for_param", None)
     resolved: MixedPrecisionPolicy = policy if resolve is None else resolve(param)
     return resolved
+
+
+def no_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps torch.compile from tracing a hook: the graph breaks there."""
+    hidden: Callable[P, R] = _disable_dynamo(function)
+    return hidden
+
+
+def in_backward() -> bool:
+    """Returns whether autograd's engine runs, as in a recomputation of activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)

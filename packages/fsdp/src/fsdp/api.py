@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dbuffer import Strategy
 from fsdp import _compat
-from fsdp.extensions import ExtensionParamGroup
 from fsdp.mesh import checked_mesh, checked_reshard, device_of, post_forward_mesh
 from fsdp.module import FSDPModule, set_fsdp_class
 from fsdp.param import (
@@ -30,7 +29,13 @@ from fsdp.param import (
     move_params,
     stale_name,
 )
-from fsdp.param_group import FSDPParamGroup, GroupOptions, PlannedParamGroup, group_params
+from fsdp.param_group import (
+    ExtensionParamGroup,
+    FSDPParamGroup,
+    GroupOptions,
+    PlannedParamGroup,
+    group_params,
+)
 from fsdp.policy import Granularity
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of

@@ -339,7 +339,7 @@ def _check_device(param: nn.Parameter, device: torch.device, name: str) -> None:
 
 
 def has_extension(param: torch.Tensor, name: str) -> bool:
-    """Returns whether a parameter has hooks that define what is gathered; see extensions.py.
+    """Returns whether a parameter has hooks that define what is gathered (extensions.py).
 
     Raises:
         ValueError: it has one of the two hooks, is a DTensor, or has no dim to shard.

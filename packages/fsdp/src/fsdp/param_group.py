@@ -17,14 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dbuffer import DBuffer, Strategy
 from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
+from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.mesh import sharded_placements
-from fsdp.param import FSDPParam, describe, param_names
+from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.policy import Whole
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
@@ -32,6 +34,7 @@ from ragged_shard.planner import Layout, TensorSpec, plan_layout
 
 __all__ = [
     "Dtypes",
+    "ExtensionParamGroup",
     "FSDPParamGroup",
     "GroupOptions",
     "PlannedParamGroup",
@@ -156,7 +159,7 @@ class GroupOptions:
 class FSDPParamGroup(ABC):
     """Parameters that are gathered and reduced together.
 
-    `PlannedParamGroup` has ordinary parameters, `fsdp.extensions.ExtensionParamGroup` tensors with
+    `PlannedParamGroup` has ordinary parameters, `ExtensionParamGroup` tensors with
     ``fsdp_pre_all_gather``.
 
     Args:
@@ -471,3 +474,101 @@ def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor):
         return grad
     return grad._local_tensor if param.placement is None else param.placement.local_gradient(grad)
+
+
+class ExtensionParamGroup(FSDPParamGroup):
+    """Parameters that are gathered through their own hooks; see `FSDPParamGroup`."""
+
+    def __init__(
+        self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
+    ) -> None:
+        super().__init__(params, mesh, options)
+        shapes = [tuple(p.orig_param.shape) for p in self.params]
+        axis = mesh.ndim - 1
+        rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
+        layout = chunk_layout([p.name for p in self.params], shapes, ranks)
+        self._buffers = BufferSpec(layout, mesh, options.device, self.collectives, self.params)
+        # Never filled: ranks compare their plans by it.
+        self.shard = DBuffer(
+            layout, mesh, sharded_placements(mesh), self.dtypes.sharded, "meta",
+            name=self._buffers.names,
+        )  # fmt: skip
+        for param in self.params:
+            trained, chunk = param.orig_param.requires_grad, self._chunk(param, rank, ranks)
+            param.init_sharded_param(nn.Parameter(chunk, requires_grad=trained))
+        self.all_gather = self._new_all_gather()
+        own = range(rank * len(self.params), (rank + 1) * len(self.params))
+        self.reduce_scatter = self._new_reduce_scatter(
+            self._buffers,
+            [_shard_view(layout, tensor, rank) for tensor in own],
+            partial(_split_gradients, shapes, ranks),
+        )
+
+    @property
+    def on_meta(self) -> bool:
+        """Implements `FSDPParamGroup`."""
+        return any(local_chunk(param).device.type == "meta" for param in self.params)
+
+    def reset_sharded_params(self) -> None:
+        """Implements `FSDPParamGroup`; the tensors that modules have now are not copied.
+
+        Raises:
+            RuntimeError: one is no DTensor with the placements of the sharded parameter, or has
+                another local shape.
+        """
+        self.reshard()
+        for param in self.params:
+            now: Any = param.registered_dtensor()
+            shape = local_chunk(param).shape
+            if now._local_tensor.shape != shape:
+                raise RuntimeError(
+                    f"fsdp: parameter {param.name!r} was replaced after fully_shard, by "
+                    f"{describe(now)} with {tuple(now._local_tensor.shape)} of it on this rank; "
+                    f"expected {tuple(shape)}"
+                )
+            param.init_sharded_param(now)
+        dtype = local_chunk(self.params[0]).dtype
+        if dtype != self.dtypes.sharded:
+            self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+            self.all_gather = self._new_all_gather()
+            self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+
+    def _new_all_gather(self) -> ExtensionAllGather:
+        return ExtensionAllGather(
+            self.params, self._buffers, self.dtypes.compute, self.options.mp_policy, self.streams
+        )
+
+    @torch.no_grad()
+    def _chunk(self, param: FSDPParam, rank: int, ranks: int) -> DTensor:
+        """Returns this rank's chunk, made by those operators that FSDP2 needs of subclasses."""
+        original = param.orig_param
+        chunks = list(torch.chunk(original, ranks, dim=0))
+        rows = chunk_rows(original.shape[0], ranks, rank)
+        padded = original.new_zeros(chunks[0].size())
+        if rows:
+            padded.narrow(0, 0, rows).copy_(chunks[rank])
+        if padded.device.type != "meta":
+            padded = padded.to(self.options.shard_device)
+        stride = tuple(math.prod(original.shape[dim + 1 :]) for dim in range(original.ndim))
+        meta = TensorMeta(original.shape, stride, original.dtype)
+        spec = DTensorSpec(self.mesh, sharded_placements(self.mesh), tensor_meta=meta)
+        return DTensor(padded.narrow(0, 0, rows), spec, requires_grad=False)
+
+
+def _shard_view(layout: Layout, tensor: int, rank: int) -> ShardView:
+    shape = layout.specs[tensor].shape
+    assert shape is not None
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return ShardView(shape, stride, layout.starts[tensor] - rank * layout.shard_size)
+
+
+def _split_gradients(
+    shapes: Sequence[tuple[int, ...]], ranks: int, grads: Mapping[int, torch.Tensor]
+) -> Mapping[int | str, torch.Tensor]:
+    """Returns the chunks of unsharded gradients, by number of the tensor in `chunk_layout`."""
+    chunks: dict[int | str, torch.Tensor] = {}
+    for i, grad in grads.items():
+        sizes = [chunk_rows(shapes[i][0], ranks, rank) for rank in range(ranks)]
+        for rank, rows in enumerate(grad.split(sizes)):
+            chunks[rank * len(shapes) + i] = rows
+    return chunks

@@ -28,9 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fsdp import _compat, hooks
+from fsdp import _compat
 from fsdp.param_group import dtypes_of
 from fsdp.simulate.units import Unit
+from fsdp.state import (
+    cast_tensors,
+    register_forward_hooks,
+    register_post_backward_hook,
+    register_pre_backward_hook,
+)
 
 __all__ = [
     "ComputeWork", "FSDPHook", "Forward", "HookEvent", "OperatorRecorder", "Segment",
@@ -210,17 +216,17 @@ class OperatorRecorder(TorchDispatchMode):
 
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-            inputs = hooks.cast_tensors(args, dtype), hooks.cast_tensors(kwargs, dtype)
-            if hooks.in_backward():  # recomputation of activation checkpointing
+            inputs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+            if _compat.in_backward():  # recomputation of activation checkpointing
                 return inputs
             self.record(FSDPHook.PRE_FORWARD, unit)
-            return hooks.register_post_backward_hook(inputs, post_backward)
+            return register_post_backward_hook(inputs, post_backward)
 
         def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            if not hooks.in_backward():
+            if not _compat.in_backward():
                 self.record(FSDPHook.POST_FORWARD, unit)
-                hooks.register_pre_backward_hook(output, pre_backward)
-            return hooks.cast_tensors(output, mp_policy.output_dtype)
+                register_pre_backward_hook(output, pre_backward)
+            return cast_tensors(output, mp_policy.output_dtype)
 
         def pre_backward() -> None:
             if unit not in self._in_backward:  # the first of several outputs
@@ -230,9 +236,7 @@ class OperatorRecorder(TorchDispatchMode):
         def post_backward() -> None:
             self._post_backward(unit)
 
-        hooks.register_forward_hooks(
-            modules, pre_forward, post_forward, set(), lambda output: output
-        )
+        register_forward_hooks(modules, pre_forward, post_forward, set(), lambda output: output)
 
     def record(self, hook: FSDPHook, unit: int) -> None:
         """Records a hook, which ends a segment."""
