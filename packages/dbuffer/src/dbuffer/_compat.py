@@ -1,4 +1,7 @@
-"""What differs between the supported versions of torch; tests/test_compat.py has the canaries."""
+"""What differs between the supported versions of torch; tests/test_compat.py has the canaries.
+
+fused-comm has its own copy of the collectives' names: neither package depends on the other.
+"""
 
 from __future__ import annotations
 

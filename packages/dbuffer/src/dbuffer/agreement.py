@@ -1,4 +1,7 @@
-"""Whether all ranks mean the same buffers."""
+"""Whether all ranks mean the same buffers.
+
+The comparison of hashes is a copy of `fused_comm.agreement`: dbuffer does not depend on fused-comm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whether all ranks of a mesh are about to do the same."""
+"""Whether all ranks of a mesh are about to do the same.
+
+The comparison of hashes is a copy of `fused_comm.agreement`: plan-api runs without fused-comm.
+"""
 
 from __future__ import annotations
 
