@@ -1,4 +1,4 @@
-"""The paper's ablation: the same plan, hooks and collectives, and no buffer to compute in.
+"""The paper's ablation: the same plan, hooks and collectives, without views of the buffer.
 
 As in FSDP2 every parameter has memory of its own: shards are copied into a staging buffer, that is
 gathered, and the parameters are copied out of it. The reduction needs no other: with a DBuffer,
@@ -62,7 +62,7 @@ class CopyingAllGather(PlannedAllGather):
             self._handle = self._buffer.all_gather_(async_op=True)
 
     def wait(self):
-        """Copies parameters out, and gives the staging buffer back."""
+        """Copies parameters out, and frees the staging buffer."""
         buffer = self._buffer
         self.streams.wait(self._copied_in)
         self._handle.wait()
@@ -79,6 +79,6 @@ class CopyingAllGather(PlannedAllGather):
             param.sync_requires_grad()
 
     def free(self, *, after_forward, keep_storage):
-        """Gives the parameters' memory back."""
+        """Frees the parameters' memory."""
         for memory in self._memories:
             memory.release()

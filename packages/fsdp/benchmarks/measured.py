@@ -1,4 +1,4 @@
-"""What is measured beside time: memory, collectives, copies."""
+"""Measures memory, collectives and copies of a step."""
 
 import resource
 import statistics
@@ -67,7 +67,7 @@ def counted():
 
 
 def logical_collectives(model, step):
-    """Of our groups in a step: their number, gathers, reduce-scatters; None of other systems.
+    """Counts the groups of fsdp and their gathers and reduce-scatters in a step; None without fsdp.
 
     Raises:
         AssertionError: not two gathers (one where not resharded), one reduce-scatter per group.
@@ -82,5 +82,5 @@ def logical_collectives(model, step):
         step()
     gathers = sum(2 if group.reshard_after_forward else 1 for group in groups)
     wanted = Counter({"all_gather_": gathers, "reduce_scatter_": len(groups)})
-    assert counts == wanted, f"{dict(counts)}, wants {dict(wanted)}"
+    assert counts == wanted, f"expected {dict(wanted)}, got {dict(counts)}"
     return {"groups": len(groups), "gathers": gathers, "reduce-scatters": len(groups)}

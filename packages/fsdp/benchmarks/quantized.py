@@ -1,4 +1,4 @@
-"""Quantised weights against plain ones: bytes gathered, and steps of 2 gloo ranks.
+"""Quantized weights against plain ones: bytes gathered, and steps of 2 gloo ranks.
 
     python packages/fsdp/benchmarks/quantized.py [--models="LLaMA 6 M"] [--rounds=9] [--json=FILE]
     python packages/fsdp/benchmarks/quantized.py --plans
@@ -101,15 +101,15 @@ def plans():
                 for n, (shape, block) in enumerate(zip(shapes, blocks, strict=True))
             ]
             layouts.append(plan_layout(specs, ranks, alignment=8, order="best"))
-        ours, plain = layouts
+        quantized, plain = layouts
         forms = [
             ParamFormat(torch.float32, shape, tiles if len(shape) > 1 else None) for shape in shapes
         ]
-        sent = byte_layout_of(ours, forms).layout.buffer_size
+        sent = byte_layout_of(quantized, forms).layout.buffer_size
         yield {
             "ranks": ranks,
             "gathered / plain fp32": round(sent / (4 * plain.buffer_size), 4),
-            "reduced / plain": round(ours.buffer_size / plain.buffer_size, 4),
+            "reduced / plain": round(quantized.buffer_size / plain.buffer_size, 4),
         }
 
 

@@ -1,8 +1,8 @@
-"""What `nox -s bench -- fsdp` runs: steps of Hugging Face models under DDP, FSDP1, FSDP2 and ours.
+"""What `nox -s bench -- fsdp` runs: steps of Hugging Face models under DDP, FSDP1, FSDP2 and fsdp.
 
 All ways in one run, in turns, each in processes of its own, for the peak of their memory: 2 gloo
 ranks of one thread, or NCCL ranks where there are GPUs. A step is forward, backward, and AdamW with
-torch's defaults for all: on a CPU a loop over parameters, which on DTensors are FSDP2's and ours.
+torch's defaults for all: on a CPU a loop over parameters, which on DTensors are FSDP2's and fsdp's.
 Each rank has its own batch, of equal size in all ways, "alone" too. Ranks share this machine's
 cores, so ratios are what counts; time of the CPU, which others on the machine disturb least, is
 shown beside.
@@ -58,7 +58,9 @@ def _names(known):
     def parse(text):
         names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
         if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown}; wants all, or some of {list(known)}")
+            raise argparse.ArgumentTypeError(
+                f"expected all, or some of {list(known)}, got {unknown}"
+            )
         return names
 
     return parse

@@ -66,7 +66,7 @@ def _fsdp2(model):
     return _adamw(_sharded(torch_fsdp, model))
 
 
-def _ours(model, strategy="auto", buffers=True):
+def _fsdp(model, strategy="auto", buffers=True):
     import fsdp
 
     _sharded(fsdp, model, strategy=strategy)
@@ -117,8 +117,8 @@ WAYS = {
     "FSDP1": _fsdp1,
     "FSDP2": _fsdp2,
     "DeepSpeed ZeRO-3": _deepspeed,
-    "ours (native)": partial(_ours, strategy="native"),
-    "ours (exchange)": _ours,
-    "no DBuffer (native)": partial(_ours, strategy="native", buffers=False),
-    "no DBuffer (exchange)": partial(_ours, buffers=False),
+    "fsdp (native)": partial(_fsdp, strategy="native"),
+    "fsdp (exchange)": _fsdp,
+    "no DBuffer (native)": partial(_fsdp, strategy="native", buffers=False),
+    "no DBuffer (exchange)": partial(_fsdp, buffers=False),
 }

@@ -1,4 +1,4 @@
-"""What all of these tests have in common."""
+"""Fixtures of all tests of fsdp."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As ranks have: two threads would round some sums otherwise than one."""
+    """Uses one thread, as ranks do: two would round some sums differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,8 +1,8 @@
-"""Trains under torchrun, and goes on from the newest checkpoint: ``restarts.py FOLDER [STEP]``.
+"""Trains under torchrun, and resumes from the newest checkpoint: ``restarts.py FOLDER [STEP]``.
 
 With STEP, rank 1 is killed in that step's backward, in the first round only. Into the folder go
-``losses-ROUND-RANK.jsonl``, checkpoints, and ``error-RANK.json``: what the survivor was told, and
-after how many seconds.
+``losses-ROUND-RANK.jsonl``, checkpoints, and ``error-RANK.json``: the error of the surviving
+rank, and after how many seconds.
 """
 
 import json
@@ -41,7 +41,7 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, step):
-        """A folder has its name once all that is in it was written."""
+        """Renames a folder to its final name once everything in it was written."""
         unfinished = self.folder / f"unfinished-{step}"
         dcp.save(self.state(), checkpoint_id=unfinished)
         if dist.get_rank() == 0:
@@ -49,7 +49,7 @@ class Trainer:
         dist.barrier()
 
     def load(self):
-        """The step to go on with, after the newest checkpoint's."""
+        """Returns the step after the newest checkpoint's."""
         found = sorted(int(path.name[5:]) for path in self.folder.glob("step-*"))
         if not found:
             return 0
@@ -77,7 +77,7 @@ def die(module, gradients):
 
 
 def main(folder, dies_in=None):
-    # The agent ends the survivor as soon as it sees the death; it is to be told first.
+    # The agent ends the survivor as soon as it sees the death; it shall write its error first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
@@ -91,8 +91,8 @@ def main(folder, dies_in=None):
             try:
                 loss = trainer.step(step)
             except RuntimeError as error:
-                told = {"error": str(error), "seconds": time.monotonic() - began}
-                (folder / f"error-{rank}.json").write_text(json.dumps(told))
+                failure = {"error": str(error), "seconds": time.monotonic() - began}
+                (folder / f"error-{rank}.json").write_text(json.dumps(failure))
                 raise
             losses.write(json.dumps([step, loss]) + "\n")
             if step % 2:

@@ -1,4 +1,4 @@
-"""Run by `nox -s wheels` where only fsdp and what it declares are installed: no pytest."""
+"""`nox -s wheels` runs it where only fsdp and its dependencies are installed, without pytest."""
 
 import importlib.metadata
 import importlib.resources

@@ -1,4 +1,4 @@
-"""Canaries: what is private in torch, or differs between its versions, is as _compat.py has it."""
+"""Private interfaces of torch, and differences between its versions, are as _compat.py expects."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ BOTH = (fsdp, torch_fsdp)
 
 
 @pytest.mark.ranks
-def test_what_no_reduce_dtype_means():
-    """In 2.15 the parameters' dtype, before it that of computing."""
+def test_reduce_dtype_none_is_the_default_of_this_torch():
+    """The parameters' dtype in 2.15, before it the compute dtype."""
 
     def check():
         grads = []
@@ -40,7 +40,7 @@ def test_what_no_reduce_dtype_means():
     not hasattr(MixedPrecisionPolicy, "_resolve_for_param"),
     reason="torch < 2.15 has one dtype for all parameters",
 )
-def test_a_dtype_for_each_parameter():
+def test_param_dtype_override_applies_to_each_parameter():
     def check():
         def override(param):
             return torch.float32 if param.ndim == 1 else None
@@ -58,23 +58,23 @@ def test_a_dtype_for_each_parameter():
     assert run_ranks(check, 1) == [{2: torch.bfloat16, 1: torch.float32}]
 
 
-def test_interfaces_of_collectives_are_where_they_were():
+def test_private_collectives_of_torch_have_the_public_interface():
     assert issubclass(_compat.torch_collectives.ProcessGroupAllocAllGather, _compat.AllGather)
     assert issubclass(
         _compat.torch_collectives.ProcessGroupAllocReduceScatter, _compat.ReduceScatter
     )
 
 
-def test_pipeline_stages_ask_for_what_we_offer():
-    """Since 2.15 for methods, before it for the state that torch's fully_shard has noted."""
+def test_pipeline_stages_use_the_interface_of_fsdp_state():
+    """They call methods since 2.15, before it they read the state of fully_shard."""
     text = Path(stage.__file__).read_text()
     by_state = "fully_shard.state(" in text and "_state_ctx.all_states" in text
     by_method = ".finalize_backward(async_op=True)" in text
     assert by_state or by_method
 
 
-def test_every_method_of_torchs_module_is_ours_too():
-    """Those that only torch has would look for a state of its own."""
-    theirs = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}
-    inherited = {name for name in theirs if name not in vars(fsdp.FSDPModule)}
+def test_every_method_of_torchs_fsdp_module_is_overridden():
+    """An inherited method would look for torch's own state."""
+    methods = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}
+    inherited = {name for name in methods if name not in vars(fsdp.FSDPModule)}
     assert inherited <= {"_orig_cls_mro_index", "_set_unshard_async_op", "_abc_impl"}

@@ -1,4 +1,4 @@
-"""On a GPU: streams and events keep the order, gathers copy nothing, memory goes back."""
+"""On a GPU: streams and events keep the order, all-gathers copy nothing, memory is freed."""
 
 import pytest
 import torch
@@ -58,21 +58,21 @@ def losses(model, steps=6):
     return torch.stack([step(model, optimizer, number) for number in range(steps)])
 
 
-def test_it_trains_as_without_sharding(mesh):
+def test_losses_equal_those_without_sharding(mesh):
     assert torch.equal(losses(model_of(fsdp, mesh=mesh)), losses(model_of()))
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
-def test_mixed_precision_is_that_of_fsdp2(mesh, offload):
+def test_mixed_precision_losses_equal_fsdp2(mesh, offload):
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    ours, theirs = (losses(model_of(package, **options)) for package in (fsdp, torch_fsdp))
-    assert torch.equal(ours, theirs)
+    actual, native = (losses(model_of(package, **options)) for package in (fsdp, torch_fsdp))
+    assert torch.equal(actual, native)
 
 
-def test_late_streams_change_nothing(mesh):
-    """Gathers and reductions that wait for a busy GPU still come before what needs them."""
+def test_losses_are_the_same_when_streams_are_busy(mesh):
+    """Collectives on busy streams still complete before their results are used."""
     wanted = losses(model_of(fsdp, mesh=mesh))
     model = model_of(fsdp, mesh=mesh)
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
@@ -85,7 +85,7 @@ def test_late_streams_change_nothing(mesh):
     assert torch.equal(torch.stack(found), wanted)
 
 
-def test_a_gather_copies_nothing(mesh):
+def test_all_gather_issues_no_copies(mesh):
     model = model_of(fsdp, mesh=mesh)
     losses(model, steps=2)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -98,7 +98,7 @@ def test_a_gather_copies_nothing(mesh):
     assert len(copies) <= len(model)
 
 
-def test_memory_goes_back(mesh):
+def test_unsharded_memory_is_freed_after_a_step(mesh):
     model = model_of(fsdp, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for number in range(2):
@@ -110,7 +110,7 @@ def test_memory_goes_back(mesh):
     assert torch.cuda.memory_allocated() <= rest + 2**20
 
 
-def test_symmetric_memory_and_that_of_the_process_group(mesh):
+def test_symmetric_and_process_group_memory_give_the_same_losses(mesh):
     wanted = losses(model_of(fsdp, mesh=mesh))
     model = model_of(fsdp, mesh=mesh)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A hang under fully_shard is reported with the group of parameters behind it."""
+"""A hang under fully_shard is reported with the names of the group's parameters."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from testkit import run_ranks
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["exchange", "native"])
-def test_gathers_and_reductions_are_named_by_their_parameters(strategy, tmp_path):
+def test_hang_report_names_the_parameters_of_collectives(strategy, tmp_path):
     def run(out):
         import time
         from pathlib import Path

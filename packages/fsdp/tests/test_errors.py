@@ -1,4 +1,4 @@
-"""Bad input: errors that say what was given, by the parameter's full name, and what to do."""
+"""Wrong input raises errors that name the parameter, what was expected, and the remedy."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_of_fully_shard(what):
+def test_wrong_arguments_of_fully_shard_are_refused(what):
     module, options, message = WRONG[what]
 
     def check():
@@ -81,7 +81,7 @@ def test_of_fully_shard(what):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_of_a_placement_with_a_mesh_dim_0_alone_is_taken(dim):
+def test_shard_placement_result_is_refused_unless_it_shards_dim_0(dim):
     class Info:
         shard_mesh_dim = 0
 
@@ -102,12 +102,12 @@ def test_of_a_placement_with_a_mesh_dim_0_alone_is_taken(dim):
     run_ranks(check, 2)
 
 
-def test_half_a_block_is_no_granularity():
+def test_granularity_with_a_float_is_refused():
     with pytest.raises(TypeError, match="integer"):
         Block(0.5)
 
 
-def test_a_mesh_of_three_axes():
+def test_mesh_of_three_axes_is_refused():
     def check():
         mesh = init_device_mesh("cpu", (1, 1, 1))
         with pytest.raises(ValueError, match="3 axes"):
@@ -116,7 +116,7 @@ def test_a_mesh_of_three_axes():
     run_ranks(check, 1)
 
 
-def test_what_holds_only_sharded_modules_is_legal():
+def test_module_whose_parameters_are_all_sharded_already_is_accepted():
     def check():
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Tanh()))
         x = torch.ones(1, 2, requires_grad=True)
@@ -126,7 +126,7 @@ def test_what_holds_only_sharded_modules_is_legal():
     run_ranks(check, 1)
 
 
-def test_sharding_twice():
+def test_sharding_a_module_twice_is_refused():
     def check():
         with pytest.raises(ValueError, match="is sharded already"):
             fully_shard(_shard())
@@ -134,7 +134,7 @@ def test_sharding_twice():
     run_ranks(check, 1)
 
 
-def test_torch_s_fully_shard_refuses_ours():
+def test_torchs_fully_shard_refuses_a_sharded_module():
     def check():
         with pytest.raises(AssertionError, match="has already been applied"):
             torch.distributed.fsdp.fully_shard(_shard())
@@ -142,7 +142,7 @@ def test_torch_s_fully_shard_refuses_ours():
     run_ranks(check, 1)
 
 
-def test_tied_parameters_in_two_groups():
+def test_tied_parameters_in_two_calls_are_refused():
     def check():
         model = _model()
         model[0].weight = model[1][0].weight
@@ -153,7 +153,7 @@ def test_tied_parameters_in_two_groups():
     run_ranks(check, 1)
 
 
-def test_a_parameter_that_was_replaced():
+def test_replaced_parameter_is_an_error_in_forward():
     def check():
         model = _shard()
         model(torch.ones(1, 4)).sum().backward()
@@ -164,7 +164,7 @@ def test_a_parameter_that_was_replaced():
     run_ranks(check, 2)
 
 
-def test_a_parameter_that_was_replaced_before_the_first_forward():
+def test_parameter_replaced_before_the_first_forward_is_an_error():
     def check():
         model = _shard()
         model[1][0].weight = nn.Parameter(torch.ones(4, 4))
@@ -174,7 +174,7 @@ def test_a_parameter_that_was_replaced_before_the_first_forward():
     run_ranks(check, 1)
 
 
-def test_meta_parameters_in_forward():
+def test_forward_with_meta_parameters_is_an_error():
     def check():
         with torch.device("meta"):
             model = _model()
@@ -185,7 +185,7 @@ def test_meta_parameters_in_forward():
     run_ranks(check, 1)
 
 
-def test_a_part_that_ran_before_the_root():
+def test_root_whose_submodule_ran_first_is_an_error():
     def check():
         model = _shard()
         model[1](torch.ones(1, 4))
@@ -195,7 +195,7 @@ def test_a_part_that_ran_before_the_root():
     run_ranks(check, 1)
 
 
-def test_an_optimizer_built_before_sharding():
+def test_optimizer_built_before_sharding_is_an_error_in_step():
     def check():
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -213,7 +213,7 @@ def _blocks():
 
 
 def _differently(model, kind):
-    """Shards a model as other ranks do, but for one thing."""
+    """Shards a model as other ranks do, except for one difference."""
     options = {}
     if kind == "granularity":
         options["shard_placement_fn"] = lambda param: Rows(2) if param.ndim == 2 else None
@@ -272,7 +272,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-def test_plans_that_differ_between_ranks(kind):
+def test_plans_that_differ_between_ranks_are_an_error_on_all_ranks(kind):
     def check():
         model = _differently(_blocks(), kind if dist.get_rank() == 1 else "nothing")
         with pytest.raises(ValueError, match="ranks differ") as caught:
@@ -280,24 +280,24 @@ def test_plans_that_differ_between_ranks(kind):
         return str(caught.value)
 
     wanted = f"verify: ranks differ: {DIFFERENCES[kind]}; shard the same, in the same order, on"
-    for told in run_ranks(check, 2):
-        assert told.startswith(wanted)
+    for message in run_ranks(check, 2):
+        assert message.startswith(wanted)
 
 
-def test_replicas_that_are_sharded_differently():
+def test_hsdp_replicas_with_different_plans_are_an_error():
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         rows = Rows(1 + dist.get_rank())
         model = nn.Sequential(nn.Linear(4, 4, bias=False))
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: rows)
-        told = "block of '0.weight': 4 elements on rank 0, and 8 elements on rank 1"
-        with pytest.raises(ValueError, match=f"^verify: ranks differ: {told};"):
+        message = "block of '0.weight': 4 elements on rank 0, and 8 elements on rank 1"
+        with pytest.raises(ValueError, match=f"^verify: ranks differ: {message};"):
             model(torch.ones(1, 4))
 
     run_ranks(check, 2)
 
 
-def test_of_the_methods():
+def test_wrong_arguments_of_fsdp_module_methods_are_refused():
     def check():
         model = _shard()
         for call, message in (
@@ -316,7 +316,7 @@ def test_of_the_methods():
     run_ranks(check, 1)
 
 
-def test_sizes_are_any_integers():
+def test_sizes_accept_numpy_integers():
     assert Rows(np.int64(8)) == Rows(8)
     assert (type(Rows(np.int64(8)).n), type(Block(np.int64(8)).n)) == (int, int)
     for kind in (Rows, Block):

@@ -1,4 +1,4 @@
-"""Tensor subclasses with fsdp_pre_all_gather and fsdp_post_all_gather: gathered as FSDP2 does."""
+"""Tensor subclasses with fsdp_pre_all_gather and fsdp_post_all_gather train as under FSDP2."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def _quantized(rows):
 
 
 class Wrapper(torch.Tensor):
-    """Tensors of the same rows that are one to torch; operators on rows are done on each."""
+    """Tensors with the same rows in one subclass; operators on rows are applied to each."""
 
     @staticmethod
     def __new__(cls, *parts):
@@ -56,7 +56,7 @@ class Wrapper(torch.Tensor):
 
 
 def _sizes(name, args, part):
-    """Sizes, with the columns of this part."""
+    """Returns sizes with the columns of this part."""
     return ((*args[0][:-1], part.shape[-1]), *args[1:]) if name == "new_zeros" else args
 
 
@@ -65,7 +65,7 @@ def _plain(name, kwargs, part):
 
 
 class Master(Wrapper):
-    """fp32 weights of which int8 rows are sent, as torchao trains: the optimizer sees fp32."""
+    """fp32 weights that are gathered as int8 rows, as in torchao; the optimizer sees fp32."""
 
     @classmethod
     def compute(cls, func, args, kwargs):
@@ -160,30 +160,30 @@ def _losses(model, rank, steps=5):
 
 
 @pytest.mark.parametrize("kind", [Quantized, Lora])
-def test_it_trains_as_fsdp2_does(kind):
+def test_losses_equal_fsdp2(kind):
     def check():
         rank = torch.distributed.get_rank()
-        ours, theirs = (_losses(_sharded(package, _model(kind)), rank) for package in BOTH)
-        assert torch.equal(ours, theirs), (ours, theirs)
-        assert ours[-1] != ours[0]
+        actual, native = (_losses(_sharded(package, _model(kind)), rank) for package in BOTH)
+        assert torch.equal(actual, native), (actual, native)
+        assert actual[-1] != actual[0]
 
     run_ranks(check, 2)
 
 
-def test_mixed_precision_and_hybrid_sharding():
+def test_mixed_precision_and_hsdp_losses_are_close_to_fsdp2():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         models = [
             _sharded(package, _model(Quantized), mesh=mesh, mp_policy=policy) for package in BOTH
         ]
-        ours, theirs = (_losses(model, mesh.get_rank()) for model in models)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        actual, native = (_losses(model, mesh.get_rank()) for model in models)
+        torch.testing.assert_close(actual, native, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4, timeout=120)
 
 
-def test_one_gather_and_fewer_bytes():
+def test_int8_weights_are_gathered_in_one_collective_of_fewer_bytes():
     def check():
         model = _sharded(fsdp, _model(Quantized), strategy="native")
         _losses(model, 0, steps=1)
@@ -207,7 +207,7 @@ def test_one_gather_and_fewer_bytes():
     run_ranks(check, 2)
 
 
-def test_frozen_int8_is_never_reduced():
+def test_frozen_int8_weights_are_not_reduced():
     def check():
         model = _sharded(fsdp, _model(Lora), strategy="native")
         with CommLog() as log:
@@ -221,8 +221,8 @@ def test_frozen_int8_is_never_reduced():
 
 
 @pytest.mark.parametrize("rows", [7, 1])
-def test_rows_that_do_not_divide(rows):
-    """Of 7 rows the second rank has 3, of 1 row none; gathers are padded by the hook."""
+def test_uneven_chunks_train_and_are_padded(rows):
+    """The second rank has 3 of 7 rows, and none of 1; the hook pads what is gathered."""
 
     def check():
         rank = torch.distributed.get_rank()
@@ -246,7 +246,7 @@ def test_rows_that_do_not_divide(rows):
     run_ranks(check, 2)
 
 
-def test_state_dicts_hold_the_subclass():
+def test_state_dict_has_the_tensor_subclass():
     def check():
         model = _sharded(fsdp, _model(Quantized))
         _losses(model, 0, steps=1)
@@ -301,7 +301,7 @@ def _of(kind, rows=8):
     return model
 
 
-def test_hooks_that_are_wrong():
+def test_wrong_all_gather_hooks_are_refused_by_name():
     def check():
         with pytest.raises(ValueError, match=r"'0.weight' is a OneHook with fsdp_pre_all_gather"):
             fsdp.fully_shard(_of(OneHook))

@@ -26,7 +26,7 @@ BIT_FOR_BIT += ["weights only", *BY_TRANSFORMERS]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What two ranks of ``trainer_runs.py`` have found; a hang ends in the time-out."""
+    """Returns the results of ``trainer_runs.py`` on two ranks; a hang ends in the time-out."""
     folder = tmp_path_factory.mktemp("trainer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(SCRIPT), str(folder)]
@@ -39,19 +39,19 @@ def runs(tmp_path_factory):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", BIT_FOR_BIT)
-def test_losses_and_what_is_saved_are_those_of_native_fsdp2(runs, name):
-    native, ours = runs["native"][name], runs["fsdp"][name]
-    assert (native["placement"], ours["placement"]) == ("Shard", "RaggedShard")
-    assert len(ours["losses"]) == 4
+def test_losses_and_saved_weights_equal_native_fsdp2(runs, name):
+    native, actual = runs["native"][name], runs["fsdp"][name]
+    assert (native["placement"], actual["placement"]) == ("Shard", "RaggedShard")
+    assert len(actual["losses"]) == 4
     for what in ("losses", "eval", "weights", "saved", "generated"):
-        assert ours.get(what) == native.get(what), what
+        assert actual.get(what) == native.get(what), what
     # Only the norm of all gradients is summed in another order, as the shards are others.
-    assert ours["norms"] == pytest.approx(native["norms"], rel=1e-6)
+    assert actual["norms"] == pytest.approx(native["norms"], rel=1e-6)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", BY_ACCELERATE)
-def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(runs, name):
+def test_resumed_run_has_the_losses_of_an_uninterrupted_run(runs, name):
     stopped, whole = runs["fsdp"][f"{name}, resumed"], runs["fsdp"][name]
     assert stopped["losses"] == whole["losses"]
     assert stopped["weights"] == whole["weights"]
@@ -59,22 +59,22 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(runs, name):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["weights only", "loaded", "loaded, tied", "loaded, experts"])
-def test_what_the_trainer_saves_is_the_model_on_one_device(runs, name):
-    ours = runs["fsdp"][name]
-    assert ours["saved"] == ours["weights"]
+def test_trainer_saves_the_weights_of_one_device(runs, name):
+    actual = runs["fsdp"][name]
+    assert actual["saved"] == actual["weights"]
 
 
 @pytest.mark.ranks
 def test_tied_weights_are_one_parameter_of_one_group(runs):
-    """FSDP2 reduces the gradients of both places and adds them; here they are added first."""
-    native, ours = runs["native"]["loaded, tied"], runs["fsdp"]["loaded, tied"]
-    assert ours["losses"] == pytest.approx(native["losses"], rel=1e-6)
-    assert ours["weights"].keys() == native["weights"].keys()
-    assert ours["weights"]["lm_head.weight"] == ours["weights"]["model.embed_tokens.weight"]
+    """FSDP2 reduces the gradients of both modules and adds them; here they are added first."""
+    native, actual = runs["native"]["loaded, tied"], runs["fsdp"]["loaded, tied"]
+    assert actual["losses"] == pytest.approx(native["losses"], rel=1e-6)
+    assert actual["weights"].keys() == native["weights"].keys()
+    assert actual["weights"]["lm_head.weight"] == actual["weights"]["model.embed_tokens.weight"]
 
 
 @pytest.mark.ranks
-def test_what_cannot_work_is_an_error_on_every_rank(runs):
+def test_unsupported_runs_are_errors_on_every_rank(runs):
     first, second = runs["refused"]
     assert first == second
     assert "save_only_model=True" in first["optimizer"]  # transformers' own
@@ -103,7 +103,7 @@ def _attributes():
     return [dict(vars(owner)) for owner in owners]
 
 
-def test_uninstall_takes_back_what_install_lists():
+def test_uninstall_restores_what_install_lists():
     before = _attributes()
     integrations.install()
     integrations.install()  # does nothing
@@ -131,7 +131,7 @@ def test_pipeline_stages_find_the_state_of_a_module(installed):
     assert torch_fsdp.fully_shard.state(torch.nn.Linear(2, 2)) is None
 
 
-def test_a_transformers_without_this_sharding_is_refused_before_anything_changes(monkeypatch):
+def test_older_transformers_is_refused_before_anything_is_replaced(monkeypatch):
     from transformers.distributed import mixin
 
     monkeypatch.delattr(mixin, "apply_fully_sharded_data_parallelism")
@@ -142,7 +142,7 @@ def test_a_transformers_without_this_sharding_is_refused_before_anything_changes
 
 
 @pytest.mark.ranks
-def test_the_loader_reads_a_ranks_rows_of_tensors_and_of_single_experts():
+def test_loader_reads_the_rows_of_a_rank_from_tensors_and_single_experts():
     def check(units):
         from transformers import core_model_loading as loading
 
@@ -181,7 +181,7 @@ def test_the_loader_reads_a_ranks_rows_of_tensors_and_of_single_experts():
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_beside_tensor_parallelism_of_transformers_losses_are_those_of_fsdp2(tmp_path):
+def test_losses_with_tensor_parallelism_of_transformers_equal_fsdp2(tmp_path):
     def check(source):
         import torch.distributed as dist
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -211,10 +211,10 @@ def test_beside_tensor_parallelism_of_transformers_losses_are_those_of_fsdp2(tmp
         integrations.uninstall()
         assert isinstance(next(model.parameters()).placements[0], RaggedShard)
         assert found[:3] == found[3:]
-        native, ours = (
+        native, actual = (
             LlamaForCausalLM.from_pretrained(f"{source}-{package}").state_dict()
             for package in ("native", "fsdp")
         )
-        assert all(torch.equal(ours[name], value) for name, value in native.items())
+        assert all(torch.equal(actual[name], value) for name, value in native.items())
 
     run_ranks(check, 4, str(tmp_path / "source"), timeout=200)

@@ -42,20 +42,20 @@ def _shard(fully_shard, model, **options):
 
 def test_losses_and_parameters_are_those_of_ddp_and_fsdp2_bit_for_bit():
     def check():
-        ours, theirs, replicated = _model(), _model(), _model()
-        _shard(fsdp.fully_shard, ours)
-        _shard(torch_fully_shard, theirs)
-        losses = [_train(ours), _train(theirs), _train(DistributedDataParallel(replicated))]
+        actual, native, replicated = _model(), _model(), _model()
+        _shard(fsdp.fully_shard, actual)
+        _shard(torch_fully_shard, native)
+        losses = [_train(actual), _train(native), _train(DistributedDataParallel(replicated))]
         params = [
-            [p.detach().full_tensor() for p in ours.parameters()],
-            [p.detach().full_tensor() for p in theirs.parameters()],
+            [p.detach().full_tensor() for p in actual.parameters()],
+            [p.detach().full_tensor() for p in native.parameters()],
             [p.detach() for p in replicated.parameters()],
         ]
         return losses, params
 
-    for (ours, theirs, replicated), params in run_ranks(check, 2, timeout=180):
-        assert ours == theirs == replicated
-        assert ours[-1] < ours[0]
+    for (actual, native, replicated), params in run_ranks(check, 2, timeout=180):
+        assert actual == native == replicated
+        assert actual[-1] < actual[0]
         for mine, fsdp2, ddp in zip(*params, strict=True):
             assert torch.equal(mine, fsdp2)
             assert torch.equal(mine, ddp)

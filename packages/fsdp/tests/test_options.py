@@ -1,4 +1,4 @@
-"""Options beside one another: each is in effect, or refused before a parameter is changed."""
+"""Pairs of options: both are in effect, or refused before a parameter is changed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from testkit.models.residual_stack import batch, shard, stack
 
 
 class Gathered(torch.Tensor):
-    """A parameter that says itself what is gathered of it; here it is never gathered."""
+    """A parameter with fsdp_pre_all_gather, which these tests never call."""
 
     def fsdp_pre_all_gather(self, mesh):
         raise AssertionError
@@ -45,7 +45,7 @@ def _refused(module, match, **options):
     assert not isinstance(module, fsdp.FSDPModule)
 
 
-def test_a_number_of_ranks_with_parameters_that_take_none():
+def test_number_of_ranks_is_refused_for_dtensors_and_extensions():
     with fake_mesh((4, 2), ("dp", "tp")) as mesh:
         module = _dtensor(mesh["tp"])
         match = "got 2; pass one of these"
@@ -56,7 +56,7 @@ def test_a_number_of_ranks_with_parameters_that_take_none():
         _refused(_extension(), f"{what}, {match}", mesh=mesh["dp"], reshard_after_forward=2)
 
 
-def test_a_number_of_ranks_that_does_not_divide_a_parameters_own_mesh():
+def test_number_of_ranks_must_divide_a_parameters_own_mesh():
     class Info:
         shard_mesh_dim = 0
 
@@ -75,7 +75,7 @@ def test_a_number_of_ranks_that_does_not_divide_a_parameters_own_mesh():
 
 
 @pytest.mark.parametrize("granularity", [Rows(3), Whole()])
-def test_a_granularity_that_equal_chunks_do_not_keep(granularity):
+def test_granularity_that_chunks_of_an_extension_split_is_refused(granularity):
     def place(param):
         return granularity if param.ndim == 2 else None
 
@@ -88,7 +88,7 @@ def test_a_granularity_that_equal_chunks_do_not_keep(granularity):
         )
 
 
-def test_unsharded_storage_is_not_kept_beside_larger_shards():
+def test_keeping_unsharded_storage_is_refused_beside_a_number_of_ranks():
     with fake_mesh((4,)):
         model = shard(fsdp, stack(), reshard_after_forward=2)
         with pytest.raises(ValueError, match="got a number of ranks"):
@@ -101,7 +101,7 @@ def test_unsharded_storage_is_not_kept_beside_larger_shards():
 @pytest.mark.ranks
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
 def test_gradients_are_divided_by_the_factor_of_their_reduction(reduce_dtype):
-    """Those that were added up before the factor was set, too."""
+    """Gradients that were accumulated before the factor was set are divided by it, too."""
 
     def check():
         policy = fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -124,7 +124,7 @@ def test_gradients_are_divided_by_the_factor_of_their_reduction(reduce_dtype):
 
 
 @pytest.mark.ranks
-def test_no_factor_is_set_for_gradients_that_are_reduced_in_part():
+def test_divide_factor_is_refused_while_gradients_wait_for_their_all_reduce():
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         model = shard(fsdp, stack(), mesh=mesh)
@@ -158,7 +158,7 @@ def test_settings_of_the_root_are_refused_below_it(method):
 
 
 @pytest.mark.ranks
-def test_the_root_has_as_many_reductions_under_way_as_a_module_below_it_may():
+def test_root_uses_the_largest_max_input_buffers_of_its_modules():
     def check():
         model = shard(fsdp, stack())
         model[1].set_reduce_scatter_max_input_buffers(2)
@@ -179,7 +179,7 @@ def test_the_root_has_as_many_reductions_under_way_as_a_module_below_it_may():
     assert run_ranks(check, 2) == [[2], [2]]
 
 
-def test_streams_are_shared_after_a_forward_too():
+def test_streams_are_shared_after_a_forward():
     with fake_mesh((1,)):
         models = [shard(fsdp, stack()) for _ in range(2)]
         for model in models:
@@ -194,6 +194,6 @@ def test_streams_are_shared_after_a_forward_too():
         assert len(streams) == 1
 
 
-def test_a_number_of_buffers_is_no_bool():
+def test_max_input_buffers_refuses_a_bool():
     with fake_mesh((1,)), pytest.raises(TypeError, match="expected an int"):
         fully_shard(nn.Linear(2, 2)).set_reduce_scatter_max_input_buffers(True)

@@ -1,4 +1,4 @@
-"""The package as a whole: its version, and what importing it loads."""
+"""The version of the package, and what its import loads."""
 
 import importlib.metadata
 
@@ -13,9 +13,9 @@ def test_version_is_that_of_the_installed_distribution():
     assert fsdp.__version__ == importlib.metadata.version("fsdp")
 
 
-def test_importing_it_loads_none_of_our_packages_but_what_it_needs():
+def test_import_loads_only_required_sibling_packages():
     assert not loaded_by("import fsdp") & NOT_LOADED
 
 
-def test_that_check_notices_another_of_our_packages():
+def test_import_check_detects_another_sibling_package():
     assert "plan_api" in loaded_by("import fsdp, plan_api") & NOT_LOADED

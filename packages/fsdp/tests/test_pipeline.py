@@ -1,4 +1,4 @@
-"""Stages of torch's pipeline schedules, sharded: reduced once, after the last microbatch."""
+"""Sharded stages of torch's pipeline schedules are reduced once, after the last microbatch."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _stage(package, mesh):
 
 
 def _step(package, schedule, mesh):
-    """Gradients of this rank's stage, and how many reductions they took."""
+    """Returns the gradients of this rank's stage, and the number of reductions."""
     module = _stage(package, mesh)
     number = mesh.get_local_rank("pp")
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
@@ -44,13 +44,13 @@ def _step(package, schedule, mesh):
 
 def _both(name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    ours, reductions = _step(_Native, SCHEDULES[name], mesh)
-    theirs, _ = _step(torch_fsdp, SCHEDULES[name], mesh)
-    return {name: torch.equal(grad, theirs[name]) for name, grad in ours.items()}, reductions
+    actual, reductions = _step(_Native, SCHEDULES[name], mesh)
+    native, _ = _step(torch_fsdp, SCHEDULES[name], mesh)
+    return {name: torch.equal(grad, native[name]) for name, grad in actual.items()}, reductions
 
 
 class _Native:
-    """With the backend's collectives, which are counted by their names."""
+    """fully_shard with the backend's collectives, which are counted by their names."""
 
     @staticmethod
     def fully_shard(module, **options):
@@ -64,8 +64,8 @@ def test_a_stage_reduces_each_group_once_to_the_gradients_of_fsdp2(schedule):
         assert reductions == 3
 
 
-def test_torch_finds_our_state():
-    """What `_compat.tell_torch` relies on."""
+def test_torch_finds_the_state_of_a_sharded_module():
+    """`_compat.register_state` relies on it."""
     with fake_mesh((2,)) as mesh:
         module = fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
         assert torch_fsdp.fully_shard.state(module) is state_of(module)

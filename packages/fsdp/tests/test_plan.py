@@ -1,4 +1,4 @@
-"""What plan-api calls, and how it finds it."""
+"""The entry point that plan-api calls."""
 
 from importlib.metadata import EntryPoint, distribution
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
     ("granularity", "unit"),
     [(None, 1), ("rows(2)", 10), ("Block(4)", 4), ("whole", 15), ("rows", 5)],
 )
-def test_all_parameters_have_the_granularity(granularity, unit):
+def test_granularity_applies_to_all_parameters(granularity, unit):
     def check():
         model = nn.Linear(5, 3, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)), granularity=granularity)
@@ -29,7 +29,7 @@ def test_all_parameters_have_the_granularity(granularity, unit):
     assert first % unit == 0
 
 
-def test_parameters_that_are_left_out():
+def test_ignored_params_are_not_sharded():
     def check():
         model = nn.Linear(5, 3)
         bias = model.bias
@@ -41,7 +41,7 @@ def test_parameters_that_are_left_out():
     run_ranks(check, 2)
 
 
-def test_another_text():
+def test_unknown_granularity_is_refused():
     def check():
         with pytest.raises(ValueError, match=r"expected granularity='rows\(n\)'.* got 'columns'"):
             fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), granularity="columns")
@@ -49,7 +49,7 @@ def test_another_text():
     run_ranks(check, 1)
 
 
-def test_the_entry_point_is_declared_and_loads():
+def test_entry_point_is_declared_and_loads():
     import tomllib
     from pathlib import Path
 

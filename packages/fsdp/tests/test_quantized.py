@@ -1,4 +1,4 @@
-"""Quantised weights on ranks: the bits of one device, what is sent, how it composes.
+"""Quantized weights on ranks: the bits of one device, bytes gathered, other options.
 
 All ranks have the same batch, so that gradients are the same bits at any power of two of ranks.
 """
@@ -56,7 +56,7 @@ def wholes(model):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_is_computed_with_is_what_one_device_makes_of_the_whole_weights(world):
+def test_unsharded_weights_equal_quantization_on_one_device(world):
     def check():
         for dtype in DTYPES:
             for rows, cols in [(8, 8), (3, 50), (128, 128)]:
@@ -75,7 +75,7 @@ def test_what_is_computed_with_is_what_one_device_makes_of_the_whole_weights(wor
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["int8", "e4m3"])
-def test_losses_are_those_of_one_device(world, dtype):
+def test_losses_equal_one_device(world, dtype):
     tiles = Tiles(dtype, 8, 8)
     wanted = reference(tiles)
     assert len(set(wanted)) == STEPS
@@ -93,7 +93,7 @@ def test_losses_are_those_of_one_device(world, dtype):
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def test_losses_in_bfloat16_with_fp32_weights():
+def test_losses_with_bfloat16_compute_equal_one_device():
     wanted = reference(dtype=torch.bfloat16)
 
     def check():
@@ -106,7 +106,7 @@ def test_losses_in_bfloat16_with_fp32_weights():
     run_ranks(check, 2)
 
 
-def test_losses_with_bfloat16_weights():
+def test_losses_with_bfloat16_weights_equal_one_device():
     def check():
         model, alone = sharded(model=net().bfloat16()), net().bfloat16()
         to_bf16 = lambda name, weight: used(SMALL)(name, weight.float())
@@ -118,7 +118,7 @@ def test_losses_with_bfloat16_weights():
     run_ranks(check, 2)
 
 
-def test_accumulated_gradients():
+def test_accumulated_gradients_equal_one_device():
     wanted = reference(micro=3)
 
     def check():
@@ -131,7 +131,7 @@ def test_accumulated_gradients():
     run_ranks(check, 2)
 
 
-def test_hybrid_sharding_and_fewer_ranks_in_backward():
+def test_hsdp_and_post_forward_mesh_give_the_same_losses():
     wanted = reference()
 
     def check():
@@ -152,7 +152,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inside, x, use_reentrant=False)
 
 
-def test_activation_checkpointing_offload_and_memory_that_stays():
+def test_checkpointing_offload_and_kept_storage_give_the_same_losses():
     wanted = reference()
 
     def check():
@@ -176,7 +176,7 @@ def test_activation_checkpointing_offload_and_memory_that_stays():
     run_ranks(check, 2)
 
 
-def test_a_model_made_on_meta():
+def test_model_on_meta_trains_after_to_empty():
     wanted = reference()
 
     def check():
@@ -224,7 +224,7 @@ WITH = {
 
 
 @pytest.mark.parametrize("name", WITH)
-def test_other_optimizers_step_as_on_one_device(name):
+def test_adam8bit_and_muon_step_as_on_one_device(name):
     optimizer_of, placement, collectives = WITH[name]
     wanted = reference(optimizer_of=optimizer_of)
 
@@ -266,7 +266,7 @@ def frozen(param):
     return None if param.requires_grad else SMALL
 
 
-def test_frozen_weights_alone():
+def test_frozen_weights_may_be_quantized_alone():
     alone = lora()
     only_base = lambda name, weight: used(SMALL)(name, weight) if "base" in name else weight
     wanted = plain_losses(alone, adamw(alone), range(STEPS), only_base)
@@ -297,7 +297,7 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def test_tied_weights():
+def test_tied_weights_are_quantized_once():
     alone = Tied()
     wanted = plain_losses(alone, adamw(alone), range(STEPS), used(SMALL))
 
@@ -321,7 +321,7 @@ def wide():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["int8", "e4m3"])
-def test_a_quarter_of_the_bytes_in_the_same_collectives(dtype):
+def test_a_quarter_of_the_bytes_is_gathered_in_the_same_collectives(dtype):
     def check():
         logs = []
         for tiles in (None, Tiles(dtype)):
@@ -340,7 +340,7 @@ def test_a_quarter_of_the_bytes_in_the_same_collectives(dtype):
     run_ranks(check, 2)
 
 
-def test_a_smaller_gather_in_backward_is_quantised_too():
+def test_gather_from_post_forward_shards_is_quantized():
     def check():
         gathered = []
         for tiles in (None, SMALL):
@@ -359,7 +359,7 @@ def test_a_smaller_gather_in_backward_is_quantised_too():
     run_ranks(check, 4)
 
 
-def test_memory_is_given_back():
+def test_unsharded_weights_and_bytes_are_freed():
     def check():
         model = sharded(reshard_after_forward=True)
         group = model[0]._get_fsdp_state().groups[0]

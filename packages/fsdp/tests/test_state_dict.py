@@ -92,13 +92,13 @@ def _load(path, name):
         ("fsdp", 2, "torch", 2),
     ],
 )
-def test_training_goes_on_from_a_checkpoint(tmp_path, writer, saved_at, reader, loaded_at):
+def test_training_resumes_from_a_checkpoint(tmp_path, writer, saved_at, reader, loaded_at):
     wanted = run_ranks(_save, saved_at, str(tmp_path / "c"), writer)[0]
     for losses in run_ranks(_load, loaded_at, str(tmp_path / "c"), reader):
         torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_saving_in_the_background(tmp_path):
+def test_async_save_has_the_values_of_its_step(tmp_path):
     def save(path):
         dist.new_group(backend="gloo")
         return _save(path, "fsdp", asynchronous=True)
@@ -109,7 +109,7 @@ def test_saving_in_the_background(tmp_path):
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dicts_come_and_go(broadcast):
+def test_full_state_dicts_are_saved_and_loaded(broadcast):
     def check():
         model, optimizer = _make(fsdp, 0)
         _step(model, optimizer, 0)
@@ -133,7 +133,7 @@ def test_full_state_dicts_come_and_go(broadcast):
     run_ranks(check, 2)
 
 
-def test_a_state_dict_has_shards_whatever_the_modules_have():
+def test_state_dict_has_sharded_parameters_while_modules_are_unsharded():
     def check():
         model, _ = _make(fsdp, 0)
         with torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_state_dict_has_shards_whatever_the_modules_have():
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_puts_values_into_the_buffers(assign):
+def test_load_state_dict_copies_into_the_shard_buffer(assign):
     def check():
         model, _ = _make(fsdp, 0)
         other, _ = _make(fsdp, 1)
@@ -162,7 +162,7 @@ def test_load_state_dict_puts_values_into_the_buffers(assign):
     run_ranks(check, 2)
 
 
-def test_on_meta_a_full_state_dict_is_loaded_from_rank_0():
+def test_full_state_dict_of_rank_0_loads_into_a_model_on_meta():
     def check():
         wanted = _model(0)
         with torch.device("meta"):
@@ -178,8 +178,8 @@ def test_on_meta_a_full_state_dict_is_loaded_from_rank_0():
     run_ranks(check, 2)
 
 
-def test_tensors_of_a_state_dict_have_storages_of_their_own_in_the_groups_memory(tmp_path):
-    """So `torch.save` writes no group for each parameter, and nobody takes two of them for tied."""
+def test_state_dict_tensors_have_their_own_storage_in_the_groups_memory(tmp_path):
+    """`torch.save` writes a shard only, and tensors of a group are not taken for tied ones."""
 
     def check(path):
         model = fsdp.fully_shard(nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]))

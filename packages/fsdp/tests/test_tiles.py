@@ -1,4 +1,4 @@
-"""Tiles: codes and scales, the bound of the error, edges, what is sent and where it lies."""
+"""Tiles: codes and scales, the error bound, edges, and the layout of the bytes sent."""
 
 import math
 
@@ -23,7 +23,7 @@ def roundtrip(weight, tiles):
 
 
 def corners(tiles, rows, cols):
-    """The tiles of a matrix, as slices."""
+    """Returns the tiles of a matrix, as slices."""
     for top in range(0, rows, tiles.rows):
         for left in range(0, cols, tiles.cols):
             yield slice(top, top + tiles.rows), slice(left, left + tiles.cols)
@@ -42,7 +42,7 @@ def matrices(draw):
 
 @BOTH
 @given(drawn=matrices())
-def test_the_error_is_at_most_half_a_step(dtype, drawn):
+def test_quantization_error_is_at_most_half_a_step(dtype, drawn):
     weight, rows, cols = drawn
     tiles = Tiles(dtype, rows, cols)
     quantized = quantize(weight, tiles)
@@ -68,7 +68,7 @@ def test_the_error_is_at_most_half_a_step(dtype, drawn):
 
 
 @BOTH
-def test_every_code_comes_back(dtype):
+def test_every_code_survives_a_round_trip(dtype):
     codes = torch.arange(256).to(torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite() & (codes.float().abs() <= LARGEST[dtype])]
     weight = codes.float()[None] * 0.25
@@ -79,7 +79,7 @@ def test_every_code_comes_back(dtype):
     assert torch.equal(dequantize(quantized, Tiles(dtype, 1, 256)), weight)
 
 
-def test_of_two_codes_as_near_the_even_one_is_taken():
+def test_ties_round_to_the_even_code():
     weight = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 127]])
     for scale in (1, 15, 61, 117):  # whose reciprocals are not exact
         assert quantize(scale * weight, Tiles()).codes.tolist() == [[0, 2, 2, 0, -2, 127]]
@@ -87,8 +87,8 @@ def test_of_two_codes_as_near_the_even_one_is_taken():
 
 @BOTH
 @pytest.mark.parametrize("rows", [128, 192, 7], ids=lambda rows: f"{rows} rows")
-def test_a_stack_is_the_matrices_in_it(dtype, rows):
-    """No tile is in two experts, whether or not they are whole strips."""
+def test_stack_is_quantized_as_its_matrices(dtype, rows):
+    """A tile never spans two experts, whether or not they are whole strips."""
     stack, tiles = torch.randn(3, rows, 130), Tiles(dtype)
     quantized = quantize(stack, tiles)
     for number, matrix in enumerate(stack):
@@ -98,7 +98,7 @@ def test_a_stack_is_the_matrices_in_it(dtype, rows):
 
 
 @BOTH
-def test_a_part_that_ends_between_tiles_is_quantised_as_in_the_whole(dtype):
+def test_part_of_whole_tiles_is_quantized_as_in_the_tensor(dtype):
     tiles = Tiles(dtype, 4, 3)
     for shape in [(10, 7), (2, 8, 7), (3, 6, 7), (2, 3, 2, 3), (3, 1)]:
         weight, block = torch.randn(shape), tiles.block(shape)
@@ -111,7 +111,7 @@ def test_a_part_that_ends_between_tiles_is_quantised_as_in_the_whole(dtype):
                 assert torch.equal(roundtrip(part, tiles).flatten(), wanted[begin:end])
 
 
-def test_blocks_are_as_small_as_tiles_allow():
+def test_blocks_are_the_smallest_that_split_no_tile():
     tiles = Tiles()
     assert tiles.block((512, 300)) == tiles.block((200, 300)) == 128 * 300
     assert tiles.block((4, 256, 300)) == 128 * 300  # whole strips, over all experts
@@ -122,7 +122,7 @@ def test_blocks_are_as_small_as_tiles_allow():
 
 @BOTH
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan], ids=str)
-def test_a_tile_with_what_is_not_finite_is_nan_and_others_are_not(dtype, wrong):
+def test_only_tiles_with_non_finite_elements_are_nan(dtype, wrong):
     weight = torch.ones(6, 6)
     weight[3, 3] = wrong
     tiles = Tiles(dtype, 2, 2)
@@ -134,7 +134,7 @@ def test_a_tile_with_what_is_not_finite_is_nan_and_others_are_not(dtype, wrong):
 
 
 @BOTH
-def test_zeros_stay_zeros(dtype):
+def test_zeros_are_dequantized_to_zeros(dtype):
     weight = torch.ones(4, 4)
     weight[:2, :2] = torch.tensor([[0.0, -0.0], [1e-40, -1e-38]])
     quantized = quantize(weight, Tiles(dtype, 2, 2))
@@ -145,7 +145,7 @@ def test_zeros_stay_zeros(dtype):
 
 @BOTH
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_the_product_is_rounded_once(dtype, compute):
+def test_dequantized_product_is_rounded_once(dtype, compute):
     weight, tiles = torch.randn(5, 9), Tiles(dtype, 2, 4)
     quantized = quantize(weight, tiles)
     wanted = dequantize(quantized, tiles).to(compute)
@@ -157,14 +157,14 @@ def test_the_product_is_rounded_once(dtype, compute):
         assert torch.equal(found, wanted)
 
 
-def test_bfloat16_weights_are_what_they_are_in_fp32():
+def test_bfloat16_weights_have_the_codes_of_fp32():
     weight = torch.randn(5, 9, dtype=torch.bfloat16)
     for dtype in DTYPES:
         tiles = Tiles(dtype, 2, 4)
         assert torch.equal(roundtrip(weight, tiles), roundtrip(weight.float(), tiles))
 
 
-def test_no_elements_are_no_codes():
+def test_empty_tensors_have_no_codes():
     for shape in [(0, 5), (5, 0), (0, 3, 4)]:
         tiles = Tiles(rows=2, cols=2)
         quantized = quantize(torch.zeros(shape), tiles)
@@ -182,16 +182,16 @@ def test_no_elements_are_no_codes():
     ],
     ids=["dtype", "rows", "cols"],
 )
-def test_options_that_are_wrong(options, message):
+def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Tiles(**options)
 
 
-# What is sent.
+# The layout of bytes.
 
 
-def wire(world, *params):
-    """Of parameters, each a shape and its tiles or None; the layout, the wire, their forms."""
+def layouts(world, *params):
+    """Returns the layout, byte layout and formats of parameters, each a shape and its tiles."""
     forms = [ParamFormat(torch.bfloat16, shape, tiles) for shape, tiles in params]
     specs = [
         TensorSpec(
@@ -205,16 +205,16 @@ def wire(world, *params):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_what_is_sent_is_every_element_once_and_nothing_overlaps(world):
+def test_byte_layout_has_every_element_once_without_overlap(world):
     small = Tiles(rows=4, cols=3)
-    layout, found, forms = wire(
+    layout, found, forms = layouts(
         world, ((10, 7), small), ((5,), None), ((3, 6, 7), small), ((0, 4), small), ((), None)
     )
     verify(found.layout)
-    held = {}
+    intervals = {}
     for part in found.parts:
         begin = part.begin - layout.starts[part.param]
-        held.setdefault(part.param, []).append((begin, begin + part.numel))
+        intervals.setdefault(part.param, []).append((begin, begin + part.numel))
         specs, form = found.layout.specs, forms[part.param]
         assert found.layout.owners(part.values) == range(part.rank, part.rank + 1)
         if form.tiles is None:
@@ -227,7 +227,7 @@ def test_what_is_sent_is_every_element_once_and_nothing_overlaps(world):
         assert specs[part.scales].numel == 4 * math.prod(form.tiles.grid(shape))
     for param, form in enumerate(forms):
         ends = [0]
-        for begin, end in sorted(held.get(param, [])):
+        for begin, end in sorted(intervals.get(param, [])):
             assert begin == ends[-1]
             ends.append(end)
         assert ends[-1] == math.prod(form.shape)
@@ -235,12 +235,12 @@ def test_what_is_sent_is_every_element_once_and_nothing_overlaps(world):
     assert not any(starts)
 
 
-def test_a_quarter_of_the_bytes_is_sent():
-    layout, found, _ = wire(2, ((4096, 1024), Tiles()), ((1024,), None), ((1024,), None))
+def test_byte_layout_of_fp32_weights_is_a_quarter_of_their_bytes():
+    layout, found, _ = layouts(2, ((4096, 1024), Tiles()), ((1024,), None), ((1024,), None))
     assert found.layout.buffer_size <= 0.251 * 4 * layout.total
 
 
-def test_sizes_are_any_integers_and_become_ints():
+def test_sizes_accept_numpy_integers_and_become_ints():
     tiles = Tiles(rows=np.int64(32), cols=np.int32(16))
     assert tiles == Tiles(rows=32, cols=16)
     assert {type(tiles.rows), type(tiles.cols)} == {int}

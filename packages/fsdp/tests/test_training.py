@@ -1,4 +1,4 @@
-"""How a script trains: each as FSDP2 does with the same lines, collectives counted."""
+"""Training scripts run as under FSDP2, with the same lines; collectives are counted."""
 
 import pytest
 import torch
@@ -18,17 +18,17 @@ BOTH = (fsdp, torch_fsdp)
 
 
 def _both(world_size, options, *, exact=True, shape=None, names=None, **how):
-    """Runs a script with either package on ranks, and compares what it returns."""
+    """Runs a script with each package on ranks, and compares the results."""
 
     def check():
         mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=names)
         given = options | ({"mesh": mesh} if mesh else {})
         return [losses(shard(package, stack(), **given), **how) for package in BOTH]
 
-    for ours, theirs in run_ranks(check, world_size, timeout=120):
+    for actual, native in run_ranks(check, world_size, timeout=120):
         if exact:
-            assert torch.equal(ours, theirs), (ours, theirs)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            assert torch.equal(actual, native), (actual, native)
+        torch.testing.assert_close(actual, native, rtol=1e-5, atol=1e-6)
 
 
 def _accumulate(model, last):
@@ -54,7 +54,7 @@ def test_gradients_accumulate_without_communication():
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
-def test_accumulated_gradients_are_those_of_fsdp2(reduce_dtype):
+def test_accumulated_gradients_equal_fsdp2(reduce_dtype):
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     exact = reduce_dtype != torch.bfloat16
     if exact:
@@ -68,20 +68,20 @@ def test_accumulated_gradients_are_those_of_fsdp2(reduce_dtype):
     def reference():
         return losses(shard(fsdp, stack()), micro=3, prepare=_accumulate)
 
-    for ours, wanted in zip(run_ranks(check, 2), run_ranks(reference, 2), strict=True):
-        assert not torch.equal(ours, wanted)  # it was bfloat16
-        torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.05)
+    for actual, wanted in zip(run_ranks(check, 2), run_ranks(reference, 2), strict=True):
+        assert not torch.equal(actual, wanted)  # it was bfloat16
+        torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)
 
 
-def test_gradients_also_accumulate_sharded():
+def test_sharded_gradients_accumulate():
     _both(2, {}, micro=3)
 
 
-def test_mixed_precision_is_that_of_fsdp2():
+def test_mixed_precision_losses_equal_fsdp2():
     _both(2, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
 
 
-def test_outputs_are_cast_as_by_fsdp2():
+def test_outputs_are_cast_as_fsdp2_casts_them():
     def check():
         results = []
         for package in BOTH:
@@ -94,11 +94,11 @@ def test_outputs_are_cast_as_by_fsdp2():
             results.append(losses(model))
         return results
 
-    for ours, theirs in run_ranks(check, 2):
-        assert torch.equal(ours, theirs)
+    for actual, native in run_ranks(check, 2):
+        assert torch.equal(actual, native)
 
 
-def test_float16_is_divided_in_two_steps():
+def test_float16_gradients_are_divided_before_and_after_the_reduction():
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
     def check():
@@ -115,7 +115,7 @@ def test_float16_is_divided_in_two_steps():
     run_ranks(check, 2)
 
 
-def test_what_is_computed_with_has_the_dtypes_of_the_policy():
+def test_parameters_and_inputs_have_the_dtypes_of_the_policy():
     def check():
         seen = []
         model = stack(1)
@@ -134,11 +134,11 @@ def test_what_is_computed_with_has_the_dtypes_of_the_policy():
     run_ranks(check, 2)
 
 
-def test_hsdp_is_that_of_fsdp2():
+def test_hsdp_losses_equal_fsdp2():
     _both(4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"))
 
 
-def test_hsdp_reduces_replicas_once_and_puts_it_off_when_told():
+def test_hsdp_all_reduces_once_and_only_when_required():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = shard(fsdp, stack(), mesh=mesh, strategy="native", reshard_after_forward=False)
@@ -158,14 +158,14 @@ def test_hsdp_reduces_replicas_once_and_puts_it_off_when_told():
         assert with_all == without | {"all_reduce": 4}
 
 
-def test_hsdp_accumulates_shards_as_fsdp2():
+def test_hsdp_accumulates_sharded_gradients_as_fsdp2():
     _both(
         4, {}, exact=False, shape=(2, 2), names=("replicate", "shard"), micro=3,
         prepare=lambda model, last: model.set_requires_all_reduce(last),
     )  # fmt: skip
 
 
-def test_hooks_of_gradients_run_when_these_are_whole():
+def test_post_accumulate_grad_hooks_run_on_complete_gradients():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         counts = []
@@ -179,12 +179,12 @@ def test_hooks_of_gradients_run_when_these_are_whole():
                 counts.append((len(seen), any(seen)))
         return counts
 
-    for *ours, first, second in run_ranks(check, 4):
-        assert ours == [first, second]
-        assert ours == [(0, False), (8, False)]
+    for *actual, first, second in run_ranks(check, 4):
+        assert actual == [first, second]
+        assert actual == [(0, False), (8, False)]
 
 
-def test_shards_and_gradients_may_stay_on_the_host():
+def test_cpu_offload_keeps_shards_and_gradients_on_the_host():
     _both(2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
 
@@ -193,7 +193,7 @@ def test_gradients_are_clipped_across_groups(clip):
     _both(2, {}, exact=False, clip=clip)
 
 
-def test_a_divide_factor_and_sums_only():
+def test_divide_factor_and_sum_only_reductions():
     def prepare(model, last):
         for module in model.modules():
             if isinstance(module, torch_fsdp.FSDPModule):
@@ -203,7 +203,7 @@ def test_a_divide_factor_and_sums_only():
     _both(2, {}, prepare=prepare)
 
 
-def test_explicit_prefetch_and_settings_of_fsdp2():
+def test_explicit_prefetch_and_other_settings_do_not_change_losses():
     def prepare(model, last):
         blocks = list(model)[:-1]
         model.set_modules_to_forward_prefetch(blocks[:2])
@@ -217,7 +217,7 @@ def test_explicit_prefetch_and_settings_of_fsdp2():
     _both(2, {}, micro=2, prepare=prepare)
 
 
-def test_unshard_by_hand():
+def test_explicit_unshard_and_reshard():
     def check():
         model = shard(fsdp, stack(), strategy="native")
         whole = [p.detach() for p in stack()[0].parameters()]
@@ -237,7 +237,7 @@ def test_unshard_by_hand():
     run_ranks(check, 2)
 
 
-def test_memory_of_unsharded_parameters_is_given_back():
+def test_memory_of_unsharded_parameters_is_freed():
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=True)
         seen = []
@@ -253,7 +253,7 @@ def test_memory_of_unsharded_parameters_is_given_back():
     run_ranks(check, 2)
 
 
-def test_other_methods_gather_when_told():
+def test_registered_forward_methods_unshard():
     def check():
         class Encoder(ResidualBlock):
             def encode(self, x):
@@ -271,22 +271,22 @@ def test_other_methods_gather_when_told():
     run_ranks(check, 2)
 
 
-def test_memory_may_be_kept_at_its_addresses():
+def test_keep_unsharded_storage_keeps_addresses():
     def check():
         model = shard(fsdp, stack())
         model.set_keep_unsharded_storage(True)
         wanted = losses(shard(fsdp, stack()))
         assert torch.equal(losses(model), wanted)
         groups = [g for state in model._get_fsdp_state().context.all_states for g in state.groups]
-        kept = [group.params[0].unsharded_param.data_ptr() for group in groups]
-        assert all(kept)
+        addresses = [group.params[0].unsharded_param.data_ptr() for group in groups]
+        assert all(addresses)
         assert torch.equal(losses(model, steps=1), losses(model, steps=1)) is False
-        assert [group.params[0].unsharded_param.data_ptr() for group in groups] == kept
+        assert [group.params[0].unsharded_param.data_ptr() for group in groups] == addresses
 
     run_ranks(check, 2)
 
 
-def test_an_iteration_may_be_ended_by_hand():
+def test_finalize_backward_ends_an_iteration():
     def check():
         model, plain = shard(fsdp, stack()), shard(fsdp, stack())
         with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
@@ -313,8 +313,8 @@ def test_an_iteration_may_be_ended_by_hand():
     run_ranks(check, 2)
 
 
-def test_memory_is_given_back_before_gradients_take_theirs():
-    """At the peak of a step there are neither the group's parameters nor two gradient buffers."""
+def test_parameters_are_freed_before_gradients_are_copied_in():
+    """At the peak of a step there are no unsharded parameters and one gradient buffer."""
 
     def check():
         model, seen = shard(fsdp, stack()), []

@@ -1,4 +1,4 @@
-"""What fsdp changes in torch: nothing by its import, one hook by `fully_shard`, undone."""
+"""Import changes nothing in torch, `fully_shard` one hook, which `uninstall` removes."""
 
 from testkit.inspection.torch_snapshot import changes_by, importing
 
@@ -20,7 +20,7 @@ del stale, old
 """
 
 
-def test_import_changes_nothing_in_torch_and_uninstall_takes_all_back():
+def test_import_changes_nothing_in_torch_and_uninstall_restores_it():
     world = """
 import torch, torch.distributed as dist
 from torch import nn

@@ -38,7 +38,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 
 
 
 def make_model(experts=0, **config):
-    """The same numbers on every rank."""
+    """Returns the same numbers on every rank."""
     set_seed(0)
     config = {"use_cache": False, "num_attention_heads": 4, **SIZES, **config}
     if experts:
@@ -48,10 +48,10 @@ def make_model(experts=0, **config):
 
 
 def arguments(folder, fsdp_config=None, **options):
-    """The Trainer's arguments; with an fsdp_config accelerate shards the model.
+    """Returns the Trainer's arguments; with an fsdp_config accelerate shards the model.
 
-    accelerate shards on accelerators only: on a CPU it would wrap the model in DDP, so it is told
-    that the processes are of one. Everything after that is what it does there, on gloo.
+    accelerate shards on accelerators only: on a CPU it would wrap the model in DDP, so its
+    environment names an accelerator. Everything after that runs as there, on gloo.
     """
     if fsdp_config is not None:
         layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -83,12 +83,12 @@ def arguments(folder, fsdp_config=None, **options):
 
 
 def fingerprint(values):
-    """Of each tensor of a full state dict, its sum and that of its absolute values in fp64."""
+    """Returns, of each tensor, its sum and the sum of its absolute values in fp64."""
     return {name: [v.double().sum().item(), v.double().abs().sum().item()] for name, v in values}
 
 
 def report(trainer):
-    """What a run has come to; every rank calls it."""
+    """Returns the results of a run; every rank calls it."""
     model = trainer.model
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -110,7 +110,7 @@ def train(model, options, resume=None):
 
 
 def saved(folder):
-    """The fingerprint of what from_pretrained reads on one device."""
+    """Returns the fingerprint of the weights that from_pretrained reads on one device."""
     return fingerprint(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
 
 
@@ -170,7 +170,7 @@ def by_transformers(folder):
 
 
 def refused(function, *args, **options):
-    """The sentence of an error that every rank gets."""
+    """Returns the error that every rank gets."""
     try:
         function(*args, **options)
     except ValueError as error:
@@ -179,7 +179,7 @@ def refused(function, *args, **options):
 
 
 def refusals(folder):
-    """What cannot work is an error on every rank, and the process group is as good as before."""
+    """Unsupported runs raise on every rank, and the process group can be used afterwards."""
     found = {}
     model = LlamaForCausalLM.from_pretrained(
         folder / "loaded" / "source", distributed_config=DistributedConfig(fsdp_size=2)

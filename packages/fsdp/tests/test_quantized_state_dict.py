@@ -1,4 +1,4 @@
-"""Quantised weights beside others: checkpoints, tensor parallelism, and errors that name them."""
+"""Quantized weights: checkpoints, tensor parallelism, and errors that name the parameter."""
 
 import math
 import warnings
@@ -89,7 +89,7 @@ def _load(path, kind):
         ("FSDP2", 2, "quantised", 1),
     ],
 )
-def test_checkpoints_are_of_the_weights_themselves(tmp_path, writer, saved_at, reader, loaded_at):
+def test_checkpoints_have_unquantized_weights(tmp_path, writer, saved_at, reader, loaded_at):
     path, model = str(tmp_path / "c"), net()
     optimizer, rounded = sgd(model), {"quantised": fake}
     plain = lambda name, weight: weight
@@ -100,7 +100,7 @@ def test_checkpoints_are_of_the_weights_themselves(tmp_path, writer, saved_at, r
         assert found == wanted
 
 
-def test_a_whole_state_dict_comes_and_goes():
+def test_full_state_dict_is_saved_and_loaded():
     def check():
         model = sharded(quantize_fn=of_matrices(SMALL))
         losses(model, sgd(model), range(2))
@@ -140,7 +140,7 @@ def tensor_parallel(mesh, width=16):
     return model
 
 
-def test_tensor_parallelism_between_tiles():
+def test_tensor_parallelism_must_not_split_tiles():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tiles = Tiles(rows=2, cols=4)
@@ -172,7 +172,7 @@ def test_tensor_parallelism_between_tiles():
 # What is not finite, what is empty.
 
 
-def test_what_is_not_finite_is_seen_by_all_ranks_and_named():
+def test_non_finite_tile_is_nan_on_all_ranks_with_a_warning():
     def check(wrong):
         model = sharded(quantize_fn=of_matrices(SMALL))
         weight = model[0].up.weight  # 36 x 20
@@ -188,9 +188,11 @@ def test_what_is_not_finite_is_seen_by_all_ranks_and_named():
         bad = model[0].up.weight.isnan()
         assert bad[16:24, :8].all()
         assert bad.sum() == 8 * 8
-        said = [str(one.message) for one in caught]
-        assert len(said) == mine
-        assert all("parameter 'up.weight' has elements that are not finite" in one for one in said)
+        messages = [str(one.message) for one in caught]
+        assert len(messages) == mine
+        assert all(
+            "parameter 'up.weight' has elements that are not finite" in one for one in messages
+        )
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             model[0].reshard()
@@ -201,21 +203,21 @@ def test_what_is_not_finite_is_seen_by_all_ranks_and_named():
         assert sorted(run_ranks(check, 2, wrong)) == [False, True]
 
 
-def test_zeros_and_ranks_without_a_tile():
+def test_zero_weights_and_ranks_without_a_tile():
     def check():
         model = sharded(quantize_fn=of_matrices(SMALL))
         with torch.no_grad():
             model[2].weight.zero_()
-        held = model[2].weight.to_local().numel()
+        local_numel = model[2].weight.to_local().numel()
         assert torch.equal(model(batch(0)), model[2].bias.detach().expand(6, 5))
         model(batch(0)).sum().backward()
         assert model[2].weight.grad.full_tensor().any()
-        return held
+        return local_numel
 
     assert sorted(run_ranks(check, 4)) == [0, 0, 0, 5 * 20]  # of five rows: less than a tile
 
 
-def test_an_empty_weight_and_nothing_else():
+def test_group_of_one_empty_weight():
     def check():
         model = nn.Sequential(nn.Linear(4, 4))
         model[0].weight = nn.Parameter(torch.zeros(0, 4))
@@ -244,7 +246,7 @@ CUTS = {"rows": Rows(12), "block": Block(8), "row": Shard(0), "whole strips": Bl
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_granularity_that_cuts_a_tile(name):
+def test_granularity_that_splits_a_tile_is_refused(name):
     def check():
         with pytest.raises(
             ValueError,
@@ -255,14 +257,14 @@ def test_a_granularity_that_cuts_a_tile(name):
     run_ranks(check, 1)
 
 
-def test_a_granularity_that_cuts_none():
+def test_granularity_of_whole_tiles_is_accepted():
     def check():
         for granularity in (None, Rows(8), Rows(16), Rows(99), Block(64), Whole()):
             model = linear()
             model[0].bias = None
-            held = shard(granularity, model=model)[0].weight.to_local().numel()
+            local_numel = shard(granularity, model=model)[0].weight.to_local().numel()
             one_owner = granularity in (Rows(99), Whole())
-            assert held in ((0, 32 * 4) if one_owner else (16 * 4,)), granularity
+            assert local_numel in ((0, 32 * 4) if one_owner else (16 * 4,)), granularity
         model = linear()
         model[0].weight = nn.Parameter(torch.randn(4, 12, 4))  # a stack of four
         with pytest.raises(
@@ -302,7 +304,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_choice_that_cannot_be(name):
+def test_wrong_result_of_quantize_fn_is_refused(name):
     model_of, choose, message = CHOICES[name]
 
     def check():
@@ -312,7 +314,7 @@ def test_a_choice_that_cannot_be(name):
     run_ranks(check, 1)
 
 
-def test_ranks_that_differ():
+def test_tiles_that_differ_between_ranks_are_an_error():
     def check():
         tiles = STRIPS if dist.get_rank() else Tiles(rows=8, cols=2)
         with pytest.raises(ValueError, match=r"'0.weight' in Tiles\(.*cols=2\)"):

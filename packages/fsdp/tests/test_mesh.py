@@ -1,4 +1,4 @@
-"""Parameters on several meshes: experts and the rest, as on one device; clipping over all."""
+"""Parameters on several meshes, as experts and the others, train as on one device; clipping."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SCATTER = (
 
 
 class Experts(nn.Module):
-    """Every token goes through every expert; 3-D weights, (experts, in, out)."""
+    """Sends every token through every expert; weights are (experts, in, out)."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def _model():
 
 
 def _expert_parallel(granularity):
-    """Experts over two ranks and, there, over the two others; all else over all four."""
+    """Shards experts on two ranks over the ranks with the same experts, others over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     everyone, model = mesh._flatten("fsdp"), _model()
     for block in list(model)[:-1]:
@@ -87,7 +87,7 @@ def _train(model, rows, clip):
 
 
 @pytest.mark.parametrize("granularity", [None, Rows(8), Rows(16)], ids=str)
-def test_expert_parallel_trains_as_one_device(granularity):
+def test_expert_parallelism_trains_as_on_one_device(granularity):
     def check():
         rank = torch.distributed.get_rank()
         model = _expert_parallel(granularity)
@@ -105,7 +105,7 @@ def test_expert_parallel_trains_as_one_device(granularity):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_of_one_mesh_is_torchs(norm_type):
+def test_clipping_on_one_mesh_equals_torchs(norm_type):
     def check():
         model, plain = shard(fsdp, stack()), stack()
         for one in (model, plain):
@@ -119,7 +119,7 @@ def test_clipping_of_one_mesh_is_torchs(norm_type):
     run_ranks(check, 2)
 
 
-def test_clipping_with_plain_parameters_and_none():
+def test_clipping_with_plain_parameters_and_without_gradients():
     def check():
         model = stack()
         ignored = set(model[-1].parameters())
@@ -142,8 +142,8 @@ def test_clipping_with_plain_parameters_and_none():
 @pytest.mark.skipif(
     not hasattr(torch_common, "ShardPlacementResult"), reason="torch < 2.12 has no such result"
 )
-def test_a_mesh_for_each_parameter_is_as_in_fsdp2():
-    """Matrices over two of the ranks, replicated over the others; all else over all four."""
+def test_shard_placement_result_with_a_mesh_trains_as_fsdp2():
+    """Matrices are sharded over two ranks and replicated over the others; others over all four."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -162,13 +162,13 @@ def test_a_mesh_for_each_parameter_is_as_in_fsdp2():
             meshes = {p.ndim: p.device_mesh for p in model.parameters()}
             assert meshes == {1: everyone, 2: mesh}
             grads.append([param.grad.full_tensor() for param in model.parameters()])
-        for ours, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        for actual, native in zip(*grads, strict=True):
+            torch.testing.assert_close(actual, native, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4, timeout=120)
 
 
-def test_a_mesh_that_is_sharded_along_its_first_axis():
+def test_mesh_sharded_along_its_first_axis_is_refused():
     class Info:
         shard_mesh_dim = 0
 

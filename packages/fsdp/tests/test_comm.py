@@ -1,4 +1,4 @@
-"""Collectives that a user puts in place of the buffers' own: the same training, by other ways."""
+"""Custom collectives, process-group memory and separate groups: training stays the same."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def _set_custom(model):
     return gather, reduce
 
 
-def test_custom_collectives_train_alike():
+def test_custom_collectives_give_the_same_losses():
     def check():
         wanted = losses(shard(fsdp, stack()))
         model = shard(fsdp, stack())
@@ -60,7 +60,7 @@ def test_custom_collectives_train_alike():
     run_ranks(check, 2)
 
 
-def test_they_may_be_set_between_steps():
+def test_custom_collectives_may_be_set_between_steps():
     def check():
         model = shard(fsdp, stack())
         model(batch(0)).sum().backward()
@@ -75,7 +75,7 @@ def test_they_may_be_set_between_steps():
     run_ranks(check, 2)
 
 
-def test_memory_of_the_process_group():
+def test_process_group_memory_gives_the_same_losses():
     def check():
         wanted = losses(shard(fsdp, stack()))
         model = shard(fsdp, stack())
@@ -92,7 +92,7 @@ def test_memory_of_the_process_group():
     run_ranks(check, 2)
 
 
-def test_reductions_in_a_group_of_their_own():
+def test_reduce_scatters_use_a_separate_process_group():
     def check():
         wanted = losses(shard(fsdp, stack()))
         for strategy in ("native", "exchange"):
@@ -117,7 +117,7 @@ def test_reductions_in_a_group_of_their_own():
     run_ranks(check, 2)
 
 
-def test_memory_of_the_process_group_no_longer_beside_a_custom_gather():
+def test_disabling_process_group_memory_keeps_a_custom_all_gather():
     def check():
         model = shard(fsdp, stack())
         modules = [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
@@ -135,7 +135,7 @@ def test_memory_of_the_process_group_no_longer_beside_a_custom_gather():
     run_ranks(check, 2)
 
 
-def test_what_does_not_go_together():
+def test_process_group_memory_is_refused_beside_custom_collectives_and_exchange():
     def check():
         model = shard(fsdp, stack())
         model.set_custom_all_gather(Gather())

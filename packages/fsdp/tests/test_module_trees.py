@@ -1,4 +1,4 @@
-"""Random trees of modules, sharded at random places and granularities, against a whole model."""
+"""Random trees of modules, sharded at random, train bit for bit as without sharding."""
 
 from dataclasses import dataclass
 
@@ -93,7 +93,7 @@ def _shard(module, node):
 
 
 def _train(model, average):
-    """Losses of some steps, and the parameters after them."""
+    """Returns the losses of some steps, and the parameters after them."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -115,7 +115,7 @@ def _average(model):
 
 
 def _differing(tree):
-    """The names of what is not, bit for bit, as without sharding."""
+    """Returns the names of values that differ from those without sharding."""
     torch.manual_seed(0)
     whole = _build(tree)
     torch.manual_seed(0)
@@ -134,5 +134,5 @@ def _differing(tree):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_TREES)
-def test_a_tree_trains_as_without_sharding(tree):
+def test_tree_of_modules_trains_as_without_sharding(tree):
     assert run_ranks(_differing, 2, tree) == [[], []]

@@ -71,14 +71,14 @@ def test_nested_modules_and_tied_parameters_load_and_train_as_in_fsdp2(dtype):
                 assert torch.equal(value, values[name].to(dtype)), name
             found.append(train(model))
             assert model.head.weight is model.embed.weight
-        (ours, ours_after), (native, native_after) = found
-        assert torch.equal(ours, native)
-        assert all(torch.equal(ours_after[name], native_after[name]) for name in native_after)
+        (actual, actual_after), (native, native_after) = found
+        assert torch.equal(actual, native)
+        assert all(torch.equal(actual_after[name], native_after[name]) for name in native_after)
 
     run_ranks(check, 2)
 
 
-def test_loaded_shards_are_views_of_one_buffer_and_objects_stay():
+def test_loaded_shards_are_views_of_one_buffer_and_keep_their_identity():
     def check():
         values = stack().state_dict()
         with torch.device("meta"):
@@ -89,14 +89,14 @@ def test_loaded_shards_are_views_of_one_buffer_and_objects_stay():
         storages = {p.to_local().untyped_storage().data_ptr() for p in model[0].parameters()}
         assert len(storages) == 1
         before = list(model.parameters())
-        ours = losses(model)
+        actual = losses(model)
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        assert torch.equal(ours, losses(shard(fsdp, stack())))
+        assert torch.equal(actual, losses(shard(fsdp, stack())))
 
     run_ranks(check, 2)
 
 
-def test_part_of_a_group_loads_and_the_error_names_the_rest():
+def test_part_of_a_group_loads_and_the_next_forward_names_the_rest():
     def check():
         torch.manual_seed(0)
         values = Tied().state_dict()
@@ -119,7 +119,7 @@ def test_part_of_a_group_loads_and_the_error_names_the_rest():
     run_ranks(check, 2)
 
 
-def test_of_tied_places_either_may_be_loaded():
+def test_tied_parameters_load_under_either_name():
     def check():
         torch.manual_seed(0)
         model = fsdp.fully_shard(Tied())
@@ -135,7 +135,7 @@ def test_of_tied_places_either_may_be_loaded():
     run_ranks(check, 2)
 
 
-def test_dtypes_that_stay_mixed_are_an_error_at_the_next_gather():
+def test_mixed_dtypes_are_an_error_at_the_next_unshard():
     def check():
         torch.manual_seed(0)
         values = Tied().state_dict()

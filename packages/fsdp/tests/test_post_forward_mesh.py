@@ -15,7 +15,7 @@ from testkit.models.residual_stack import batch, losses, shard, stack
 pytestmark = pytest.mark.ranks
 
 
-def test_backward_gathers_over_fewer_ranks():
+def test_backward_gathers_over_the_post_forward_mesh():
     def check():
         wanted = losses(shard(fsdp, stack(), strategy="native"))
         model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")
@@ -31,7 +31,7 @@ def test_backward_gathers_over_fewer_ranks():
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_later_setting_takes_the_place_of_the_number(keeps):
+def test_set_reshard_after_forward_replaces_the_number(keeps):
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")
         first = model(batch(0))
@@ -49,7 +49,7 @@ def test_a_later_setting_takes_the_place_of_the_number(keeps):
     assert run_ranks(check, 4, timeout=120) == [{4}] * 4
 
 
-def test_granularities_and_strategies():
+def test_losses_are_the_same_for_granularities_and_strategies():
     def check():
         options = {"shard_placement_fn": lambda p: Rows(3) if p.ndim == 2 else None}
         for strategy in ("native", "exchange"):
@@ -60,7 +60,7 @@ def test_granularities_and_strategies():
     run_ranks(check, 4, timeout=120)
 
 
-def test_modules_have_the_sharded_parameters_meanwhile():
+def test_modules_have_sharded_parameters_between_forward_and_backward():
     def check():
         model = shard(fsdp, stack(), reshard_after_forward=2)
         own = [group.shard for group in model[0]._get_fsdp_state().groups]
@@ -83,7 +83,7 @@ def test_modules_have_the_sharded_parameters_meanwhile():
     run_ranks(check, 4, timeout=120)
 
 
-def test_changes_between_forwards_are_seen():
+def test_forward_gathers_changed_parameters():
     """A forward gathers from the shards, whatever an earlier one has kept."""
 
     def check():
@@ -104,7 +104,7 @@ def test_changes_between_forwards_are_seen():
     run_ranks(check, 4, timeout=120)
 
 
-def test_checkpointed_and_several_forwards_before_backward():
+def test_checkpointing_and_several_forwards_before_backward():
     def check():
         results = []
         for reshard in (2, True):
@@ -119,7 +119,7 @@ def test_checkpointed_and_several_forwards_before_backward():
     run_ranks(check, 4, timeout=120)
 
 
-def test_numbers_that_are_all_ranks_or_one():
+def test_number_of_all_ranks_is_true_and_of_one_rank_is_false():
     def check():
         wanted = losses(shard(fsdp, stack()))
         assert torch.equal(losses(shard(fsdp, stack(), reshard_after_forward=2)), wanted)
@@ -135,7 +135,7 @@ def test_numbers_that_are_all_ranks_or_one():
     run_ranks(check, 2)
 
 
-def test_hybrid_sharding():
+def test_hsdp_losses_are_the_same():
     def check():
         mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
         wanted = losses(shard(fsdp, stack(), mesh=mesh))

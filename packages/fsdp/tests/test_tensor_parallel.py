@@ -1,4 +1,4 @@
-"""Tensor parallelism inside: as on one device, and as FSDP2 does."""
+"""FSDP with tensor parallelism trains as one device, and as FSDP2 does."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def _train(model, rank, ranks):
         optimizer.zero_grad()
 
 
-def test_it_trains_as_on_one_device():
+def test_fsdp_with_tp_trains_as_on_one_device():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = _model()
@@ -65,7 +65,7 @@ def test_it_trains_as_on_one_device():
     run_ranks(check, 4, timeout=120)
 
 
-def test_meshes_that_have_nothing_in_common():
+def test_meshes_without_a_common_root_are_refused():
     def check():
         model = nn.Linear(4, 4)
         parallelize_module(model, init_device_mesh("cpu", (2,)), ColwiseParallel())
@@ -76,8 +76,8 @@ def test_meshes_that_have_nothing_in_common():
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["sharded", "replicated"])
-def test_parameters_that_are_placed_on_all_axes(placement):
-    """As a plan over the whole mesh has them: gradients are what their placements say."""
+def test_parameters_on_all_axes_get_gradients_of_their_placements(placement):
+    """A plan over the whole mesh makes such parameters; gradients are placed as DTensors."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -120,7 +120,7 @@ def test_partial_gradients_are_reduced_once():
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
-def test_parameters_may_be_sharded_before(placement):
+def test_parameters_sharded_on_the_fsdp_axis_are_resharded(placement):
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model, wanted = nn.Linear(6, 5), nn.Linear(6, 5)
@@ -134,8 +134,8 @@ def test_parameters_may_be_sharded_before(placement):
     run_ranks(check, 2)
 
 
-def test_rows_that_another_axis_cuts_stay_whole():
-    """Then only dim 0 is ragged, and each rank has a matrix: operators need no other layout."""
+def test_rows_sharded_by_another_axis_are_not_split():
+    """Only dim 0 is ragged then, and each rank has a matrix."""
 
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -151,7 +151,7 @@ def test_rows_that_another_axis_cuts_stay_whole():
 
 
 class Fused(nn.Module):
-    """One matrix of three parts by its rows, one of two by its columns."""
+    """A matrix with three interleaved parts of its rows, and one with two of its columns."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ def test_interleaved_parameters_are_clipped_stepped_and_saved(tmp_path):
     run_ranks(load, 2, run_ranks(check, 4, timeout=120)[0], timeout=60)
 
 
-def test_unequal_parts_are_refused_by_name():
+def test_unequal_shards_of_other_axes_are_refused_by_name():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Linear(4, 6, bias=False)  # two chunks of 3 rows
@@ -221,7 +221,7 @@ def test_unequal_parts_are_refused_by_name():
     run_ranks(check, 2)
 
 
-def test_tiles_that_go_through_chunks_are_refused_by_name():
+def test_tiles_split_by_interleaved_chunks_are_refused_by_name():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Linear(8, 24, bias=False)  # 4 rows of each of three chunks are 12
@@ -235,21 +235,21 @@ def test_tiles_that_go_through_chunks_are_refused_by_name():
     run_ranks(check, 2)
 
 
-def test_an_axis_that_flattens_several_is_of_the_first():
+def test_flattened_axes_must_come_first_in_the_mesh():
     with fake_mesh((2, 1, 2), ("tp", "a", "b")) as mesh:
         model = distribute_module(_model(), mesh)
         with pytest.raises(ValueError, match=r"made of .*; expected these first in the mesh"):
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 
-def test_axes_are_a_parameters_whether_they_are_more_or_fewer():
-    """As a plan over the whole mesh has them; another axis cuts the parameter, or there is none.
+def test_fsdp_axes_may_flatten_or_split_the_axes_of_a_parameter():
+    """A plan over the whole mesh makes such parameters; TP shards them too, or there is no TP.
 
-    One axis of ours may be several of its (experts' ranks are some of those of data), and two of
-    ours one of its (HSDP). Gradients are terms of a sum along these, and are not averaged.
+    fully_shard's axis may flatten several axes of the parameter (experts), and its two axes may be
+    one of the parameter's (HSDP). Gradients are terms of a sum along these, and not averaged.
     """
 
-    def check(shape, names, data, ours):
+    def check(shape, names, data, sizes):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         model, alone = distribute_module(_model(), mesh), _model()
         for block in model:
@@ -260,15 +260,15 @@ def test_axes_are_a_parameters_whether_they_are_more_or_fewer():
         if len(data) > 1:
             own = own._flatten("data")
         else:
-            own = own._unflatten(0, ours, ("copies", "shards"))
+            own = own._unflatten(0, sizes, ("copies", "shards"))
         for block in model:
             fully_shard(block, mesh=own)
         fully_shard(model, mesh=own)
         up, down = model[0].up.weight, model[0].down.weight
         assert up.device_mesh.mesh_dim_names == (*own.mesh_dim_names, "tp")
-        held = torch.tensor(up.to_local().numel())
-        dist.all_reduce(held)
-        assert held == alone[0].up.weight.numel() * (ours[0] if len(ours) > 1 else 1)
+        local_numel = torch.tensor(up.to_local().numel())
+        dist.all_reduce(local_numel)
+        assert local_numel == alone[0].up.weight.numel() * (sizes[0] if len(sizes) > 1 else 1)
         assert torch.equal(up.full_tensor(), alone[0].up.weight)
         assert torch.equal(down.full_tensor(), alone[0].down.weight)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

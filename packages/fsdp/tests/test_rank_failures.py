@@ -1,4 +1,4 @@
-"""Ranks that skip modules or die: named errors within the time-out, no wrong numbers, restarts."""
+"""Ranks that skip modules or die: errors within the time-out, no wrong values, restarts."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ def _sharded(mesh, **options):
 
 @contextmanager
 def _mesh():
-    """Of all ranks, with a short time-out; nobody leaves before all have seen their errors."""
+    """Yields a mesh of all ranks with a short time-out; all leave it together."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()
     yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
@@ -60,8 +60,8 @@ def _train(model):
     model(torch.ones(2, 4)).square().sum().backward()
 
 
-def _told(model, skipped):
-    """What a rank that skips blocks, or none, is told."""
+def _error_of(model, skipped):
+    """Returns the error of a step in which this rank skips some blocks, or none."""
     model.skipped = set(skipped)
     params = list(model.parameters())  # modules may be left with the unsharded ones
     before = [p.to_local().clone() for p in params]
@@ -73,7 +73,7 @@ def _told(model, skipped):
 
 
 SKIPS = {
-    # which blocks ranks skip, after how many good steps, and the options; what both are told
+    # which blocks ranks skip, after how many good steps, and the options; what both errors name
     "a block in the middle, first": ([], [1], 0, {}, "all_gather", (1, 2)),
     "a block in the middle, later": ([], [1], 1, {}, "all_gather", (1, 0)),
     "the last block": ([], [2], 0, {}, "all_gather", (2, 1)),
@@ -86,7 +86,7 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("what", SKIPS)
-def test_a_rank_that_skips(what):
+def test_skipped_module_is_an_error_that_names_the_collective(what):
     *skipped, good, options, collective, waiting = SKIPS[what]
 
     def check():
@@ -94,34 +94,34 @@ def test_a_rank_that_skips(what):
             model = _sharded(mesh, **options)
             for _ in range(good):
                 _train(model)
-            return _told(model, skipped[dist.get_rank()])
+            return _error_of(model, skipped[dist.get_rank()])
 
-    for rank, told in enumerate(run_ranks(check, 2)):
+    for rank, message in enumerate(run_ranks(check, 2)):
         block = f"'blocks.{waiting[rank]}.weight', 'blocks.{waiting[rank]}.bias' (2"
-        assert told.startswith(f"DBuffer: {collective}")
-        assert f" of {block}" in told
-        assert f" over axis 'fsdp' of ranks [0, 1] failed on rank {rank}: " in told
+        assert message.startswith(f"DBuffer: {collective}")
+        assert f" of {block}" in message
+        assert f" over axis 'fsdp' of ranks [0, 1] failed on rank {rank}: " in message
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "native"])
-def test_with_names_compared_all_ranks_are_told_where_they_part(strategy):
+def test_dbuffer_check_reports_different_collectives_on_all_ranks(strategy):
     def check():
         os.environ["DBUFFER_CHECK"] = "1"
         try:
             with _mesh() as mesh:
                 model = _sharded(mesh, strategy=strategy)
                 _train(model)
-                return _told(model, [1] if dist.get_rank() == 1 else [])
+                return _error_of(model, [1] if dist.get_rank() == 1 else [])
         finally:
             del os.environ["DBUFFER_CHECK"]
 
-    for told in run_ranks(check, 2):
-        parts = told.split("ranks do not start the same collective: ")[1]
+    for message in run_ranks(check, 2):
+        parts = message.split("ranks do not start the same collective: ")[1]
         assert "rank 0 starts DBuffer: all_gather of 'blocks.1.weight', 'blocks.1.bias' (" in parts
         assert "rank 1 starts DBuffer: all_gather of 'blocks.0.weight', 'blocks.0.bias' (" in parts
 
 
-def test_replicas_that_are_missing_are_told_with_their_axis():
+def test_missing_replica_is_an_error_that_names_the_axis():
     def check():
         timeout = timedelta(seconds=TIMEOUT)
         replicas = dist.new_group(timeout=timeout)
@@ -133,8 +133,10 @@ def test_replicas_that_are_missing_are_told_with_their_axis():
         loss = model(torch.ones(2, 4)).sum()
         dist.barrier()
         if dist.get_rank() == 0:
-            told = r"all_reduce of 'weight', 'bias' .* over axis 'replicate' of ranks \[0, 1\] fail"
-            with pytest.raises(RuntimeError, match=told):
+            message = (
+                r"all_reduce of 'weight', 'bias' .* over axis 'replicate' of ranks \[0, 1\] fail"
+            )
+            with pytest.raises(RuntimeError, match=message):
                 loss.backward()
         dist.barrier()
 
@@ -171,10 +173,10 @@ def _losses(folder, again, rank):
     return dict(json.loads(line) for line in lines)
 
 
-def test_a_rank_that_is_killed_in_backward_and_training_that_goes_on(tmp_path):
+def test_training_resumes_from_a_checkpoint_after_a_rank_is_killed(tmp_path):
     _torchrun(tmp_path / "undisturbed")
-    said = _torchrun(tmp_path / "killed", "3")
-    assert "exitcode: -9" in said  # SIGKILL
+    log = _torchrun(tmp_path / "killed", "3")
+    assert "exitcode: -9" in log  # SIGKILL
     for rank in range(2):
         wanted = _losses(tmp_path / "undisturbed", 0, rank)
         assert list(wanted) == list(range(6))

@@ -1,4 +1,4 @@
-"""Where modules come from and what becomes of them: meta, casts, errors, compile, eval."""
+"""Modules on meta, casts, errors in a step, torch.compile, inference and checkpointing."""
 
 import warnings
 
@@ -16,7 +16,7 @@ from testkit.models.residual_stack import ResidualBlock, batch, losses, shard, s
 pytestmark = pytest.mark.ranks
 
 
-def test_it_begins_on_meta_without_a_full_copy():
+def test_model_on_meta_materializes_only_shards():
     def check():
         with torch.device("meta"):
             model = nn.Sequential(*[ResidualBlock() for _ in range(3)], nn.Linear(8, 4))
@@ -24,8 +24,8 @@ def test_it_begins_on_meta_without_a_full_copy():
         assert all(param.device.type == "meta" for param in model.parameters())
         model.to_empty(device="cpu")
         full = stack()
-        held = sum(p.to_local().numel() for p in model.parameters())
-        assert held < 0.6 * sum(p.numel() for p in full.parameters())
+        local_numel = sum(p.to_local().numel() for p in model.parameters())
+        assert local_numel < 0.6 * sum(p.numel() for p in full.parameters())
         with torch.no_grad():
             for param, value in zip(model.parameters(), full.parameters(), strict=True):
                 whole = torch.distributed.tensor.distribute_tensor(
@@ -34,20 +34,20 @@ def test_it_begins_on_meta_without_a_full_copy():
                 param.copy_(whole)
         return losses(model), losses(shard(torch_fsdp, stack()))
 
-    for ours, theirs in run_ranks(check, 2):
-        assert torch.equal(ours, theirs)
+    for actual, native in run_ranks(check, 2):
+        assert torch.equal(actual, native)
 
 
 class Wide(ResidualBlock):
-    """512 KB of parameters."""
+    """A block with 512 KB of parameters."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8192), nn.Linear(8192, 8)
 
 
-def test_on_meta_a_rank_never_holds_more_than_its_shards_and_a_group():
-    """Of 4 MB in 8 groups on 2 ranks: shards, and a group that is being taken over."""
+def test_peak_memory_of_materialization_is_the_shards_and_one_group():
+    """Of 4 MB in 8 groups on 2 ranks, a rank allocates its shards and one whole group."""
 
     def check():
         import dist_rng
@@ -79,7 +79,7 @@ def test_on_meta_a_rank_never_holds_more_than_its_shards_and_a_group():
         assert 0.5 <= most < 0.5 + 2 / 8
 
 
-def test_casting_a_model_casts_its_shards():
+def test_casting_a_model_casts_its_sharded_parameters():
     def check():
         model = shard(fsdp, stack())
         model(batch(0)).sum().backward()
@@ -117,7 +117,7 @@ def test_an_optimizer_step_in_backward_frees_each_gradient():
     run_ranks(check, 2)
 
 
-def test_after_an_error_training_goes_on():
+def test_reset_iter_state_allows_training_after_an_error():
     def check():
         model = shard(fsdp, stack())
         fail = model[1].register_forward_hook(lambda *_: 1 / 0)
@@ -127,11 +127,11 @@ def test_after_an_error_training_goes_on():
         model.reset_iter_state()
         return losses(model), losses(shard(fsdp, stack()))
 
-    for ours, wanted in run_ranks(check, 2):
-        assert torch.equal(ours, wanted)
+    for actual, wanted in run_ranks(check, 2):
+        assert torch.equal(actual, wanted)
 
 
-def test_ranks_that_use_different_parameters():
+def test_unused_parameters_are_reduced_when_ranks_use_different_ones():
     def check():
         model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
 
@@ -153,18 +153,18 @@ def test_ranks_that_use_different_parameters():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_torch_compile_of_blocks():  # dynamo looks at it where the graph breaks, as with FSDP2
+def test_losses_of_compiled_blocks_are_close():  # the warning is dynamo's, with FSDP2 too
     def check():
         model = shard(fsdp, stack())
         for block in list(model)[:-1]:
             block.compile(backend="aot_eager")
         return losses(model), losses(shard(fsdp, stack()))
 
-    for ours, wanted in run_ranks(check, 2, timeout=240):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+    for actual, wanted in run_ranks(check, 2, timeout=240):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_it_runs_in_eval_and_without_gradients():
+def test_forward_runs_without_gradients_and_in_inference_mode():
     def check():
         model, plain = shard(fsdp, stack()), stack()
         for context in (torch.no_grad, torch.inference_mode):
@@ -176,7 +176,7 @@ def test_it_runs_in_eval_and_without_gradients():
     run_ranks(check, 2)
 
 
-def test_llama_checkpointed_by_transformers():
+def test_llama_trains_with_gradient_checkpointing_of_transformers():
     def check():
         found = []
         for sharded in (True, False):
@@ -191,5 +191,5 @@ def test_llama_checkpointed_by_transformers():
             found.append(models.train(model, steps=4))
         return found
 
-    for ours, alone in run_ranks(check, 2, timeout=120):
-        torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+    for actual, alone in run_ranks(check, 2, timeout=120):
+        torch.testing.assert_close(actual, alone, rtol=1e-5, atol=1e-6)

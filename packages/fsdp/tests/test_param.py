@@ -1,4 +1,4 @@
-"""Parameters of every kind: each trains as in a replicated model with averaged gradients."""
+"""Parameters of every kind train as in a replicated model with averaged gradients."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Mlp(nn.Module):
-    """Two layers, and what a case adds."""
+    """Two layers, and the parameter of a case."""
 
     def __init__(self, width=6, **extra):
         super().__init__()
@@ -50,7 +50,7 @@ class Twice(Mlp):
 
 
 class Stack(nn.Module):
-    """Blocks in an order that may change, some of them twice or never."""
+    """Blocks that run in a changing order, some of them twice or never."""
 
     def __init__(self, *blocks, orders=None, tied=False, checkpointed=False):
         super().__init__()
@@ -136,36 +136,38 @@ def _train(model, average=False):
 
 
 def _compare(case, options):
-    ours, reference = _seeded(CASES[case]), _seeded(CASES[case])
-    for block in ours.blocks:
+    sharded, reference = _seeded(CASES[case]), _seeded(CASES[case])
+    for block in sharded.blocks:
         fully_shard(block, **options)
-    fully_shard(ours, **options)
-    got, wanted = _train(ours), _train(reference, average=True)
+    fully_shard(sharded, **options)
+    got, wanted = _train(sharded), _train(reference, average=True)
     assert torch.equal(torch.stack(got), torch.stack(wanted)), (got, wanted)
-    ours.reshard()
-    for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+    sharded.reshard()
+    for (name, mine), expected in zip(
+        sharded.named_parameters(), reference.parameters(), strict=True
+    ):
         assert isinstance(mine, DTensor), name
         assert isinstance(mine.placements[0], RaggedShard), name
-        assert torch.equal(mine.full_tensor(), theirs), name
+        assert torch.equal(mine.full_tensor(), expected), name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_a_replicated_model(case):
+def test_training_equals_a_replicated_model(case):
     run_ranks(_compare, 2, case, {})
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_granularities_change_nothing_but_places(granularity):
+def test_training_is_the_same_for_all_granularities(granularity):
     run_ranks(_compare, 2, "tied", {"shard_placement_fn": GRANULARITIES[granularity]})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_it_may_reshard_or_not(reshard):
+def test_training_is_the_same_with_and_without_resharding(reshard):
     for case in ("nested", "module called twice", "checkpointed and twice"):
         run_ranks(_compare, 2, case, {"reshard_after_forward": reshard})
 
 
-def test_granularities_are_what_they_say():
+def test_shards_consist_of_whole_blocks_of_the_granularity():
     def check():
         model = Mlp()
         kinds = {(8, 6): Rows(2), (8,): Whole(), (6, 8): Block(16)}
@@ -179,7 +181,7 @@ def test_granularities_are_what_they_say():
     assert not any(n % 16 for n in second)
 
 
-def test_frozen_parameters_are_gathered_and_never_reduced():
+def test_frozen_parameters_are_gathered_and_not_reduced():
     def check():
         model = Stack(Mlp().requires_grad_(False), Mlp())
         for block in model.blocks:
@@ -195,7 +197,7 @@ def test_frozen_parameters_are_gathered_and_never_reduced():
         assert counts["reduce_scatter"] == 2
 
 
-def test_parameters_frozen_or_thawed_later_follow():
+def test_unsharded_parameters_follow_a_change_of_requires_grad():
     def check():
         model = Stack(Mlp())
         fully_shard(model)
@@ -212,7 +214,7 @@ def test_parameters_frozen_or_thawed_later_follow():
     run_ranks(check, 2)
 
 
-def test_gradients_of_an_earlier_step_stay_what_they_were():
+def test_gradients_of_an_earlier_step_are_not_overwritten():
     def check():
         model = fully_shard(Stack(Mlp()))
         model(torch.ones(3, 6)).sum().backward()
@@ -226,41 +228,41 @@ def test_gradients_of_an_earlier_step_stay_what_they_were():
     run_ranks(check, 2)
 
 
-def test_a_list_of_modules_is_one_group():
+def test_modules_of_a_list_train_as_one_group():
     def check():
-        ours, reference = (_seeded(CASES["nested"]) for _ in range(2))
-        fully_shard([ours.blocks[0], ours.blocks[1]])
-        fully_shard([ours.blocks[2], ours.last])
-        fully_shard(ours)
-        got, wanted = _train(ours), _train(reference, average=True)
+        sharded, reference = (_seeded(CASES["nested"]) for _ in range(2))
+        fully_shard([sharded.blocks[0], sharded.blocks[1]])
+        fully_shard([sharded.blocks[2], sharded.last])
+        fully_shard(sharded)
+        got, wanted = _train(sharded), _train(reference, average=True)
         assert torch.equal(torch.stack(got), torch.stack(wanted))
 
     run_ranks(check, 2)
 
 
-def test_ignored_parameters_are_left_alone():
+def test_ignored_parameters_are_neither_sharded_nor_reduced():
     def check():
         model = Stack(Mlp())
-        kept = model.first.weight
-        fully_shard(model, ignored_params={kept})
+        ignored = model.first.weight
+        fully_shard(model, ignored_params={ignored})
         model(torch.randn(3, 6)).sum().backward()
-        assert model.first.weight is kept
-        assert not isinstance(kept.grad, DTensor)
+        assert model.first.weight is ignored
+        assert not isinstance(ignored.grad, DTensor)
 
     run_ranks(check, 2)
 
 
-def test_gpt2_with_dropout_and_tied_vocabulary():
+def test_gpt2_with_dropout_and_tied_embeddings_trains_as_on_one_device():
     def check():
         losses = []
-        for ours in (True, False):
+        for sharded in (True, False):
             model = models.gpt2()
-            if ours:
+            if sharded:
                 for block in model.transformer.h:
                     fully_shard(block)
                 fully_shard(model)
             losses.append(models.train(model, steps=5))  # the same batches on all ranks
         return losses
 
-    for ours, alone in run_ranks(check, 2, timeout=120):
-        torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+    for sharded, alone in run_ranks(check, 2, timeout=120):
+        torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-6)
