@@ -144,7 +144,7 @@ def probe(
     hops = max(ranks - 1, 1)
     constants = Constants(
         Link(gather.alpha / hops, gather.beta), Compute(flop, nbyte, op),
-        Update(update.alpha, update.beta), Link(reduce.alpha / hops, reduce.beta), overlap,
+        Update(update.alpha, update.beta), Link(reduce.alpha / hops, reduce.beta), overlap=overlap,
     )  # fmt: skip
     predicted = simulate(
         model, mesh=ranks, units=units, optimizer=factory, forward=forward, constants=constants

@@ -130,7 +130,7 @@ class Simulator:
         groups = plan_groups(self._units, sizes.shard, self._shard_placement_fn, self._mp_policy)
         # As fully_shard's default: units are resharded after forward, the root module is not.
         reshard_model = reshard and self._reshard is not None
-        policy = ReshardPolicy(reshard, reshard_model, subgroup_size)
+        policy = ReshardPolicy(units=reshard, model=reshard_model, subgroup_size=subgroup_size)
         step = list(schedule_step(self._hook_events, groups, policy))
         state = optimizer_bytes(groups, self._state_bytes, sizes.shard)
         memory = memory_of(
@@ -144,10 +144,15 @@ class Simulator:
                 nbytes=memory.gradients,
             )  # fmt: skip
         return Simulation(
-            sizes, len(groups), sum(group.layout.total for group in groups),
-            sum(group.layout.padding for group in groups), memory, tuple(state.tolist()),
-            collectives_of(step, sizes), time,
-        )  # fmt: skip
+            mesh=sizes,
+            groups=len(groups),
+            elements=sum(group.layout.total for group in groups),
+            padding=sum(group.layout.padding for group in groups),
+            memory=memory,
+            optimizer_by_rank=tuple(state.tolist()),
+            collectives=collectives_of(step, sizes),
+            time=time,
+        )
 
 
 def _full_name(unit: Unit, name: str) -> str:

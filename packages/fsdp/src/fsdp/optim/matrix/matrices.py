@@ -181,15 +181,15 @@ def matrices_of(
         base_shape = (stop - start, columns)
         matrices.append(
             Matrix(
-                name if len(bounds) == 2 else f"{name}[{index}]",
-                (param.shape[-2], param.shape[-1]) if inner else base_shape,
-                base_shape,
-                mesh,
-                shards.axis,
-                tuple(len(_intersection(elements, run)) for run in shards.runs),
-                placements,
-                _local_slice(elements, shards.runs[rank]),
-                fixed_owner,
+                name=name if len(bounds) == 2 else f"{name}[{index}]",
+                shape=(param.shape[-2], param.shape[-1]) if inner else base_shape,
+                base_shape=base_shape,
+                mesh=mesh,
+                axis=shards.axis,
+                elements_by_rank=tuple(len(_intersection(elements, run)) for run in shards.runs),
+                placements=placements,
+                local_slice=_local_slice(elements, shards.runs[rank]),
+                fixed_owner=fixed_owner,
             )
         )
     return [matrix for matrix in matrices if math.prod(matrix.shape)]

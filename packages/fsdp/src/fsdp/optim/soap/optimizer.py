@@ -178,7 +178,9 @@ class SOAP(MatrixOptimizer):
         first_block = (strip.index - one.first_strip) * len(columns)
         (beta1, beta2), updates = one.group["betas"], int(one.state["step"].item()) - 1
         renews_basis = updates > 0 and updates % one.group["precondition_frequency"] == 0
-        options = Hyperparameters(beta1, beta2, one.group["eps"], updates, renews_basis)
+        options = Hyperparameters(
+            beta1, beta2, one.group["eps"], updates, renews_basis=renews_basis
+        )  # fmt: skip
         results = torch.zeros_like(grads)
         for index, block_columns in enumerate(columns, first_block):
             block = slice(block_columns.start, block_columns.stop)
