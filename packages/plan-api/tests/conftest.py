@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dtensor_rules
-from plan_api import extras
+from plan_api import options
 from testkit import fake_mesh
 
 
@@ -55,6 +55,6 @@ def without_dtensor_rules():
 @pytest.fixture
 def mesh(monkeypatch, without_dtensor_rules):
     """A fake mesh of data and tensor parallel axes; of other packages fused-comm is found."""
-    monkeypatch.setattr(extras, "find_spec", lambda name: name == "fused_comm" or None)
+    monkeypatch.setattr(options, "find_spec", lambda name: name == "fused_comm" or None)
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         yield mesh

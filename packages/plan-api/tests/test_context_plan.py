@@ -26,7 +26,7 @@ def llama(**changes):
 
 def test_entries_are_printed_kept_and_lowered(cp):
     plan = zoo.llama(cp, cp="cp", cp_method="all-gather")
-    said = [str(one) for one in plan.entries if one.verb.value in ("sequence", "context")]
+    said = [str(one) for one in plan.entries if one.kind.value in ("sequence", "context")]
     cut, two = str(Shard(1)), str(Shard(2))
     assert said == [
         f"sequence('<in:input_ids>', cp={cut}, order='zigzag')",
@@ -62,13 +62,13 @@ def test_a_later_entry_overrides_an_earlier_one(cp):
         (lambda plan: plan.context("a", "cp", order="zig"), "order='zig' must be one of 'zigzag'"),
         (
             lambda plan: plan.context("a", "cp", method="ulysses", order="zigzag"),
-            "has all of the sequence on every rank.*order='contiguous'",
+            "method='ulysses'.*order='contiguous'",
         ),
         (lambda plan: plan.context("a", ("cp", "tp")), r"1 placements for 2 axes \('cp', 'tp'\)"),
         (lambda plan: plan.context("a.<in>", "cp"), "has to name modules"),
-        (lambda plan: plan.sequence("a.weight", "cp"), r"sequence\('a.weight'\): names an input"),
+        (lambda plan: plan.sequence("a.weight", "cp"), r"'a.weight'\): expected an input"),
         (lambda plan: plan.sequence("<in>", "cp", dim=-1), "count dims from the front"),
-        (lambda plan: plan.sequence("<out>", "cp", shift="x"), "shift= is of an input"),
+        (lambda plan: plan.sequence("<out>", "cp", shift="x"), "shift= expected labels"),
         (lambda plan: plan.sequence("<in>", "cp", order="zig"), "order='zig' must be one of"),
     ],
     ids=["method", "order", "ulysses in zigzag", "two axes", "a tensor", "a parameter", "a dim",
@@ -148,7 +148,7 @@ CALLS = {
 @needs_flattening
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
-    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     batch, changes, message = CALLS[name]
     model = parallelize(llama(**changes), zoo.llama(cp, cp="cp"))
     with pytest.raises(ValueError, match=message):
@@ -157,7 +157,7 @@ def test_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
 
 @needs_flattening
 def test_a_sequence_that_is_not_cut_is_refused(cp, monkeypatch):
-    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     plan = zoo.llama(cp).context(r"model\.layers\.\d+\.self_attn", "cp")
     model = parallelize(llama(), plan)
     with pytest.raises(ValueError, match=r"have to be cut along 'cp' by the sequence, Shard\(2\)"):
@@ -166,7 +166,7 @@ def test_a_sequence_that_is_not_cut_is_refused(cp, monkeypatch):
 
 @needs_flattening
 def test_heads_that_no_attribute_tells_are_refused_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr("plan_api.extras.find_spec", lambda _: None)
+    monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     with fake_mesh((4,), ("cp",)) as mesh:
         plan = Plan(mesh).sequence("<in:input_ids>", "cp", order="contiguous")
         plan.sequence(r"model\.rotary_emb.<in:position_ids>", "cp", order="contiguous")

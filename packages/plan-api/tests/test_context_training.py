@@ -67,7 +67,7 @@ def test_llama_trains_as_on_one_device(name, alone):
         found = []
         for case in cases:
             model = parallelize(llama(), zoo.llama(mesh, cp="cp", **given, **case), strict=True)
-            found.append((trained(model), installed(model).fired.never))
+            found.append((trained(model), installed(model).coverage.unused_sites))
         return found
 
     losses, norms = alone

@@ -82,7 +82,7 @@ def _parallel(case, mesh, mode):
     models.token_loss(model).backward()
     params = list(model.parameters())
     norms = [param.grad.full_tensor().norm().item() for param in params]
-    never = [str(one) for one in installed(model).fired.never]
+    never = [str(one) for one in installed(model).coverage.unused_sites]
     return Trained(losses, norms, [param.detach().to_local() for param in params], never)
 
 
@@ -107,7 +107,7 @@ def test_they_train_as_on_one_device(ranks):
             ]
             found[name] = (
                 eager.losses, static.losses, eager.norms, static.norms, unlike,
-                eager.never + static.never,
+                eager.unused_sites + static.unused_sites,
             )  # fmt: skip
         return found
 

@@ -84,10 +84,10 @@ def test_placements_of_other_packages_survive_json(mesh):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version": 1', '"version": 7', "no plan of version 1"),
-        ('"S(0)"', '"Q(0)"', r"shard\(.*\): 'Q\(0\)' is no placement"),
+        ('"version": 1', '"version": 7', "a plan of version 1"),
+        ('"S(0)"', '"Q(0)"', r"shard\(.*\): expected a placement .* got 'Q\(0\)'"),
         ('"tp"\n', '"ep"\n', r"axes \('dp', 'tp'\), not 'ep'"),
-        ('"S(0)"', '{"type": "torch.nn:Linear"}', "torch.nn.Linear is no placement"),
+        ('"S(0)"', '{"type": "torch.nn:Linear"}', "class of placements, got torch.nn.Linear"),
     ],
 )
 def test_what_is_no_plan_is_refused(mesh, old, new, message):

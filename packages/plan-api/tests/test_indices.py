@@ -94,7 +94,7 @@ def test_attributes_are_the_modules_own_again_after_an_error(mesh):
 
 def test_what_is_computed_has_to_be_whole_where_experts_are_divided(mesh):
     model = parallelize(Experts(), plan_of(mesh).shard("<in>", S0, "tp"))
-    with pytest.raises(ValueError, match=r"divided along 'tp'.*add shard\('.*Replicate\(\), 'tp'"):
+    with pytest.raises(ValueError, match=r"sharded along 'tp'.*add shard\('.*Replicate\(\), 'tp'"):
         model(torch.ones(4, 4), CHOSEN[:2])
 
 
@@ -124,10 +124,10 @@ class Biased(Experts):
 @pytest.mark.parametrize(
     ("change", "make", "message"),
     [
-        (lambda plan: plan.shard("table", R, "tp"), Experts, r"one number of them; found: none"),
-        (lambda plan: plan.shard("table", S0, "dp"), Experts, "of them; found: none"),
-        (lambda plan: plan, Biased, r"dim 0 of bias has 5 as well, and is not divided .* table"),
-        (lambda plan: plan, lambda: Experts(1), r"1 do not give each rank one: there are 2 ranks"),
+        (lambda plan: plan.shard("table", R, "tp"), Experts, "all of one size, got: none"),
+        (lambda plan: plan.shard("table", S0, "dp"), Experts, "all of one size, got: none"),
+        (lambda plan: plan, Biased, r"dim 0 of bias has size 5 too, and is not sharded .* table"),
+        (lambda plan: plan, lambda: Experts(1), "at least one of 1 on each rank"),
         (
             lambda plan: plan.index("<in:chosen>", S0, "tp", count="rows"),
             Experts,
@@ -141,7 +141,7 @@ class Biased(Experts):
         (
             lambda plan: plan.index("<in:chosen>", S0, "tp", count="knows"),
             Experts,
-            "how many there are, 5, but knows is False",
+            "number of experts, 5, got 'knows', which is False",
         ),
         (lambda plan: plan.index("<in:choice>", S0, "tp"), Experts, "did you mean 'chosen'"),
     ],
@@ -159,18 +159,18 @@ def test_a_module_on_dtensors_is_refused(mesh):
 
 @pytest.mark.parametrize("placement", [R, P, [S0, S1]], ids=str)
 def test_parameters_are_divided_by_one_shard(mesh, placement):
-    with pytest.raises(ValueError, match="is not one Shard of the module's parameters"):
+    with pytest.raises(ValueError, match="expected one Shard of the module's parameters"):
         Plan(mesh).index("<in:chosen>", placement)
 
 
 @pytest.mark.parametrize("path", ["", "table", "<out>"])
 def test_it_names_an_argument(mesh, path):
-    with pytest.raises(ValueError, match=r"names an argument|names nothing"):
+    with pytest.raises(ValueError, match=r"expected an argument|names nothing"):
         Plan(mesh).index(path, S0, "tp")
 
 
 def test_more_ranks_than_experts_are_refused(mesh):
-    with pytest.raises(ValueError, match="1 do not give each rank one"):
+    with pytest.raises(ValueError, match="at least one of 1 on each rank"):
         lower(
             zoo.mixtral(mesh, ep="tp"), models.mixtral(num_local_experts=1, num_experts_per_tok=1)
         )

@@ -73,7 +73,7 @@ def test_explain_and_errors_show_both(mesh):
 
 
 def test_track_shows_both(monkeypatch):
-    monkeypatch.setattr(plan_api.extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_api.options, "find_spec", lambda name: None)
     with fake_mesh((2,), ("tp",)) as mesh:
         plan, line = zoo.llama(mesh), here()
         model = parallelize(models.llama(), plan, src_data_rank=None)

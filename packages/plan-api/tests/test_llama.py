@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api import extras, installed, parallelize, zoo
+from plan_api import installed, options, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_with_fused_attention_it_trains_as_on_one_device():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = models.llama(attn_implementation="sdpa")
         parallelize(model, zoo.llama(mesh, dp="dp", sp=True))
-        return models.train(model, loss, steps=5), installed(model).fired.never
+        return models.train(model, loss, steps=5), installed(model).coverage.unused_sites
 
     losses = models.train(models.llama(attn_implementation="sdpa"), loss, steps=5)
     for ours, never in run_ranks(check, 4, timeout=180):
@@ -58,8 +58,8 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
     def check():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
         model = models.llama()
-        before = extras.find_spec
-        extras.find_spec = lambda name: None if alone and name == "fused_comm" else before(name)
+        before = options.find_spec
+        options.find_spec = lambda name: None if alone and name == "fused_comm" else before(name)
         try:
             parallelize(model, zoo.llama(mesh, dp="dp", sp=True))
             with warnings.catch_warnings(record=True) as caught:
@@ -70,7 +70,7 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
                 loss(model, 1).backward()
                 loss(model, 2).backward()
         finally:
-            extras.find_spec = before
+            options.find_spec = before
         said = [str(one.message) for one in caught if "plan-api[comm]" in str(one.message)]
         return [param.grad.full_tensor() for param in model.parameters()], len(said), waits
 

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api.lowering.fuse import Move, Step
-from plan_api.lowering.ir import Act
-from plan_api.runtime.redistribute import Mover
+from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
+from plan_api.runtime.redistribute import Redistribution
 from testkit import fake_mesh
 
 
@@ -19,12 +18,12 @@ from testkit import fake_mesh
 def test_a_gradient_of_a_masked_sum_is_a_sum_or_whole(given, comes):
     # torch 2.13 takes a sum for a masked one here; 2.15 refuses it.
     with fake_mesh((2,), ("tp",)) as mesh:
-        step = Step("<out>", 0, Act.REDIST, {"tp": Move(Replicate())}, (0,))
+        step = SiteStep("<out>", 0, OpKind.REDIST, {"tp": AxisMove(Replicate())}, (0,))
         rows = DTensor.from_local(torch.randn(4, 3), mesh, [Shard(0)], run_check=False)
         ids = DTensor.from_local(torch.tensor([0, 3]), mesh, [Replicate()], run_check=False)
         made = F.embedding(ids, rows.requires_grad_())
         assert type(made.placements[0]) is not Partial
-        moved = Mover(step, mesh, "embedding")(made)
+        moved = Redistribution(step, mesh, "embedding")(made)
         local = torch.ones(1, 3) if given == Shard(0) else torch.ones(2, 3)
         grad = DTensor.from_local(local, mesh, [given], run_check=False)
         (back,) = torch.autograd.grad(moved, made, grad)

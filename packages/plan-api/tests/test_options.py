@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from plan_api import Plan, deferred_init, extras, parallelize
+from plan_api import Plan, deferred_init, options, parallelize
 from testkit import CommLog, RankError, fake_mesh, run_ranks
 from testkit.models import TwoLinears
 
@@ -46,7 +46,7 @@ def test_options_without_effect_or_meaning_are_refused_first(mesh, options, said
 
 
 def test_a_package_that_is_not_installed_is_refused_with_the_command(mesh, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"got 'fused-comm', which is not: pip install .*comm"):
         parallelize(TwoLinears(), Plan(mesh), use=("fused-comm",))
     with pytest.raises(ValueError, match="expected fused-comm for buckets"):
@@ -98,7 +98,7 @@ def test_ranks_that_disagree_on_an_option_are_told_so():
 def test_three_axes_without_dtensor_rules_are_warned_of(
     monkeypatch, installed, without_dtensor_rules
 ):
-    monkeypatch.setattr(extras, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(options, "find_spec", lambda name: installed or None)
     remedy = r"add 'dtensor-rules' to use=" if installed else r"pip install 'plan-api\[rules\]'"
     with fake_mesh((2, 2, 2), ("rep", "dp", "tp")) as mesh:
         with pytest.warns(UserWarning, match=rf"mesh has 3 axes, .* minutes .*{remedy}"):

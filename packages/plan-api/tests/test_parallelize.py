@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plan_api import Plan, explain, extras, installed, parallelize
+from plan_api import Plan, explain, installed, options, parallelize
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -67,7 +67,7 @@ def test_a_model_on_meta_stays_there(mesh):
 
 def test_parameters_without_an_entry_are_listed_where_all_have_to_have_one(mesh, model):
     plan = Plan(mesh, cover=True) | tensor_parallel(mesh)
-    with pytest.raises(ValueError, match=r"says nothing of: layers.0.down.bias, layers.1.down.b"):
+    with pytest.raises(ValueError, match=r"got none for: layers.0.down.bias, layers.1.down.b"):
         parallelize(model, plan)
     assert not any(isinstance(param, DTensor) for param in model.parameters())
     parallelize(model, plan.shard(r".*\.down\.bias", R, "tp"))
@@ -92,7 +92,7 @@ def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
 def test_gradients_are_placed_whatever_part_of_the_model_was_called(
     mesh, model, monkeypatch, fused
 ):
-    monkeypatch.setattr(extras, "find_spec", lambda name: fused and name == "fused_comm")
+    monkeypatch.setattr(options, "find_spec", lambda name: fused and name == "fused_comm")
     parallelize(model, tensor_parallel(mesh))
     x = distribute_tensor(torch.ones(4, 4), mesh, [S0, R], src_data_rank=None)
     with contextlib.nullcontext() if fused else pytest.warns(UserWarning, match="one by one"):
@@ -138,8 +138,8 @@ def test_sites_that_the_first_step_does_not_pass_are_logged_once(mesh, model, ca
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "plan_api"):
             model(torch.ones(4, 4)).sum().backward()
-    assert caplog.text.count("did not pass these sites of the plan: extra.forward_pre") == 1
-    assert [site.path for site in installed(model).fired.never] == ["extra"]
+    assert caplog.text.count("did not run these sites of the plan: extra.forward_pre") == 1
+    assert [site.path for site in installed(model).coverage.unused_sites] == ["extra"]
 
 
 def test_removed_hooks_do_nothing_more(mesh, model):

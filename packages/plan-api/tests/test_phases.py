@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from plan_api import Phase, Plan, parallelize, track
-from plan_api.runtime.unsharded_param import Copy
+from plan_api.runtime.unsharded_param import UnshardedParam
 from testkit import CommLog, fake_mesh, models, run_ranks
 
 R, S0 = Replicate(), Shard(0)
@@ -134,9 +134,9 @@ def test_after_backward_nothing_is_gathered_of_frozen_parameters_either():
         gc.collect()
         model = parallelize(Layers(), plan_of(mesh, "ZeRO-3"))
         model(torch.ones(8, WIDTH)).square().mean().backward()
-        copies = objects(Copy)
+        copies = objects(UnshardedParam)
         assert len(copies) == 8
-        assert not any(copy.resident for copy in copies)
+        assert not any(copy.is_allocated for copy in copies)
 
 
 def test_what_is_written_to_the_local_tensor_is_used():
@@ -195,7 +195,7 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
         train(model, 2, BROAD)
         gc.collect()
         params = list(model.parameters())
-        copies = [copy._local for copy in objects(Copy)]
+        copies = [copy._local for copy in objects(UnshardedParam)]
         kept, beside = storages([p._local_tensor for p in params] + copies), []
 
         def look(_):

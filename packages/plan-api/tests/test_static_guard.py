@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from plan_api import Plan, StaticError, installed, parallelize, zoo
-from plan_api.runtime.agreement import differs_anywhere, first_anywhere
+from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.models import TwoLinears
 
@@ -372,7 +372,7 @@ def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_agains
 def test_what_is_wrong_on_one_rank_is_wrong_on_all():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        return [differs_anywhere(mesh.get_rank() == wrong, mesh) for wrong in (None, 0, 1, 2, 3)]
+        return [true_on_any_rank(mesh.get_rank() == wrong, mesh) for wrong in (None, 0, 1, 2, 3)]
 
     assert run_ranks(check, 4) == [[False, True, True, True, True]] * 4
 
@@ -382,7 +382,7 @@ def test_all_ranks_name_one_site():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         own = {1: "up", 2: "down"}.get(mesh.get_rank(), "")
-        return first_anywhere(own, mesh), first_anywhere("", mesh)
+        return first_site_on_any_rank(own, mesh), first_site_on_any_rank("", mesh)
 
     found = run_ranks(check, 4)
     assert found == [found[0]] * 4

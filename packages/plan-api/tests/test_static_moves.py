@@ -7,9 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from plan_api.lowering.fuse import Move, Step
-from plan_api.lowering.ir import Act
-from plan_api.runtime.local_redistribute import local_move
+from plan_api.lowering.ir import AxisMove, OpKind, SiteStep
+from plan_api.runtime.local_redistribute import local_redistribution
 from plan_api.static.mover import StaticMover
 from testkit import CommLog, fake_mesh, run_ranks
 
@@ -36,8 +35,10 @@ def _local(placement, rank, size):
 
 
 def _mover(mesh, src, dst, grad_src=None, grad_dst=None, axis="x", whole=False):
-    moves = {axis: Move(dst, src, grad_dst, grad_src)}
-    return StaticMover(Step("<in>", 0, Act.REDIST, moves, (0,)), mesh, "layer.forward_pre", whole)
+    moves = {axis: AxisMove(dst, src, grad_dst, grad_src)}
+    return StaticMover(
+        SiteStep("<in>", 0, OpKind.REDIST, moves, (0,)), mesh, "layer.forward_pre", whole
+    )
 
 
 @pytest.mark.ranks
@@ -56,7 +57,7 @@ def test_moves_have_dtensors_bits_and_collectives(size):
                     placements=[dst]
                 )
             with CommLog() as ours:
-                moved = local_move(src, dst, mesh, 0, "x")(local)
+                moved = local_redistribution(src, dst, mesh, 0, "x")(local)
             found[src, dst] = (
                 torch.equal(moved, theirs._local_tensor),
                 moved.stride() == theirs._local_tensor.stride(),
@@ -167,10 +168,10 @@ def test_several_axes_are_moved_in_dtensors_order():
                     shape[one.dim] //= 2
             local = torch.randn(shape)
             moves = {
-                axis: Move(dst[at], src[at], grad_src=dst[at], grad_dst=R)
+                axis: AxisMove(dst[at], src[at], grad_src=dst[at], grad_dst=R)
                 for at, axis in enumerate("xy")
             }
-            mover = StaticMover(Step("<in>", 0, Act.REDIST, moves, (0,)), mesh, "site")
+            mover = StaticMover(SiteStep("<in>", 0, OpKind.REDIST, moves, (0,)), mesh, "site")
             theirs = DTensor.from_local(local, mesh, src, run_check=False)
             theirs = theirs.redistribute(placements=dst)._local_tensor
             if not torch.equal(mover(local), theirs):
@@ -199,7 +200,7 @@ def axis():
     ids=str,
 )
 def test_what_gradients_are_by_default(axis, src, dst, becomes):
-    assert _mover(axis, src, dst)._gradient("x", Move(dst, src), src) == becomes
+    assert _mover(axis, src, dst)._gradient("x", AxisMove(dst, src), src) == becomes
 
 
 def test_a_mover_that_moves_nothing_is_idle(axis):

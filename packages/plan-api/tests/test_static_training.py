@@ -77,7 +77,7 @@ def _train(case, mesh, sp, mode):
         losses,
         {name: param.detach().to_local() for name, param in named},
         {name: param.grad.to_local() for name, param in named if param.grad is not None},
-        [str(one) for one in installed(model).fired.never],
+        [str(one) for one in installed(model).coverage.unused_sites],
     )
 
 
@@ -108,7 +108,7 @@ def test_static_mode_trains_as_eager_does_bit_for_bit(shape):
                     _unlike(eager.params, static.params),
                     _unlike(eager.grads, static.grads),
                     [name for name, grad in static.grads.items() if not grad.any()],
-                    static.never,
+                    static.unused_sites,
                 )
         return found
 
@@ -179,4 +179,4 @@ def test_a_sequence_that_cannot_be_cut_evenly_is_refused_by_name():
     with pytest.raises(RankError) as error:
         run_ranks(check, 2)
     assert r"vit.layers.0.forward_pre:<in>:0 has shape (4, 17, 32)" in str(error.value)
-    assert "dim 1 is to be cut into 2: in static mode shards are even" in str(error.value)
+    assert "expected a dim 1 that 2 ranks divide evenly" in str(error.value)

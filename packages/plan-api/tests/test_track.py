@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_rules
-from plan_api import Plan, extras, parallelize, track
+from plan_api import Plan, options, parallelize, track
 from plan_api.inspect.track import Collective, Phase
-from plan_api.runtime import attribution as watch
+from plan_api.runtime import attribution
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -115,7 +115,7 @@ def test_the_line_is_that_of_the_entry_forward_and_backward(model, step):
 
 
 def test_a_gradient_that_is_reduced_alone_is_named(mesh, model, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     parallelize(model, sequence_parallel(mesh))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.warns(UserWarning, match="one by one"), track(model) as record:
@@ -256,7 +256,8 @@ def test_collectives_that_overlap_are_on_threads_of_their_own():
 
 def leftovers(model):
     hooks = [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules()]
-    return hooks, len(_global_optimizer_pre_hooks), _get_current_dispatch_mode(), watch._watcher
+    observer = attribution._observer
+    return hooks, len(_global_optimizer_pre_hooks), _get_current_dispatch_mode(), observer
 
 
 def test_nothing_is_left_when_the_step_raises(mesh, model, step):
@@ -302,18 +303,19 @@ def test_a_hook_that_moves_nothing_tells_nobody(mesh):
     x = DTensor.from_local(torch.ones(2, 2), mesh, [S0, R], run_check=False)
     told = []
     try:
-        watch.set_watcher(lambda cause: told.append(cause) or watch._NOBODY)
+        attribution.set_observer(lambda cause: told.append(cause) or attribution._NO_OBSERVER)
         model(x)
         assert told == []
         model(torch.ones(2, 2))
         assert len(told) == 2  # it becomes a DTensor, and is cut
     finally:
-        watch.set_watcher(None)
+        attribution.set_observer(None)
 
 
 def _found(fused):
     """Finds packages as installed, fused-comm only if it is to be."""
-    return lambda name, find=extras.find_spec: find(name) if fused or name != "fused_comm" else None
+    find = options.find_spec
+    return lambda name: find(name) if fused or name != "fused_comm" else None
 
 
 @pytest.mark.ranks
@@ -322,13 +324,13 @@ def test_collectives_are_those_that_reach_the_process_groups(fused):
     """In number and in bytes, functional ones and c10d's own, with all that other packages do."""
 
     def check():
-        before, extras.find_spec = extras.find_spec, _found(fused)
+        before, options.find_spec = options.find_spec, _found(fused)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         plan = Plan(mesh).shard("<in>", S0, "dp").shard("2.<out>", S0, "tp")
         plan.shard(r"0\.(weight|bias)", S0, "tp").shard(r"2\.weight", S1, "tp")
         parallelize(model, plan)
-        extras.find_spec = before
+        options.find_spec = before
         optimizer = torch.optim.AdamW(model.parameters())
 
         def step():

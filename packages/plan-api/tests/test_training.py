@@ -104,7 +104,9 @@ def _parallel(case, mesh, sp):
     with ragged_shard.strict():
         losses, norms = _train(model, case)
     state = installed(model)
-    return Trained(losses, norms, equal, state.extras, [str(one) for one in state.fired.never])
+    return Trained(
+        losses, norms, equal, state.extras, [str(one) for one in state.coverage.unused_sites]
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
@@ -137,7 +139,7 @@ def test_they_train_as_on_one_device(shape):
             assert ours.norms == pytest.approx(norms, abs=1e-6, rel=0.01), said
             assert ours.equal, said
             assert ours.extras == ("dist-rng", "dtensor-rules", "fused-comm"), said
-            assert ours.never == [], said
+            assert ours.unused_sites == [], said
 
 
 def test_dropout_is_on(monkeypatch):

@@ -133,8 +133,8 @@ def test_a_module_on_local_tensors_is_not_asked(mesh):
     [
         ("head_dim", r"dim 0 of query\.bias is 3 times the model's head_dim \(4\), and axis 'tp'"),
         (4, r"query\.weight is 3 times 4, and axis 'tp' of size 2 does not divide 3"),
-        (5, r"dim 0 of query\.weight has 12, which is not made of 5"),
-        ("heads_dim", "neither query nor a module above it has an integer 'heads_dim'"),
+        (5, r"dim 0 of query\.weight has size 12, which is no multiple of 5"),
+        ("heads_dim", "integer attribute of query or a module above it, got 'heads_dim'"),
     ],
 )
 def test_a_unit_is_a_size_or_an_attribute(mesh, unit, message):

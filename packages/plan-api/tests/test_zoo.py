@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-from plan_api import extras, parallelize, zoo
+from plan_api import options, parallelize, zoo
 from testkit import fake_mesh, models
 
 PLANS = ("dit", "gpt2", "llama", "mixtral", "vit")
@@ -14,14 +14,14 @@ PLANS = ("dit", "gpt2", "llama", "mixtral", "vit")
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_sequence_is_cut_along_tp_or_not_at_all(mesh, name):
-    said = rf"zoo\.{name}: sp=True cuts the sequence along tp, which is None"
+    said = rf"zoo\.{name}: sp=True shards the sequence along tp, which is None"
     with pytest.raises(ValueError, match=said):
         getattr(zoo, name)(mesh, tp=None, dp="dp", sp=True)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_a_vocabulary_is_cut_along_tp_or_not_at_all(mesh, name):
-    said = rf"zoo\.{name}: loss_parallel=True cuts the vocabulary along tp, which is None"
+    said = rf"zoo\.{name}: loss_parallel=True shards the vocabulary along tp, which is None"
     with pytest.raises(ValueError, match=said):
         getattr(zoo, name)(mesh, tp=None, dp="dp", loss_parallel=True)
 
@@ -44,7 +44,7 @@ def test_fused_projections_need_ragged_shard_and_say_so(mesh, name, monkeypatch)
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_without_an_axis_for_the_batch_all_ranks_have_it_whole(name, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: name == "fused_comm" or None)
+    monkeypatch.setattr(options, "find_spec", lambda name: name == "fused_comm" or None)
     with fake_mesh((2,), ("tp",)) as mesh:
         model = parallelize(getattr(models, name)().eval(), getattr(zoo, name)(mesh))
         ids = torch.arange(16).view(2, 8)

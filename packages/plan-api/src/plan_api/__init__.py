@@ -1,16 +1,16 @@
 """Parallelism said once, outside the model."""
 
 from plan_api import zoo
+from plan_api.api import Installed, installed, parallelize, uninstall
 from plan_api.inspect.debug import breakpoint  # noqa: A004  # its name in torch as well
 from plan_api.inspect.explain import Diff, Explanation, diff, explain
 from plan_api.inspect.track import Record, track
 from plan_api.inspect.view import view
-from plan_api.lowering.lower import Lowered, lower
-from plan_api.parallelize import Installed, installed, parallelize, uninstall
+from plan_api.lowering.ir import Lowered
+from plan_api.lowering.lower import lower
+from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
-from plan_api.spec.entry import Entry
-from plan_api.spec.phase import Phase
-from plan_api.spec.plan import Plan
+from plan_api.spec.entry import Entry, Phase
 from plan_api.static.compare import Difference, StaticError
 from plan_api.static.generate import generate_static
 

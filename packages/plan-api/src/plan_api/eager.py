@@ -1,4 +1,4 @@
-"""Hooks of a model whose operators run on DTensors."""
+"""Installs the hooks of a model whose operators run on DTensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from plan_api.context_parallel.attend import install_context
 from plan_api.context_parallel.sequence import Reorder, install_shifts
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import Act
-from plan_api.lowering.schedule import Schedule
-from plan_api.ops.expert_indices import Indices
+from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
-from plan_api.runtime.hooks import Fired, Moves, install
-from plan_api.runtime.redistribute import Mover
-from plan_api.runtime.state import use_copies
+from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
+from plan_api.runtime.redistribute import Redistribution
+from plan_api.runtime.state import use_unsharded_params
 
 __all__ = ["install_eager"]
 
@@ -26,35 +23,35 @@ def install_eager(
     model: nn.Module,
     sites: Iterable[Site],
     schedules: Mapping[str, Schedule],
-    indices: Mapping[str, Sequence[Indices]],
+    indices: Mapping[str, Sequence[ExpertIndices]],
     mesh: DeviceMesh,
-    fired: Fired,
-    mover: Callable[[Step, DeviceMesh, str], Mover] = Mover,
+    coverage: SiteCoverage,
+    redistribution: Callable[[SiteStep, DeviceMesh, str], Redistribution] = Redistribution,
 ) -> Iterator[RemovableHandle]:
-    """Installs hooks that move DTensors.
+    """Installs hooks that redistribute DTensors.
 
     Args:
         model: its parameters and buffers are DTensors.
         sites: of the plan.
         schedules: of parameters and buffers, by their first name.
-        indices: arguments that count what each rank has, by the module's path.
-        mesh: the plan's.
-        fired: is told which sites are passed.
-        mover: makes what moves a tensor, as `Mover` does.
+        indices: arguments that index into sharded parameters, by the path of their module.
+        mesh: of the plan.
+        coverage: records which sites run.
+        redistribution: makes the transform of a step, as `Redistribution` does.
     """
-    hooks = [site for site in sites if site.moment.of_activations]
-    for site in hooks:
-        movers: list[tuple[int | str, Moves]] = [
+    hooked = [site for site in sites if site.hook_point.is_module_hook]
+    for site in hooked:
+        transforms: list[tuple[int | str, TensorTransform]] = [
             (
                 step.index,
                 Reorder(step, mesh, site)
-                if step.act is Act.ORDER
-                else mover(step, mesh, site.name),
+                if step.kind is OpKind.ORDER
+                else redistribution(step, mesh, site.name),
             )
             for step in site.moved
         ]
-        yield install(site, model.get_submodule(site.path), movers, fired)
-    yield from use_copies(model, schedules)
-    yield from install_regions(model, hooks, mesh, indices)
-    yield from install_context(model, hooks, mesh)
-    yield from install_shifts(model, hooks)
+        yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
+    yield from use_unsharded_params(model, schedules)
+    yield from install_regions(model, hooked, mesh, indices)
+    yield from install_context(model, hooked, mesh)
+    yield from install_shifts(model, hooked)

@@ -1,32 +1,42 @@
-"""The options of `parallelize`: their values, and whether each has an effect."""
+"""The options of `parallelize`, and the optional packages that it uses."""
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Collection, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plan_api.extras import choose_extras
+__all__ = ["ParallelizeOptions", "enable_extra", "warn_of_slow_planning"]
 
-__all__ = ["Options", "check_in_effect"]
+_log = logging.getLogger("plan_api")
 
 _BUCKET_MB = 25.0
+# By the name of the package: its module, and the extra of this package that installs it.
+_KNOWN = {
+    "dist-rng": ("dist_rng", "rng"),
+    "dtensor-rules": ("dtensor_rules", "rules"),
+    "fused-comm": ("fused_comm", "comm"),
+}
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `parallelize` was called with; its text is compared between ranks.
+class ParallelizeOptions:
+    """The arguments of a call of `parallelize`; their text is compared between ranks.
 
     Attributes:
         mode: ``"eager"`` or ``"static"``.
-        guard_steps: calls that are compared with Eager; 0 in Eager.
-        src_data_rank: as of `parallelize`.
-        bucket_mb: as of `parallelize`; None where nothing was said.
-        extras: the optional packages to use, by name.
-        warns: whether to warn of gradients that are reduced one by one: the caller has not chosen.
+        guard_steps: the number of calls that are validated against Eager; 0 in Eager.
+        src_data_rank: as in `parallelize`.
+        bucket_mb: as in `parallelize`; None if not given.
+        extras: the names of the optional packages to use.
+        warns: whether to warn about gradients that are reduced one by one, as the caller has not
+            chosen.
     """
 
     mode: str
@@ -38,7 +48,7 @@ class Options:
 
     @property
     def fused_mb(self) -> float | None:
-        """Megabytes of a bucket of fused-comm's; None where it is not in use."""
+        """Megabytes of a bucket of fused-comm; None if it is not in use."""
         if "fused-comm" not in self.extras:
             return None
         return _BUCKET_MB if self.bucket_mb is None else self.bucket_mb
@@ -52,19 +62,19 @@ class Options:
         src_data_rank: int | None,
         bucket_mb: float | None,
         use: Sequence[str] | None,
-    ) -> Options:
-        """The options of a call.
+    ) -> ParallelizeOptions:
+        """Checks the arguments of a call.
 
         Args:
-            mesh: the plan's.
-            mode: as of `parallelize`, like the others.
+            mesh: of the plan.
+            mode: as in `parallelize`, like the others.
             guard_steps: None: 1 in static mode.
             src_data_rank: along each axis of the mesh.
             bucket_mb: None: the default.
-            use: None: what is installed.
+            use: None: the packages that are installed.
 
         Raises:
-            ValueError: an option has no such value, or would have no effect beside another one.
+            ValueError: an option has no such value, or no effect beside another one.
         """
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode={mode!r} must be 'eager' or 'static'")
@@ -85,32 +95,10 @@ class Options:
                     f"parallelize: src_data_rank expected a rank along each axis of the mesh, of "
                     f"which the smallest has {size}, got {rank}; give one below {size}, or None"
                 )
-        extras = choose_extras(use)
+        extras = _choose_extras(use)
         if bucket_mb is not None:
             _check_bucket(bucket_mb, extras)
         return cls(mode, steps, src_data_rank, bucket_mb, extras, use is None)
-
-
-def check_in_effect(options: Options, model: nn.Module, elsewhere: Collection[str]) -> None:
-    """Refuses options that have no effect on a model.
-
-    Args:
-        options: of `parallelize`.
-        model: any.
-        elsewhere: the first names of parameters whose gradients fully_shard reduces.
-
-    Raises:
-        ValueError: buckets have a size, and there is no gradient for them.
-    """
-    if options.bucket_mb is None:
-        return
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    if not any(name not in elsewhere for name in trained):
-        why = "fully_shard reduces all gradients" if trained else "no parameter requires a gradient"
-        raise ValueError(
-            f"parallelize: expected gradients for buckets, got bucket_mb={options.bucket_mb}, and "
-            f"{why}; leave bucket_mb out"
-        )
 
 
 def _check_bucket(bucket_mb: float, extras: Collection[str]) -> None:
@@ -129,3 +117,74 @@ def _index(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"parallelize: {name} expected an integer, got {value!r}") from None
+
+
+def _choose_extras(use: Sequence[str] | None) -> tuple[str, ...]:
+    """The optional packages to use, in a fixed order; imports and changes nothing."""
+    if use is None:
+        found = tuple(name for name, (module, _) in _KNOWN.items() if find_spec(module))
+        _log.info("plan-api uses %s", ", ".join(found) or "torch alone")
+        return found
+    names = ", ".join(map(repr, _KNOWN))
+    if isinstance(use, str):
+        raise ValueError(f"parallelize: use= expected a sequence of {names}, got {use!r}")
+    for name in use:
+        if name not in _KNOWN:
+            raise ValueError(f"parallelize: use= expected names among {names}, got {name!r}")
+        module, extra = _KNOWN[name]
+        if not find_spec(module):
+            raise ValueError(
+                f"parallelize: use= expected installed packages, got {name!r}, which is not: "
+                f"pip install 'plan-api[{extra}]', or leave it out"
+            )
+    return tuple(name for name in _KNOWN if name in use)
+
+
+def enable_extra(name: str) -> Callable[[], None] | None:
+    """Enables a package for the process.
+
+    Args:
+        name: of an installed package.
+
+    Returns:
+        the function that disables it; None if it was enabled already, or has nothing to enable.
+    """
+    if name == "dist-rng":
+        import dist_rng
+
+        if not dist_rng.is_installed():
+            dist_rng.install()
+            return dist_rng.uninstall
+    if name == "dtensor-rules":
+        import dtensor_rules
+
+        if not dtensor_rules.is_enabled():
+            dtensor_rules.enable()
+            return dtensor_rules.disable
+    return None
+
+
+def warn_of_slow_planning(mesh: DeviceMesh, extras: Sequence[str]) -> None:
+    """Warns where DTensor operators are planned by torch alone on three mesh axes or more.
+
+    Torch compares all combinations of placements on all axes, for every operator: a first step can
+    take minutes.
+
+    Args:
+        mesh: of the plan.
+        extras: the optional packages in use.
+    """
+    enabled = "dtensor_rules" in sys.modules and sys.modules["dtensor_rules"].is_enabled()
+    if mesh.ndim < 3 or "dtensor-rules" in extras or enabled:
+        return
+    module, extra = _KNOWN["dtensor-rules"]
+    remedy = (
+        "add 'dtensor-rules' to use="
+        if find_spec(module)
+        else f"install dtensor-rules (pip install 'plan-api[{extra}]')"
+    )
+    warnings.warn(
+        f"parallelize: the plan's mesh has {mesh.ndim} axes, on which torch alone can take minutes "
+        f"to plan the operators of the first step; {remedy}, which plans them in milliseconds",
+        stacklevel=3,
+    )

@@ -1,4 +1,4 @@
-"""What `parallelize` changes in torch for the whole process, and the inverse."""
+"""Patches torch for the whole process where `parallelize` needs it, and restores it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from plan_api._compat import use_rule_for_convolution_backward
-from plan_api.extras import enable_extra
 from plan_api.ops.attention import register_cpu_attention
 from plan_api.ops.losses import loss_handlers
+from plan_api.options import enable_extra
 from plan_api.static.optimizer import remove_step_hooks
 
 __all__ = ["install_patches", "uninstall_patches"]
@@ -22,10 +22,10 @@ _registered = False
 
 
 def install_patches(extras: Iterable[str]) -> None:
-    """Switches packages on, and registers this package's rules for DTensor operators.
+    """Enables packages, and registers this package's handlers and strategies of operators.
 
     Args:
-        extras: installed packages, by name.
+        extras: the names of installed packages.
     """
     global _registered
     for name in extras:
@@ -33,25 +33,25 @@ def install_patches(extras: Iterable[str]) -> None:
             _active.callback(disable)
     if not _registered:
         _registered = True
-        _active.callback(_register_rules())
-    # Each time: torch's `loss_parallel` removes the handlers of its operators when it ends.
+        _active.callback(_register_operators())
+    # At each call: torch's `loss_parallel` removes the handlers of its operators when it ends.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(loss_handlers())
 
 
 def uninstall_patches() -> None:
-    """Restores torch, and switches off what `install_patches` found switched off."""
+    """Restores torch, and disables the packages that `install_patches` enabled."""
     global _registered
     _registered = False
     _active.close()
     remove_step_hooks()
 
 
-def _register_rules() -> Callable[[], None]:
-    """Registers rules of DTensor operators.
+def _register_operators() -> Callable[[], None]:
+    """Registers handlers and strategies of DTensor operators.
 
     Returns:
-        the inverse, which leaves what others have put in their places since.
+        the inverse, which leaves entries that others have replaced since.
     """
     dispatcher: Any = DTensor._op_dispatcher
     tables = [dispatcher._custom_op_handlers, *_tables(dispatcher.sharding_propagator)]
@@ -59,20 +59,20 @@ def _register_rules() -> Callable[[], None]:
     register_cpu_attention()
     use_rule_for_convolution_backward()
     dispatcher._custom_op_handlers.update(loss_handlers())
-    own = [dict(table) for table in tables]
+    registered = [dict(table) for table in tables]
 
-    def undo() -> None:
-        for table, had, put in zip(tables, before, own, strict=True):
-            changed = [each for each in {*had, *put} if had.get(each) is not put.get(each)]
+    def restore() -> None:
+        for table, old, new in zip(tables, before, registered, strict=True):
+            changed = [each for each in {*old, *new} if old.get(each) is not new.get(each)]
             for operator in changed:
-                if table.get(operator, put.get(operator)) is not put.get(operator):
+                if table.get(operator, new.get(operator)) is not new.get(operator):
                     continue
                 table.pop(operator, None)
-                if operator in had:
-                    table[operator] = had[operator]
-        _forget_placements(dispatcher.sharding_propagator)
+                if operator in old:
+                    table[operator] = old[operator]
+        _clear_propagator_caches(dispatcher.sharding_propagator)
 
-    return undo
+    return restore
 
 
 def _tables(propagator: Any) -> list[dict[Any, Any]]:
@@ -80,7 +80,7 @@ def _tables(propagator: Any) -> list[dict[Any, Any]]:
     return [one for name, one in vars(propagator).items() if type(one) is dict and "op_" in name]
 
 
-def _forget_placements(propagator: Any) -> None:
+def _clear_propagator_caches(propagator: Any) -> None:
     """Clears what torch has cached of operators' placements on this thread, in Python and C++."""
     clear: Callable[[], None] = propagator.propagate_op_sharding.cache_clear
     clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,17 +16,13 @@ from plan_api.context_parallel.order import Order
 from plan_api.context_parallel.ring import ring_attention
 from plan_api.context_parallel.setting import Setting
 from plan_api.context_parallel.ulysses import ulysses_attention
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import Act
-from plan_api.ops.function_calls import Calls, Span
+from plan_api.lowering.ir import OpKind, Site, SiteStep
+from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
 from plan_api.spec.axes import axis_names
 
-__all__ = ["METHODS", "Method", "install_context"]
-
-Method: TypeAlias = Literal["ring", "ulysses", "all-gather"]
-METHODS: tuple[Method, ...] = get_args(Method)
+__all__ = ["install_context"]
 
 _Local: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Setting], torch.Tensor]
 _LOCAL: Mapping[str, _Local] = {
@@ -51,10 +47,10 @@ def install_context(
     """
     for site in sites:
         for step in site.steps:
-            if step.act is Act.CONTEXT:
+            if step.kind is OpKind.CONTEXT:
                 at = StepContext(f"attention of {site.path}", step)
                 attend = at.wrap(_Attention(site.path, step, mesh))
-                span = Span({_FUSED: Calls(_FUSED, {None: attend})})
+                span = FunctionInterception({_FUSED: InterceptedCalls(_FUSED, {None: attend})})
                 module = model.get_submodule(site.path)
                 yield module.register_forward_pre_hook(span.begin)
                 yield module.register_forward_hook(span.leave, prepend=True, always_call=True)
@@ -63,7 +59,7 @@ def install_context(
 class _Attention:
     """Takes the place of `scaled_dot_product_attention`, of DTensors."""
 
-    def __init__(self, path: str, step: Step, mesh: DeviceMesh) -> None:
+    def __init__(self, path: str, step: SiteStep, mesh: DeviceMesh) -> None:
         ((name, move),) = step.moves.items()
         options = dict(move.options)
         self._path, self._step, self._mesh, self._name = path, step, mesh, name
@@ -106,7 +102,7 @@ class _Attention:
 
     def _waits_for_(self) -> str:
         """For `fused_comm.diagnosis`."""
-        return f"plan-api: attention of {self._path}, {self._step.said}"
+        return f"plan-api: attention of {self._path}, {self._step.description}"
 
     def _check_options(self, attn_mask: torch.Tensor | None, dropout_p: float) -> None:
         if attn_mask is not None:

@@ -18,7 +18,7 @@ from plan_api.context_parallel.merge import Merged, accumulator
 from plan_api.context_parallel.order import Piece, pieces_over_all
 from plan_api.context_parallel.setting import Setting
 from plan_api.runtime.error_context import annotate_backward_errors
-from plan_api.runtime.local_redistribute import local_move
+from plan_api.runtime.local_redistribute import local_redistribution
 
 __all__ = ["gathered_attention"]
 
@@ -45,7 +45,7 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, setting: Setting
     ) -> torch.Tensor:
-        gather = local_move(
+        gather = local_redistribution(
             Shard(_SEQUENCE), Replicate(), setting.mesh, setting.axis, setting.where
         )
         whole = _in_sequence(gather(torch.stack([key, value])), setting)
@@ -71,7 +71,9 @@ class _Gathered(torch.autograd.Function):
             grad_query[:, :, piece.queries] += found.query
             grad_whole[0][:, :, piece.keys] += found.key
             grad_whole[1][:, :, piece.keys] += found.value
-        scatter = local_move(Sum(), Shard(_SEQUENCE), setting.mesh, setting.axis, setting.where)
+        scatter = local_redistribution(
+            Sum(), Shard(_SEQUENCE), setting.mesh, setting.axis, setting.where
+        )
         own = scatter(_by_rank(grad_whole, setting)).to(whole.dtype)
         return grad_query.to(query.dtype), own[0], own[1], None
 

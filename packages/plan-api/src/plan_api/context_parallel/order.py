@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 import torch
 
-__all__ = ["ORDERS", "Order", "OrderName", "Piece", "piece_between", "pieces_over_all"]
+from plan_api.spec.plan_entries import SequenceOrder
 
-OrderName: TypeAlias = Literal["zigzag", "contiguous"]
-ORDERS: tuple[OrderName, ...] = get_args(OrderName)
+__all__ = ["ORDERS", "Order", "Piece", "piece_between", "pieces_over_all"]
+
+ORDERS: tuple[SequenceOrder, ...] = get_args(SequenceOrder)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Order:
         ranks: among so many.
     """
 
-    name: OrderName
+    name: SequenceOrder
     ranks: int
 
     @property

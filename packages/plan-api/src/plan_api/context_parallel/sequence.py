@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.context_parallel.order import Order
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import Act, Moment, short
+from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
+from plan_api.lowering.model_names import argument_slot, positional_names
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
-from plan_api.runtime.hooks import argument_at, places_of
 from plan_api.spec.axes import axis_names
+from plan_api.spec.placements import format_placement
 
 __all__ = ["Reorder", "install_shifts"]
 
@@ -38,13 +38,13 @@ class Reorder:
         site: which is an input's or an output's.
     """
 
-    def __init__(self, step: Step, mesh: DeviceMesh, site: Site) -> None:
+    def __init__(self, step: SiteStep, mesh: DeviceMesh, site: Site) -> None:
         ((name, move),) = step.moves.items()
         self._step, self._mesh, self._name = step, mesh, name
         self._axis = axis_names(mesh).index(name)
         self._dim: int = getattr(move.dst, "dim", 0)
         self._order = Order(dict(move.options)["order"], mesh.size(self._axis))
-        self._leaves = site.moment is Moment.FORWARD
+        self._leaves = site.hook_point is HookPoint.FORWARD
         self._what = f"{site.name}:{step.tensor}:{step.index}"
         self._in_backward = StepContext(f"the backward of {site.name}", step)
         self.settled: DTensorSpec | None = None
@@ -67,7 +67,8 @@ class Reorder:
             with moving(self._step, tensor.placements, tensor.placements):
                 return self._on_local(tensor, self._exchanged)
         raise ValueError(
-            f"{self._what} is {short(along)} along {self._name!r}: a sequence enters whole, to be "
+            f"{self._what} is {format_placement(along)} along {self._name!r}: a sequence "
+            f"enters whole, to be "
             f"put in order and cut, and leaves whole or cut"
         )
 
@@ -164,7 +165,7 @@ def install_shifts(model: nn.Module, sites: Iterable[Site]) -> Iterator[Removabl
     for site in sites:
         for step in site.steps:
             for move in step.moves.values():
-                shift = dict(move.options).get("shift") if step.act is Act.ORDER else None
+                shift = dict(move.options).get("shift") if step.kind is OpKind.ORDER else None
                 if shift is not None:
                     module = model.get_submodule(site.path)
                     hook = _Shift(step.index, shift, getattr(move.dst, "dim", 0), module)
@@ -173,8 +174,8 @@ def install_shifts(model: nn.Module, sites: Iterable[Site]) -> Iterator[Removabl
 
 class _Shift:
     def __init__(self, index: int | str, shifted: str, dim: int, module: nn.Module) -> None:
-        places = places_of(module)
-        self._place, self._name = argument_at(index, places)
+        places = positional_names(module)
+        self._place, self._name = argument_slot(index, places)
         self._shifted, self._dim = shifted, dim
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

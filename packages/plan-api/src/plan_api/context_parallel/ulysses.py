@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from plan_api.context_parallel.setting import Setting
 from plan_api.runtime.error_context import StepContext, annotate_backward_errors
-from plan_api.runtime.local_redistribute import LocalMove, local_move
+from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
 
 __all__ = ["check_heads", "ulysses_attention"]
 
@@ -37,8 +37,8 @@ def ulysses_attention(
     for what, heads in (("heads", query.shape[_HEADS]), ("key-value heads", key.shape[_HEADS])):
         check_heads(what, heads, setting)
     mesh, axis, where, at = setting.mesh, setting.axis, setting.where, setting.in_backward
-    to_heads = local_move(Shard(_SEQUENCE), Shard(_HEADS), mesh, axis, where)
-    to_sequence = local_move(Shard(_HEADS), Shard(_SEQUENCE), mesh, axis, where)
+    to_heads = local_redistribution(Shard(_SEQUENCE), Shard(_HEADS), mesh, axis, where)
+    to_sequence = local_redistribution(Shard(_HEADS), Shard(_SEQUENCE), mesh, axis, where)
     query, key, value = (_moved(one, to_heads, to_sequence, at) for one in (query, key, value))
     out = torch._C._nn.scaled_dot_product_attention(
         query, key, value, is_causal=setting.causal, scale=setting.scale,
@@ -59,7 +59,10 @@ def check_heads(what: str, heads: int, setting: Setting) -> None:
 
 
 def _moved(
-    tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: StepContext | None
+    tensor: torch.Tensor,
+    there: LocalRedistribution,
+    back: LocalRedistribution,
+    at: StepContext | None,
 ) -> torch.Tensor:
     result: torch.Tensor = _Moved.apply(tensor, there, back, at)  # type: ignore[no-untyped-call]
     return result
@@ -68,7 +71,11 @@ def _moved(
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, there: LocalMove, back: LocalMove, at: StepContext | None
+        ctx: Any,
+        tensor: torch.Tensor,
+        there: LocalRedistribution,
+        back: LocalRedistribution,
+        at: StepContext | None,
     ) -> torch.Tensor:
         ctx.back, ctx.at = back, at
         return there(tensor)

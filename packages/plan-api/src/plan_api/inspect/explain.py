@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from plan_api.lowering.fuse import Override, Step
-from plan_api.lowering.ir import Act, Moment, short
+from plan_api.lowering.ir import HookPoint, OpKind, Override, SiteStep
 from plan_api.lowering.lower import lower
-from plan_api.lowering.resolve import state_of
-from plan_api.runtime.shapes import local_shape
+from plan_api.lowering.model_names import named_state
+from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.entry import Entry
-from plan_api.spec.plan import Plan
+from plan_api.spec.placements import format_placement
+from plan_api.spec.plan_entries import PlanEntries
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -89,7 +89,7 @@ class Diff:
         )
 
 
-def explain(plan: Plan, model: nn.Module) -> Explanation:
+def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
     """Every site of a plan on a model, in the order of its modules.
 
     Args:
@@ -101,23 +101,25 @@ def explain(plan: Plan, model: nn.Module) -> Explanation:
     """
     lowered = lower(plan, model)
     order = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    moments = list(Moment)
-    state = dict(state_of(model))
-    sites = sorted(lowered.sites, key=lambda site: (order[site.path], moments.index(site.moment)))
+    moments = list(HookPoint)
+    state = dict(named_state(model))
+    sites = sorted(
+        lowered.sites, key=lambda site: (order[site.path], moments.index(site.hook_point))
+    )
     rows = []
     for site in sites:
         for step in site.steps:
             name = f"{site.path}.{step.tensor}" if site.path else step.tensor
-            shown = step.tensor if site.moment.of_state else f"{step.tensor}:{step.index}"
+            shown = step.tensor if site.hook_point.is_phase else f"{step.tensor}:{step.index}"
             size = ""
-            if step.act is Act.SHARD:
-                placements = lowered.schedules[name].at(site.moment)
+            if step.kind is OpKind.SHARD:
+                placements = lowered.schedules[name].at(site.hook_point)
                 part = local_shape(state[name], plan.mesh, placements)
                 size = str(part.numel() * state[name].element_size())
             lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
             rows.append(
                 Row(
-                    site.path, site.moment.value, shown, _placed(step, plan, "src"),
+                    site.path, site.hook_point.value, shown, _placed(step, plan, "src"),
                     _placed(step, plan, "dst"), size, ", ".join(lines),
                 )
             )  # fmt: skip
@@ -139,7 +141,7 @@ def show(found: Explanation) -> None:
         print(found)
 
 
-def diff(plan_a: Plan, plan_b: Plan) -> Diff:
+def diff(plan_a: PlanEntries, plan_b: PlanEntries) -> Diff:
     """The entries of one plan that the other has not, and the reverse, in their orders."""
     return Diff(
         tuple(entry for entry in plan_a.entries if entry not in plan_b.entries),
@@ -147,9 +149,9 @@ def diff(plan_a: Plan, plan_b: Plan) -> Diff:
     )
 
 
-def _placed(step: Step, plan: Plan, end: str) -> str:
+def _placed(step: SiteStep, plan: PlanEntries, end: str) -> str:
     shown = [
-        f"{axis}={short(placement)}"
+        f"{axis}={format_placement(placement)}"
         for axis in plan.axes
         if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
     ]

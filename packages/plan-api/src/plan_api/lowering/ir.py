@@ -1,26 +1,37 @@
-"""What a plan becomes for one model: operations at sites, frozen, that read as they act.
+"""The intermediate representation: what a plan becomes for one model.
 
-An operation is one tensor, at one site, along one axis:
+Note: an *operation* (`Op`) acts on one tensor, at a hook point of a module, along one mesh axis:
 
     layers.0.mlp.forward_pre:<in>:0:redist(->R, tp)
 
-`fuse.py` puts those of one site together, and `hooks.py` makes them a hook of torch's.
+A *step* (`SiteStep`) fuses the operations on one tensor along all axes. A *site* (`Site`) is a
+module and a hook point with all its steps, and becomes one hook. All of it is frozen and holds no
+reference to the plan: the runtime reads nothing but this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Act", "Moment", "Op", "short", "spelled"]
+from plan_api.lowering.model_names import is_inside
+from plan_api.spec.placements import format_placement
+
+__all__ = [
+    "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "Op", "OpKind",
+    "Override", "Schedule", "Site", "SiteStep", "TokenDispatch",
+]  # fmt: skip
+
+_Options: TypeAlias = tuple[tuple[str, Any], ...]
+_Placements: TypeAlias = tuple[Placement, ...]
 
 
-class Moment(Enum):
-    """When: in a phase of parameters, before or after a module runs, or as it calls an operator."""
+class HookPoint(Enum):
+    """When an operation acts: in a phase of a parameter, or around a forward or an operator."""
 
     INIT = "init"
     OPTIM = "optim"
@@ -31,97 +42,291 @@ class Moment(Enum):
     OPERATOR = "op"
 
     @property
-    def of_state(self) -> bool:
+    def is_phase(self) -> bool:
         """Whether it is a phase of parameters."""
-        return not self.of_activations and self is not Moment.OPERATOR
+        return not self.is_module_hook and self is not HookPoint.OPERATOR
 
     @property
-    def of_activations(self) -> bool:
-        """Whether it is a hook of what modules are given and return."""
-        return self in (Moment.FORWARD_PRE, Moment.FORWARD)
+    def is_module_hook(self) -> bool:
+        """Whether it is a hook on the inputs or outputs of modules."""
+        return self in (HookPoint.FORWARD_PRE, HookPoint.FORWARD)
 
 
-class Act(Enum):
-    """What an operation does; in the order in which those on one tensor are done."""
+class OpKind(Enum):
+    """What an operation does; operations on one tensor are done in this order."""
 
-    SHARD = "shard"  # a parameter becomes a DTensor
-    ANNOTATE = "annotate"  # a local tensor is said to be one, without communication
-    FACTORY = "factory"  # what a module makes while it runs becomes a DTensor
-    INDEX = "index"  # an argument counts what this rank has of the parameters that are cut
-    DISPATCH = "dispatch"  # that, and what has chosen a part is sent to the rank that has it
-    LOCAL = "local"  # a module runs on local tensors; what it returns becomes one
-    ORDER = "order"  # a sequence is put into the order in which ranks have it
-    CONTEXT = "context"  # attention of a module is over a sequence that is cut
-    REDIST = "redist"  # what may be a plain tensor is moved
+    SHARD = "shard"  # makes a parameter a DTensor
+    ANNOTATE = "annotate"  # makes a local tensor a DTensor, without communication
+    FACTORY = "factory"  # makes tensors that a module creates in its forward DTensors
+    INDEX = "index"  # renumbers an argument that indexes into sharded parameters
+    DISPATCH = "dispatch"  # the same, and sends tokens to the ranks that have what they chose
+    LOCAL = "local"  # runs a module on local tensors, and makes its outputs DTensors
+    ORDER = "order"  # reorders a sequence to the order in which ranks have it
+    CONTEXT = "context"  # computes a module's attention over a sharded sequence
+    REDIST = "redist"  # redistributes a DTensor, or a plain tensor as one
+
+
+@dataclass(frozen=True)
+class EntryRef:
+    """The entry of a plan that an operation comes from.
+
+    Attributes:
+        number: of the entry in the plan.
+        line: the source line of the entry.
+        description: the entry with its source line, as error messages begin.
+        options: all options of the entry, by name.
+    """
+
+    number: int
+    line: str = field(default="", compare=False)
+    description: str = field(default="", compare=False)
+    options: _Options = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """One operation on one tensor, along one axis.
 
     Attributes:
         path: of the module.
-        moment: when.
-        tensor: a parameter's or buffer's name in its module, ``<in>``, ``<out>``, ``<op>``; of
-            FACTORY ``<new>``, of INDEX and DISPATCH ``<index>``, of CONTEXT ``<attention>``.
-        index: of the argument or result, by number or name; of an operator its function.
-        act: what is done.
-        axis: of the mesh, by name.
-        dst: the placement along it afterwards.
-        src: that before; None where the plan does not say.
-        grad_dst: of the gradient on its way back.
-        grad_src: what that is before.
-        entry: the number of the plan's entry that asks for it.
-        options: of ORDER and CONTEXT, what else the entry says, by name.
-        line: where that entry was written.
+        hook_point: when it acts.
+        tensor: the name of a parameter or buffer in its module, ``<in>``, ``<out>`` or ``<op>``;
+            ``<new>`` for FACTORY, ``<index>`` for INDEX and DISPATCH, ``<attention>`` for CONTEXT.
+        index: the number or name of the argument or result, or the name of the operator's function.
+        kind: what it does.
+        axis: the name of the mesh axis.
+        dst: the placement along the axis afterwards.
+        src: the placement before; None if the plan does not give it.
+        grad_dst: the placement of the gradient afterwards.
+        grad_src: the placement of the gradient before.
+        entry: the plan's entry that it comes from.
+        options: the options of the entry that change what ORDER and CONTEXT do.
     """
 
     path: str
-    moment: Moment
+    hook_point: HookPoint
     tensor: str
     index: int | str
-    act: Act
+    kind: OpKind
     axis: str
     dst: Placement
     src: Placement | None
     grad_dst: Placement | None
     grad_src: Placement | None
-    entry: int
-    options: tuple[tuple[str, Any], ...] = ()
-    line: str = field(default="", compare=False)
+    entry: EntryRef
+    options: _Options = ()
 
     @property
-    def target(self) -> tuple[str, Moment, str, int | str, Act, str]:
-        """What two operations cannot both decide."""
-        return (self.path, self.moment, self.tensor, self.index, self.act, self.axis)
+    def target(self) -> tuple[str, HookPoint, str, int | str, OpKind, str]:
+        """The key on which a later operation overrides an earlier one."""
+        return (self.path, self.hook_point, self.tensor, self.index, self.kind, self.axis)
 
     def __str__(self) -> str:
-        site = f"{self.path}.{self.moment.value}" if self.path else self.moment.value
-        before = "" if self.src is None else short(self.src)
-        move = f"{before}->{short(self.dst)}, {self.axis}"
+        site = f"{self.path}.{self.hook_point.value}" if self.path else self.hook_point.value
+        before = "" if self.src is None else format_placement(self.src)
+        move = f"{before}->{format_placement(self.dst)}, {self.axis}"
         if self.grad_dst is not None or self.grad_src is not None:
-            back = "" if self.grad_src is None else short(self.grad_src)
-            to = "" if self.grad_dst is None else short(self.grad_dst)
+            back = "" if self.grad_src is None else format_placement(self.grad_src)
+            to = "" if self.grad_dst is None else format_placement(self.grad_dst)
             move += f", grad {back}->{to}"
         move += "".join(f", {name}={value!r}" for name, value in self.options)
-        return f"{site}:{self.tensor}:{self.index}:{self.act.value}({move})"
+        return f"{site}:{self.tensor}:{self.index}:{self.kind.value}({move})"
 
 
-def short(placement: Placement) -> str:
-    """``R``, ``S(0)``, ``P``, ``P(avg)``; of other placements what `str` gives."""
-    if type(placement) is Replicate:
-        return "R"
-    if type(placement) is Shard:
-        return f"S({placement.dim})"
-    if type(placement) is Partial:
-        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
-    return str(placement)
+@dataclass(frozen=True)
+class AxisMove:
+    """The placements of a step along one axis; see `Op`."""
+
+    dst: Placement
+    src: Placement | None = None
+    grad_dst: Placement | None = None
+    grad_src: Placement | None = None
+    options: _Options = ()
 
 
-def spelled(placement: Placement) -> str:
-    """As a script says it: ``Replicate()``, ``Shard(0)``, ``Partial()``, ``Partial("avg")``."""
-    if type(placement) is Shard:
-        return f"Shard({placement.dim})"
-    if type(placement) is Partial:
-        return "Partial()" if placement.reduce_op == "sum" else f'Partial("{placement.reduce_op}")'
-    return repr(placement)
+@dataclass(frozen=True)
+class SiteStep:
+    """The operations on one tensor at a site, along all axes at once.
+
+    Attributes:
+        tensor: as in `Op`.
+        index: as in `Op`.
+        kind: as in `Op`.
+        moves: by axis.
+        entries: the numbers of the plan's entries that it comes from.
+        lines: the source lines of these entries.
+    """
+
+    tensor: str
+    index: int | str
+    kind: OpKind
+    moves: Mapping[str, AxisMove]
+    entries: tuple[int, ...]
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def description(self) -> str:
+        """The entries' numbers and lines, for reports and errors."""
+        numbers = " and ".join(map(str, self.entries))
+        return f"entry {numbers} of the plan" + f" ({', '.join(self.lines)})" * bool(self.lines)
+
+
+_NOT_REDISTRIBUTED = (
+    OpKind.FACTORY, OpKind.INDEX, OpKind.DISPATCH, OpKind.LOCAL, OpKind.CONTEXT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module and a hook point, with all steps there: one hook."""
+
+    path: str
+    hook_point: HookPoint
+    steps: tuple[SiteStep, ...]
+
+    @property
+    def name(self) -> str:
+        """The site as error messages name it, such as ``layers.0.mlp.forward_pre``."""
+        return f"{self.path}.{self.hook_point.value}" if self.path else self.hook_point.value
+
+    @property
+    def moved(self) -> tuple[SiteStep, ...]:
+        """The steps that the site's own hook applies; `plan_api.ops` installs the others."""
+        return tuple(one for one in self.steps if one.kind not in _NOT_REDISTRIBUTED)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The placements of one parameter or buffer in the phases of a step; see `Phase`.
+
+    Attributes:
+        rest: the placements of the DTensor that the model, the optimizer and checkpoints have.
+        run: the placements while its module runs.
+        keeps_unsharded: whether the unsharded parameter stays allocated until the optimizer changes
+            the sharded one.
+        reduces_at_end: whether its gradients stay unsharded until the end of backward.
+        entries: the numbers of the plan's entries that it comes from.
+        lines: the source lines of these entries.
+    """
+
+    rest: _Placements
+    run: _Placements
+    keeps_unsharded: bool = False
+    reduces_at_end: bool = False
+    entries: tuple[int, ...] = ()
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether the parameter is unsharded while its module runs."""
+        return self.rest != self.run
+
+    def at(self, hook_point: HookPoint) -> _Placements:
+        """The placements in a phase; GRAD gives those of a gradient that is reduced at once."""
+        unsharded = hook_point is HookPoint.RUN or (
+            hook_point is HookPoint.INIT and self.keeps_unsharded
+        )
+        return self.run if unsharded else self.rest
+
+
+@dataclass(frozen=True)
+class TokenDispatch:
+    """How the tokens of a module are sent to the ranks of the experts that they chose.
+
+    Attributes:
+        tokens: the position and the name of the argument with one row per token.
+        weights: the position and the name of the argument with one weight per assignment of a
+            token to an expert; None if assignments have no weights.
+        experts: the expert numbers of each rank along the axes, the first axis outermost.
+        step: of the plan.
+    """
+
+    tokens: tuple[int, str]
+    weights: tuple[int, str] | None
+    experts: tuple[range, ...]
+    step: SiteStep
+
+
+@dataclass(frozen=True)
+class ExpertIndices:
+    """An argument of a module that indexes into parameters sharded by expert.
+
+    Attributes:
+        argument: the position and the name of the argument.
+        own: the expert numbers of this rank.
+        axes: the numbers of the mesh axes along which experts are sharded.
+        attributes: attributes of the module with this rank's values, set while it runs.
+        step: of the plan.
+        dispatch: how tokens are sent to the ranks of their experts; None: all ranks along the axes
+            have all tokens, and skip the experts of other ranks.
+    """
+
+    argument: tuple[int, str]
+    own: range
+    axes: tuple[int, ...]
+    attributes: Mapping[str, Any]
+    step: SiteStep
+    dispatch: TokenDispatch | None = None
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """A module that the fsdp package is applied to.
+
+    Attributes:
+        axes: names of the mesh axes.
+        options: of the entry, by name.
+        text: the entry.
+        line: the source line of the entry.
+    """
+
+    axes: tuple[str, ...]
+    options: _Options
+    text: str
+    line: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def description(self) -> str:
+        """The entry with its source line, as error messages begin."""
+        return f"{self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass(frozen=True)
+class Override:
+    """Two operations, or two entries of fully_shard, with one target: the later one applies."""
+
+    earlier: Op | FullyShard
+    later: Op | FullyShard
+
+    def __str__(self) -> str:
+        return f"{self.earlier} is overridden by {self.later}"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A plan lowered for one model.
+
+    Attributes:
+        ops: the operations that apply, in the order of the plan.
+        overrides: the operations that do not apply, each with the one that overrides it.
+        sites: the operations, fused.
+        schedules: of the parameters and buffers that the plan names, by their first name.
+        indices: the arguments that index into sharded parameters, by the path of their module.
+        fully_sharded: the modules that the fsdp package is applied to, by path.
+        eager: the modules that run on DTensors in static mode; none is inside another.
+    """
+
+    ops: tuple[Op, ...]
+    overrides: tuple[Override, ...]
+    sites: tuple[Site, ...]
+    schedules: Mapping[str, Schedule]
+    indices: Mapping[str, Sequence[ExpertIndices]]
+    fully_sharded: Mapping[str, FullyShard]
+    eager: tuple[str, ...]
+
+    def runs_on_dtensors(self, path: str) -> bool:
+        """Whether a module or parameter stays on DTensors in static mode."""
+        return any(is_inside(path, module) for module in self.eager)

@@ -1,6 +1,6 @@
-"""Sharding strategies for the CPU's fused attention, which torch's DTensor has none for.
+"""Registers sharding strategies for fused attention on CPU, for which torch's DTensor has none.
 
-The kernel is the same; batch and heads may be sharded, as torch has it for CUDA's
+Batch and heads may be sharded, as in torch's strategies for CUDA
 (torch/distributed/tensor/_ops/_matrix_ops.py).
 """
 
@@ -20,7 +20,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def register_cpu_attention() -> None:
-    """Registers both operators; a call with a mask is refused, with the remedy."""
+    """Registers both operators; a call with a mask is an error."""
     register_sharding(_FORWARD)(_forward)
     register_sharding(_BACKWARD)(_backward)
 
@@ -34,9 +34,9 @@ def _forward(
 ) -> list[Any]:
     if attn_mask is not None:
         raise NotImplementedError(
-            "scaled_dot_product_attention of DTensors on a CPU takes no mask: torch does not move "
-            "keyword tensors there; use eager attention, attn_implementation='eager' in "
-            "transformers"
+            "scaled_dot_product_attention of DTensors on CPU: expected no mask, got one: torch "
+            "does not redistribute keyword tensors there; use eager attention, "
+            "attn_implementation='eager' in transformers"
         )
     rest = [None] * len(options)
     return [([one, one], [one, one, one, *rest]) for one in _placements()]

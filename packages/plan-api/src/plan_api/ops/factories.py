@@ -1,7 +1,7 @@
-"""Tensors that a module's forward makes, as `torch.zeros` does, become DTensors.
+"""Makes tensors that a module's forward creates, as by `torch.zeros`, DTensors.
 
-Without it they are plain, and an operator of a plain tensor and a DTensor is an error of torch's
-(veScale, appendix 12).
+Otherwise they are plain, and torch refuses operators on a plain tensor and a DTensor (veScale,
+appendix 12).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from plan_api.spec.axes import axis_names
 
 __all__ = ["install_factory"]
 
-# Those that make a tensor from numbers alone. What is made like a DTensor is one.
-_MAKERS = frozenset(
+# Functions that create a tensor from numbers. A tensor created like a DTensor is one.
+_FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
         "arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "normal", "ones",
@@ -35,19 +35,19 @@ _MAKERS = frozenset(
 def install_factory(
     module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh
 ) -> list[RemovableHandle]:
-    """Places what is made while a module's forward runs, in nested calls too.
+    """Places the tensors that are created while a module's forward runs, in nested calls too.
 
     Args:
         module: any.
-        placements: by axis; along others what is made is replicated. A tensor without the dim of a
-            shard is whole.
-        mesh: the plan's.
+        placements: by axis; along others tensors are replicated, as are those without the dim of a
+            shard.
+        mesh: of the plan.
     """
     placed = [placements.get(axis, Replicate()) for axis in axis_names(mesh)]
     modes: list[Any] = []
 
     def enter(_: nn.Module, __: Any) -> None:
-        mode: Any = _Placing(mesh, placed)
+        mode: Any = _FactoryMode(mesh, placed)
         modes.append(mode)
         mode.__enter__()
 
@@ -61,7 +61,7 @@ def install_factory(
     ]
 
 
-class _Placing(TorchFunctionMode):
+class _FactoryMode(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         super().__init__()
         self._mesh, self._placements = mesh, placements
@@ -73,17 +73,19 @@ class _Placing(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func not in _MAKERS or type(made) is not torch.Tensor:
-            return made
-        if made.device.type != self._mesh.device_type:
-            return made
-        # Made whole, so that random numbers are those of one device; each rank keeps its part.
-        whole = DTensor.from_local(
-            made, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False
+        created = func(*args, **(kwargs or {}))
+        if func not in _FACTORIES or type(created) is not torch.Tensor:
+            return created
+        if created.device.type != self._mesh.device_type:
+            return created
+        # Created whole, so that random numbers are those of one device; each rank takes its shard.
+        replicated = DTensor.from_local(
+            created, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False
         )
         target = [
-            p if getattr(p, "dim", 0) < made.ndim or p == Replicate() else Replicate()
+            p if getattr(p, "dim", 0) < created.ndim or p == Replicate() else Replicate()
             for p in self._placements
         ]
-        return whole.redistribute(placements=target) if tuple(target) != whole.placements else whole
+        if tuple(target) == replicated.placements:
+            return replicated
+        return replicated.redistribute(placements=target)

@@ -1,4 +1,4 @@
-"""Functions of torch that are caught while a module's own code runs."""
+"""Intercepts functions of torch while a module's own code runs."""
 
 from __future__ import annotations
 
@@ -9,70 +9,70 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Calls", "Operator", "Span"]
+__all__ = ["FunctionInterception", "InterceptedCalls", "TorchFunction"]
 
-Operator: TypeAlias = Callable[..., Any]
+TorchFunction: TypeAlias = Callable[..., Any]
 
 
 @dataclass
-class Calls:
-    """The calls of one function in a module's own code.
+class InterceptedCalls:
+    """The intercepted calls of one function in a module's own code.
 
     Attributes:
         function: of torch.
-        instead: what is called, by the call's number; with None, in all others.
-        count: of calls so far.
+        replacements: what is called instead, by the number of the call; with None, for all others.
+        count: the number of calls so far.
     """
 
-    function: Operator
-    instead: dict[int | None, Operator] = field(default_factory=dict)
+    function: TorchFunction
+    replacements: dict[int | None, TorchFunction] = field(default_factory=dict)
     count: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls what is to be called instead."""
+        """Calls the replacement, or the function itself."""
         number, self.count = self.count, self.count + 1
-        function = self.instead.get(number) or self.instead.get(None, self.function)
+        function = self.replacements.get(number) or self.replacements.get(None, self.function)
         return function(*args, **kwargs)
 
 
-class Span:
-    """While a module's own code runs: begun by it, left for children.
+class FunctionInterception:
+    """Intercepts functions while a module's own code runs, and not while its children run.
 
     Args:
-        table: what is caught.
+        table: the intercepted calls, by function.
     """
 
-    def __init__(self, table: Mapping[Operator, Calls]) -> None:
+    def __init__(self, table: Mapping[TorchFunction, InterceptedCalls]) -> None:
         self._table = table
-        self._modes: list[_Catching] = []
+        self._modes: list[_InterceptionMode] = []
 
     def begin(self, *_: Any) -> None:
-        """The module's code begins."""
+        """Starts when the module's forward begins."""
         for calls in self._table.values():
             calls.count = 0
         self.enter()
 
     def enter(self, *_: Any) -> None:
-        """It goes on: a child's is through."""
-        mode: Any = _Catching(self._table)
+        """Resumes when a child has run."""
+        mode: Any = _InterceptionMode(self._table)
         mode.__enter__()
         self._modes.append(mode)
 
     def leave(self, _: nn.Module, *__: Any) -> None:
-        """A child's code begins, or the module's is through."""
+        """Stops when a child begins, or the module has run."""
         if self._modes:
             mode: Any = self._modes.pop()
             mode.__exit__(None, None, None)
 
 
-class _Catching(TorchFunctionMode):
-    """Calls others for some functions of torch."""
+class _InterceptionMode(TorchFunctionMode):
+    """Calls replacements for some functions of torch."""
 
-    def __init__(self, table: Mapping[Operator, Calls]) -> None:
+    def __init__(self, table: Mapping[TorchFunction, InterceptedCalls]) -> None:
         super().__init__()
         self._table = table
 
     def __torch_function__(
-        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
+        self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return self._table.get(func, func)(*args, **(kwargs or {}))

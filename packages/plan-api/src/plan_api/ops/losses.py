@@ -1,26 +1,32 @@
-"""Cross entropy of DTensors that is the one device's, with classes and batch cut as they are.
+"""DTensor handlers of losses, with the results and gradients of one device.
 
-Torch's own rules gather logits whose classes are sharded, and take the mean over a sharded batch as
-the mean of the ranks' means, which is another number where ranks ignore different numbers of
+Torch's own strategies gather logits whose classes are sharded, and take the mean over a sharded
+batch as the mean of the ranks' means, which differs where ranks ignore different numbers of
 targets. Its `loss_parallel` context gathers nothing, but refuses means on meshes of several axes,
-and has to be open around backward too. Here each of the four operators is right by itself, so there
-is nothing to open: logits stay sharded if the plan leaves them so.
+and has to be open around backward too. Here each of the four operators of cross entropy is correct
+by itself, so there is no context: logits stay sharded if the plan leaves them so.
+
+For losses of pairs of elements, such as `mse_loss`, torch's strategies divide by the number of
+elements of a rank. The gradient of a mean over shards is then too large by the number of ranks that
+share the elements, which AdamW hides and clipping does not; the mean itself is the mean of the
+ranks' means, which differs where shards are uneven.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from plan_api.ops import mean_losses
 from plan_api.ops.cross_entropy import (
+    MEAN,
     NONE,
-    Cut,
+    LogitsSharding,
     Targets,
     log_softmax,
     log_softmax_backward,
@@ -30,11 +36,14 @@ from plan_api.ops.cross_entropy import (
 
 __all__ = ["loss_handlers"]
 
+_Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_Placements: TypeAlias = tuple[Placement, ...]
 
-def loss_handlers() -> dict[Any, Callable[..., Any]]:
-    """The handler of each operator, for DTensor's table of handlers."""
+
+def loss_handlers() -> dict[Any, _Handler]:
+    """Returns the handler of each operator, for DTensor's table of custom handlers."""
     aten = torch.ops.aten
-    handlers: dict[Any, Callable[..., Any]] = {
+    handlers: dict[Any, _Handler] = {
         aten._log_softmax.default: _log_softmax,
         aten._log_softmax_backward_data.default: _log_softmax_backward,
         aten.nll_loss_forward.default: _nll_loss,
@@ -42,89 +51,108 @@ def loss_handlers() -> dict[Any, Callable[..., Any]]:
         aten.nll_loss2d_forward.default: _nll_loss,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
     }
-    return handlers | mean_losses.handlers()
+    elementwise = [
+        (aten.mse_loss, aten.mse_loss_backward),
+        (aten.smooth_l1_loss, aten.smooth_l1_loss_backward),
+        (aten.huber_loss, aten.huber_loss_backward),
+        (aten.binary_cross_entropy, aten.binary_cross_entropy_backward),
+        (aten.soft_margin_loss, aten.soft_margin_loss_backward),
+    ]
+    handlers |= {loss.default: _elementwise_loss for loss, _ in elementwise}
+    return handlers | {grad.default: _elementwise_loss_backward for _, grad in elementwise}
+
+
+def _local_part(tensor: Any, placements: _Placements, mesh: DeviceMesh) -> torch.Tensor:
+    """The local tensor in some placements; a plain tensor is taken as replicated."""
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    if tensor.placements != placements:
+        tensor = tensor.redistribute(placements=placements)
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+def _wrap(
+    local: torch.Tensor, placements: _Placements, shape: torch.Size, mesh: DeviceMesh
+) -> DTensor:
+    """A local tensor as a DTensor of a global shape."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """Logits that have been moved only where they are sums, or their classes cut more than once.
+    """Logits that are redistributed only where Partial, or sharded twice along their classes.
 
     Attributes:
-        local: this rank's.
-        shape: of all.
-        placements: theirs.
-        cut: how that cuts classes and rows.
+        local: the local tensor.
+        shape: the global shape.
+        placements: of the logits.
+        sharding: of their classes and rows.
     """
 
     local: torch.Tensor
     shape: torch.Size
-    placements: tuple[Placement, ...]
-    cut: Cut
+    placements: _Placements
+    sharding: LogitsSharding
 
     @property
-    def rows(self) -> tuple[Placement, ...]:
-        """The placements of what has one number per row."""
+    def row_placements(self) -> _Placements:
+        """The placements of a tensor with one number per row."""
         return tuple(
-            Replicate() if axis == self.cut.axis else _without(placement, self.cut.dim)
+            Replicate() if axis == self.sharding.axis else _without(placement, self.sharding.dim)
             for axis, placement in enumerate(self.placements)
         )
 
     @property
-    def total(self) -> tuple[Placement, ...]:
+    def sum_placements(self) -> _Placements:
         """The placements of a sum over this rank's rows."""
-        return tuple(Replicate() if one.is_replicate() else Partial() for one in self.rows)
+        return tuple(
+            Replicate() if one.is_replicate() else Partial() for one in self.row_placements
+        )
 
     @property
-    def whole(self) -> tuple[Placement, ...]:
-        """The placements of what all ranks have."""
+    def replicated(self) -> _Placements:
+        """The placements of a tensor that all ranks have."""
         return (Replicate(),) * len(self.placements)
 
     @property
-    def on_one(self) -> bool:
-        """Whether this rank has all of them: torch's own operator is the one device's."""
-        return self.cut.axis is None and not self.cut.rows
+    def is_replicated(self) -> bool:
+        """Whether this rank has all logits, so that torch's own operator computes the loss."""
+        return self.sharding.axis is None and not self.sharding.rows
 
-    def part(self, tensor: Any, placements: tuple[Placement, ...]) -> torch.Tensor:
-        """The local part of a tensor; a plain one is taken as the same on all ranks."""
-        if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, self.cut.mesh, self.whole, run_check=False)
-        if tensor.placements != placements:
-            tensor = tensor.redistribute(placements=placements)
-        local: torch.Tensor = tensor._local_tensor
-        return local
+    def part(self, tensor: Any, placements: _Placements) -> torch.Tensor:
+        """The local part of a tensor on the mesh of the logits."""
+        return _local_part(tensor, placements, self.sharding.mesh)
 
-    def targets(self, target: Any, weight: Any, ignored: int) -> Targets:
-        """Of these rows."""
-        return Targets.of(self.local, self.cut, *self.given(target, weight), ignored)
+    def wrap(self, local: torch.Tensor, placements: _Placements, shape: torch.Size) -> DTensor:
+        """A local tensor as a DTensor on the mesh of the logits."""
+        return _wrap(local, placements, shape, self.sharding.mesh)
 
-    def given(self, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The classes of these rows, and weights of classes, on this rank."""
-        weights = None if weight is None else self.part(weight, self.whole)
-        return self.part(target, self.rows), weights
+    def local_targets(self, target: Any, weight: Any, ignored: int) -> Targets:
+        """The targets of this rank's rows."""
+        return Targets.of(self.local, self.sharding, *self.parts(target, weight), ignored)
 
-    def wrap(
-        self, local: torch.Tensor, placements: tuple[Placement, ...], shape: torch.Size
-    ) -> DTensor:
-        """A local tensor as a DTensor of a global shape."""
-        stride = torch.empty(shape, device="meta").stride()
-        local = local.contiguous()
-        return DTensor.from_local(
-            local, self.cut.mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+    def parts(self, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The classes of this rank's rows, and the weights of all classes."""
+        weights = None if weight is None else self.part(weight, self.replicated)
+        return self.part(target, self.row_placements), weights
 
 
 def _log_softmax(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     dtensor, dim, to_float = args
-    logits = _settled(dtensor, dim % dtensor.ndim)
-    result = log_softmax(logits.local, logits.cut, to_float)
+    logits = _logits(dtensor, dim % dtensor.ndim)
+    result = log_softmax(logits.local, logits.sharding, to_float)
     return logits.wrap(result, logits.placements, logits.shape)
 
 
 def _log_softmax_backward(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, dtensor, dim, dtype = args
-    output = _settled(dtensor, dim % dtensor.ndim)
+    output = _logits(dtensor, dim % dtensor.ndim)
     local = output.part(grad, output.placements)
-    result = log_softmax_backward(local, output.local, output.cut, dtype)
+    result = log_softmax_backward(local, output.local, output.sharding, dtype)
     return output.wrap(result, output.placements, output.shape)
 
 
@@ -132,61 +160,126 @@ def _nll_loss(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor, DTensor]:
     dtensor, target, weight, reduction, ignored = args
-    logits, one = _settled(dtensor, min(1, dtensor.ndim - 1)), torch.Size([])
-    if logits.on_one:
-        given = logits.given(target, weight)
-        loss, total = operator(logits.local, *given, reduction, ignored)
+    logits, scalar = _logits(dtensor, min(1, dtensor.ndim - 1)), torch.Size([])
+    if logits.is_replicated:
+        parts = logits.parts(target, weight)
+        loss, total = operator(logits.local, *parts, reduction, ignored)
     else:
-        targets = logits.targets(target, weight, ignored)
-        loss, total = nll_loss(logits.local, targets, logits.cut, reduction)
+        targets = logits.local_targets(target, weight, ignored)
+        loss, total = nll_loss(logits.local, targets, logits.sharding, reduction)
+    total = logits.wrap(total, logits.replicated, scalar)
     if reduction == NONE:
-        shape = torch.Size(s for dim, s in enumerate(logits.shape) if dim != logits.cut.dim)
-        return logits.wrap(loss, logits.rows, shape), logits.wrap(total, logits.whole, one)
-    return logits.wrap(loss, logits.total, one), logits.wrap(total, logits.whole, one)
+        shape = torch.Size(s for dim, s in enumerate(logits.shape) if dim != logits.sharding.dim)
+        return logits.wrap(loss, logits.row_placements, shape), total
+    return logits.wrap(loss, logits.sum_placements, scalar), total
 
 
 def _nll_loss_backward(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     grad, dtensor, target, weight, reduction, ignored, total = args
-    logits = _settled(dtensor, min(1, dtensor.ndim - 1))
-    scale = logits.part(grad, logits.rows if reduction == NONE else logits.whole)
-    weighed = logits.part(total, logits.whole)
-    if logits.on_one:
-        given = logits.given(target, weight)
-        result = operator(scale, logits.local, *given, reduction, ignored, weighed)
+    logits = _logits(dtensor, min(1, dtensor.ndim - 1))
+    scale = logits.part(grad, logits.row_placements if reduction == NONE else logits.replicated)
+    total = logits.part(total, logits.replicated)
+    if logits.is_replicated:
+        parts = logits.parts(target, weight)
+        result = operator(scale, logits.local, *parts, reduction, ignored, total)
     else:
-        targets = logits.targets(target, weight, ignored)
-        result = nll_loss_backward(scale, logits.local, targets, logits.cut, reduction, weighed)
+        targets = logits.local_targets(target, weight, ignored)
+        result = nll_loss_backward(scale, logits.local, targets, logits.sharding, reduction, total)
     return logits.wrap(result, logits.placements, logits.shape)
 
 
-def _settled(dtensor: DTensor, dim: int) -> _Logits:
+def _logits(dtensor: DTensor, dim: int) -> _Logits:
     placements: list[Placement] = []
-    axis = None
-    for at, placement in enumerate(dtensor.placements):
-        known: Any = placement if type(placement) in (Shard, _StridedShard) else None
-        cut = None if known is None else known.dim
-        if cut == dim and type(placement) is Shard and axis is None:
-            axis = at
-        elif cut is None or cut == dim:
+    class_axis = None
+    for axis, placement in enumerate(dtensor.placements):
+        shard: Any = placement if type(placement) in (Shard, _StridedShard) else None
+        sharded_dim = None if shard is None else shard.dim
+        if sharded_dim == dim and type(placement) is Shard and class_axis is None:
+            class_axis = axis
+        elif sharded_dim is None or sharded_dim == dim:
             placement = Replicate()
         placements.append(placement)
     mesh, placed = dtensor.device_mesh, tuple(placements)
     if placed != dtensor.placements:
         dtensor = dtensor.redistribute(placements=placements)
-    rows = tuple(at for at, one in enumerate(placed) if at != axis and not one.is_replicate())
+    rows = tuple(
+        axis for axis, one in enumerate(placed) if axis != class_axis and not one.is_replicate()
+    )
     first = 0
-    if axis is not None:
+    if class_axis is not None:
         length = dtensor.shape[dim]
-        size = -(-length // mesh.size(axis))  # as torch.chunk cuts
-        first = min(size * mesh.get_local_rank(axis), length)
-    cut_so = Cut(mesh, dim, axis, first, rows)
-    return _Logits(dtensor._local_tensor, dtensor.shape, placed, cut_so)
+        size = -(-length // mesh.size(class_axis))  # as torch.chunk splits
+        first = min(size * mesh.get_local_rank(class_axis), length)
+    sharding = LogitsSharding(mesh, dim, class_axis, first, rows)
+    return _Logits(dtensor._local_tensor, dtensor.shape, placed, sharding)
 
 
 def _without(placement: Any, dim: int) -> Placement:
-    """The same cut of a tensor that lacks a dim."""
+    """The same shard of a tensor without a dim."""
     if placement.is_replicate() or placement.dim < dim:
         return placement  # type: ignore[no-any-return]
     if type(placement) is Shard:
         return Shard(placement.dim - 1)
     return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+
+
+def _elementwise_loss(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    call = _ElementwiseLoss(op, args, kwargs)
+    if call.reduction == NONE:
+        return _wrap(call.run(), call.placements, call.shape, call.mesh)
+    local = call.run()
+    if call.reduction == MEAN:
+        local = local * call.share if call.share else torch.zeros_like(local)
+    summed = tuple(Replicate() if one.is_replicate() else Partial() for one in call.placements)
+    return _wrap(local, summed, torch.Size([]), call.mesh)
+
+
+def _elementwise_loss_backward(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    grad, *rest = args
+    call = _ElementwiseLoss(op, tuple(rest), kwargs)
+    replicated = (Replicate(),) * call.mesh.ndim
+    placements = call.placements if call.reduction == NONE else replicated
+    scale = _local_part(grad, placements, call.mesh)
+    if call.reduction == MEAN:
+        scale = scale * call.share
+    return _wrap(call.run(scale), call.placements, call.shape, call.mesh)
+
+
+class _ElementwiseLoss:
+    """A call's tensors, all in the placements of the first DTensor, without Partials.
+
+    Attributes:
+        mesh: of the tensors.
+        placements: of the tensors, and of results with their shape.
+        shape: of the tensors.
+        reduction: of at::Reduction.
+        share: this rank's share of the elements.
+    """
+
+    def __init__(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        lead = next(one for one in args if isinstance(one, DTensor))
+        self.mesh, self.shape = lead.device_mesh, lead.shape
+        self.placements: _Placements = tuple(
+            Replicate() if one.is_partial() else one for one in lead.placements
+        )
+        self._op, self._kwargs = op, kwargs
+        self._args = [
+            _local_part(one, self.placements, self.mesh) if isinstance(one, torch.Tensor) else one
+            for one in args
+        ]
+        names = [argument.name for argument in op._schema.arguments]
+        at = names.index("reduction") - ("grad_output" in names)
+        self.reduction = args[at] if at < len(args) else kwargs.get("reduction", MEAN)
+        elements = lead.numel()
+        self.share = self._args[0].numel() / elements if elements else 1.0
+
+    def run(self, *grad: torch.Tensor) -> torch.Tensor:
+        """Runs the operator on the local tensors."""
+        result: torch.Tensor = self._op(*grad, *self._args, **self._kwargs)
+        return result

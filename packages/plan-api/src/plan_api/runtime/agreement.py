@@ -1,4 +1,4 @@
-"""Whether all ranks of a mesh are about to do the same.
+"""Agreement between the ranks of a mesh.
 
 The comparison of hashes is a copy of `fused_comm.agreement`: plan-api runs without fused-comm.
 """
@@ -13,57 +13,57 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_agreement", "differs_anywhere", "first_anywhere"]
+__all__ = ["check_agreement", "first_site_on_any_rank", "true_on_any_rank"]
 
 
 def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
-    """Compares a list of lines over all ranks of a mesh, by hash, along one axis after another.
+    """Compares lists of lines between all ranks of a mesh, by hash, along one axis at a time.
 
     Args:
-        lines: one for each thing that has to be alike.
+        lines: each of them has to be the same on all ranks.
         mesh: all of its ranks have to call.
 
     Raises:
-        ValueError: on every rank, where any two differ: names the first line of a rank that does.
+        ValueError: on every rank, if two ranks differ: names the first line in which they do.
     """
-    own = _number(lines)
-    # The maximum of both tells whether all are the same.
+    own = _hash(lines)
+    # The hashes are equal if the maximum of the hash is that of its negation.
     extremes = torch.tensor([own, -own], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if (extremes[0] == -extremes[1]).item():
         return
-    everyone: list[list[str]] = [list(lines)]
+    of_ranks: list[list[str]] = [list(lines)]
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         gathered: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, everyone, group=group)
-        everyone = [one for some in gathered for one in some]
-    for number in range(max(map(len, everyone))):
-        here = [one[number] if number < len(one) else "nothing" for one in everyone]
-        for rank, line in zip(mesh.mesh.flatten().tolist(), here, strict=False):
-            if line != here[0]:
+        dist.all_gather_object(gathered, of_ranks, group=group)
+        of_ranks = [one for some in gathered for one in some]
+    for number in range(max(map(len, of_ranks))):
+        those = [one[number] if number < len(one) else "nothing" for one in of_ranks]
+        for rank, line in zip(mesh.mesh.flatten().tolist(), those, strict=False):
+            if line != those[0]:
                 raise ValueError(
-                    f"the plan differs between ranks: operation {number} is {here[0]} on one and "
-                    f"{line} on another; of {len(here)} ranks (rank {rank} is one of them) all "
+                    f"the plan differs between ranks: operation {number} is {those[0]} on one and "
+                    f"{line} on another; of {len(those)} ranks (rank {rank} is one of them) all "
                     f"have to be given the same plan and model"
                 )
 
 
-def _number(lines: Sequence[str]) -> int:
+def _hash(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
 
 
-def differs_anywhere(differs: bool, mesh: DeviceMesh) -> bool:
-    """Whether it does on any rank of a mesh, all of which call."""
-    flag = torch.tensor(int(differs), device=mesh.device_type)
+def true_on_any_rank(flag: bool, mesh: DeviceMesh) -> bool:
+    """Whether a flag is true on any rank of a mesh; all of its ranks have to call."""
+    total = torch.tensor(int(flag), device=mesh.device_type)
     for axis in range(mesh.ndim):
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return bool(flag.item())
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return bool(total.item())
 
 
-def first_anywhere(site: str, mesh: DeviceMesh) -> str:
-    """The first site that ranks of a mesh have; all of them call, and get the same."""
+def first_site_on_any_rank(site: str, mesh: DeviceMesh) -> str:
+    """The first nonempty site of the ranks of a mesh, the same on all; all have to call."""
     for axis in range(mesh.ndim):
         sites: list[Any] = [""] * mesh.size(axis)
         dist.all_gather_object(sites, site, group=mesh.get_group(axis))

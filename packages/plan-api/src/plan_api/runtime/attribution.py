@@ -1,7 +1,7 @@
-"""On whose behalf communication runs: a seam through which `track` learns it.
+"""Attributes communication to the plan: the patch point through which `track` observes it.
 
-Movers and gradients say it only where they are about to move something, so a hook that moves
-nothing pays nothing; while nobody watches, saying it is one look at a global.
+Redistributions and gradient reductions use it only where they are about to communicate, so a hook
+that moves nothing pays nothing; without an observer it costs reading a global.
 """
 
 from __future__ import annotations
@@ -14,49 +14,53 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.fuse import Step
+from plan_api.lowering.ir import SiteStep
 
-__all__ = ["Cause", "moving", "reducing", "set_watcher"]
+__all__ = ["CommunicationCause", "moving", "reducing", "set_observer"]
 
 _Placements: TypeAlias = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Cause:
-    """Why what runs now runs.
+class CommunicationCause:
+    """Why the current communication runs.
 
     Attributes:
-        step: of the plan, which moves an activation; None for gradients.
-        param: whose gradient is reduced; None for those of many together, and for activations.
-        before: how the tensor is placed; () where there are many.
-        after: how it will be.
+        step: the plan's step that moves an activation or a parameter; None for gradients.
+        param: the parameter whose gradient is reduced; None for a bucket, and for activations.
+        before: the placements of the tensor; () for a bucket.
+        after: its placements afterwards.
     """
 
-    step: Step | None
+    step: SiteStep | None
     param: torch.Tensor | None
     before: _Placements
     after: _Placements
 
 
-Watcher: TypeAlias = Callable[[Cause], AbstractContextManager[None]]
+Observer: TypeAlias = Callable[[CommunicationCause], AbstractContextManager[None]]
 
-_NOBODY = nullcontext()
-_watcher: Watcher | None = None
-
-
-def set_watcher(watcher: Watcher | None) -> None:
-    """Makes this the one that is told; None: nobody is."""
-    global _watcher
-    _watcher = watcher
+_NO_OBSERVER = nullcontext()
+_observer: Observer | None = None
 
 
-def moving(step: Step, before: _Placements, after: _Placements) -> AbstractContextManager[None]:
-    """Within it a tensor is moved as a step of the plan says."""
-    return _NOBODY if _watcher is None else _watcher(Cause(step, None, before, after))
+def set_observer(observer: Observer | None) -> None:
+    """Sets the observer of this process; None removes it."""
+    global _observer
+    _observer = observer
+
+
+def moving(step: SiteStep, before: _Placements, after: _Placements) -> AbstractContextManager[None]:
+    """Attributes communication within it to a step of the plan."""
+    if _observer is None:
+        return _NO_OBSERVER
+    return _observer(CommunicationCause(step, None, before, after))
 
 
 def reducing(
     param: torch.Tensor | None = None, before: _Placements = (), after: _Placements = ()
 ) -> AbstractContextManager[None]:
-    """Within it the gradient of a parameter is reduced, or those of many."""
-    return _NOBODY if _watcher is None else _watcher(Cause(None, param, before, after))
+    """Attributes communication within it to the gradient of a parameter, or to a bucket."""
+    if _observer is None:
+        return _NO_OBSERVER
+    return _observer(CommunicationCause(None, param, before, after))

@@ -1,4 +1,4 @@
-"""Tensors in what modules are given and return: nested tuples, lists, dicts and dataclasses."""
+"""Tensors in the inputs and outputs of modules: nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from torch.utils import _pytree as pytree
 __all__ = ["map_tensors", "replace_part"]
 
 
-def map_tensors(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor in it moved; the same object if none was.
+def map_tensors(value: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Applies a function to every tensor in a structure; returns the same object if none changes.
 
     Args:
-        value: a tensor, or what pytree and dataclasses can hold.
-        move: gives a tensor for a tensor.
+        value: a tensor, or any nesting of what pytree knows and dataclasses.
+        transform: returns a tensor for a tensor.
     """
     if isinstance(value, torch.Tensor):
-        return move(value)
+        return transform(value)
     if _is_dataclass(value):
         parts = {
             one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init
         }
-        moved = {name: map_tensors(part, move) for name, part in parts.items()}
-        changed = {name: part for name, part in moved.items() if part is not parts[name]}
+        mapped = {name: map_tensors(part, transform) for name, part in parts.items()}
+        changed = {name: part for name, part in mapped.items() if part is not parts[name]}
         return dataclasses.replace(value, **changed) if changed else value
     leaves, structure = pytree.tree_flatten(value, is_leaf=_is_dataclass)
     if len(leaves) == 1 and leaves[0] is value:
         return value  # no container
-    changed_leaves = [map_tensors(leaf, move) for leaf in leaves]
+    changed_leaves = [map_tensors(leaf, transform) for leaf in leaves]
     if all(new is old for new, old in zip(changed_leaves, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(changed_leaves, structure)
 
 
 def replace_part(
-    value: Any, index: int | str, move: Callable[[torch.Tensor], torch.Tensor], what: str
+    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: str
 ) -> Any:
-    """What a module returned, with one part of it moved.
+    """Applies a function to one part of what a module returned.
 
     Args:
-        value: a tensor or None, whose only part has index 0, or a tuple, list, dict or dataclass.
+        value: a tensor or None, which have the part 0, or a tuple, list, dict or dataclass.
         index: the part's number, or its key or field.
-        move: gives a tensor for a tensor.
+        transform: returns a tensor for a tensor.
         what: begins messages.
 
     Raises:
         ValueError: there is no such part.
     """
     if isinstance(value, torch.Tensor) and index == 0:
-        return move(value)
+        return transform(value)
     if isinstance(value, Mapping) or _is_dataclass(value):
-        return _replace_named(value, index, move, what)
+        return _replace_named(value, index, transform, what)
     if isinstance(value, (tuple, list)) and isinstance(index, int) and index < len(value):
-        part = map_tensors(value[index], move)
+        part = map_tensors(value[index], transform)
         if part is value[index]:
             return value
         parts = [*value[:index], part, *value[index + 1 :]]
@@ -67,9 +67,9 @@ def replace_part(
 
 
 def _replace_named(
-    value: Any, index: int | str, move: Callable[[torch.Tensor], torch.Tensor], what: str
+    value: Any, index: int | str, transform: Callable[[torch.Tensor], torch.Tensor], what: str
 ) -> Any:
-    # A dataclass that is a mapping too, as transformers' outputs, leaves out fields that are None.
+    # Transformers' outputs are dataclasses and mappings, which leave out fields that are None.
     fields = _fields(value)
     if isinstance(index, int):
         if index >= len(fields):
@@ -77,17 +77,17 @@ def _replace_named(
         index = fields[index]
     if index not in fields:
         if _is_dataclass(value) and getattr(value, index, value) is None:
-            return value  # as the loss of a model that was given no labels
+            return value  # such as the loss of a model without labels
         raise ValueError(f"{what}: there is no part {index!r} in a {_described(value)}")
     mapping = isinstance(value, Mapping)
     old = value[index] if mapping else getattr(value, index)
-    new = map_tensors(old, move)
+    new = map_tensors(old, transform)
     if new is old:
         return value
     if _is_dataclass(value) and not mapping:
         return dataclasses.replace(value, **{index: new})
     if _is_dataclass(value):
-        setattr(value, index, new)  # keeps both of its faces alike
+        setattr(value, index, new)  # sets the field and the key
         return value
     copied = dict(value)
     copied[index] = new

@@ -1,8 +1,8 @@
-"""Models made without memory, and materialised as each rank's shards, with the bits of one device.
+"""Initialises models without memory, and materialises each rank's shards bitwise as one device.
 
-While the model is made its tensors are fake, and what is done to them is recorded on a *tape*. The
-tape is replayed on DTensors: what is random goes through dist-rng, so a shard has the numbers that
-the whole tensor would have there (veScale, appendix 12).
+While the model is initialised its tensors are fake, and the calls on them are recorded on a *tape*.
+The tape is replayed on DTensors: random numbers are drawn by dist-rng, so a shard has the numbers
+that the global tensor would have there (veScale, appendix 12).
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from plan_api.runtime.shapes import cut, local_shape
+from plan_api.runtime.local_shards import local_shape, redistribute_compact
 
-__all__ = ["Tape", "deferred_init", "made_from", "tape_of"]
+__all__ = ["Tape", "deferred_init", "seed_descriptions", "tape_of"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Placements = tuple[Placement, ...]
 
 _aten = torch.ops.aten
-# Nothing but another object for the same memory.
+# The result is another object for the same memory.
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
-# Elements of the result are those of the argument.
+# The result has the elements of the argument.
 _COPIES = {_aten._to_copy.default, _aten.clone.default}
-# Each element is the same whatever the shape, which is the first argument.
+# All elements are equal; the shape is the first argument.
 _UNIFORM = {
     _aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RecordedCall:
     func: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    results: tuple[torch.Tensor, ...]  # that are new
-    places: tuple[int, ...]  # of those among all
+    results: tuple[torch.Tensor, ...]  # that are no arguments
+    result_indices: tuple[int, ...]  # of these among all results
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Arguments and results."""
+        """Yields arguments and results."""
         for one in pytree.tree_leaves((self.args, self.kwargs)):
             if isinstance(one, torch.Tensor):
                 yield one
@@ -59,7 +59,7 @@ class _Call:
 
     @property
     def writes_elements(self) -> bool:
-        """Whether it changes its argument in place, each element by itself or by its place."""
+        """Whether it changes its argument in place, each element independently of the others."""
         if not isinstance(self.func, torch._ops.OpOverload):
             return False
         others = pytree.tree_leaves((self.args[1:], self.kwargs))
@@ -68,30 +68,29 @@ class _Call:
 
 
 class Tape:
-    """What was done to fake tensors, in order."""
+    """The calls on fake tensors, in order."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
-        # By the number of the call before which the model has seeded the generator: its state.
+        self._calls: list[_RecordedCall] = []
+        # The generator's states, by the number of the call before which the model has set them.
         self._seeded: dict[int, torch.Tensor] = {0: torch.get_rng_state()}
 
     def record(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        """Remembers a call; results that are arguments are nothing new.
+        """Records a call.
 
-        Nothing draws while tensors are fake, so where the generator's state is another, the model
-        has set it.
+        Fake tensors draw nothing, so where the generator's state has changed, the model has set it.
         """
         with _disable_current_modes():
             state = torch.get_rng_state()
             if not torch.equal(state, self._latest):
                 self._seeded[len(self._calls)] = state
-        given = {id(one) for one in pytree.tree_leaves((args, kwargs))}
+        arguments = {id(one) for one in pytree.tree_leaves((args, kwargs))}
         new = {
             at: one
             for at, one in enumerate(pytree.tree_leaves(results))
-            if isinstance(one, torch.Tensor) and id(one) not in given
+            if isinstance(one, torch.Tensor) and id(one) not in arguments
         }
-        call = _Call(func, tuple(args), dict(kwargs), tuple(new.values()), tuple(new))
+        call = _RecordedCall(func, tuple(args), dict(kwargs), tuple(new.values()), tuple(new))
         self._calls.append(call)
 
     @property
@@ -99,7 +98,7 @@ class Tape:
         return next(reversed(self._seeded.values()))
 
     def seeds(self) -> Iterator[str]:
-        """Hashes of the generator's states from which something is drawn, in order."""
+        """Yields hashes of the generator states from which numbers are drawn, in order."""
         starts = sorted(self._seeded)
         for start, end in zip(starts, [*starts[1:], len(self._calls)], strict=True):
             if any(map(_is_random, self._calls[start:end])):
@@ -108,27 +107,27 @@ class Tape:
 
     def replay(
         self,
-        wanted: Sequence[tuple[torch.Tensor, _Placements]],
+        targets: Sequence[tuple[torch.Tensor, _Placements]],
         mesh: DeviceMesh,
         random_shards: bool,
     ) -> list[torch.Tensor]:
-        """Does it all again with memory.
+        """Repeats all calls with memory.
 
-        Random numbers begin where they began when the model was made; afterwards the generator is
-        where one device would have it, unless it has been used or seeded in between.
+        Random numbers start from the state in which the model was initialised; afterwards the
+        generator has the state of one device, unless it was used or seeded in between.
 
         Args:
-            wanted: fake tensors, each with its placements.
+            targets: fake tensors, each with its placements.
             mesh: of the DTensors.
-            random_shards: whether shards have the random numbers of the whole, by dist-rng.
+            random_shards: whether dist-rng draws a shard's part of the global random numbers.
 
         Returns:
-            a DTensor for each. Where a tensor cannot be made by shards, it is made whole and cut.
+            a DTensor for each. A tensor that cannot be made as shards is made whole and sharded.
         """
         now = torch.get_rng_state()
         try:
             with torch.no_grad():
-                made = _Replay(self._calls, self._seeded, wanted, mesh, random_shards).run()
+                made = _Replay(self._calls, self._seeded, targets, mesh, random_shards).run()
         finally:
             if not torch.equal(now, self._latest):
                 torch.set_rng_state(now)
@@ -138,38 +137,38 @@ class Tape:
 class _Replay:
     def __init__(
         self,
-        calls: Sequence[_Call],
+        calls: Sequence[_RecordedCall],
         seeded: Mapping[int, torch.Tensor],
-        wanted: Sequence[tuple[torch.Tensor, _Placements]],
+        targets: Sequence[tuple[torch.Tensor, _Placements]],
         mesh: DeviceMesh,
         random_shards: bool,
     ) -> None:
         self._calls, self._seeded, self._mesh = calls, seeded, mesh
-        self._wanted = {id(one): to for one, to in wanted}
+        self._targets = {id(one): to for one, to in targets}
         self._done: dict[int, torch.Tensor] = {}
         self._random_shards = random_shards
         self._real: dict[int, torch.Tensor] = {}
-        self._shards = self._made_by_shards(wanted)
+        self._shards = self._made_by_shards(targets)
 
     def run(self) -> list[torch.Tensor]:
-        # By storage: a tensor may be changed through another that lies in the same memory.
+        # By storage: a tensor may be changed through a view.
         last = {_storage(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
-        over: dict[int, list[torch.Tensor]] = {}
+        finished: dict[int, list[torch.Tensor]] = {}
         for at, call in enumerate(self._calls):
             if at in self._seeded:
                 torch.set_rng_state(self._seeded[at])
             results = self._call(call)
             self._real.update(zip(map(id, call.results), results, strict=True))
             for one in call.tensors():
-                over.setdefault(last[_storage(one)], []).append(one)
-            # What is whole so far is cut as soon as it is done, so that there is one at a time.
-            for one in over.pop(at, ()):
-                if (to := self._wanted.get(id(one))) is not None and id(one) not in self._done:
+                finished.setdefault(last[_storage(one)], []).append(one)
+            # A whole tensor is sharded after its last call, so that few exist at a time.
+            for one in finished.pop(at, ()):
+                if (to := self._targets.get(id(one))) is not None and id(one) not in self._done:
                     self._done[id(one)] = self._placed(self._real[id(one)], to)
                 self._real.pop(id(one), None)
-        return [self._done[one] for one in self._wanted]
+        return [self._done[one] for one in self._targets]
 
-    def _call(self, call: _Call) -> list[torch.Tensor]:
+    def _call(self, call: _RecordedCall) -> list[torch.Tensor]:
         placements = self._shards.get(_storage(call.results[0])) if call.results else None
         if placements is not None and call.func in _UNIFORM:
             return [self._uniform(call, placements)]
@@ -177,13 +176,13 @@ class _Replay:
             torch.Tensor, lambda one: self._real.get(id(one), one), (call.args, call.kwargs)
         )
         results = pytree.tree_leaves(call.func(*args, **kwargs))
-        return [results[at] for at in call.places]
+        return [results[at] for at in call.result_indices]
 
-    def _uniform(self, call: _Call, placements: _Placements) -> torch.Tensor:
+    def _uniform(self, call: _RecordedCall, placements: _Placements) -> torch.Tensor:
         shape = torch.Size(call.args[0])
         hollow = torch.empty(shape, device="meta")
-        part = local_shape(hollow, self._mesh, placements)
-        local = call.func(part, *call.args[1:], **call.kwargs)
+        local_size = local_shape(hollow, self._mesh, placements)
+        local = call.func(local_size, *call.args[1:], **call.kwargs)
         stride = hollow.stride()
         return DTensor.from_local(
             local, self._mesh, placements, run_check=False, shape=shape, stride=stride
@@ -194,13 +193,13 @@ class _Replay:
             whole = [p if type(p) is Shard else Replicate() for p in placements]
             real = distribute_tensor(real, self._mesh, whole, src_data_rank=None)
         assert isinstance(real, DTensor)
-        return cut(real, placements)
+        return redistribute_compact(real, placements)
 
     def _made_by_shards(
-        self, wanted: Sequence[tuple[torch.Tensor, _Placements]]
+        self, targets: Sequence[tuple[torch.Tensor, _Placements]]
     ) -> dict[int, _Placements]:
-        """The storages that are made and changed by each element alone, and how they are placed."""
-        placed = {_storage(one): _simple(to) for one, to in wanted}
+        """The placements of the storages whose elements are made and changed independently."""
+        placed = {_storage(one): _simple(to) for one, to in targets}
         for call in reversed(self._calls):
             if call.func in _COPIES and (to := placed.get(_storage(call.results[0]))):
                 placed.setdefault(_storage(call.args[0]), to)
@@ -215,7 +214,7 @@ class _Replay:
         return placed
 
 
-class _Recorder(TorchDispatchMode):
+class _TapeRecorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
@@ -227,8 +226,8 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _whole_calls(tape: Tape) -> Iterator[None]:
-    """Records as one call what looks at the values that it has drawn, to draw some again."""
+def _recorded_initialisers(tape: Tape) -> Iterator[None]:
+    """Records `trunc_normal_` as one call: it looks at the values that it has drawn."""
     original = nn.init._no_grad_trunc_normal_
 
     @functools.wraps(original)
@@ -247,55 +246,59 @@ _tapes: weakref.WeakKeyDictionary[nn.Module, Tape] = weakref.WeakKeyDictionary()
 
 
 def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
-    """Makes a model without memory for its parameters, which `parallelize` makes as shards.
+    """Makes a model without memory for its parameters, which `parallelize` materialises as shards.
 
-    With dist-rng installed they have, bit for bit, the values of one device, and no rank holds more
-    than its shards; without it they have them too, but each is made whole first, one at a time.
+    Their values are bitwise those of one device. With dist-rng installed no rank allocates more
+    than its shards; without it each parameter is made whole first, one at a time.
 
     Args:
-        model_fn: makes the model, on the device on which it is to be.
-        args: for it.
-        kwargs: for it.
+        model_fn: makes the model, on its device.
+        args: of ``model_fn``.
+        kwargs: of ``model_fn``.
 
     Returns:
-        the model, of fake tensors.
+        the model, with fake tensors.
 
     Raises:
-        RuntimeError: it looks at values, which are not there.
+        RuntimeError: it reads values of tensors, which fake tensors do not have.
     """
     tape = Tape()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Recorder(tape), _whole_calls(tape):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            _TapeRecorder(tape),
+            _recorded_initialisers(tape),
+        ):
             model = model_fn(*args, **kwargs)
     except DataDependentOutputException as error:
         raise RuntimeError(
-            f"deferred_init: the model looks at values of its tensors while it is made ({error}), "
-            f"and they have none yet: make it as usual, and give it to parallelize"
+            f"deferred_init: expected a model that does not read values of its tensors while it is "
+            f"made, got {error}: make it without deferred_init, and pass it to parallelize"
         ) from error
     _tapes[model] = tape
     return model
 
 
 def tape_of(model: nn.Module) -> Tape | None:
-    """The tape of a model that was made by `deferred_init`."""
+    """The tape of a model of `deferred_init`; None for others."""
     return _tapes.get(model)
 
 
-def made_from(model: nn.Module) -> Iterator[str]:
-    """What a model of `deferred_init` is made from, as text that all ranks have to share."""
+def seed_descriptions(model: nn.Module) -> Iterator[str]:
+    """Yields the seeds of a model of `deferred_init` as text, for comparison between ranks."""
     if (tape := tape_of(model)) is not None:
         yield from (f"deferred_init: random numbers from seed state {one}" for one in tape.seeds())
 
 
-def _is_random(call: _Call) -> bool:
-    """Whether it draws; functions that are recorded as one call are initialisers that do."""
+def _is_random(call: _RecordedCall) -> bool:
+    """Whether it draws random numbers, as all initialisers recorded as one call do."""
     if not isinstance(call.func, torch._ops.OpOverload):
         return True
     return torch.Tag.nondeterministic_seeded in call.func.tags
 
 
 def _simple(placements: _Placements) -> _Placements:
-    """Those in which torch's operators can make a tensor; where others cut, it is cut later."""
+    """Replaces placements that torch's operators cannot make by Replicate."""
     simple = (Replicate, Shard, _StridedShard)
     return tuple(p if type(p) in simple else Replicate() for p in placements)
 

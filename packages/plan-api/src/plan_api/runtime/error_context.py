@@ -1,6 +1,6 @@
-"""Adds to errors the site, the plan's entries with their lines, and the tensors.
+"""Appends to errors the site, the plan's entries with their lines, and the tensors.
 
-An error keeps its object, class and traceback: a sentence is appended to its message, once.
+An error keeps its identity, class and traceback: one sentence is appended to its message.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import short
+from plan_api.lowering.ir import Site, SiteStep
+from plan_api.spec.placements import format_placement
 
 __all__ = [
     "StepContext", "annotate_backward_errors", "append_message", "append_site", "describe_step",
@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Exactly these print their first argument. Subclasses, such as torch.OutOfMemoryError or the errors
-# by which torch traces, may format their message themselves, and get a note instead.
+# that torch raises while tracing, may format their message themselves, and get a note instead.
 _WITH_MESSAGE = (
     ValueError, TypeError, RuntimeError, IndexError, AssertionError, AttributeError,
     NotImplementedError,
@@ -35,7 +35,7 @@ def append_message(error: Exception, sentence: str) -> None:
     """Appends a line to an error's message, or adds a note where that is not a plain string.
 
     Args:
-        error: that is being raised; one that is annotated already stays as it is.
+        error: that is being raised; an annotated one is not changed.
         sentence: without a newline before it.
     """
     if is_annotated(error):
@@ -49,7 +49,7 @@ def append_message(error: Exception, sentence: str) -> None:
 
 
 def is_annotated(error: Exception) -> bool:
-    """Whether `append_message` has been called for it."""
+    """Whether `append_message` has annotated the error."""
     return hasattr(error, _ANNOTATED)
 
 
@@ -59,8 +59,8 @@ def append_site(error: Exception, site: Site, part: tuple[int | str, ...], value
     Args:
         error: that is being raised.
         site: of the hook.
-        part: place and name of the argument or result that was moved.
-        value: that argument or result.
+        part: the position and name of the argument or result that was redistributed.
+        value: the argument or result.
     """
     steps = [step for step in site.moved if step.index in part] or site.moved
     append_message(error, _sentence(site.name, steps, value))
@@ -71,12 +71,12 @@ class StepContext:
     """Where a step of the plan is applied, for errors raised there.
 
     Attributes:
-        where: the site, in words.
+        where: the site, as messages name it.
         step: of the plan.
     """
 
     where: str
-    step: Step
+    step: SiteStep
 
     def add_to(self, error: Exception, value: Any) -> None:
         """Appends the context to an error; ``value`` holds the tensors of the failed call."""
@@ -111,15 +111,15 @@ def annotate_backward_errors(backward: Callable[..., Any]) -> Callable[..., Any]
     return called
 
 
-def _sentence(where: str, steps: Sequence[Step], value: Any) -> str:
-    entries = "; ".join(f"{step.said}: {describe_step(step)}" for step in steps)
+def _sentence(where: str, steps: Sequence[SiteStep], value: Any) -> str:
+    entries = "; ".join(f"{step.description}: {describe_step(step)}" for step in steps)
     return f"at {where}, for {entries}; got {describe_tensors(value)}"
 
 
-def describe_step(step: Step) -> str:
+def describe_step(step: SiteStep) -> str:
     """Returns a step as one phrase, such as ``shard weight:0 tp=S(0)``."""
-    moves = ", ".join(f"{axis}={short(move.dst)}" for axis, move in step.moves.items())
-    return f"{step.act.value} {step.tensor}:{step.index} {moves}"
+    moves = ", ".join(f"{axis}={format_placement(move.dst)}" for axis, move in step.moves.items())
+    return f"{step.kind.value} {step.tensor}:{step.index} {moves}"
 
 
 def describe_tensors(value: Any) -> str:
@@ -131,5 +131,5 @@ def describe_tensors(value: Any) -> str:
 def _tensor(tensor: torch.Tensor) -> str:
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        return f"a DTensor of {shape}, placed {', '.join(map(short, tensor.placements))}"
+        return f"a DTensor of {shape}, placed {', '.join(map(format_placement, tensor.placements))}"
     return f"a torch.Tensor of {shape}"

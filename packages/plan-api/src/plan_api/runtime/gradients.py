@@ -1,4 +1,4 @@
-"""Gradients reduced in every backward, without a line in the training script."""
+"""Reduces gradients in every backward, without a call in the training script."""
 
 from __future__ import annotations
 
@@ -16,155 +16,158 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.runtime.attribution import reducing
-from plan_api.runtime.hooks import Fired
+from plan_api.runtime.hooks import SiteCoverage
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer
 
-__all__ = ["Gradients"]
+__all__ = ["GradientReduction"]
 
 _log = logging.getLogger("plan_api")
 
 
-class Gradients:
-    """Places gradients as their parameters during backward, or at its end.
+class GradientReduction:
+    """Redistributes gradients to the placements of their parameters, during or after backward.
 
-    Of a model on ``meta`` it begins with the first forward: materialised parameters are others.
+    For a model on ``meta`` it starts at the first forward, because materialising makes new
+    parameters.
 
     Args:
-        model: whose parameters they are of.
-        waits: whether gradients stay whole until backward is through (ZeRO-1); otherwise they are
-            sent as they come.
-        fired: of the model's sites; those that the first step has not passed are named once.
-        bucket_mb: of gradients that fused-comm sends together; None: they are sent one by one.
-        warns: whether to warn of gradients that are sent one by one.
-        without: the first names of parameters whose gradients somebody else reduces.
+        model: whose gradients are reduced.
+        reduces_at_end: whether gradients stay unsharded until the end of backward (ZeRO-1);
+            otherwise each is reduced when it is accumulated.
+        coverage: of the model's sites; those that the first step did not run are logged once.
+        bucket_mb: megabytes of a bucket of fused-comm; None: gradients are reduced one by one.
+        excluded: the first names of parameters whose gradients fully_shard reduces.
+        warns: whether to warn about gradients that are reduced one by one.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        waits: bool,
-        fired: Fired,
+        reduces_at_end: bool,
+        coverage: SiteCoverage,
         bucket_mb: float | None = None,
-        without: Collection[str] = (),
+        excluded: Collection[str] = (),
         *,
         warns: bool = False,
     ) -> None:
         self._params: list[torch.Tensor] = []
-        self._waits, self._bucket_mb, self._without = waits, bucket_mb, without
-        self._fired: Fired | None = fired
+        self._reduces_at_end, self._bucket_mb, self._excluded = reduces_at_end, bucket_mb, excluded
+        self._coverage: SiteCoverage | None = coverage
         self._reducer: GradReducer | None = None
-        self._synchronises = True
-        self._queued = False
+        self._requires_sync = True
+        self._is_queued = False
         self._warns = warns
         self._handles: list[RemovableHandle] = []
         if any(param.is_meta for param in model.parameters()):
-            self._handles.append(model.register_forward_pre_hook(self._begin_once))
+            self._handles.append(model.register_forward_pre_hook(self._start_on_first_forward))
         else:
-            self._begin(model)
+            self._start(model)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients are accumulated, and reduced by the next backward outside."""
-        before, self._synchronises = self._synchronises, False
+        """Accumulates gradients within it; the next backward outside reduces them."""
+        before, self._requires_sync = self._requires_sync, False
         try:
-            self._tell()
+            self._set_reducer_sync()
             yield
         finally:
-            self._synchronises = before
-            self._tell()
+            self._requires_sync = before
+            self._set_reducer_sync()
 
     def remove(self) -> None:
-        """Takes its hooks from the parameters."""
+        """Removes its hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         if self._reducer is not None:
             self._reducer.remove()
 
-    def _tell(self) -> None:
+    def _set_reducer_sync(self) -> None:
         if self._reducer is not None:
-            self._reducer.set_requires_gradient_sync(self._synchronises and not self._waits)
+            self._reducer.set_requires_gradient_sync(
+                self._requires_sync and not self._reduces_at_end
+            )
 
-    def _begin_once(self, model: nn.Module, _: object) -> None:
+    def _start_on_first_forward(self, model: nn.Module, _: object) -> None:
         if self._params or not self._handles:
-            return  # begun by a hook before this one
+            return  # another hook has started it
         self._handles.pop(0).remove()
-        self._begin(model)
+        self._start(model)
 
-    def _begin(self, model: nn.Module) -> None:
+    def _start(self, model: nn.Module) -> None:
         named = [
             (name, param)
             for name, param in model.named_parameters()
-            if param.requires_grad and name not in self._without
+            if param.requires_grad and name not in self._excluded
         ]
         if not named:
             return
         self._params = [param for _, param in named]
-        if self._reduces() and self._bucket_mb is not None:
+        if self._may_reduce() and self._bucket_mb is not None:
             from fused_comm import GradReducer
 
             self._reducer = GradReducer(named, bucket_mb=self._bucket_mb)
-            self._tell()
-        # Autograd has hooks where the garbage collector does not look: they must not keep this.
+            self._set_reducer_sync()
+        # A weak reference: the garbage collector does not see cycles through autograd's hooks.
         reference = weakref.ref(self)
 
         def after(param: torch.Tensor) -> None:
-            if (alive := reference()) is not None:
-                alive._after(param)
+            if (reduction := reference()) is not None:
+                reduction._after_accumulate(param)
 
-        self._listen(after)
+        self._register_hooks(after)
 
-    def _reduces(self) -> bool:
+    def _may_reduce(self) -> bool:
         """Whether there may be anything to reduce."""
         return True
 
-    def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
-        """Has a function called after each gradient has been accumulated."""
-        self._follow(self._params, after)
+    def _register_hooks(self, after: Callable[[torch.Tensor], None]) -> None:
+        """Registers a function to call after each gradient has been accumulated."""
+        self._register_on(self._params, after)
 
-    def _follow(
+    def _register_on(
         self, params: Iterable[torch.Tensor], after: Callable[[torch.Tensor], None]
     ) -> None:
         for param in params:
             if isinstance(param, DTensor):
-                self._handles.append(param.register_hook(_cut_as(param.placements)))
+                self._handles.append(param.register_hook(_shard_like(param.placements)))
             self._handles.append(param.register_post_accumulate_grad_hook(after))
 
-    def _after(self, param: torch.Tensor) -> None:
-        if not self._synchronises:
+    def _after_accumulate(self, param: torch.Tensor) -> None:
+        if not self._requires_sync:
             return
-        if self._reducer is None and not self._waits and self._reduces():
+        if self._reducer is None and not self._reduces_at_end and self._may_reduce():
             self._reduce_one(param)
-        self._queue()
+        self._queue_end_of_backward()
 
-    def _queue(self) -> None:
-        if not self._queued:
-            self._queued = True
-            # As torch/distributed/fsdp does it: runs when this backward is through.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+    def _queue_end_of_backward(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            # As in torch/distributed/fsdp: called at the end of this backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _finish(self) -> None:
-        self._queued = False
+    def _end_of_backward(self) -> None:
+        self._is_queued = False
         if self._reducer is not None:
             self._reducer.set_requires_gradient_sync(True)
             with reducing():
                 self._reducer.finish()
-            self._tell()
-        elif self._reduces():  # what has waited, or was accumulated without synchronising
+            self._set_reducer_sync()
+        elif self._may_reduce():  # deferred gradients, and those accumulated under no_sync
             for param in self._params:
                 self._reduce_one(param)
-        if self._fired is not None:
-            never, self._fired = self._fired.never, None
-            if never:
-                sites = ", ".join(f"{site.path}.{site.moment.value}" for site in never)
-                _log.warning("the first step did not pass these sites of the plan: %s", sites)
+        if self._coverage is not None:
+            unused, self._coverage = self._coverage.unused_sites, None
+            if unused:
+                sites = ", ".join(f"{site.path}.{site.hook_point.value}" for site in unused)
+                _log.warning("the first step did not run these sites of the plan: %s", sites)
 
     def _reduce_one(self, param: torch.Tensor) -> None:
         if self._warns:
             self._warns = False
             warnings.warn(
-                "plan-api reduces gradients one by one; with fused-comm they go in few "
+                "plan-api reduces gradients one by one; fused-comm reduces them in buckets, by few "
                 "collectives: pip install plan-api[comm]",
                 stacklevel=2,
             )
@@ -176,24 +179,24 @@ class Gradients:
                 param.grad = grad.redistribute(placements=param.placements)
 
 
-def _cut_as(
+def _shard_like(
     placements: tuple[Placement, ...],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """A hook for gradients that are whole where their parameter is sharded, or sharded otherwise.
+    """Makes a hook that shards gradients like their parameter, and leaves Partials to be reduced.
 
-    Backward places them as its operators like it; what is Partial is left to be reduced.
+    Backward gives them the placements that its operators choose.
     """
 
     def hook(grad: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(grad, DTensor) or grad.placements == placements:
             return None
-        wanted = tuple(
-            is_now if is_now.is_partial() else to
-            for is_now, to in zip(grad.placements, placements, strict=True)
+        target = tuple(
+            now if now.is_partial() else to
+            for now, to in zip(grad.placements, placements, strict=True)
         )
-        if wanted == grad.placements:
+        if target == grad.placements:
             return None
-        with reducing(None, grad.placements, wanted):
-            return grad.redistribute(placements=wanted)
+        with reducing(None, grad.placements, target):
+            return grad.redistribute(placements=target)
 
     return hook

@@ -1,9 +1,7 @@
-"""Sites as hooks of torch's modules."""
+"""Installs sites as forward hooks of modules."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -13,128 +11,116 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.fuse import Site
-from plan_api.lowering.ir import Moment
+from plan_api.lowering.ir import HookPoint, Site
+from plan_api.lowering.model_names import argument_slot, positional_names
 from plan_api.runtime.containers import map_tensors, replace_part
 from plan_api.runtime.error_context import append_site
 
 __all__ = [
-    "Fired", "Moves", "argument_at", "given_at", "install", "places_of", "replaced_at",
+    "SiteCoverage", "TensorTransform", "get_argument", "install_site_hook", "replace_argument",
 ]  # fmt: skip
 
 
-class Fired:
-    """Which sites have been passed since `parallelize`."""
+class SiteCoverage:
+    """Records which sites have run since `parallelize`."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
-        self._waiting = {(site.path, site.moment): site for site in sites}
+        self._unused = {(site.path, site.hook_point): site for site in sites}
 
-    def pass_(self, site: Site) -> None:
-        """Remembers that a site was passed."""
-        self._waiting.pop((site.path, site.moment), None)
+    def record(self, site: Site) -> None:
+        """Records that a site has run."""
+        self._unused.pop((site.path, site.hook_point), None)
 
     @property
-    def never(self) -> list[Site]:
-        """Those that were not."""
-        return list(self._waiting.values())
+    def unused_sites(self) -> list[Site]:
+        """The sites that have not run."""
+        return list(self._unused.values())
 
 
-class Moves(Protocol):
-    """What a hook does with each tensor of one part of what passes."""
+class TensorTransform(Protocol):
+    """What a hook applies to each tensor of an argument or a result."""
 
-    # The last spec of a DTensor that stayed as it was. Torch gives the same object to the same
-    # operator's result again, so hooks look at this first.
+    # The last spec of a DTensor that was returned unchanged. Torch gives the same object to the
+    # same operator's result again, so hooks compare it first.
     settled: DTensorSpec | None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it should be; itself if it is that."""
+        """Returns the transformed tensor, or the same object if nothing changes."""
 
 
-def install(
-    site: Site, module: nn.Module, movers: Sequence[tuple[int | str, Moves]], fired: Fired
+def install_site_hook(
+    site: Site,
+    module: nn.Module,
+    transforms: Sequence[tuple[int | str, TensorTransform]],
+    coverage: SiteCoverage,
 ) -> RemovableHandle:
-    """Registers one hook that does all that a site asks for.
+    """Registers one hook that applies all steps of a site.
 
     Args:
-        site: with activations only.
+        site: on inputs or outputs.
         module: the site's.
-        movers: of the site's steps, with what each is of.
-        fired: is told when the hook runs for the first time.
+        transforms: of the site's steps, each with the number or name of its argument or result.
+        coverage: records the first run of the hook.
     """
-    if site.moment is Moment.FORWARD_PRE:
-        places = places_of(module)
-        arguments = [(*argument_at(index, places), mover) for index, mover in movers]
-        return module.register_forward_pre_hook(_pre_hook(site, arguments, fired), with_kwargs=True)
-    return module.register_forward_hook(_post_hook(site, movers, fired))
+    if site.hook_point is HookPoint.FORWARD_PRE:
+        positional = positional_names(module)
+        arguments = [(*argument_slot(index, positional), each) for index, each in transforms]
+        hook = _pre_hook(site, arguments, coverage)
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return module.register_forward_hook(_post_hook(site, transforms, coverage))
 
 
-# An argument by place and by name, for it may be given by either, and what is done with it: exact
-# tuples, which a loop takes apart fastest.
-_Argument: TypeAlias = tuple[int, str, Moves]
+# The position and the name of an argument, which may be passed by either, and its transform: plain
+# tuples, which a loop unpacks fastest.
+_Argument: TypeAlias = tuple[int, str, TensorTransform]
 
 
-def places_of(module: nn.Module) -> list[str]:
-    """The names of arguments that may be given by place."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+def get_argument(slot: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the argument at a position or of a name; None if it was not passed."""
+    position, name = slot
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
-def argument_at(index: int | str, places: Sequence[str]) -> tuple[int, str]:
-    """The place of an argument, and its name.
-
-    Args:
-        index: of an operation.
-        places: as `places_of` gives them.
-    """
-    if isinstance(index, str):
-        return sys.maxsize, index
-    return index, places[index] if index < len(places) else ""
-
-
-def given_at(argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a module was given there, by place or by name; None if nothing."""
-    place, name = argument
-    return args[place] if place < len(args) else kwargs.get(name)
-
-
-def replaced_at(
-    argument: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+def replace_argument(
+    slot: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with another one there, if one was given."""
-    place, name = argument
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
+    """Returns the arguments with another value at a position or of a name, if one was passed."""
+    position, name = slot
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: value} if name in kwargs else kwargs
 
 
-def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable[..., Any]:
+def _pre_hook(
+    site: Site, arguments: Sequence[_Argument], coverage: SiteCoverage
+) -> Callable[..., Any]:
     seen = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal seen
         if not seen:
             seen = True
-            fired.pass_(site)
+            coverage.record(site)
         changed = False
-        for place, name, mover in movers:
-            if place < len(args):
-                old = args[place]
+        for position, name, transform in arguments:
+            if position < len(args):
+                old = args[position]
             elif name in kwargs:
                 old = kwargs[name]
             else:
                 continue
-            if type(old) is DTensor and old._spec is mover.settled:
+            if type(old) is DTensor and old._spec is transform.settled:
                 continue
             try:
-                new = map_tensors(old, mover)
+                new = map_tensors(old, transform)
             except Exception as error:
-                append_site(error, site, (place, name), old)
+                append_site(error, site, (position, name), old)
                 raise
             if new is old:
                 continue
             changed = True
-            if place < len(args):
-                args = (*args[:place], new, *args[place + 1 :])
+            if position < len(args):
+                args = (*args[:position], new, *args[position + 1 :])
             else:
                 kwargs = {**kwargs, name: new}
         return (args, kwargs) if changed else None
@@ -143,7 +129,7 @@ def _pre_hook(site: Site, movers: Sequence[_Argument], fired: Fired) -> Callable
 
 
 def _post_hook(
-    site: Site, movers: Sequence[tuple[int | str, Moves]], fired: Fired
+    site: Site, transforms: Sequence[tuple[int | str, TensorTransform]], coverage: SiteCoverage
 ) -> Callable[..., Any]:
     seen = False
 
@@ -151,16 +137,16 @@ def _post_hook(
         nonlocal seen
         if not seen:
             seen = True
-            fired.pass_(site)
-        moved = output
-        for index, mover in movers:
-            if type(moved) is DTensor and moved._spec is mover.settled and index == 0:
+            coverage.record(site)
+        changed = output
+        for index, transform in transforms:
+            if type(changed) is DTensor and changed._spec is transform.settled and index == 0:
                 continue
             try:
-                moved = replace_part(moved, index, mover, site.name)
+                changed = replace_part(changed, index, transform, site.name)
             except Exception as error:
-                append_site(error, site, (index,), moved)
+                append_site(error, site, (index,), changed)
                 raise
-        return moved
+        return changed
 
     return hook

@@ -1,8 +1,8 @@
-"""Local tensors moved from one placement to another along one axis, as DTensor moves its own.
+"""Redistributes local tensors along one axis, with the collectives of `DTensor.redistribute`.
 
-The collectives are those of `DTensor.redistribute`, with the same bits; what they need to know is
-said when the move is made, so that a call is the collective and nothing else. Shards are even:
-of uneven ones a local tensor does not know its whole.
+Results are bitwise those of DTensor. All arguments of the collective are computed in advance, so
+that a call is the collective and nothing else. Shards are even: a local tensor of uneven shards
+does not know its global size.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import short
+from plan_api.spec.placements import format_placement
 
-__all__ = ["LocalMove", "even_part", "local_move"]
+__all__ = ["LocalRedistribution", "even_shard", "local_redistribution"]
 
-LocalMove: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+LocalRedistribution: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def local_move(src: Placement, dst: Placement, mesh: DeviceMesh, axis: int, what: str) -> LocalMove:
-    """What makes a local tensor placed as ``src`` along an axis one placed as ``dst``.
+def local_redistribution(
+    src: Placement, dst: Placement, mesh: DeviceMesh, axis: int, what: str
+) -> LocalRedistribution:
+    """Makes a function that redistributes a local tensor from ``src`` to ``dst`` along an axis.
 
     Args:
-        src: Replicate, Shard or Partial; another one than ``dst``.
+        src: Replicate, Shard or Partial, different from ``dst``.
         dst: the same kinds.
-        mesh: all ranks along the axis call alike.
-        axis: by number.
-        what: of the tensor, for messages.
+        mesh: all ranks along the axis have to call the function.
+        axis: its number.
+        what: names the tensor in messages.
 
     Raises:
-        ValueError: there is no such move of local tensors.
+        ValueError: there is no such redistribution of local tensors.
     """
     size, rank = mesh.size(axis), mesh.get_local_rank(axis)
     name = mesh.get_group(axis).group_name
@@ -54,19 +56,20 @@ def local_move(src: Placement, dst: Placement, mesh: DeviceMesh, axis: int, what
             return partial(_all_to_all, old=src.dim, new=dst.dim, size=size, group=name, what=what)
     if type(src) is Replicate:
         if type(dst) is Shard:
-            return partial(even_part, dim=dst.dim, size=size, rank=rank, what=what)
+            return partial(even_shard, dim=dst.dim, size=size, rank=rank, what=what)
         if type(dst) is Partial and dst.reduce_op == "sum":
             return partial(_share, by=size)
     raise ValueError(
-        f"{what}: static mode cannot move {short(src)} to {short(dst)}: use mode='eager'"
+        f"{what}: static mode cannot redistribute {format_placement(src)} to "
+        f"{format_placement(dst)}: use mode='eager'"
     )
 
 
-def even_part(tensor: torch.Tensor, dim: int, size: int, rank: int, what: str) -> torch.Tensor:
-    """This rank's part of a tensor that all have.
+def even_shard(tensor: torch.Tensor, dim: int, size: int, rank: int, what: str) -> torch.Tensor:
+    """Returns this rank's shard of a tensor that all ranks have.
 
     Raises:
-        ValueError: it cannot be cut evenly.
+        ValueError: the size does not divide the dim.
     """
     _check_even(tensor, dim, size, what)
     length = tensor.shape[dim] // size
@@ -77,8 +80,8 @@ def even_part(tensor: torch.Tensor, dim: int, size: int, rank: int, what: str) -
 def _check_even(tensor: torch.Tensor, dim: int, size: int, what: str) -> None:
     if tensor.shape[dim] % size:
         raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)}, and its dim {dim} is to be cut into {size}: "
-            f"in static mode shards are even; pad it, or use mode='eager'"
+            f"{what}: expected a dim {dim} that {size} ranks divide evenly, as static mode needs, "
+            f"got shape {tuple(tensor.shape)}; pad it, or use mode='eager'"
         )
 
 
@@ -89,10 +92,10 @@ def _all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 def _all_gather(tensor: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
     ops = torch.ops._c10d_functional
-    whole: torch.Tensor = ops.wait_tensor(
+    gathered: torch.Tensor = ops.wait_tensor(
         ops.all_gather_into_tensor(tensor.contiguous(), size, group)
     )
-    return whole if dim == 0 else torch.cat(whole.chunk(size), dim)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
 
 def _reduce_scatter(
@@ -109,11 +112,11 @@ def _all_to_all(
 ) -> torch.Tensor:
     _check_even(tensor, new, size, what)
     ops = torch.ops._c10d_functional
-    # One row a rank: what it will have of this rank's shard.
+    # One row per rank: its part of this rank's shard.
     rows = torch.stack(tensor.chunk(size, new))
     ones = [1] * size
-    come = ops.wait_tensor(ops.all_to_all_single(rows, ones, ones, group))
-    return torch.cat(come.unbind(0), old)
+    received = ops.wait_tensor(ops.all_to_all_single(rows, ones, ones, group))
+    return torch.cat(received.unbind(0), old)
 
 
 def _share(tensor: torch.Tensor, by: int) -> torch.Tensor:

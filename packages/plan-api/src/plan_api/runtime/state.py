@@ -1,4 +1,4 @@
-"""Parameters and buffers become DTensors."""
+"""Makes the parameters and buffers of a model DTensors."""
 
 from __future__ import annotations
 
@@ -7,90 +7,130 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.resolve import state_of
-from plan_api.lowering.schedule import Schedule
+from plan_api.lowering.fully_shard import entry_for
+from plan_api.lowering.ir import FullyShard, Schedule
+from plan_api.lowering.model_names import named_state
 from plan_api.runtime.deferred_init import tape_of
-from plan_api.runtime.fully_shard import placed_until_sharded
-from plan_api.runtime.shapes import cut
-from plan_api.runtime.unsharded_param import Copy, install_copies
-from plan_api.spec.entry import Entry
+from plan_api.runtime.local_shards import redistribute_compact
+from plan_api.runtime.unsharded_param import UnshardedParam, install_unsharded_params
+from plan_api.spec.axes import axis_names
 
-__all__ = ["place_state", "use_copies"]
+__all__ = ["place_state", "use_unsharded_params"]
 
 
 def place_state(
     model: nn.Module,
     mesh: DeviceMesh,
     schedules: Mapping[str, Schedule],
-    fully_sharded: Mapping[str, Entry],
+    fully_sharded: Mapping[str, FullyShard],
     src_data_rank: int | None,
     random_shards: bool = False,
 ) -> None:
-    """Every parameter and buffer becomes a DTensor at rest; a tied one, under all its names.
+    """Makes every parameter and buffer a DTensor; a tied one, under all its names.
 
     Args:
         model: is changed in place.
         mesh: of the DTensors.
-        schedules: by name; what has none is replicated.
-        fully_sharded: what will be sharded further, whose parameters of a model of `deferred_init`
-            are therefore made sharded.
-        src_data_rank: as in `distribute_tensor`; nothing is sent of a model of `deferred_init`.
-        random_shards: of such a model; see `Tape.replay`.
+        schedules: by name; tensors without one are replicated.
+        fully_sharded: modules that fully_shard will be applied to; their parameters in a model of
+            `deferred_init` are made as shards at once.
+        src_data_rank: as in `distribute_tensor`; unused for a model of `deferred_init`.
+        random_shards: for such a model; see `Tape.replay`.
     """
-    places = [place for place in _places(model) if not isinstance(place[-1], DTensor)]
-    wanted: dict[int, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
+    slots = [slot for slot in _slots(model) if not isinstance(slot[-1], DTensor)]
+    targets: dict[int, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
     tape = tape_of(model)
-    for name, _, _, tensor in places:  # a tied tensor's schedule is under its first name
+    for name, _, _, tensor in slots:  # the schedule of a tied tensor is under its first name
         schedule = schedules.get(name)
         rest = (Replicate(),) * mesh.ndim if schedule is None else schedule.rest
         if tape is not None:
-            rest = placed_until_sharded(name, tensor, rest, fully_sharded, mesh)
-        wanted.setdefault(id(tensor), (tensor, rest))
+            rest = _placements_before_fully_shard(name, tensor, rest, fully_sharded, mesh)
+        targets.setdefault(id(tensor), (tensor, rest))
     if tape is None:
-        placed = [_placed(one, mesh, rest, src_data_rank) for one, rest in wanted.values()]
+        placed = [_distributed(one, mesh, rest, src_data_rank) for one, rest in targets.values()]
     else:
-        placed = tape.replay(list(wanted.values()), mesh, random_shards)
-    made = {
+        placed = tape.replay(list(targets.values()), mesh, random_shards)
+    replacements = {
         id(old): nn.Parameter(new, requires_grad=old.requires_grad)
         if isinstance(old, nn.Parameter)
         else new
-        for (old, _), new in zip(wanted.values(), placed, strict=True)
+        for (old, _), new in zip(targets.values(), placed, strict=True)
     }
-    for _, module, own, tensor in places:
+    for _, module, own, tensor in slots:
         registry = module._parameters if own in module._parameters else module._buffers
-        registry[own] = made[id(tensor)]  # type: ignore[assignment]
+        registry[own] = replacements[id(tensor)]  # type: ignore[assignment]
 
 
-def use_copies(model: nn.Module, schedules: Mapping[str, Schedule]) -> list[RemovableHandle]:
-    """Makes modules use copies of the parameters that rest otherwise than they run."""
-    copies: dict[int, Copy] = {}
-    of_module: dict[nn.Module, dict[str, Copy]] = {}
-    for name, module, own, tensor in _places(model):
+def use_unsharded_params(
+    model: nn.Module, schedules: Mapping[str, Schedule]
+) -> list[RemovableHandle]:
+    """Makes modules use unsharded parameters where these have phases."""
+    unsharded: dict[int, UnshardedParam] = {}
+    by_module: dict[nn.Module, dict[str, UnshardedParam]] = {}
+    for name, module, own, tensor in _slots(model):
         schedule = schedules.get(name)
-        if schedule is not None and schedule.moves:
-            copies[id(tensor)] = Copy(module, own, schedule)
-        if id(tensor) in copies:
-            of_module.setdefault(module, {})[own] = copies[id(tensor)]
-    return [handle for module, used in of_module.items() for handle in install_copies(module, used)]
+        if schedule is not None and schedule.has_phases:
+            unsharded[id(tensor)] = UnshardedParam(module, own, schedule)
+        if id(tensor) in unsharded:
+            by_module.setdefault(module, {})[own] = unsharded[id(tensor)]
+    return [
+        handle
+        for module, params in by_module.items()
+        for handle in install_unsharded_params(module, params)
+    ]
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    for name, tensor in state_of(model):
+def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yields each parameter and buffer with its full name, its module and its name there."""
+    for name, tensor in named_state(model):
         path, _, own = name.rpartition(".")
         yield name, model.get_submodule(path), own, tensor
 
 
-def _placed(
+def _distributed(
     tensor: torch.Tensor,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     src_data_rank: int | None,
 ) -> torch.Tensor:
-    # A piece of a shard is cut from the shard, where all its ranks have it.
+    # A strided shard subdivides a shard that all ranks of its axis have.
     shards = [Replicate() if isinstance(p, _StridedShard) else p for p in placements]
     placed = distribute_tensor(tensor.detach(), mesh, shards, src_data_rank=src_data_rank)
-    return cut(placed, placements)
+    return redistribute_compact(placed, placements)
+
+
+def _placements_before_fully_shard(
+    name: str,
+    tensor: torch.Tensor,
+    rest: tuple[Placement, ...],
+    entries: Mapping[str, FullyShard],
+    mesh: DeviceMesh,
+) -> tuple[Placement, ...]:
+    """The placements in which to materialise a parameter that fully_shard will shard.
+
+    Along the axis that will shard it, the parameter is sharded on a dim that no other axis shards,
+    so that no rank holds all of it; if there is no such dim it is replicated.
+
+    Args:
+        name: of the parameter.
+        tensor: the parameter, whose shape counts.
+        rest: its placements at rest, replicated along that axis.
+        entries: of fully_shard, by module path.
+        mesh: of the plan.
+    """
+    entry = entry_for(name, entries)
+    if entry is None or not isinstance(tensor, nn.Parameter):
+        return rest
+    axes = [axis_names(mesh).index(axis) for axis in entry.axes]
+    if not all(isinstance(rest[axis], Replicate) for axis in axes):
+        return rest  # fully_shard ignores it
+    axis = axes[-1]
+    sharded_dims = {getattr(one, "dim", None) for one in rest}  # torch's and ragged-shard's shards
+    free = [dim for dim in range(tensor.ndim) if dim not in sharded_dims]
+    if not free:
+        return rest
+    return (*rest[:axis], Shard(free[0]), *rest[axis + 1 :])

@@ -1,4 +1,4 @@
-"""What the methods of a plan are given: axes and placements."""
+"""The placement arguments of a plan's methods."""
 
 from __future__ import annotations
 
@@ -9,62 +9,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.spec.path import Kind, parse
+from plan_api.spec.path import PathKind, parse_path
 
-__all__ = ["Axes", "Placements", "check_counts", "per_axis"]
+__all__ = ["Axes", "Placements", "check_indexed_placements", "placements_per_axis"]
 
 Axes: TypeAlias = "str | int | Sequence[str | int] | DeviceMesh | None"
 Placements: TypeAlias = "Placement | Sequence[Placement]"
 
 
-def check_counts(what: str, path: str, placements: Placements) -> None:
-    """Looks whether a path is an argument that counts parameters that are cut.
+def check_indexed_placements(what: str, path: str, placements: Placements) -> None:
+    """Refuses placements of parameters that an argument cannot index into.
+
+    Args:
+        what: begins messages.
+        path: of the argument.
+        placements: of the parameters.
 
     Raises:
-        ValueError: it names something else, or a placement is no Shard, or they differ.
+        ValueError: the path names no argument, or the placements are not Shards of one dim.
     """
-    if parse(path).kind is not Kind.INPUT:
-        raise ValueError(f"{what}: names an argument, as in 'experts.<in:top_k_index>'")
-    given = _listed(placements, what)
-    if any(type(one) is not Shard or one != given[0] for one in given):
-        raise ValueError(f"{what}: {placements} is not one Shard of the module's parameters")
+    if parse_path(path).kind is not PathKind.INPUT:
+        raise ValueError(f"{what}: expected an argument, as in 'experts.<in:top_k_index>'")
+    listed = _listed(placements, what)
+    if any(type(one) is not Shard or one != listed[0] for one in listed):
+        raise ValueError(f"{what}: expected one Shard of the module's parameters, got {placements}")
 
 
-def per_axis(
+def placements_per_axis(
     placements: Placements | None, axes: tuple[str, ...], what: str
 ) -> tuple[Placement, ...]:
-    """A placement for each axis.
+    """Returns one placement per axis.
+
+    Args:
+        placements: one, or one per axis.
+        axes: of an entry.
+        what: begins messages.
 
     Raises:
-        ValueError: one is no placement, or counts dims from the back; there are more or fewer.
+        ValueError: one is no placement, or has a negative dim; there are more or fewer.
     """
-    given = _listed(placements, what)
-    for one in given:
+    listed = _listed(placements, what)
+    for one in listed:
         if isinstance(one, Shard) and one.dim < 0:
             raise ValueError(f"{what}: {one}: count dims from the front, as DTensor does")
-    if len(given) != len(axes):
+    if len(listed) != len(axes):
         raise ValueError(
-            f"{what}: {len(given)} placements for {len(axes)} axes {axes}: give one for each, or "
+            f"{what}: {len(listed)} placements for {len(axes)} axes {axes}: give one for each, or "
             f"name the axes by mesh="
         )
-    return given
+    return listed
 
 
 def _listed(placements: Any, what: str) -> tuple[Placement, ...]:
-    """The placements, where one is given alone or several are.
-
-    Raises:
-        ValueError: one of them is something else.
-    """
     several = isinstance(placements, Sequence) and not isinstance(placements, str)
-    given = tuple(placements) if several else (placements,)
-    for one in given:
+    listed = tuple(placements) if several else (placements,)
+    for one in listed:
         if not isinstance(one, Placement):
             dim = isinstance(one, int) and not isinstance(one, bool) and one >= 0
-            meant = f"; did you mean Shard({one})?" if dim else ""
-            meant = "; did you mean Replicate()?" if one is None else meant
+            suggestion = f"; did you mean Shard({one})?" if dim else ""
+            suggestion = "; did you mean Replicate()?" if one is None else suggestion
             raise ValueError(
                 f"{what}: expected a placement of torch.distributed.tensor, such as Shard(0), "
-                f"Replicate() or Partial(), got {one!r}{meant}"
+                f"Replicate() or Partial(), got {one!r}{suggestion}"
             )
-    return given
+    return listed

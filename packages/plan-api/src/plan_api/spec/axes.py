@@ -1,4 +1,4 @@
-"""Axes of a mesh, by name."""
+"""The axes of a mesh, by name."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import SupportsIndex
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["axes_of", "axis_names"]
+__all__ = ["axis_names", "resolve_axes"]
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes; of a mesh without names, their numbers."""
+    """The names of a mesh's axes; for a mesh without names, their numbers as text."""
     return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
 
 
-def axes_of(
-    given: str | int | Sequence[str | int] | DeviceMesh | None, mesh: DeviceMesh, what: str
+def resolve_axes(
+    axes: str | int | Sequence[str | int] | DeviceMesh | None, mesh: DeviceMesh, what: str
 ) -> tuple[str, ...]:
-    """The names of the axes that are meant.
+    """Returns the names of axes.
 
     Args:
-        given: a name, a number, several, a sub-mesh, or None for all.
-        mesh: the plan's.
+        axes: a name, a number, several of them, a sub-mesh, or None for all.
+        mesh: of the plan.
         what: begins messages.
 
     Raises:
-        ValueError: the mesh has no such axis, or the sub-mesh is of another one.
+        ValueError: the mesh has no such axis, or the sub-mesh is of another mesh.
     """
     names = axis_names(mesh)
-    if given is None:
+    if axes is None:
         return names
-    if isinstance(given, DeviceMesh):
-        return _of_submesh(given, mesh, what)
-    asked = (given,) if isinstance(given, (str, SupportsIndex)) else tuple(given)
+    if isinstance(axes, DeviceMesh):
+        return _axes_of_submesh(axes, mesh, what)
+    listed = (axes,) if isinstance(axes, (str, SupportsIndex)) else tuple(axes)
     found = []
-    for axis in asked:
+    for axis in listed:
         number = operator.index(axis) if isinstance(axis, SupportsIndex) else len(names)
         name = names[number] if number < len(names) else axis
         if name not in names:
@@ -46,17 +46,17 @@ def axes_of(
             raise ValueError(f"{what}: the plan's mesh has axes {names}, not {axis!r}{hint}")
         found.append(str(name))
     if len(set(found)) != len(found):
-        raise ValueError(f"{what}: axes {tuple(asked)} name one axis twice")
+        raise ValueError(f"{what}: axes {tuple(listed)} name one axis twice")
     return tuple(found)
 
 
-def _of_submesh(given: DeviceMesh, mesh: DeviceMesh, what: str) -> tuple[str, ...]:
-    if given == mesh:
+def _axes_of_submesh(submesh: DeviceMesh, mesh: DeviceMesh, what: str) -> tuple[str, ...]:
+    if submesh == mesh:
         return axis_names(mesh)
-    named = given.mesh_dim_names or ()
-    if not named or not set(named) <= set(axis_names(mesh)) or mesh[named] != given:
+    names = submesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(axis_names(mesh)) or mesh[names] != submesh:
         raise ValueError(
-            f"{what}: {given} is no sub-mesh of the plan's mesh {mesh}: one tensor cannot be on "
+            f"{what}: {submesh} is no sub-mesh of the plan's mesh {mesh}: one tensor cannot be on "
             f"meshes without a common root; make the plan for the root mesh"
         )
-    return tuple(named)
+    return tuple(names)

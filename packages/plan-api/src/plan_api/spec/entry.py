@@ -1,17 +1,72 @@
-"""One call on a plan, as it is kept."""
+"""One call on a plan, as the plan stores it."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.spec.path import Kind, TensorPath
-from plan_api.spec.phase import Phase
-from plan_api.spec.verb import Verb
+from plan_api.spec.path import PathKind, TensorPath
 
-__all__ = ["Entry"]
+__all__ = ["Entry", "EntryKind", "Phase"]
+
+
+class EntryKind(enum.Enum):
+    """The method of a plan that made an entry."""
+
+    SHARD = "shard"
+    REDISTRIBUTE = "redistribute"
+    ANNOTATE = "annotate"
+    FACTORY = "factory"
+    LOCAL = "local"
+    INDEX = "index"
+    DISPATCH = "dispatch"
+    FULLY_SHARD = "fully_shard"
+    EAGER = "eager"
+    CONTEXT = "context"
+    SEQUENCE = "sequence"
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether the entry's path names modules instead of tensors."""
+        return self in _OF_MODULES
+
+
+_OF_MODULES = (
+    EntryKind.FACTORY, EntryKind.LOCAL, EntryKind.FULLY_SHARD, EntryKind.EAGER, EntryKind.CONTEXT,
+)  # fmt: skip
+
+
+class Phase(enum.Enum):
+    """The times in a training step at which a parameter may be placed differently.
+
+    INIT is the placement between steps, and the default of all other phases. RUN is the placement
+    in forward and backward: a parameter with another INIT placement is unsharded before its module
+    runs and resharded afterwards. OPTIM is the placement that the optimizer and checkpoints see: a
+    parameter with another INIT placement is redistributed after the optimizer has changed it, and
+    stays unsharded until then. GRAD is the placement of its gradient during backward. Activations
+    and buffers have no phases.
+
+    The four kinds of data parallelism (Rajbhandari et al., ZeRO, arXiv 1910.02054) on an axis of N
+    ranks, with the parameter elements that each rank stores and the gradient elements that it
+    stores and communicates, per element of the parameter:
+
+    ========== ==== ==== ==== ===== =========== ========= ============
+    kind       INIT RUN  GRAD OPTIM parameters  gradients communicated
+    ========== ==== ==== ==== ===== =========== ========= ============
+    replicated R                    1           1         2
+    ZeRO-1     R              S(0)  1 + 1/N     1         2
+    ZeRO-2     R         S(0) S(0)  1 + 1/N     1/N       2
+    ZeRO-3     S(0) R               1/N         1/N       3
+    ========== ==== ==== ==== ===== =========== ========= ============
+    """
+
+    INIT = "init"
+    RUN = "run"
+    GRAD = "grad"
+    OPTIM = "optim"
 
 
 @dataclass(frozen=True)
@@ -19,19 +74,19 @@ class Entry:
     """One call on a plan.
 
     Attributes:
-        verb: what is done.
-        path: with which tensors.
-        axes: of the plan's mesh, by name.
-        dst: a placement per axis.
-        src: what they are before, per axis; None where nothing was said.
-        grad_dst: of the gradient, on its way back; None where nothing was said.
-        grad_src: what the gradient is before; None where nothing was said.
-        phase: when.
-        line: where it was written, as ``train.py:12``, or ``train.py:12 > zoo/llama.py:38``.
-        options: what else the verb was given, by name.
+        kind: the method that was called.
+        path: the tensors or modules that it names.
+        axes: names of axes of the plan's mesh.
+        dst: the placement on each axis.
+        src: the placements before, one per axis; None if not given.
+        grad_dst: the placements of the gradient afterwards, one per axis; None if not given.
+        grad_src: the placements of the gradient before, one per axis; None if not given.
+        phase: the phase of a parameter.
+        line: the source line of the call: ``train.py:12``, or ``train.py:12 > zoo/llama.py:38``.
+        options: the other arguments of the call, by name.
     """
 
-    verb: Verb
+    kind: EntryKind
     path: TensorPath
     axes: tuple[str, ...]
     dst: tuple[Placement, ...]
@@ -44,21 +99,21 @@ class Entry:
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options)
-        if self.verb is Verb.EAGER:
-            return f"{self.verb.value}({self.path.text!r})"
-        if self.verb is Verb.FULLY_SHARD:
-            return f"{self.verb.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
-        placed = ", ".join(map(self._placed, range(len(self.axes))))
-        when = f", phase={self.phase.name}" if self.path.kind is Kind.STATE else ""
-        return f"{self.verb.value}({self.path.text!r}, {placed}{when}{options})"
+        if self.kind is EntryKind.EAGER:
+            return f"{self.kind.value}({self.path.text!r})"
+        if self.kind is EntryKind.FULLY_SHARD:
+            return f"{self.kind.value}({self.path.text!r}, {', '.join(self.axes)}{options})"
+        placed = ", ".join(map(self._placement_text, range(len(self.axes))))
+        when = f", phase={self.phase.name}" if self.path.kind is PathKind.STATE else ""
+        return f"{self.kind.value}({self.path.text!r}, {placed}{when}{options})"
 
-    def _placed(self, at: int) -> str:
+    def _placement_text(self, at: int) -> str:
         before = "" if self.src is None else f"{self.src[at]}->"
         back = "" if self.grad_dst is None else f"->{self.grad_dst[at]}"
         back = back if self.grad_src is None else f"{self.grad_src[at]}{back}"
         return f"{self.axes[at]}={before}{self.dst[at]}{f' (gradient {back})' if back else ''}"
 
     @property
-    def said(self) -> str:
-        """The entry with its line, as errors begin."""
+    def description(self) -> str:
+        """The entry with its source line, as error messages begin."""
         return f"{self.line}: {self}" if self.line else str(self)

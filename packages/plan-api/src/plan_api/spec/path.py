@@ -1,9 +1,9 @@
-r"""Which tensors an entry of a plan means: a regular expression over modules, and a tensor's name.
+r"""The paths of a plan's entries: a regular expression over modules, and a tensor's name.
 
-`layers\.\d+\.mlp\.up_proj\.weight` means parameters and buffers by their full names;
-`layers\.\d+\.mlp.<in>` what is given to these modules, `<out>` what they return. `<in:2>` and
-`<in:hidden_states>` choose an argument, by its place in the signature of `forward` or by its name;
-`<in>` alone is the first. `weight.grad` is a gradient. `<op:dropout>` means the calls of
+`layers\.\d+\.mlp\.up_proj\.weight` names parameters and buffers by their full names;
+`layers\.\d+\.mlp.<in>` names inputs of these modules, `<out>` their outputs. `<in:2>` and
+`<in:hidden_states>` choose an argument, by its position in the signature of `forward` or by its
+name; `<in>` alone is the first. `weight.grad` is a gradient. `<op:dropout>` names the calls of
 a function of torch in the forward of these modules, and `<op:reshape:1>` the second of them.
 """
 
@@ -13,13 +13,13 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Kind", "TensorPath", "numbered", "parse", "quoted"]
+__all__ = ["PathKind", "TensorPath", "generalize_numbers", "parse_path", "path_code"]
 
 _ACTIVATION = re.compile(r"(?P<module>.*?)(?:\\?\.)?<(?P<kind>in|out|op)(?::(?P<index>[^<>]+))?>")
 _GRADIENT = re.compile(r"(?P<name>.+?)\\?\.grad")
 
 
-class Kind(Enum):
+class PathKind(Enum):
     """What a path names."""
 
     STATE = "state"  # a parameter or a buffer
@@ -36,73 +36,73 @@ class TensorPath:
 
     Attributes:
         text: as the user wrote it.
-        pattern: a regular expression for the whole name of a parameter or buffer, or of a module.
+        pattern: a regular expression for the full name of a parameter, a buffer or a module.
         kind: what it names there.
-        index: the argument or the result, by number or by name; of an operator its function; 0 for
+        index: the number or name of the argument or result, or the function of an operator; 0 for
             state and gradients.
     """
 
     text: str
     pattern: str
-    kind: Kind
+    kind: PathKind
     index: int | str = 0
 
     def matches(self, name: str) -> bool:
-        """Whether the whole of a name is meant."""
+        """Whether the pattern matches a full name."""
         return re.fullmatch(self.pattern, name) is not None
 
     def under(self, prefix: str) -> TensorPath:
-        """The same path in a model that has this one as its submodule ``prefix``."""
+        """Returns the path in a model that has this path's model as its submodule ``prefix``."""
         inner = f"(?:{self.pattern})"
         dotted = re.escape(prefix) + (rf"\.{inner}" if self.pattern else "")
         return TensorPath(f"{prefix}.{self.text}", dotted, self.kind, self.index)
 
 
-def parse(text: str, of_modules: bool = False) -> TensorPath:
-    """Reads a path.
+def parse_path(text: str, names_modules: bool = False) -> TensorPath:
+    """Parses a path.
 
     Args:
         text: see the module's docstring.
-        of_modules: whether it names modules, and not tensors; the empty path is the whole model.
+        names_modules: whether it names modules instead of tensors; the empty path is the model.
 
     Raises:
         ValueError: it is empty, no regular expression, or names something else in angle brackets.
     """
-    if of_modules:
+    if names_modules:
         if "<" in text and ">" in text:
             raise ValueError(f"path {text!r} has to name modules: leave out <in> and <out>")
-        return _checked(TensorPath(text, text, Kind.MODULE))
+        return _checked(TensorPath(text, text, PathKind.MODULE))
     if found := _ACTIVATION.fullmatch(text):
-        kind = Kind(f"<{found['kind']}>")
-        if kind is Kind.OPERATOR and not found["index"]:
+        kind = PathKind(f"<{found['kind']}>")
+        if kind is PathKind.OPERATOR and not found["index"]:
             raise ValueError(f"path {text!r}: name the function, as in <op:dropout>")
         index = found["index"] or "0"
         return _checked(TensorPath(text, found["module"], kind, _number(index)))
     if "<" in text and ">" in text[text.index("<") :] and "(?" not in text:
         raise ValueError(
             f"path {text!r}: only <in>, <in:INDEX>, <in:NAME>, <out>, <out:INDEX>, <out:NAME> "
-            f"and <op:FUNCTION> stand in angle brackets, at the end"
+            f"and <op:FUNCTION> may be in angle brackets, at the end"
         )
     if found := _GRADIENT.fullmatch(text):
-        return _checked(TensorPath(text, found["name"], Kind.GRADIENT))
+        return _checked(TensorPath(text, found["name"], PathKind.GRADIENT))
     if not text:
         raise ValueError("path '' names nothing: give a parameter, or <in> or <out> of a module")
-    return _checked(TensorPath(text, text, Kind.STATE))
+    return _checked(TensorPath(text, text, PathKind.STATE))
 
 
-def numbered(path: str) -> str:
-    """A pattern of this path and all that differ from it in numbers only."""
+def generalize_numbers(path: str) -> str:
+    """Returns a pattern that matches this path and all that differ from it in numbers only."""
     return re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", re.escape(path).replace(r"\.", ".")).replace(
         ".", r"\."
     )
 
 
-def quoted(pattern: str, tensor: str = "") -> str:
-    """A path of an entry as a script says it.
+def path_code(pattern: str, tensor: str = "") -> str:
+    """Formats a path as Python code, for remedies.
 
     Args:
         pattern: of modules.
-        tensor: in angle brackets; "" where modules are meant.
+        tensor: in angle brackets; "" for modules.
     """
     text = f"{pattern}.{tensor}" if pattern and tensor else pattern + tensor
     return f'r"{text}"' if "\\" in text else f'"{text}"'

@@ -1,4 +1,4 @@
-"""Plans as JSON, to be kept, compared and edited."""
+"""Plans as JSON, to be stored, compared and edited."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import short
-from plan_api.spec.axes import axes_of
-from plan_api.spec.entry import Entry
-from plan_api.spec.path import parse
-from plan_api.spec.phase import Phase
-from plan_api.spec.verb import Verb
+from plan_api.spec.axes import resolve_axes
+from plan_api.spec.entry import Entry, EntryKind, Phase
+from plan_api.spec.path import parse_path
+from plan_api.spec.placements import format_placement
 
 __all__ = ["entries_from_json", "entries_to_json"]
 
 _VERSION = 1
 _LISTS = ("dst", "src", "grad_dst", "grad_src")
 _PLAN = ("version", "mesh", "cover", "entries")
-_NEEDED = {"verb", "path", "axes", "dst", "phase"}
+_REQUIRED = {"verb", "path", "axes", "dst", "phase"}
 _ROW = ("verb", "path", "pattern", "axes", *_LISTS, "options", "phase", "line")
 _OPTIONS = {
-    Verb.SHARD: ("unit",),
-    Verb.INDEX: ("count", "flag"),
-    Verb.DISPATCH: ("tokens", "weights", "count"),
-    Verb.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),
-    Verb.CONTEXT: ("method", "order", "heads"),
-    Verb.SEQUENCE: ("order", "shift"),
+    EntryKind.SHARD: ("unit",),
+    EntryKind.INDEX: ("count", "flag"),
+    EntryKind.DISPATCH: ("tokens", "weights", "count"),
+    EntryKind.FULLY_SHARD: ("granularity", "reshard_after_forward", "flat", "replicate"),
+    EntryKind.CONTEXT: ("method", "order", "heads"),
+    EntryKind.SEQUENCE: ("order", "shift"),
 }
 _SHORT = re.compile(r"(?P<kind>[RSP])(?:\((?P<argument>\w+)\))?")
 
 
 def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -> str:
-    """A plan as text.
+    """Writes a plan as text.
 
     Args:
         entries: of the plan.
-        mesh: the plan's; only its shape and names are kept, for the reader.
+        mesh: of the plan; its shape and names are written for the reader only.
         cover: whether every parameter has to be named.
     """
     rows = []
     for entry in entries:
-        row: dict[str, Any] = {"verb": entry.verb.value, "path": entry.path.text}
-        if entry.path != parse(entry.path.text, entry.verb.of_modules):  # moved under a prefix
+        row: dict[str, Any] = {"verb": entry.kind.value, "path": entry.path.text}
+        if entry.path != parse_path(entry.path.text, entry.kind.names_modules):  # by Plan.under
             row["pattern"] = entry.path.pattern
         row["axes"] = list(entry.axes)
         for name in _LISTS:
@@ -66,7 +64,7 @@ def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -
 
 
 def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
-    """The entries of a plan for a mesh that has their axes, and whether it has to cover all.
+    """Reads the entries of a plan for a mesh that has their axes, and ``cover``.
 
     Raises:
         ValueError: the text is no plan of this version, or the mesh lacks an axis.
@@ -74,13 +72,17 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is no plan as Plan.to_json() writes it: {error}") from None
+        raise ValueError(
+            f"expected a plan as Plan.to_json() writes it, got no JSON: {error}"
+        ) from None
     if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise ValueError(f"this is no plan of version {_VERSION}, as Plan.to_json() writes it")
+        raise ValueError(
+            f"expected a plan of version {_VERSION} as Plan.to_json() writes it, got something else"
+        )
     _check_names("the plan", found, _PLAN, set(_PLAN))
     entries = []
     for number, row in enumerate(found["entries"]):
-        _check_names(f"entry {number}", row, _ROW, _NEEDED)
+        _check_names(f"entry {number}", row, _ROW, _REQUIRED)
         what = f"{row['verb']}({row['path']!r})"
         lists = {
             name: tuple(_from_json(one, what) for one in row[name]) if name in row else None
@@ -88,32 +90,34 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         }
         dst = lists.pop("dst")
         assert dst is not None
-        verb = Verb(_among(row["verb"], [one.value for one in Verb], f"entry {number}: verb"))
-        _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(verb, ()), set())
-        path = parse(row["path"], verb.of_modules)
+        kind = EntryKind(
+            _among(row["verb"], [one.value for one in EntryKind], f"entry {number}: verb")
+        )
+        _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(kind, ()), set())
+        path = parse_path(row["path"], kind.names_modules)
         if "pattern" in row:
             path = type(path)(path.text, row["pattern"], path.kind, path.index)
-        axes = axes_of(row["axes"], mesh, what)
+        axes = resolve_axes(row["axes"], mesh, what)
         phase = Phase(_among(row["phase"], [one.value for one in Phase], f"{what}: phase"))
         line = row.get("line", "")
         options = tuple(row.get("options", {}).items())
         entries.append(
-            Entry(verb, path, axes, dst, **lists, phase=phase, line=line, options=options)
+            Entry(kind, path, axes, dst, **lists, phase=phase, line=line, options=options)
         )
     return entries, bool(found["cover"])
 
 
 def _check_names(
-    what: str, given: Mapping[str, Any], known: Collection[str], needed: Collection[str]
+    what: str, given: Mapping[str, Any], known: Collection[str], required: Collection[str]
 ) -> None:
-    """Refuses names that nothing reads, and missing ones.
+    """Refuses unknown and missing names.
 
     Raises:
         ValueError: naming them.
     """
     for name in given:
         _among(name, known, what)
-    missing = sorted(set(needed) - set(given))
+    missing = sorted(set(required) - set(given))
     if missing:
         raise ValueError(f"{what}: expected {', '.join(map(repr, missing))}, got none")
 
@@ -121,15 +125,15 @@ def _check_names(
 def _among(name: str, known: Collection[str], what: str) -> str:
     if name not in known:
         near = difflib.get_close_matches(str(name), known, 1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        suggestion = f"; did you mean {near[0]!r}?" if near else ""
         listed = ", ".join(map(repr, known)) or "nothing"
-        raise ValueError(f"{what}: expected {listed}, got {name!r}{meant}")
+        raise ValueError(f"{what}: expected {listed}, got {name!r}{suggestion}")
     return name
 
 
 def _to_json(placement: Placement) -> str | dict[str, Any]:
     if type(placement) in (Replicate, Shard, Partial):
-        return short(placement)
+        return format_placement(placement)
     kind = type(placement)
     arguments = {name: getattr(placement, name) for name in inspect.signature(kind).parameters}
     return {"type": f"{kind.__module__}:{kind.__qualname__}"} | arguments
@@ -139,7 +143,9 @@ def _from_json(value: str | dict[str, Any], what: str) -> Placement:
     if isinstance(value, str):
         found = _SHORT.fullmatch(value)
         if found is None:
-            raise ValueError(f"{what}: {value!r} is no placement: R, S(0), P, P(avg) and so on are")
+            raise ValueError(
+                f"{what}: expected a placement such as R, S(0), P or P(avg), got {value!r}"
+            )
         if found["kind"] == "S":
             return Shard(int(found["argument"]))
         return Replicate() if found["kind"] == "R" else Partial(found["argument"] or "sum")
@@ -147,6 +153,6 @@ def _from_json(value: str | dict[str, Any], what: str) -> Placement:
     module, _, name = arguments.pop("type").partition(":")
     kind = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, Placement)):
-        raise ValueError(f"{what}: {module}.{name} is no placement")
+        raise ValueError(f"{what}: expected a class of placements, got {module}.{name}")
     made: Placement = kind(**arguments)
     return made

@@ -8,11 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from plan_api.lowering.context_check import sequences_of
-from plan_api.lowering.fuse import Site
-from plan_api.lowering.ir import Act, Moment
-from plan_api.lowering.lower import Lowered
-from plan_api.lowering.resolve import state_of
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
+from plan_api.lowering.model_names import named_state
 from plan_api.static.compare import StaticError
 from plan_api.static.mover import StaticMover
 from plan_api.static.on_dtensors import check_borders
@@ -40,7 +37,7 @@ def check_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
     problems = [
         *unsupported(lowered),
         *check_borders(lowered.eager, lowered.sites, mesh),
-        *_tied_across(model, lowered.stays),
+        *_tied_across(model, lowered.runs_on_dtensors),
     ]
     try:
         sites = with_tables(model, lowered, mesh)
@@ -67,12 +64,12 @@ def unsupported(lowered: Lowered) -> Iterator[StaticError]:
     entries = {id(entry): (path, entry) for path, entry in lowered.fully_sharded.items()}
     for path, entry in entries.values():
         yield StaticError(
-            f"{entry.said}: expected mode='eager' for fully_shard, got mode='static', which would "
-            f"leave its parameters replicated; use mode='eager', or leave fully_shard out",
+            f"{entry.description}: expected mode='eager' for fully_shard, got mode='static', which "
+            f"would leave its parameters replicated; use mode='eager', or leave fully_shard out",
             path,
         )
     for name, schedule in lowered.schedules.items():
-        if schedule.moves:
+        if schedule.has_phases:
             lines = ", ".join(dict.fromkeys(_lines_of(lowered, schedule.entries)))
             yield StaticError(
                 f"{lines}{': ' if lines else ''}{name} rests otherwise than it runs: static mode "
@@ -81,33 +78,45 @@ def unsupported(lowered: Lowered) -> Iterator[StaticError]:
             )
     for site in lowered.sites:
         for step in site.steps:
-            if step.act is Act.FACTORY and any(m.dst != Replicate() for m in step.moves.values()):
+            if step.kind is OpKind.FACTORY and any(
+                m.dst != Replicate() for m in step.moves.values()
+            ):
                 made = [move.dst for move in step.moves.values()]
                 yield StaticError(
                     f"{site.name}: what it makes is to be {made}: in static mode it is what this "
                     f"rank's code asks for; use mode='eager'",
                     site.path,
                 )
-        yield from (StaticError(one, site.path) for one in sequences_of(site))
+        yield from (StaticError(one, site.path) for one in _context_problems(site))
+
+
+def _context_problems(site: Site) -> Iterator[str]:
+    """Yields why static mode cannot do a site of context parallelism."""
+    for step in site.steps:
+        if step.kind in (OpKind.CONTEXT, OpKind.ORDER):
+            yield (
+                f"{site.name}:{step.tensor}:{step.index}: context parallelism takes the global "
+                f"sequence length from DTensors, which static mode does not have; use mode='eager'"
+            )
 
 
 def _lines_of(lowered: Lowered, entries: Collection[int]) -> Iterator[str]:
-    yield from (op.line for op in lowered.ops if op.entry in entries and op.line)
+    yield from (op.entry.line for op in lowered.ops if op.entry.number in entries and op.entry.line)
 
 
 def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
-    if site.moment is Moment.OPERATOR:
+    if site.hook_point is HookPoint.OPERATOR:
         try:
             check_operators(site)
         except ValueError as error:
             yield str(error)
     for step in site.steps:
-        if step.act is Act.ORDER:
+        if step.kind is OpKind.ORDER:
             continue
         try:
-            if site.moment.of_activations and step in site.moved:
+            if site.hook_point.is_module_hook and step in site.moved:
                 mover_of(site, step, mesh)
-            elif site.moment is Moment.RUN and step.act is Act.REDIST:
+            elif site.hook_point is HookPoint.RUN and step.kind is OpKind.REDIST:
                 StaticMover(step, mesh, site.name)
         except ValueError as error:
             yield str(error)
@@ -116,7 +125,7 @@ def _of_site(site: Site, mesh: DeviceMesh) -> Iterator[str]:
 def _tied_across(model: nn.Module, stays: Callable[[str], bool]) -> Iterator[StaticError]:
     """Parameters that some modules find as DTensors, and others as local tensors."""
     names: dict[int, list[str]] = {}
-    for name, tensor in state_of(model):
+    for name, tensor in named_state(model):
         names.setdefault(id(tensor), []).append(name)
     for tied in names.values():
         inside = [name for name in tied if stays(name)]

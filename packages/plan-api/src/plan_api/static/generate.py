@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from plan_api.lowering.lower import Lowered, lower
-from plan_api.parallelize import installed, parallelize
-from plan_api.spec.path import numbered
-from plan_api.spec.plan import Plan
+from plan_api.api import installed, parallelize
+from plan_api.lowering.ir import Lowered
+from plan_api.lowering.lower import lower
+from plan_api.plan import Plan
+from plan_api.spec.path import generalize_numbers
 from plan_api.static.check import unsupported
 from plan_api.static.compare import StaticError
 from plan_api.static.fake import Faker
@@ -211,8 +212,8 @@ def _next(sizes: list[Said], used: list[Said], site: str) -> list[Said]:
     """Lines not yet used of the module where it went wrong, or the next one above it."""
     parts = site.split(".") if site else []
     for count in range(len(parts), -1, -1):
-        pattern = numbered(".".join(parts[:count]))
-        more = [one for one in sizes if numbered(one.path) == pattern and one not in used]
+        pattern = generalize_numbers(".".join(parts[:count]))
+        more = [one for one in sizes if generalize_numbers(one.path) == pattern and one not in used]
         if more:
             return more
     return []

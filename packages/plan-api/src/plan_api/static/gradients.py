@@ -1,4 +1,4 @@
-"""Gradients of leaves, handed to their parameters as DTensors and reduced as ever."""
+"""GradientReduction of leaves, handed to their parameters as DTensors and reduced as ever."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.runtime.gradients import Gradients
-from plan_api.runtime.hooks import Fired
+from plan_api.runtime.gradients import GradientReduction
+from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
 from plan_api.static.leaves import Leaf
 
@@ -28,16 +28,16 @@ __all__ = ["LeafGradients"]
 _owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
 
 
-class LeafGradients(Gradients):
+class LeafGradients(GradientReduction):
     """Places gradients as their parameters when a backward ends, of a model in static mode.
 
     Args:
         model: whose parameters they are of.
         leaves: of the model.
         said: how gradients are placed where that is not as their parameters, by parameter and axis.
-        fired: as in `Gradients`.
-        bucket_mb: as in `Gradients`.
-        warns: as in `Gradients`.
+        coverage: as in `GradientReduction`.
+        bucket_mb: as in `GradientReduction`.
+        warns: as in `GradientReduction`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LeafGradients(Gradients):
         model: nn.Module,
         leaves: Sequence[Leaf],
         said: Mapping[str, Mapping[str, Placement]],
-        fired: Fired,
+        coverage: SiteCoverage,
         bucket_mb: float | None,
         *,
         warns: bool,
@@ -55,7 +55,7 @@ class LeafGradients(Gradients):
         self._deliveries = [
             _Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves if leaf.shown
         ]
-        super().__init__(model, False, fired, bucket_mb, warns=warns)
+        super().__init__(model, False, coverage, bucket_mb, warns=warns)
 
     def renew(self, model: nn.Module) -> None:
         """Begins again: parameters are others, or have another dtype, than they were."""
@@ -63,7 +63,7 @@ class LeafGradients(Gradients):
         self._reducer = None
         for delivery in self._deliveries:
             delivery.forget()
-        self._begin(model)
+        self._start(model)
 
     def clear(self) -> None:
         """Lets go of gradients that nobody else has any more."""
@@ -77,33 +77,35 @@ class LeafGradients(Gradients):
         delivery = next(one for one in self._deliveries if one.leaf is leaf)
         return leaf.tensor, delivery.placed
 
-    def _reduces(self) -> bool:
+    def _may_reduce(self) -> bool:
         return bool(self._said or self._on_dtensors)
 
-    def _listen(self, after: Callable[[torch.Tensor], None]) -> None:
+    def _register_hooks(self, after: Callable[[torch.Tensor], None]) -> None:
         reducer = self._reducer
-        self._follow((leaf.param for leaf in self._on_dtensors if leaf.param.requires_grad), after)
+        self._register_on(
+            (leaf.param for leaf in self._on_dtensors if leaf.param.requires_grad), after
+        )
         for delivery in self._deliveries:
             if reducer is None:  # all are delivered at the end, which costs less
-                delivery.leaf.tell(self._queue)
+                delivery.leaf.tell(self._queue_end_of_backward)
             else:
                 delivery.leaf.tell(partial(self._reduce, delivery, reducer))
 
     def _reduce(self, delivery: _Delivery, reducer: GradReducer) -> None:
         reducer.accumulate(delivery.leaf.param, delivery.take())
-        self._after(delivery.leaf.param)
+        self._after_accumulate(delivery.leaf.param)
 
-    def _finish(self) -> None:
+    def _end_of_backward(self) -> None:
         if self._reducer is None:
             for delivery in self._deliveries:
                 if delivery.leaf.tensor.grad is not None:
                     delivery.deliver()
-        if self._synchronises:
-            super()._finish()
+        if self._requires_sync:
+            super()._end_of_backward()
             if self._said:
                 self.clear()
         else:
-            self._queued = False
+            self._is_queued = False
 
 
 class _Delivery:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.eager import install_eager
-from plan_api.lowering.lower import Lowered
-from plan_api.runtime.agreement import differs_anywhere, first_anywhere
-from plan_api.runtime.hooks import Fired
+from plan_api.lowering.ir import Lowered
+from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
+from plan_api.runtime.hooks import SiteCoverage
 from plan_api.static.compare import Difference, StaticError, compare
 from plan_api.static.fake import is_fake
 from plan_api.static.gradients import LeafGradients
@@ -87,7 +87,7 @@ class Guard:
         try:
             eager = twin_of(model, self._as_dtensor)
             sites, indices = self._lowered.sites, self._lowered.indices
-            handles = [*install_eager(eager, sites, {}, indices, self._mesh, Fired([]))]
+            handles = [*install_eager(eager, sites, {}, indices, self._mesh, SiteCoverage([]))]
             of_param = {leaf.name: self._gradients.of(leaf) for leaf in self._leaves}
             with _nowhere_zero(self._leaves):
                 found = compare(eager, model, of_param, args, kwargs)
@@ -96,13 +96,13 @@ class Guard:
         finally:
             self._left, self._checking = left, False
         wrong = [one for one in found if not one.bits]
-        if differs_anywhere(bool(wrong), self._mesh):
+        if true_on_any_rank(bool(wrong), self._mesh):
             told = "\n".join(map(str, wrong[:5])) or "this rank is right, another is not"
             raise StaticError(
                 f"static mode does not compute what Eager does; in the order in which it went "
                 f"wrong:\n{told}\nsay in the plan how the tensors that meet there are placed, or "
                 f"use mode='eager'",
-                first_anywhere(wrong[0].site if wrong else "", self._mesh),
+                first_site_on_any_rank(wrong[0].site if wrong else "", self._mesh),
             )
         self._passed.confirm()
         self._passed.begin()  # the call that is checked is to come

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from plan_api.api import installed, parallelize
 from plan_api.inspect.track import Collective, Phase, Record, track
-from plan_api.lowering.ir import spelled
-from plan_api.lowering.resolve import is_inside
-from plan_api.parallelize import installed, parallelize
-from plan_api.spec.path import numbered, quoted
-from plan_api.spec.plan import Plan
+from plan_api.lowering.model_names import is_inside
+from plan_api.plan import Plan
+from plan_api.spec.path import generalize_numbers, path_code
+from plan_api.spec.placements import placement_code
 from plan_api.static.compare import gradients, kept
 from plan_api.static.twin import twin_of
 
@@ -56,8 +56,8 @@ class _Gather:
     axis: str
 
     def __str__(self) -> str:
-        path = quoted(self.pattern, self.tensor)
-        return f'plan.shard({path}, {spelled(Replicate())}, "{self.axis}")'
+        path = path_code(self.pattern, self.tensor)
+        return f'plan.shard({path}, {placement_code(Replicate())}, "{self.axis}")'
 
     def add_to(self, plan: Plan) -> None:
         """Adds it, as the line does."""
@@ -142,7 +142,7 @@ def _description(record: Record, event: Collective) -> str:
     )
     placed = f" of {operator.before}" if operator is not None else ""
     return (
-        f"{event.cause}{placed}, in {numbered(event.site or '') or 'the model'}, "
+        f"{event.cause}{placed}, in {generalize_numbers(event.site or '') or 'the model'}, "
         f"{event.phase.value}: DTensor sends {event.name} along {event.axis!r} for it"
     )
 
@@ -189,7 +189,7 @@ def _gathers(record: Record, pattern: str) -> Iterator[_Gather]:
             if is_inside(one.site, site)
         ]
         path, tensor = (made[-1] or "", "<out>") if made else (site, "<in>")
-        yield _Gather(numbered(path), tensor, event.axis)
+        yield _Gather(generalize_numbers(path), tensor, event.axis)
 
 
 def _sent(record: Record) -> tuple[int, int]:

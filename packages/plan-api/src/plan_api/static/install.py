@@ -13,15 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.fuse import Site
-from plan_api.lowering.ir import Act, Moment
-from plan_api.lowering.lower import Lowered
-from plan_api.ops.expert_indices import install_indices
-from plan_api.options import Options
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
+from plan_api.ops.expert_indices import install_expert_indices
+from plan_api.options import ParallelizeOptions
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.gradients import Gradients
-from plan_api.runtime.hooks import Fired, install
+from plan_api.runtime.gradients import GradientReduction
+from plan_api.runtime.hooks import SiteCoverage, install_site_hook
 from plan_api.static.gradients import LeafGradients
 from plan_api.static.guard import Guard
 from plan_api.static.leaves import Leaf, leaves_of
@@ -48,7 +46,7 @@ class StaticParts:
     """
 
     handles: tuple[RemovableHandle, ...]
-    gradients: Gradients
+    gradients: GradientReduction
     guard: Guard
     leaves: tuple[Leaf, ...]
 
@@ -57,8 +55,8 @@ def install_static(
     model: nn.Module,
     lowered: Lowered,
     mesh: DeviceMesh,
-    fired: Fired,
-    options: Options,
+    coverage: SiteCoverage,
+    options: ParallelizeOptions,
 ) -> StaticParts:
     """Makes modules find local tensors, and installs hooks that move them.
 
@@ -66,36 +64,36 @@ def install_static(
         model: its parameters are DTensors.
         lowered: the plan, checked by `check_static`.
         mesh: the plan's.
-        fired: is told which sites are passed.
+        coverage: is told which sites are passed.
         options: of `parallelize`.
     """
-    leaves = leaves_of(model, lowered.stays)
+    leaves = leaves_of(model, lowered.runs_on_dtensors)
     gradients = LeafGradients(
-        model, leaves, _of_gradients(lowered.sites), fired, options.fused_mb, warns=options.warns
+        model, leaves, _of_gradients(lowered.sites), coverage, options.fused_mb, warns=options.warns
     )
     handles: list[RemovableHandle] = []
     passed = Passed()
     for path in lowered.eager:
-        handles += install_on_dtensors(model, path, lowered.sites, lowered.indices, mesh, fired)
+        handles += install_on_dtensors(model, path, lowered.sites, lowered.indices, mesh, coverage)
     for site in with_tables(model, lowered, mesh):
         module = model.get_submodule(site.path)
-        if site.moment is Moment.OPERATOR:
-            handles += install_operators(site, module, mesh, lowered.stays)
-        elif site.moment.of_activations:
+        if site.hook_point is HookPoint.OPERATOR:
+            handles += install_operators(site, module, mesh, lowered.runs_on_dtensors)
+        elif site.hook_point.is_module_hook:
             movers = [
                 (step.index, mover)
                 for step in site.moved
                 if (mover := mover_of(site, step, mesh, passed)) is not None
             ]
             if movers:
-                handles.append(install(site, module, movers, fired))
+                handles.append(install_site_hook(site, module, movers, coverage))
             else:
-                fired.pass_(site)
-        elif site.moment is Moment.RUN:
+                coverage.record(site)
+        elif site.hook_point is HookPoint.RUN:
             handles += _use_moved(site, module, mesh)
     for path, counted in lowered.indices.items():
-        if not lowered.stays(path):
-            handles += install_indices(model.get_submodule(path), counted, mesh, path)
+        if not lowered.runs_on_dtensors(path):
+            handles += install_expert_indices(model.get_submodule(path), counted, mesh, path)
     step_on_leaves(leaves)
     guard = Guard(model, lowered, mesh, leaves, gradients, passed, options.guard_steps)
     begin = _begin(leaves, gradients, passed)  # before the guard looks at them
@@ -108,7 +106,7 @@ def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[Removabl
     movers = [
         (step.tensor, StepContext(site.name, step).wrap(StaticMover(step, mesh, site.name)))
         for step in site.steps
-        if step.act is Act.REDIST
+        if step.kind is OpKind.REDIST
     ]
     if not movers:
         return []
@@ -135,7 +133,7 @@ def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
     said: dict[str, dict[str, Placement]] = {}
     for site in sites:
         for step in site.steps:
-            if site.moment is Moment.GRAD and step.act is Act.ANNOTATE:
+            if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
                 name = f"{site.path}.{step.tensor}" if site.path else step.tensor
                 moves = step.moves.items()
                 said.setdefault(name, {}).update({axis: move.dst for axis, move in moves})

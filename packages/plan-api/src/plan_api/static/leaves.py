@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.resolve import state_of
+from plan_api.lowering.model_names import named_state
 
 __all__ = ["Leaf", "leaves_of"]
 
@@ -134,7 +134,7 @@ def leaves_of(model: nn.Module, stays: Callable[[str], bool]) -> list[Leaf]:
         stays: whether modules find the DTensor of a name.
     """
     users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
-    for name, tensor in list(state_of(model)):
+    for name, tensor in list(named_state(model)):
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         if own in module._buffers and stays(name):

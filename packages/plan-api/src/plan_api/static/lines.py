@@ -11,13 +11,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.ir import Act, Moment
-from plan_api.lowering.lower import Lowered
-from plan_api.lowering.resolve import is_inside
-from plan_api.spec.entry import Entry
-from plan_api.spec.path import Kind, numbered
-from plan_api.spec.plan import Plan
-from plan_api.spec.verb import Verb
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind
+from plan_api.lowering.model_names import is_inside
+from plan_api.plan import Plan
+from plan_api.spec.entry import Entry, EntryKind
+from plan_api.spec.path import PathKind, generalize_numbers
 from plan_api.static.record import Call, Passed, Placements, Record
 
 __all__ = ["Said", "lines_of", "sizes_of", "written"]
@@ -27,7 +25,7 @@ __all__ = ["Said", "lines_of", "sizes_of", "written"]
 class Said:
     """One line of the plan that is made, of one module."""
 
-    verb: str
+    kind: str
     path: str
     tensor: str
     dst: Placements
@@ -44,13 +42,13 @@ def lines_of(model: nn.Module, lowered: Lowered, seen: Record) -> list[Said]:
     said += _of_leaves(seen, lowered, pinned, params)
     said += _of_borders(seen, lowered, pinned)
     for name, placements in seen.params.items():
-        if lowered.stays(name):
+        if lowered.runs_on_dtensors(name):
             continue
         path, _, own = name.rpartition(".")
         summed = tuple(one if one.is_partial() else Replicate() for one in placements)
         if any(one.is_partial() for one in placements):
             said.append(Said("annotate", path, f"{own}.grad", summed))
-    said += _of_operators(call for call in seen.calls if not lowered.stays(call.path))
+    said += _of_operators(call for call in seen.calls if not lowered.runs_on_dtensors(call.path))
     for name, placements in seen.results.items():
         if any(_cuts(one) for one in placements):
             said.append(Said("annotate", "", f"<out:{name}>", placements))
@@ -59,15 +57,17 @@ def lines_of(model: nn.Module, lowered: Lowered, seen: Record) -> list[Said]:
 
 def _of_sites(lowered: Lowered, seen: Record) -> Iterator[Said]:
     for site in lowered.sites:
-        if not site.moment.of_activations or (not site.path and site.moment is Moment.FORWARD_PRE):
+        if not site.hook_point.is_module_hook or (
+            not site.path and site.hook_point is HookPoint.FORWARD_PRE
+        ):
             continue  # what the script gives is whole
         for step in site.moved:
-            if step.act is Act.ANNOTATE:  # is found again
+            if step.kind is OpKind.ANNOTATE:  # is found again
                 continue
             passed = seen.sites.get((site.name, step.index))
             if passed is None:
                 continue
-            kind = "in" if site.moment is Moment.FORWARD_PRE else "out"
+            kind = "in" if site.hook_point is HookPoint.FORWARD_PRE else "out"
             yield _moved(site.path, f"<{kind}:{step.index}>", passed)
 
 
@@ -100,11 +100,11 @@ def _of_leaves(
     seen: Record, lowered: Lowered, pinned: set[str], params: Mapping[str, Any]
 ) -> Iterator[Said]:
     """Gradients that become sums in a module, and parameters that it takes as parts of one."""
-    sites = {(site.path, site.moment) for site in lowered.sites}
+    sites = {(site.path, site.hook_point) for site in lowered.sites}
     for (path, index), passed in seen.inputs.items():
         out = seen.outputs.get(path)
         above = any(f"{path}.".startswith(f"{one}.") for one in pinned)
-        known = lowered.stays(path) or (path, Moment.FORWARD_PRE) in sites
+        known = lowered.runs_on_dtensors(path) or (path, HookPoint.FORWARD_PRE) in sites
         if passed.back_after is None or above or known:
             continue
         came = out.back_before if out is not None else None
@@ -123,7 +123,7 @@ def _of_leaves(
             )
             yield _moved(path, f"<in:{index}>", Passed(passed.before, passed.before, back))
     for path, passed in seen.outputs.items():
-        has_bias = f"{path}.bias" in params and not lowered.stays(path)
+        has_bias = f"{path}.bias" in params and not lowered.runs_on_dtensors(path)
         if has_bias and any(one.is_partial() for one in passed.before):
             taken = tuple(one if one.is_partial() else Replicate() for one in passed.before)
             yield Said("redistribute", path, "bias", taken, (Replicate(),) * len(taken))
@@ -132,7 +132,10 @@ def _of_leaves(
 def _of_borders(seen: Record, lowered: Lowered, pinned: set[str]) -> Iterator[Said]:
     """What enters modules that stay on DTensors, where no site says how."""
     for (path, index), passed in seen.inputs.items():
-        if path not in lowered.eager or (f"{path}.{Moment.FORWARD_PRE.value}", index) in seen.sites:
+        if (
+            path not in lowered.eager
+            or (f"{path}.{HookPoint.FORWARD_PRE.value}", index) in seen.sites
+        ):
             continue
         back = passed.back_after or tuple(map(_backward, passed.before))
         above = any(is_inside(path, one) for one in pinned)
@@ -155,7 +158,7 @@ def sizes_of(lowered: Lowered, seen: Record) -> list[Said]:
     """Of shapes that code says: where a dim is cut, the size is taken for that of the whole."""
     said = []
     for call in seen.calls:
-        if lowered.stays(call.path):
+        if lowered.runs_on_dtensors(call.path):
             continue
         dims = [getattr(one, "dim", 0) for one in (call.result or call.given)]
         cut = tuple(Shard(dim) if dim in call.sizes and dim > 0 else Replicate() for dim in dims)
@@ -171,7 +174,7 @@ def written(plan: Plan, said: Iterable[Said], model: nn.Module) -> Plan:
     names = [name for name, _ in model.named_modules()]
     groups: dict[tuple[str, str, str], list[Said]] = {}
     for one in dict.fromkeys(said):
-        groups.setdefault((one.verb, numbered(one.path), one.tensor), []).append(one)
+        groups.setdefault((one.kind, generalize_numbers(one.path), one.tensor), []).append(one)
     for (_, pattern, _), group in groups.items():
         alike = len({replace(one, path="") for one in group}) == 1
         everywhere = len(group) == sum(re.fullmatch(pattern, name) is not None for name in names)
@@ -185,9 +188,9 @@ def written(plan: Plan, said: Iterable[Said], model: nn.Module) -> Plan:
 
 def _stays(entry: Entry) -> bool:
     kind = entry.path.kind
-    of_script = kind is Kind.INPUT and not entry.path.pattern
-    counts = entry.verb in (Verb.INDEX, Verb.DISPATCH)
-    return kind in (Kind.STATE, Kind.MODULE) or of_script or counts
+    of_script = kind is PathKind.INPUT and not entry.path.pattern
+    counts = entry.kind in (EntryKind.INDEX, EntryKind.DISPATCH)
+    return kind in (PathKind.STATE, PathKind.MODULE) or of_script or counts
 
 
 def _write(plan: Plan, one: Said, pattern: str) -> None:

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.fuse import Move, Step
-from plan_api.lowering.ir import short
+from plan_api.lowering.ir import AxisMove, SiteStep
 from plan_api.runtime.attribution import moving
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.local_redistribute import LocalMove, local_move
+from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
 from plan_api.spec.axes import axis_names
+from plan_api.spec.placements import format_placement
 from plan_api.static.passed import Passed
 
 __all__ = ["StaticMover"]
@@ -42,7 +42,7 @@ class StaticMover:
 
     def __init__(
         self,
-        step: Step,
+        step: SiteStep,
         mesh: DeviceMesh,
         site: str,
         whole: bool = False,
@@ -102,12 +102,12 @@ class StaticMover:
 
     def _waits_for_(self) -> str:
         """For `fused_comm.diagnosis`."""
-        return f"plan-api: {self.what}, {self._step.said}"
+        return f"plan-api: {self.what}, {self._step.description}"
 
     def _moved(
         self,
         tensor: torch.Tensor,
-        moves: Sequence[LocalMove],
+        moves: Sequence[LocalRedistribution],
         before: tuple[Placement, ...],
         after: tuple[Placement, ...],
     ) -> torch.Tensor:
@@ -117,17 +117,18 @@ class StaticMover:
                     tensor = move(tensor)
         return tensor
 
-    def _src(self, axis: str, move: Move, whole: bool) -> Placement:
+    def _src(self, axis: str, move: AxisMove, whole: bool) -> Placement:
         if move.src is not None:
             return move.src
         if whole:
             return Replicate()
         raise ValueError(
-            f"{self.what}, to be {short(move.dst)} along {axis!r}: static mode has to know what it "
-            f"is before: say redistribute(path, src, dst), or have generate_static() find out"
+            f"{self.what}, to be {format_placement(move.dst)} along {axis!r}: static mode has to "
+            f"know what it is before: say redistribute(path, src, dst), or have "
+            f"generate_static() find out"
         )
 
-    def _gradient(self, axis: str, move: Move, src: Placement) -> tuple[Placement, Placement]:
+    def _gradient(self, axis: str, move: AxisMove, src: Placement) -> tuple[Placement, Placement]:
         """What the gradient along an axis is, and what it becomes."""
         if move.grad_src is None and move.grad_dst is None and src == move.dst:
             return Replicate(), Replicate()
@@ -138,9 +139,10 @@ class StaticMover:
             found = Replicate()
         if found is None or (move.grad_dst is not None and move.grad_src is None):
             raise ValueError(
-                f"{self.what}, {short(src)} to {short(move.dst)} along {axis!r}: static mode has "
-                f"to know what its gradient is before: Partial() where the ranks go on with "
-                f"different parts of the work, Replicate() where all do the same; say grad_src="
+                f"{self.what}, {format_placement(src)} to {format_placement(move.dst)} along "
+                f"{axis!r}: static mode has to know what its gradient is before: Partial() "
+                f"where the ranks go on with different parts of the work, "
+                f"Replicate() where all do the same; say grad_src="
             )
         if move.grad_dst is not None:
             return found, move.grad_dst
@@ -164,7 +166,7 @@ class _Moved(torch.autograd.Function):
             raise
 
 
-def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalMove]:
+def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalRedistribution]:
     """First what is gathered or summed, then what is cut, in the order of DTensor.
 
     A dim that several axes cut is cut by the outermost first, so it is put together by the
@@ -181,7 +183,7 @@ def _moves(along: Iterable[_Along], mesh: DeviceMesh, what: str) -> list[LocalMo
     if any(isinstance(src, Shard) for _, src, _ in said):
         together.reverse()
     return [
-        local_move(src, dst, mesh, axis, what)
+        local_redistribution(src, dst, mesh, axis, what)
         for axis, src, dst in [*together, *(one for one in changes if one[1] == Replicate())]
     ]
 

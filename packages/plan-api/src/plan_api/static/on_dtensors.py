@@ -19,12 +19,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from plan_api.eager import install_eager
-from plan_api.lowering.fuse import Move, Site, Step
-from plan_api.lowering.ir import Act, Moment
-from plan_api.lowering.resolve import is_inside
-from plan_api.ops.expert_indices import Indices
+from plan_api.lowering.ir import AxisMove, ExpertIndices, HookPoint, OpKind, Site, SiteStep
+from plan_api.lowering.model_names import argument_slot, is_inside, positional_names
 from plan_api.runtime.containers import map_tensors, replace_part
-from plan_api.runtime.hooks import Fired, argument_at, places_of
+from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
 from plan_api.static.compare import StaticError
 
@@ -57,9 +55,9 @@ def install_on_dtensors(
     model: nn.Module,
     path: str,
     sites: Sequence[Site],
-    indices: Mapping[str, Sequence[Indices]],
+    indices: Mapping[str, Sequence[ExpertIndices]],
     mesh: DeviceMesh,
-    fired: Fired,
+    coverage: SiteCoverage,
 ) -> Iterator[RemovableHandle]:
     """Hooks of one module that stays on DTensors, and of what is in it.
 
@@ -69,15 +67,15 @@ def install_on_dtensors(
         sites: of the plan.
         indices: arguments that count what each rank has, by the module's path.
         mesh: the plan's.
-        fired: is told which sites are passed.
+        coverage: is told which sites are passed.
     """
     module = model.get_submodule(path)
-    enter = _Enter(places_of(module), _entering(path, sites, mesh), mesh)
+    enter = _Enter(positional_names(module), _entering(path, sites, mesh), mesh)
     yield module.register_forward_pre_hook(enter, with_kwargs=True)
     inside = [site for site in sites if is_inside(site.path, path)]
     own = {name: counted for name, counted in indices.items() if is_inside(name, path)}
-    yield from install_eager(model, inside, {}, own, mesh, fired)
-    steps = _steps(path, Moment.FORWARD, sites)
+    yield from install_eager(model, inside, {}, own, mesh, coverage)
+    steps = _steps(path, HookPoint.FORWARD, sites)
     yield module.register_forward_hook(_Leave(path, steps, axis_names(mesh)))
 
 
@@ -90,7 +88,7 @@ class _Enter:
         said: Mapping[int | str, tuple[_Placements, _Placements]],
         mesh: DeviceMesh,
     ) -> None:
-        self._said = [(*argument_at(index, places), one) for index, one in said.items()]
+        self._said = [(*argument_slot(index, places), one) for index, one in said.items()]
         self._mesh = mesh
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +118,7 @@ class _Enter:
 class _Leave:
     """What a module returns becomes local tensors."""
 
-    def __init__(self, path: str, steps: Sequence[Step], axes: Sequence[str]) -> None:
+    def __init__(self, path: str, steps: Sequence[SiteStep], axes: Sequence[str]) -> None:
         self._path, self._axes = path, axes
         self._steps = [(step.index, step.moves) for step in steps]
 
@@ -129,7 +127,7 @@ class _Leave:
             output = replace_part(output, index, self._as_local(moves), self._path)
         return map_tensors(output, self._as_local({}))
 
-    def _as_local(self, moves: Mapping[str, Move]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _as_local(self, moves: Mapping[str, AxisMove]) -> Callable[[torch.Tensor], torch.Tensor]:
         said = [moves[axis].grad_src if axis in moves else None for axis in self._axes]
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,11 +185,11 @@ def _entering(
     before: dict[int | str, list[Placement]] = {}
     grads: dict[int | str, list[Placement | None]] = {}
     told: set[tuple[int | str, str]] = set()
-    for step in _steps(path, Moment.FORWARD_PRE, sites):
+    for step in _steps(path, HookPoint.FORWARD_PRE, sites):
         comes = before.setdefault(step.index, [Replicate()] * mesh.ndim)
         back = grads.setdefault(step.index, [None] * mesh.ndim)
         for axis, move in step.moves.items():
-            src = move.dst if step.act is Act.ANNOTATE else move.src
+            src = move.dst if step.kind is OpKind.ANNOTATE else move.src
             if src is None and (step.index, axis) in told:
                 continue
             if src is None:
@@ -215,7 +213,10 @@ def _of_gradient(placement: Placement) -> Placement:
     return placement if isinstance(placement, Shard) else Replicate()
 
 
-def _steps(path: str, moment: Moment, sites: Iterable[Site]) -> list[Step]:
+def _steps(path: str, moment: HookPoint, sites: Iterable[Site]) -> list[SiteStep]:
     return [
-        step for site in sites if site.path == path and site.moment is moment for step in site.moved
+        step
+        for site in sites
+        if site.path == path and site.hook_point is moment
+        for step in site.moved
     ]

@@ -21,19 +21,19 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn._reduction import legacy_get_string
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.lowering.fuse import Site
-from plan_api.ops.cross_entropy import Cut, cross_entropy
-from plan_api.ops.function_calls import Calls, Operator, Span
+from plan_api.lowering.ir import Site
+from plan_api.ops.cross_entropy import LogitsSharding, cross_entropy
+from plan_api.ops.function_calls import FunctionInterception, InterceptedCalls, TorchFunction
 from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
-from plan_api.runtime.local_redistribute import local_move
+from plan_api.runtime.local_redistribute import local_redistribution
 from plan_api.spec.axes import axis_names
 from plan_api.static.fake import is_fake
 
 __all__ = ["check_operators", "install_operators"]
 
 # That of torch.nn.functional may be dist-rng's, which calls this one.
-_FUSED: Operator = torch._C._nn.scaled_dot_product_attention
+_FUSED: TorchFunction = torch._C._nn.scaled_dot_product_attention
 
 
 def check_operators(site: Site) -> None:
@@ -58,7 +58,7 @@ def install_operators(
         stays: whether a module, by its path, is on DTensors.
     """
     axes = axis_names(mesh)
-    table: dict[Operator, Calls] = {}
+    table: dict[TorchFunction, InterceptedCalls] = {}
     for step in site.steps:
         placed = {axes.index(axis): move.dst for axis, move in step.moves.items()}
         placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
@@ -66,12 +66,12 @@ def install_operators(
         for function in _functions(name, site.name):
             fused = function in (_FUSED, F.scaled_dot_product_attention)
             make = _attention if fused else _MADE.get(name, _on_dtensors)
-            calls = table.setdefault(function, Calls(function))
+            calls = table.setdefault(function, InterceptedCalls(function))
             if fused:
                 table[_FUSED] = calls
             made = StepContext(site.name, step).wrap(make(function, mesh, placements))
-            calls.instead[int(number) if number else None] = made
-    span = Span(table)
+            calls.replacements[int(number) if number else None] = made
+    span = FunctionInterception(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
         module.register_forward_hook(span.leave, prepend=True, always_call=True),
@@ -98,7 +98,7 @@ def _may_call(child: nn.Module, names: Collection[str]) -> bool:
     return not set(names).isdisjoint(own.forward.__code__.co_names)
 
 
-def _functions(name: str, where: str) -> list[Operator]:
+def _functions(name: str, where: str) -> list[TorchFunction]:
     """All that goes by a name: torch.reshape is one thing, Tensor.reshape another."""
     found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
     functions = [one for one in found if callable(one)]
@@ -112,7 +112,9 @@ def _functions(name: str, where: str) -> list[Operator]:
     return functions
 
 
-def _dropout(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _dropout(
+    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     if "dist_rng" not in sys.modules:
         return F.dropout
     from dist_rng import Region, dropout, is_installed
@@ -139,7 +141,9 @@ def _dropout(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -
     return dropped
 
 
-def _attention(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _attention(
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     def attended(*args: Any, **kwargs: Any) -> torch.Tensor:
         if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
             raise NotImplementedError(
@@ -153,8 +157,10 @@ def _attention(function: Operator, mesh: DeviceMesh, placements: tuple[Placement
     return attended
 
 
-def _cross_entropy(_: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
-    cuts: dict[torch.Size, Cut] = {}
+def _cross_entropy(
+    _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
+    cuts: dict[torch.Size, LogitsSharding] = {}
 
     def computed(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -186,7 +192,7 @@ def _cut(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     what: str,
-) -> Cut:
+) -> LogitsSharding:
     """How logits or a table are cut along classes; these may be uneven, so ranks tell how many."""
     of_classes = [at for at, one in enumerate(placements) if getattr(one, "dim", None) == dim]
     rows = [
@@ -195,20 +201,22 @@ def _cut(
     if len(of_classes) > 1:
         raise ValueError(f"{what} are cut along several axes, {placements}: use mode='eager'")
     if not of_classes:
-        return Cut(mesh, dim, None, 0, tuple(rows))
+        return LogitsSharding(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
     own = torch.tensor([tensor.shape[dim]], device=tensor.device)
-    gather = local_move(Shard(0), Replicate(), mesh, axis, "lengths of shards")
+    gather = local_redistribution(Shard(0), Replicate(), mesh, axis, "lengths of shards")
     rank = mesh.get_local_rank(axis)
     if is_fake(tensor):
-        return Cut(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
+        return LogitsSharding(mesh, dim, axis, rank * tensor.shape[dim], tuple(rows))
     lengths = gather(own).tolist()
-    return Cut(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
+    return LogitsSharding(mesh, dim, axis, sum(lengths[:rank]), tuple(rows))
 
 
-def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _embedding(
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     """Of a table whose rows are cut: what other ranks have is zero, a term of the sum."""
-    cuts: dict[torch.Size, Cut] = {}
+    cuts: dict[torch.Size, LogitsSharding] = {}
 
     def looked_up(
         input: torch.Tensor,  # noqa: A002  # torch's name
@@ -226,7 +234,9 @@ def _embedding(function: Operator, mesh: DeviceMesh, placements: tuple[Placement
     return looked_up
 
 
-def _mean(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _mean(
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     """A mean over elements: this rank's share of it, a term of the sum over the ranks."""
     share = 1 / math.prod(size for _, size in _parts(mesh, placements))
     of_functional = inspect.isfunction(function)  # torch's own has no signature, and a number
@@ -247,7 +257,9 @@ def _mean(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...
     return computed
 
 
-def _sized(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _sized(
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     """`view`, `reshape`: the code says the sizes of the whole, and each rank makes its part."""
     parts = _parts(mesh, placements)
 
@@ -263,7 +275,9 @@ def _sized(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ..
     return called
 
 
-def _split(function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Operator:
+def _split(
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     """The code says how long pieces of the whole are."""
     parts = dict(_parts(mesh, placements))
 
@@ -285,7 +299,7 @@ def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[in
     ]
 
 
-def _part(size: int, by: int, function: Operator) -> int:
+def _part(size: int, by: int, function: TorchFunction) -> int:
     if size == -1:
         return size
     if size % by:
@@ -297,8 +311,8 @@ def _part(size: int, by: int, function: Operator) -> int:
 
 
 def _on_dtensors(
-    function: Operator, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> Operator:
+    function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> TorchFunction:
     """Any other function: its first tensor is a DTensor while it runs."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -321,7 +335,7 @@ def _as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-_MADE: dict[str, Callable[[Operator, DeviceMesh, tuple[Placement, ...]], Operator]] = {
+_MADE: dict[str, Callable[[TorchFunction, DeviceMesh, tuple[Placement, ...]], TorchFunction]] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,

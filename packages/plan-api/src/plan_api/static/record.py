@@ -16,11 +16,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from plan_api.eager import install_eager
-from plan_api.lowering.fuse import Step
-from plan_api.lowering.lower import Lowered
+from plan_api.lowering.ir import Lowered, SiteStep
+from plan_api.lowering.model_names import positional_names
 from plan_api.runtime.containers import map_tensors
-from plan_api.runtime.hooks import Fired, places_of
-from plan_api.runtime.redistribute import Mover
+from plan_api.runtime.hooks import SiteCoverage
+from plan_api.runtime.redistribute import Redistribution
 from plan_api.static.compare import gradients, kept
 
 __all__ = ["Call", "Passed", "Record", "record"]
@@ -106,12 +106,12 @@ def record(
     """
     seen = Record()
 
-    def mover(step: Step, mesh: DeviceMesh, site: str) -> Mover:
+    def mover(step: SiteStep, mesh: DeviceMesh, site: str) -> Redistribution:
         return _Recording(step, mesh, site, seen)
 
     handles = [
         *install_eager(
-            model, lowered.sites, lowered.schedules, lowered.indices, mesh, Fired([]), mover
+            model, lowered.sites, lowered.schedules, lowered.indices, mesh, SiteCoverage([]), mover
         )
     ]
     running = [""]
@@ -143,18 +143,18 @@ def record(
     return seen
 
 
-class _Recording(Mover):
+class _Recording(Redistribution):
     """A mover that tells what passes it."""
 
     settled = property(lambda _: None, lambda *_: None)
 
-    def __init__(self, step: Step, mesh: DeviceMesh, site: str, seen: Record) -> None:
+    def __init__(self, step: SiteStep, mesh: DeviceMesh, site: str, seen: Record) -> None:
         super().__init__(step, mesh, site)
         self._at, self._seen = (site, step.index), seen
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         placed = isinstance(tensor, DTensor)
-        before = tensor.placements if isinstance(tensor, DTensor) else self._plain
+        before = tensor.placements if isinstance(tensor, DTensor) else self._plain_placements
         passed = Passed(before, before)
         if placed and tensor.requires_grad:
             tensor = _Watched.apply(tensor, passed, "back_after")  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _watch(name: str, module: nn.Module, seen: Record) -> list[Any]:
-    places = places_of(module)
+    places = positional_names(module)
 
     def look(at: int | str) -> Callable[[torch.Tensor], torch.Tensor]:
         def looked(tensor: torch.Tensor) -> torch.Tensor:

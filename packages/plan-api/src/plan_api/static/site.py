@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import Act, Moment
-from plan_api.runtime.hooks import Moves
+from plan_api.lowering.ir import HookPoint, OpKind, Site, SiteStep
+from plan_api.runtime.hooks import TensorTransform
 from plan_api.spec.axes import axis_names
 from plan_api.static.mover import StaticMover
 from plan_api.static.passed import Passed
@@ -19,17 +18,17 @@ __all__ = ["mover_of"]
 
 
 def mover_of(
-    site: Site, step: Step, mesh: DeviceMesh, passed: Passed | None = None
-) -> Moves | None:
+    site: Site, step: SiteStep, mesh: DeviceMesh, passed: Passed | None = None
+) -> TensorTransform | None:
     """What moves a tensor of a step; None if there is nothing to do.
 
     Raises:
         ValueError: the step does not say what a tensor, or its gradient, is before.
     """
     at_root = not site.path
-    if step.act is Act.ANNOTATE:  # inside of the model nobody has to know
-        return _Shown(step, mesh) if at_root and site.moment is Moment.FORWARD else None
-    whole = at_root and site.moment is Moment.FORWARD_PRE
+    if step.kind is OpKind.ANNOTATE:  # inside of the model nobody has to know
+        return _Shown(step, mesh) if at_root and site.hook_point is HookPoint.FORWARD else None
+    whole = at_root and site.hook_point is HookPoint.FORWARD_PRE
     mover = StaticMover(step, mesh, site.name, whole, passed)
     return None if mover.idle else mover
 
@@ -39,7 +38,7 @@ class _Shown:
 
     settled: DTensorSpec | None = None
 
-    def __init__(self, step: Step, mesh: DeviceMesh) -> None:
+    def __init__(self, step: SiteStep, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._placements: list[Placement] = [
             step.moves[axis].dst if axis in step.moves else Replicate() for axis in axis_names(mesh)

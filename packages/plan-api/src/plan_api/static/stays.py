@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from plan_api.spec.path import numbered
+from plan_api.spec.path import generalize_numbers
 
 __all__ = ["around", "widened"]
 
@@ -26,7 +26,7 @@ def around(site: str, model: nn.Module, staying: Collection[str]) -> str | None:
         path = ".".join(parts[:count])
         if path not in modules or not _runs(modules[path]):
             continue
-        pattern = numbered(path)
+        pattern = generalize_numbers(path)
         if not any(re.match(rf"{one}(?:\.|$)", path) for one in staying):
             return pattern
     return None

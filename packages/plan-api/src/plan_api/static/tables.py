@@ -9,10 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.lowering.fuse import Move, Site, Step
-from plan_api.lowering.ir import Act, Moment
-from plan_api.lowering.lower import Lowered
-from plan_api.lowering.schedule import Schedule
+from plan_api.lowering.ir import AxisMove, HookPoint, Lowered, OpKind, Schedule, Site, SiteStep
 from plan_api.spec.axes import axis_names
 from plan_api.static.compare import StaticError
 
@@ -36,18 +33,18 @@ def with_tables(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Si
     own = {
         path: _axes_of_rows(path, model, lowered.schedules, mesh)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and not lowered.stays(path)
+        if isinstance(module, nn.Embedding) and not lowered.runs_on_dtensors(path)
     }
     found: list[Site] = []
     caught: set[str] = set()
     moved: set[tuple[str, str]] = set()
     for site in lowered.sites:
-        if lowered.stays(site.path):
+        if lowered.runs_on_dtensors(site.path):
             continue
-        if site.path in own and site.moment is Moment.FORWARD:
+        if site.path in own and site.hook_point is HookPoint.FORWARD:
             site = replace(site, steps=tuple(_told(step, own[site.path]) for step in site.steps))
             moved.update((site.path, axis) for step in site.steps for axis in step.moves)
-        if site.moment is Moment.OPERATOR:
+        if site.hook_point is HookPoint.OPERATOR:
             caught.add(site.path)
         found.append(site)
     for path, axes in own.items():
@@ -60,9 +57,9 @@ def with_tables(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Si
                 path,
             )
         if axes and path not in caught:
-            moves = {axis: Move(Shard(0)) for axis in axes}
-            step = Step("<op>", "embedding", Act.ANNOTATE, moves, ())
-            found.append(Site(path, Moment.OPERATOR, (step,)))
+            moves = {axis: AxisMove(Shard(0)) for axis in axes}
+            step = SiteStep("<op>", "embedding", OpKind.ANNOTATE, moves, ())
+            found.append(Site(path, HookPoint.OPERATOR, (step,)))
     return found
 
 
@@ -78,7 +75,7 @@ def _axes_of_rows(
     return [axes[at] for at, one in enumerate(schedule.run) if getattr(one, "dim", None) == 0]
 
 
-def _told(step: Step, summed: Sequence[str]) -> Step:
+def _told(step: SiteStep, summed: Sequence[str]) -> SiteStep:
     moves = {
         axis: move
         if move.src is not None

@@ -5,22 +5,23 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from plan_api.spec.plan import Plan
-from plan_api.zoo.needs import check_options, fused
+from plan_api.plan import Plan
+from plan_api.spec.placements import interleaved_shard
+from plan_api.zoo.requirements import check_options
 
 __all__ = ["dit"]
 
 
 def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
-    """Tensor parallel blocks and modulations, with sequence and data parallelism if asked.
+    """Tensor parallel blocks and modulations, with optional sequence and data parallelism.
 
-    Times and classes become DTensors behind what the embedders compute from them by themselves.
+    Times and classes become DTensors after what the embedders compute on plain tensors.
 
     Args:
         mesh: with the axes that are named.
         tp: the axis of tensor parallelism; heads have to be a multiple of its size. None: none.
-        dp: the axis along which batches are cut, before ``tp`` in the mesh; None: none.
-        sp: whether hidden states between attention and MLP are cut along the patches, on ``tp``.
+        dp: the axis along which batches are sharded, before ``tp`` in the mesh; None: none.
+        sp: whether hidden states between attention and MLP are sharded on the patches, on ``tp``.
 
     Raises:
         ValueError: the mesh lacks an axis, or ``sp`` without ``tp``.
@@ -39,17 +40,17 @@ def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool
     if tp is not None:
         rest, of_tokens = (Shard(1), part) if sp else (whole, whole)
         qkv = rf"{block}\.attn\.qkv\.(weight|bias)"
-        plan.shard(qkv, fused(0, 3, "dit"), tp, unit="head_dim")
+        plan.shard(qkv, interleaved_shard(0, 3, "dit"), tp, unit="head_dim")
         plan.shard(rf"{block}\.mlp\.fc1\.(weight|bias)", Shard(0), tp)
         plan.shard(rf"{block}\.(attn\.proj|mlp\.fc2)\.weight", Shard(1), tp)
         plan.shard(r".*\.adaLN_modulation\.1\.(weight|bias)", Shard(0), tp)
         plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2)\.bias", whole, part, tp)
-        condition, given = r".*\.adaLN_modulation", rf"{block}\.(attn|mlp).<in>"
+        condition, entering = r".*\.adaLN_modulation", rf"{block}\.(attn|mlp).<in>"
         plan.redistribute(f"{condition}\\.1.<in>", whole, whole, tp, grad_src=part, grad_dst=whole)
         plan.redistribute(
             f"{condition}.<out>", Shard(1), whole, tp, grad_src=of_tokens, grad_dst=Shard(1)
         )
-        plan.redistribute(given, rest, whole, tp, grad_src=part, grad_dst=rest)
+        plan.redistribute(entering, rest, whole, tp, grad_src=part, grad_dst=rest)
         plan.redistribute(rf"{block}\.(attn\.proj|mlp\.fc2).<out>", part, rest, tp)
         plan.annotate(rf"{block}\.attn.<op:reshape:0>", Shard(3), tp)
         plan.annotate(rf"{block}\.attn.<op:reshape:1>", Shard(2), tp)

@@ -6,16 +6,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from plan_api.context_parallel.attend import Method
-from plan_api.context_parallel.order import OrderName
-from plan_api.spec.plan import Plan
-from plan_api.zoo.needs import (
+from plan_api.plan import Plan
+from plan_api.spec.plan_entries import ContextMethod, SequenceOrder
+from plan_api.zoo.requirements import (
     Axes,
-    Context,
+    ContextParallel,
     check_options,
-    cut_batch,
-    cut_classes,
-    cut_sequence,
+    shard_batch,
+    shard_classes,
+    shard_sequence,
 )
 
 __all__ = ["decoder", "llama"]
@@ -28,31 +27,33 @@ def llama(
     sp: bool = False,
     *,
     cp: str | None = None,
-    cp_method: Method = "ring",
-    cp_order: OrderName | None = None,
+    cp_method: ContextMethod = "ring",
+    cp_order: SequenceOrder | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
-    """Tensor parallel Linears, with sequence and data parallelism if asked (Megatron-LM's way).
+    """Tensor parallel Linears as in Megatron-LM; optional sequence, data and context parallelism.
 
     Args:
         mesh: with the axes that are named.
         tp: the axis of tensor parallelism; heads and key-value heads have to be multiples of its
             size, or `parallelize` refuses, and the hidden size of the MLP should be. None: none.
-        dp: the axis along which batches are cut, or several; None: none.
-        sp: whether hidden states between attention and MLP are cut along the sequence, on ``tp``.
-        cp: the axis along which sequences are cut, everywhere (`Plan.sequence`), before ``tp`` in
-            the mesh if ``sp`` cuts them further; None: none. The model needs
+        dp: the axis along which batches are sharded, or several; None: none.
+        sp: whether hidden states between attention and MLP are sharded on the sequence, on ``tp``.
+        cp: the axis along which sequences are sharded, everywhere (`Plan.sequence`), before ``tp``
+            in the mesh if ``sp`` shards them further; None: none. The model needs
             ``attn_implementation="sdpa"``; logits are in the order of the ranks.
         cp_method: of attention over them, as in `Plan.context`.
         cp_order: as in `Plan.context`.
-        loss_parallel: whether logits are cut along the vocabulary, on ``tp``, up to the loss.
+        loss_parallel: whether logits are sharded on the vocabulary, on ``tp``, up to the loss.
 
     Raises:
-        ValueError: the mesh lacks an axis, ``sp`` or ``loss_parallel`` without ``tp``, or ``cp`` is
-            another one, or comes behind a ``tp`` that cuts sequences.
+        ValueError: the mesh lacks an axis, ``sp`` or ``loss_parallel`` is given without ``tp``, or
+            ``cp`` is an axis of another option, or after a ``tp`` that shards sequences.
     """
     check_options("llama", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), Context.of(cp, cp_method, cp_order))
+    return decoder(
+        mesh, tp, dp, sp, loss_parallel, Partial(), ContextParallel.of(cp, cp_method, cp_order)
+    )
 
 
 def decoder(
@@ -61,10 +62,10 @@ def decoder(
     dp: Axes,
     sp: bool,
     loss_parallel: bool,
-    of_mlp: Placement | None,
-    context: Context | None = None,
+    mlp_grad: Placement | None,
+    context: ContextParallel | None = None,
 ) -> Plan:
-    """What `llama` and its relatives have in common.
+    """The plan that `llama` and similar decoders have in common.
 
     Args:
         mesh: as in `llama`.
@@ -72,15 +73,15 @@ def decoder(
         dp: as in `llama`.
         sp: as in `llama`.
         loss_parallel: as in `llama`.
-        of_mlp: how the gradient of what the MLPs are given is placed, along ``tp``; None: they
-            take hidden states as they are between them and attention.
-        context: how sequences are cut; None: not at all.
+        mlp_grad: the placement of the gradient of the MLPs' inputs, along ``tp``; None: MLPs take
+            hidden states in the placement between them and attention.
+        context: how sequences are sharded; None: they are not.
     """
     plan, whole, part, layer = Plan(mesh), Replicate(), Partial(), r"model\.layers\.\d+"
-    cut_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
+    shard_batch(plan, dp, ("input_ids", "labels"), rf"{layer}\.self_attn.<op:dropout>", cp=context)
     made = [r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>"]
     if context is not None:
-        cut_sequence(plan, context, dp, made.pop(0), rf"{layer}\.self_attn")
+        shard_sequence(plan, context, dp, made.pop(0), rf"{layer}\.self_attn")
     for one in made:
         plan.redistribute(one, [whole] * len(plan.axes), [whole] * len(plan.axes))
     if tp is not None:
@@ -88,9 +89,9 @@ def decoder(
         plan.shard(rf"{layer}\..*\.(q|k|v|gate|up)_proj\.weight", Shard(0), tp)
         plan.shard(rf"{layer}\..*\.(q|k|v)_proj\.weight", Shard(0), tp, unit="head_dim")
         plan.shard(rf"{layer}\..*\.(o|down)_proj\.weight", Shard(1), tp)
-        # Where nothing moves forward gradients come back as sums all the same: left alone, torch
-        # cuts them along the batch, after which attention's products move everything.
-        moved = {"self_attn": part} | ({} if of_mlp is None else {"mlp": of_mlp})
+        # Also where forward communicates nothing gradients are Partial: by itself torch shards them
+        # on the batch, after which the products of attention are redistributed.
+        moved = {"self_attn": part} | ({} if mlp_grad is None else {"mlp": mlp_grad})
         for at, grad in moved.items():
             plan.redistribute(rf"{layer}\.{at}.<in>", rest, whole, tp, grad_src=grad, grad_dst=rest)
         plan.redistribute(rf"{layer}\.({'|'.join(moved)}).<out>", part, rest, tp)
@@ -102,6 +103,6 @@ def decoder(
         plan.redistribute("lm_head.<in>", rest, whole, tp, grad_src=logits, grad_dst=rest)
         if loss_parallel:
             plan.shard(r"lm_head\.weight", Shard(0), tp)
-            plan.shard(r"model\.embed_tokens.<out>", whole, tp)  # a sum, if it is tied
-            cut_classes(plan, tp)
+            plan.shard(r"model\.embed_tokens.<out>", whole, tp)  # Partial if it is tied
+            shard_classes(plan, tp)
     return plan

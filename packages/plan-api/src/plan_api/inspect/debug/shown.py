@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
 
-from plan_api.lowering.ir import short
 from plan_api.spec.axes import axis_names
+from plan_api.spec.placements import format_placement
 
 __all__ = ["shown"]
 
@@ -16,7 +16,8 @@ def shown(tensor: DTensor) -> str:
     names, dtype = axis_names(mesh), str(tensor.dtype).removeprefix("torch.")
     sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     placed = ", ".join(
-        f"{name}={short(one)}" for name, one in zip(names, tensor.placements, strict=True)
+        f"{name}={format_placement(one)}"
+        for name, one in zip(names, tensor.placements, strict=True)
     )
     at = mesh.get_coordinate()
     here = "not on this rank"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from plan_api.lowering.ir import short
+from plan_api.spec.placements import format_placement
 
 __all__ = ["local_bytes", "operator_name", "placed", "shorts"]
 
@@ -23,7 +23,7 @@ def operator_name(func: torch._ops.OpOverload) -> str:
 
 def shorts(placements: Sequence[Placement]) -> str:
     """A placement per axis: ``S(0),R``."""
-    return ",".join(map(short, placements))
+    return ",".join(map(format_placement, placements))
 
 
 def placed(value: Any) -> str:

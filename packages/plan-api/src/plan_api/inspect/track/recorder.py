@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plan_api.api import installed
 from plan_api.inspect.track.collective import (
     axis_of,
     bytes_of,
@@ -37,9 +38,8 @@ from plan_api.inspect.track.describe import local_bytes, operator_name, placed, 
 from plan_api.inspect.track.events import Call, Collective, Operator, Phase
 from plan_api.inspect.track.record import Record
 from plan_api.inspect.track.sites import Origin, Sites
-from plan_api.parallelize import installed
-from plan_api.runtime.attribution import set_watcher
-from plan_api.spec.plan import Plan
+from plan_api.plan import Plan
+from plan_api.runtime.attribution import set_observer
 
 __all__ = ["track"]
 
@@ -77,8 +77,8 @@ def track(model: nn.Module) -> Iterator[Record]:
         record = Record(type(model).__name__)
         stack.callback(lambda: recorder.give(record))
         recorder.follow(model, stack)
-        set_watcher(recorder.sites.because)
-        stack.callback(set_watcher, None)
+        set_observer(recorder.sites.because)
+        stack.callback(set_observer, None)
         stack.enter_context(recorder)
         yield record
 

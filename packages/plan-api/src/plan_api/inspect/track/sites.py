@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plan_api.runtime.attribution import Cause
+from plan_api.runtime.attribution import CommunicationCause
 
 __all__ = ["Origin", "Sites"]
 
@@ -35,7 +35,7 @@ class Origin:
     """
 
     site: str | None = None
-    cause: Cause | None = None
+    cause: CommunicationCause | None = None
     param: str = ""
 
 
@@ -73,7 +73,7 @@ class Sites:
         self._changed()
 
     @contextmanager
-    def because(self, cause: Cause) -> Iterator[None]:
+    def because(self, cause: CommunicationCause) -> Iterator[None]:
         """A watcher for `plan_api.runtime.attribution`."""
         depth = self.depth
         self._stack.append(Origin(self._stack[-1].site, cause))
@@ -98,7 +98,7 @@ class Sites:
         made = self._made_at(node._sequence_nr())
         return Origin(made.site, top.cause or _on_the_way_back(made.cause))
 
-    def _of_gradient(self, param: torch.Tensor, cause: Cause | None) -> Origin:
+    def _of_gradient(self, param: torch.Tensor, cause: CommunicationCause | None) -> Origin:
         name = self._names.get(id(param), "")
         return Origin(name.rpartition(".")[0] if name else None, cause, name)
 
@@ -112,6 +112,6 @@ class Sites:
             self._origins.append(self._stack[-1])
 
 
-def _on_the_way_back(cause: Cause | None) -> Cause | None:
+def _on_the_way_back(cause: CommunicationCause | None) -> CommunicationCause | None:
     """The gradient's placements are not those of what was moved."""
     return None if cause is None else replace(cause, before=(), after=())

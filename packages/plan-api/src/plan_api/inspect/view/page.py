@@ -13,8 +13,8 @@ from plan_api.inspect.view.colours import colour_of
 from plan_api.inspect.view.html import Element, element
 from plan_api.inspect.view.rows import heading, rows_of, size
 from plan_api.inspect.view.tree import Branch, Traffic, tree_of
+from plan_api.plan import Plan
 from plan_api.spec.axes import axis_names
-from plan_api.spec.plan import Plan
 
 __all__ = ["view"]
 

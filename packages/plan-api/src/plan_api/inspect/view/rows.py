@@ -151,7 +151,7 @@ def _move(move: Move, depth: int) -> Element:
     return _leaf(
         "",
         element("code", move.tensor),
-        element("span", f" {move.act}", class_="soft"),
+        element("span", f" {move.kind}", class_="soft"),
         cells=cells,
         rest=[element("span"), element("span"), _NOT_SENT, _lines(move.lines)],
         depth=depth,

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from plan_api.inspect.track import Record
-from plan_api.lowering.fuse import Site, Step
-from plan_api.lowering.ir import Moment, short
+from plan_api.lowering.ir import HookPoint, Site, SiteStep
 from plan_api.lowering.lower import lower
-from plan_api.lowering.resolve import state_of
-from plan_api.runtime.shapes import local_shape
-from plan_api.spec.plan import Plan
+from plan_api.lowering.model_names import named_state
+from plan_api.plan import Plan
+from plan_api.runtime.local_shards import local_shape
+from plan_api.spec.placements import format_placement
 
 __all__ = ["Branch", "Move", "State", "Traffic", "tree_of"]
 
@@ -90,14 +90,14 @@ class Move:
 
     Attributes:
         tensor: ``<in>:0``, ``<out>:loss``.
-        act: ``redist`` or ``annotate``.
+        kind: ``redist`` or ``annotate``.
         before: per axis of the mesh, in short; "" where the plan does not say.
         after: the same.
         lines: of the plan.
     """
 
     tensor: str
-    act: str
+    kind: str
     before: tuple[str, ...]
     after: tuple[str, ...]
     lines: tuple[str, ...]
@@ -159,13 +159,13 @@ class _Reader:
     def __init__(self, plan: Plan, model: nn.Module, record: Record | None) -> None:
         self._plan = plan
         self._first: dict[int, str] = {}  # of the names of a tied tensor
-        for name, tensor in state_of(model):
+        for name, tensor in named_state(model):
             self._first.setdefault(id(tensor), name)
         self._sites: dict[str, list[Site]] = {}
         lowered = lower(plan, model)
         self._schedules = lowered.schedules
         for site in lowered.sites:
-            if site.moment is not Moment.INIT:
+            if site.hook_point is not HookPoint.INIT:
                 self._sites.setdefault(site.path, []).append(site)
         self._sent: dict[str, Traffic] = {}
         for one in record.collectives if record is not None else ():
@@ -182,12 +182,16 @@ class _Reader:
                     yield self._state(_join(path, name), name, tensor, is_buffer)
 
     def moves(self, path: str) -> Iterator[Move]:
-        moments = list(Moment)
-        for site in sorted(self._sites.get(path, ()), key=lambda one: moments.index(one.moment)):
+        moments = list(HookPoint)
+        for site in sorted(
+            self._sites.get(path, ()), key=lambda one: moments.index(one.hook_point)
+        ):
             for step in site.steps:
-                where = f" at {site.moment.value}" if site.moment.of_state else f":{step.index}"
+                where = (
+                    f" at {site.hook_point.value}" if site.hook_point.is_phase else f":{step.index}"
+                )
                 yield Move(
-                    f"{step.tensor}{where}", step.act.value,
+                    f"{step.tensor}{where}", step.kind.value,
                     self._along(step, "src"), self._along(step, "dst"), self._lines(step.entries),
                 )  # fmt: skip
 
@@ -198,15 +202,15 @@ class _Reader:
         if isinstance(tensor, DTensor) and tensor.device_mesh == self._plan.mesh:
             placements = tensor.placements
         return State(
-            name, tuple(map(short, placements)), tuple(tensor.shape),
+            name, tuple(map(format_placement, placements)), tuple(tensor.shape),
             tuple(local_shape(tensor, self._plan.mesh, placements)), tensor.element_size(),
             str(tensor.dtype).removeprefix("torch."), "" if first == full else first,
             () if schedule is None else self._lines(schedule.entries), is_buffer,
         )  # fmt: skip
 
-    def _along(self, step: Step, end: str) -> tuple[str, ...]:
+    def _along(self, step: SiteStep, end: str) -> tuple[str, ...]:
         ends = (getattr(step.moves.get(axis), end, None) for axis in self._plan.axes)
-        return tuple("" if one is None else short(one) for one in ends)
+        return tuple("" if one is None else format_placement(one) for one in ends)
 
     def _lines(self, numbers: Iterable[int]) -> tuple[str, ...]:
         entries = self._plan.entries

@@ -1,4 +1,4 @@
-"""Shapes of tensors before they are placed, and parts of them that stand alone."""
+"""The local shards of tensors: their shapes, and their memory."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-__all__ = ["cut", "local_shape"]
+__all__ = ["local_shape", "redistribute_compact"]
 
 
 def local_shape(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Size:
-    """The shape of this rank's part of a tensor, for placements of any package.
+    """The shape of this rank's shard of a tensor, for placements of any package.
 
-    Torch's `compute_local_shape_and_global_offset` knows those that are one box; cutting a tensor
-    without memory is what `parallelize` does with the tensor itself.
+    Torch's `compute_local_shape_and_global_offset` takes placements whose shard is one box;
+    distributing a tensor on ``meta`` is what `parallelize` does with the tensor itself.
 
     Args:
-        tensor: any; of a DTensor, the part that it has.
-        mesh: for others.
-        placements: for others, per axis.
+        tensor: any; for a DTensor, the shape of its local tensor is returned.
+        mesh: for other tensors.
+        placements: for other tensors, one per axis.
     """
     if isinstance(tensor, DTensor):
         return tensor._local_tensor.shape
     hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    # Pieces of shards are cut from these.
+    # A strided shard subdivides a shard that is replicated so far.
     shards = [Replicate() if isinstance(p, _StridedShard) else p for p in placements]
     placed = distribute_tensor(hollow, mesh, shards, src_data_rank=None)
     return placed.redistribute(placements=placements)._local_tensor.shape
 
 
-def cut(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor moved, in memory that holds no more than its part."""
+def redistribute_compact(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Redistributes a DTensor, into storage that holds its local shard only."""
     moved = tensor.redistribute(placements=placements)
     local = moved._local_tensor
     if local.untyped_storage().nbytes() > local.nbytes:

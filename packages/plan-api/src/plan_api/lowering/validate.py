@@ -1,0 +1,321 @@
+"""Refuses plans that do not fit a model, before anything is changed or communicated.
+
+Static mode has its own requirements, in `plan_api.static.check`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.lowering.fully_shard import entry_for, find_fully_shard
+from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Op, OpKind, Schedule
+from plan_api.lowering.model_names import is_inside, named_state
+from plan_api.spec.axes import axis_names
+
+__all__ = ["check_buckets", "check_cover", "validate"]
+
+
+def validate(
+    model: nn.Module,
+    ops: Sequence[Op],
+    schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, FullyShard],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses what a plan asks for and a model, or another entry, does not allow.
+
+    Args:
+        model: any; it is not changed.
+        ops: of the plan, those that apply.
+        schedules: of parameters and buffers, by their first names.
+        fully_sharded: modules that fsdp is applied to, by path.
+        mesh: of the plan.
+
+    Raises:
+        ValueError: names the entries, and the module or parameter.
+        ModuleNotFoundError: the plan asks for fully_shard, and no package offers it.
+    """
+    for entry in dict.fromkeys(fully_sharded.values()):
+        _check_granularity(entry)
+        _check_replicate(entry, mesh)
+    _check_phases_of_fully_sharded(ops, schedules, fully_sharded, mesh)
+    _check_local_regions(ops)
+    _check_orders(ops)
+    _check_key_value_heads(ops, model, mesh)
+    _check_units(ops, model, schedules, mesh)
+    _check_expert_modules(ops)
+
+
+def check_cover(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
+    """Refuses a plan with ``cover=True`` that places not every parameter.
+
+    Raises:
+        ValueError: names the parameters.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in schedules]
+    if missing:
+        raise ValueError(
+            "cover=True: expected entries that place every parameter, got none for: "
+            + ", ".join(missing)
+        )
+
+
+def check_buckets(
+    bucket_mb: float | None, model: nn.Module, reduced_by_fsdp: frozenset[str]
+) -> None:
+    """Refuses a bucket size where there is no gradient to reduce in buckets.
+
+    Args:
+        bucket_mb: as in `parallelize`; None if not given.
+        model: any.
+        reduced_by_fsdp: the first names of parameters whose gradients fully_shard reduces.
+
+    Raises:
+        ValueError: buckets have a size, and there is no gradient for them.
+    """
+    if bucket_mb is None:
+        return
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    if not any(name not in reduced_by_fsdp for name in trained):
+        why = "fully_shard reduces all gradients" if trained else "no parameter requires a gradient"
+        raise ValueError(
+            f"parallelize: expected gradients for buckets, got bucket_mb={bucket_mb}, and "
+            f"{why}; leave bucket_mb out"
+        )
+
+
+def _check_granularity(entry: FullyShard) -> None:
+    check = getattr(find_fully_shard(entry), "check", None)
+    if check is not None:
+        try:
+            check(granularity=dict(entry.options).get("granularity"))
+        except ValueError as error:
+            raise ValueError(f"{entry.description}: {error}") from None
+
+
+def _check_replicate(entry: FullyShard, mesh: DeviceMesh) -> None:
+    replicate = dict(entry.options).get("replicate", 1)
+    if replicate == 1:
+        return
+    ranks = mesh[entry.axes].size()
+    if len(entry.axes) > 1 or not isinstance(replicate, int) or replicate < 1 or ranks % replicate:
+        raise ValueError(
+            f"{entry.description}: expected replicate= on one axis, a number of copies that "
+            f"divides its ranks; got {replicate!r} on axes {entry.axes} of {ranks} ranks. To "
+            f"replicate on an axis of its own, name two axes and leave replicate= out"
+        )
+
+
+def _check_phases_of_fully_sharded(
+    ops: Iterable[Op],
+    schedules: Mapping[str, Schedule],
+    fully_sharded: Mapping[str, FullyShard],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses parameters of fully sharded modules that have phases along the same axes."""
+    axes = axis_names(mesh)
+    entries = {op.entry.number: op.entry for op in ops}
+    for name, schedule in schedules.items():
+        entry = entry_for(name, fully_sharded)
+        if entry is None:
+            continue
+        both = [
+            axis
+            for axis in entry.axes
+            if schedule.rest[axes.index(axis)] != schedule.run[axes.index(axis)]
+        ]
+        if both:
+            phases = "; ".join(entries[number].description for number in schedule.entries)
+            raise ValueError(
+                f"{entry.description}: expected no phases along {', '.join(both)} for {name}, "
+                f"which fully_shard gathers and shards there itself, got {phases}; leave out one "
+                f"of them"
+            )
+
+
+def _regions(ops: Iterable[Op]) -> set[str]:
+    """The paths of modules that run on local tensors."""
+    return {op.path for op in ops if op.kind is OpKind.LOCAL}
+
+
+def _check_local_regions(ops: Sequence[Op]) -> None:
+    """Refuses sites and parameter phases inside modules that run on local tensors."""
+    regions = _regions(ops)
+    for op in ops:
+        parts = op.path.split(".")
+        above = {".".join(parts[:count]) for count in range(len(parts))} - {op.path}
+        inside = above & regions or ({op.path} & regions if op.hook_point.is_phase else set())
+        allowed = op.kind in (OpKind.ANNOTATE, OpKind.INDEX, OpKind.DISPATCH)
+        if inside and op.hook_point is not HookPoint.INIT and not allowed:
+            raise ValueError(
+                f"{op} is inside of {min(inside)!r}, which runs on local tensors (local()): "
+                f"parameters there have phase INIT, and nothing is redistributed"
+            )
+
+
+def _check_expert_modules(ops: Sequence[Op]) -> None:
+    """Refuses indices into sharded parameters in modules that run on DTensors."""
+    regions = _regions(ops)
+    axes: dict[tuple[str, EntryRef], list[str]] = {}
+    for op in ops:
+        if op.kind in (OpKind.INDEX, OpKind.DISPATCH):
+            axes.setdefault((op.path, op.entry), []).append(op.axis)
+    for (path, entry), along in axes.items():
+        if not any(is_inside(path, region) for region in regions):
+            raise ValueError(
+                f"{entry.description}: {path} runs on DTensors, whose indices are global; add "
+                f"local({path!r}, Partial(), {', '.join(map(repr, along))})"
+            )
+
+
+def _check_orders(ops: Sequence[Op]) -> None:
+    """Refuses two orders of a sequence along one axis, and a reordered one without attention."""
+    attended = {op.axis for op in ops if op.kind is OpKind.CONTEXT}
+    for op in ops:
+        if op.kind is OpKind.ORDER and _order(op) != "contiguous" and op.axis not in attended:
+            raise ValueError(
+                f"{op.entry.description}: expected a context() entry along {op.axis!r}, without "
+                f"which attention takes tokens in order {_order(op)!r} for neighbours, got none; "
+                f"add context() for the modules with attention, or give order='contiguous'"
+            )
+    first_ops: dict[str, Op] = {}
+    for op in ops:
+        if op.kind not in (OpKind.CONTEXT, OpKind.ORDER):
+            continue
+        first = first_ops.setdefault(op.axis, op)
+        if _order(first) != _order(op):
+            raise ValueError(
+                f"the sequence has two orders along {op.axis!r}: {first.entry.description} and "
+                f"{op.entry.description}; all entries of an axis have one order"
+            )
+
+
+def _order(op: Op) -> str:
+    order: str = dict(op.options)["order"]
+    return order
+
+
+def _check_key_value_heads(ops: Sequence[Op], model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuses key-value heads that Ulysses cannot divide among the ranks."""
+    for op in ops:
+        options = dict(op.options)
+        if op.kind not in (OpKind.CONTEXT, OpKind.ORDER) or options.get("heads") is None:
+            continue
+        heads = _nested_integer(model.get_submodule(op.path), options["heads"], op.entry)
+        if options["method"] != "ulysses":
+            continue
+        # Heads are divided along the axis, and along those that shard the projections to heads.
+        axes = {op.axis: None} | {
+            one.axis: None
+            for one in ops
+            if one.kind is OpKind.SHARD
+            and is_inside(one.path, op.path)
+            and dict(one.entry.options).get("unit") is not None
+            and not one.dst.is_replicate()
+        }
+        names = axis_names(mesh)
+        sizes = {axis: mesh.size(names.index(axis)) for axis in axes}
+        if heads % math.prod(sizes.values()):
+            along = " and ".join(f"{axis!r} of size {size}" for axis, size in sizes.items())
+            raise ValueError(
+                f"{op.entry.description}: {op.path} has {heads} key-value heads, which axis "
+                f"{along} does not divide: method='ulysses' divides heads; use method='ring' or "
+                f"'all-gather'"
+            )
+
+
+def _nested_integer(module: nn.Module, attribute: str, entry: EntryRef) -> int:
+    found: Any = module
+    for name in attribute.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, SupportsIndex):
+        raise ValueError(
+            f"{entry.description}: {type(module).__name__} has no integer {attribute!r}: heads= is "
+            f"the name of the attribute with the number of key-value heads"
+        )
+    return operator.index(found)
+
+
+def _check_units(
+    ops: Sequence[Op],
+    model: nn.Module,
+    schedules: Mapping[str, Schedule],
+    mesh: DeviceMesh,
+) -> None:
+    """Refuses parameters that are sharded within a unit, such as a head, while their module runs.
+
+    Attention views one dim of a projection as heads and features, which DTensor cannot where a
+    shard ends within a head, and it says so in forward, after the model is placed. Nothing is
+    refused in modules that run on local tensors, in those whose output the plan redistributes along
+    the axis, which replicates it first, and for a single unit, whose dim torch drops.
+    """
+    regions = _regions(ops)
+    redistributed = {(op.path, op.axis) for op in ops if op.hook_point is HookPoint.FORWARD}
+    tensors = dict(named_state(model))
+    problems: list[str] = []
+    for op in ops:
+        unit = dict(op.entry.options).get("unit") if op.kind is OpKind.SHARD else None
+        if unit is None or any(is_inside(op.path, region) for region in regions):
+            continue
+        name, dim = f"{op.path}.{op.tensor}".lstrip("."), getattr(op.dst, "dim", None)
+        sizes = {
+            axis: mesh.size(at)
+            for at, axis in enumerate(axis_names(mesh))
+            if getattr(schedules[name].run[at], "dim", None) == dim
+            and (op.path, axis) not in redistributed
+        }
+        if isinstance(dim, int) and op.axis in sizes:
+            problems += _unit_problems(name, tensors[name], op, model, sizes)
+    if problems:
+        raise ValueError(
+            "the plan shards dims within units that have to stay on one rank:\n"
+            + "\n".join(problems)
+        )
+
+
+def _unit_problems(
+    name: str, tensor: torch.Tensor, op: Op, model: nn.Module, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    """Yields what is wrong with a dim that is sharded along axes of these sizes."""
+    dim: int = op.dst.dim  # type: ignore[attr-defined]
+    length = tensor.shape[dim]
+    unit, unit_text = _unit_size(op, model)
+    parts: int = getattr(op.dst, "interleaves", 1)  # of ragged-shard's InterleavedShard
+    number, rest = divmod(length, parts * unit)
+    if rest:
+        yield (
+            f"{op.entry.description}: dim {dim} of {name} has size {length}, which is no multiple "
+            f"of {unit_text}"
+        )
+    if number % math.prod(sizes.values()) and number != 1:
+        along = " and ".join(f"{axis!r} of size {ranks}" for axis, ranks in sizes.items())
+        along = f"axis {along} does" if len(sizes) == 1 else f"axes {along} do"
+        yield (
+            f"{op.entry.description}: dim {dim} of {name} is {number} times {unit_text}, and "
+            f"{along} not divide {number}; replicate it there, by Replicate(), or gather what "
+            f"the module returns, by shard('{op.path}.<out>', Replicate(), {op.axis!r})"
+        )
+
+
+def _unit_size(op: Op, model: nn.Module) -> tuple[int, str]:
+    """The size of a unit, and the text that names it in messages."""
+    unit: int | str = dict(op.entry.options)["unit"]
+    if isinstance(unit, int):
+        return unit, f"{unit}"
+    parts = op.path.split(".") if op.path else []
+    for count in range(len(parts), -1, -1):
+        above = ".".join(parts[:count])
+        size = getattr(model.get_submodule(above), unit, None)
+        if isinstance(size, SupportsIndex):
+            return operator.index(size), f"{above or 'the model'}'s {unit} ({size})"
+    raise ValueError(
+        f"{op.entry.description}: unit= expected a size, or the name of an integer attribute of "
+        f"{op.path} or a module above it, got {unit!r}, which none of them has"
+    )

@@ -1,0 +1,81 @@
+"""The plan that a user writes: which tensor is placed how, on which mesh axis, and when."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from plan_api.inspect.explain import Explanation, explain, show
+from plan_api.spec.plan_entries import PlanEntries
+from plan_api.spec.serialization import entries_from_json, entries_to_json
+from plan_api.spec.tp_plan import add_tp_plan
+
+__all__ = ["Plan"]
+
+
+class Plan(PlanEntries):
+    """The parallelism of a model, written outside the model (veScale, section 4 and appendix 12).
+
+    Args:
+        mesh: the mesh of all DTensors; entries choose axes of it.
+        cover: whether every parameter has to be named by an entry, or `parallelize` refuses.
+
+    Placements are given for the axes of an entry: one placement, or one per axis. Axes are named by
+    ``mesh=``: a name, a number, several of them, or a sub-mesh such as ``mesh["tp"]``; by default
+    all. Methods return the plan, so that calls can be chained.
+    """
+
+    def explain(self, model: nn.Module) -> Explanation:
+        """Prints what this plan does to a model, as a table, and returns it.
+
+        The table is drawn with rich if it is installed, and is plain text otherwise.
+
+        Args:
+            model: on any device, ``meta`` included; it is not changed.
+
+        Raises:
+            ValueError: the plan does not fit the model.
+        """
+        found = explain(self, model)
+        show(found)
+        return found
+
+    def to_json(self) -> str:
+        """Returns this plan as text, for `from_json`."""
+        return entries_to_json(self.entries, self.mesh, self.cover)
+
+    @classmethod
+    def from_json(cls, text: str, mesh: DeviceMesh) -> Self:
+        """Reads a plan that `to_json` has written, for a mesh that has its axes.
+
+        Args:
+            text: of `to_json`.
+            mesh: of any size, with axes of the names in the plan.
+
+        Raises:
+            ValueError: the text is no plan, or the mesh lacks an axis.
+        """
+        entries, cover = entries_from_json(text, mesh)
+        plan = cls(mesh, cover=cover)
+        plan._entries = entries
+        return plan
+
+    @classmethod
+    def from_tp_plan(cls, model: nn.Module, mesh: DeviceMesh, tp: str = "tp") -> Self:
+        """Makes a plan from the `_tp_plan` of a transformers model, its tensor parallelism.
+
+        Join it with entries for other axes, such as the batch's, by ``|``.
+
+        Args:
+            model: of transformers; it is not changed.
+            mesh: with the axis.
+            tp: the axis of tensor parallelism.
+
+        Raises:
+            ValueError: the model has none, or one with an unknown style; the mesh lacks the axis.
+        """
+        plan = cls(mesh)
+        add_tp_plan(plan, model, tp)
+        return plan

@@ -1,0 +1,475 @@
+"""The entries of a plan, and the methods that add them.
+
+Note: an *axis* is one of the plan's mesh. An *entry* is one call on a plan. A *site* is where in a
+model an entry applies: a module and a hook point. A later entry on the same tensor, axis and phase
+overrides an earlier one. Tensors that a plan does not name are replicated.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.spec.arguments import Axes, Placements, check_indexed_placements, placements_per_axis
+from plan_api.spec.axes import axis_names, resolve_axes
+from plan_api.spec.entry import Entry, EntryKind, Phase
+from plan_api.spec.path import PathKind, parse_path
+from plan_api.spec.source_location import call_location
+
+__all__ = ["ContextMethod", "PlanEntries", "SequenceOrder"]
+
+ContextMethod: TypeAlias = Literal["ring", "ulysses", "all-gather"]
+SequenceOrder: TypeAlias = Literal["zigzag", "contiguous"]
+
+_WITHOUT_PLACEMENTS = (EntryKind.EAGER, EntryKind.FULLY_SHARD)
+_QUERY_SEQUENCE_DIM = 2  # of (batch, heads, sequence, features)
+
+
+class PlanEntries:
+    """The calls on a plan, in their order.
+
+    Args:
+        mesh: the mesh of all DTensors; entries choose axes of it.
+        cover: whether every parameter has to be named by an entry, or `parallelize` refuses.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, cover: bool = False) -> None:
+        self.mesh = mesh
+        self.axes = axis_names(mesh)
+        self.cover = cover
+        self._entries: list[Entry] = []
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All calls, in their order."""
+        return tuple(self._entries)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._entries))
+
+    def shard(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        phase: Phase = Phase.INIT,
+        *,
+        unit: int | str | None = None,
+    ) -> Self:
+        """Places parameters in a phase, buffers once, and activations at their hook points.
+
+        Args:
+            path: see `plan_api.spec.path`.
+            placements: one, or one per axis.
+            mesh: the axes.
+            phase: of parameters; see `Phase`.
+            unit: for a parameter dim made of units that have to stay on one rank, such as the heads
+                of a projection: the size of a unit, or the name of an attribute with it, such as
+                ``"head_dim"``, of the parameter's module or the nearest one above it that has one.
+
+        Raises:
+            ValueError: the path, an axis, or the number of placements is wrong; see the message.
+        """
+        kind = parse_path(path).kind
+        if not isinstance(phase, Phase):
+            raise ValueError(
+                f"shard({path!r}): phase: expected a plan_api.Phase, such as Phase.RUN, got "
+                f"{phase!r}"
+            )
+        if kind is not PathKind.STATE:
+            for what, given in (("phase", phase is not Phase.INIT), ("unit", unit is not None)):
+                if given:
+                    raise ValueError(
+                        f"shard({path!r}, {what}=): only parameters have {what}s; leave it out"
+                    )
+        if kind is PathKind.OPERATOR:
+            raise ValueError(
+                f"shard({path!r}): expected a parameter, an input or an output, got an operator, "
+                f"whose inputs have the placements that annotate() says"
+            )
+        options = {} if unit is None else {"unit": _checked_unit(unit, path)}
+        return self._add(EntryKind.SHARD, path, mesh, placements, phase=phase, options=options)
+
+    def redistribute(
+        self,
+        path: str,
+        src: Placements,
+        dst: Placements,
+        mesh: Axes = None,
+        *,
+        grad_src: Placements | None = None,
+        grad_dst: Placements | None = None,
+    ) -> Self:
+        """Redistributes activations, and their gradients in backward.
+
+        Static mode needs all four placements; Eager infers those not given, and checks ``src``.
+
+        Args:
+            path: of an input or output; or of a parameter, as the operators of its module take it
+                (the bias of a row parallel Linear is Partial there), which DTensor does by itself.
+            src: the placements before; a plain tensor is taken as such a DTensor.
+            dst: the placements afterwards.
+            mesh: the axes.
+            grad_src: the placements of the gradient of the result; by default what autograd makes.
+            grad_dst: the placements of the gradient afterwards; by default ``src``.
+
+        Raises:
+            ValueError: as `shard`; or the path names a gradient or an operator, or ``src`` is None.
+        """
+        if src is None:
+            raise ValueError(
+                f"redistribute({path!r}): src: expected the placements before, such as "
+                f"Replicate(), got None; shard() redistributes from any placements"
+            )
+        if parse_path(path).kind in (PathKind.GRADIENT, PathKind.OPERATOR):
+            raise ValueError(
+                f"redistribute({path!r}): expected an input, an output or a parameter; annotate() "
+                f"says how gradients and operators' inputs are placed"
+            )
+        return self._add(
+            EntryKind.REDISTRIBUTE, path, mesh, dst, src=src, grad_src=grad_src, grad_dst=grad_dst
+        )
+
+    def annotate(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
+        """Declares the placements of tensors, without communication.
+
+        A plain tensor becomes such a DTensor; a DTensor has to have these placements. Static mode
+        has no DTensors, and takes from this how gradients are placed (a ``weight.grad`` that is
+        Partial is summed once), and the inputs of operators that depend on the whole tensor: random
+        ones and losses (``<op:dropout>``).
+
+        Args:
+            path: of an input or output, a gradient, or an operator.
+            placements: one, or one per axis.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a parameter.
+        """
+        if parse_path(path).kind is PathKind.STATE:
+            raise ValueError(
+                f"annotate({path!r}): expected an input, an output or a gradient, as in "
+                f"{path + '.grad'!r}; parameters are placed by shard()"
+            )
+        return self._add(EntryKind.ANNOTATE, path, mesh, placements)
+
+    def factory(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
+        """Places the tensors that modules create while they run, by `torch.zeros` and the like.
+
+        Args:
+            path: of modules, with all that they call.
+            placements: one, or one per axis; a tensor that lacks the dim of a shard is replicated.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor.
+        """
+        return self._add(EntryKind.FACTORY, path, mesh, placements)
+
+    def local(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
+        """Runs modules on this rank's local tensors of their inputs and parameters.
+
+        For what DTensors cannot do, such as loops over indices that depend on the data. Random
+        numbers there are this rank's own.
+
+        Args:
+            path: of modules, with all modules inside them.
+            placements: of their outputs, one, or one per axis; along other axes outputs have the
+                placement of the first input.
+            mesh: the axes.
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor.
+        """
+        return self._add(EntryKind.LOCAL, path, mesh, placements)
+
+    def index(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        count: str | None = None,
+        flag: str | None = None,
+    ) -> Self:
+        """Declares that an argument indexes into parameters that are sharded, such as experts.
+
+        Its module runs on local tensors (`local`), and gets indices into this rank's shard: from 0,
+        and the size of the shard for what other ranks have, which the module has to skip. The
+        placements are those of the module's parameters; the argument, like the others, has to be
+        replicated along these axes.
+
+        Args:
+            path: of the argument, a tensor of integers.
+            placements: of the parameters that it indexes into, all sharded on one dim.
+            mesh: the axes.
+            count: the module's attribute with the number of experts; while the module runs, the
+                number of this rank's experts.
+            flag: the module's attribute that is True while it runs on this rank's experts.
+
+        Raises:
+            ValueError: as `shard`; or the path names no argument, or a placement is no Shard.
+        """
+        check_indexed_placements(f"index({path!r})", path, placements)
+        options = {"count": count, "flag": flag}
+        return self._add(EntryKind.INDEX, path, mesh, placements, options=options)
+
+    def dispatch(
+        self,
+        path: str,
+        placements: Placements,
+        mesh: Axes = None,
+        *,
+        tokens: int | str = 0,
+        weights: int | str | None = None,
+        count: str | None = None,
+    ) -> Self:
+        """Dispatches tokens to the ranks of the experts that they chose, and combines the results.
+
+        Like `index`, for tokens that are sharded along these axes: the module runs on the tokens of
+        all ranks that chose this rank's experts, one row per choice, with weights of 1. It returns
+        a row each, which are weighted and summed on the tokens' ranks. No token is dropped or
+        padded.
+
+        Args:
+            path: of the argument with the choices, a tensor of integers (tokens, choices); its
+                module, or one above it, runs on local tensors (`local`).
+            placements: of the parameters that it indexes into, all sharded on one dim.
+            mesh: the axes; the first of the mesh is the outermost, as for shards.
+            tokens: the argument (tokens, features), by number or name.
+            weights: the argument with a weight for each choice, (tokens, choices); None: no
+                weights.
+            count: the module's attribute with the number of experts; while the module runs, the
+                number of this rank's experts.
+
+        Raises:
+            ValueError: as `index`.
+        """
+        check_indexed_placements(f"dispatch({path!r})", path, placements)
+        options = {"tokens": tokens, "weights": weights, "count": count}
+        return self._add(EntryKind.DISPATCH, path, mesh, placements, options=options)
+
+    def fully_shard(
+        self,
+        path: str,
+        mesh: Axes,
+        granularity: str | None = None,
+        reshard_after_forward: bool | None = None,
+        *,
+        flat: bool = False,
+        replicate: int = 1,
+    ) -> Self:
+        """Applies the fsdp package to modules, after all other parameters are placed.
+
+        Parameters that the plan shards along the same axes, such as experts, are left out. It needs
+        ``mode="eager"``: `parallelize` refuses it in static mode.
+
+        Args:
+            path: of modules.
+            mesh: the axes: one to shard on, or two, of which the first replicates (HSDP).
+            granularity: of the shards, as fsdp takes it.
+            reshard_after_forward: whether parameters are gathered again in backward; None: all but
+                those of the root.
+            flat: whether several axes are flattened into one to shard on.
+            replicate: the number of replicas on one axis, each on neighbouring ranks (HSDP on one
+                axis, on which the batch is sharded once).
+
+        Raises:
+            ValueError: as `shard`; or the path names a tensor. `parallelize` refuses a granularity
+                that the package does not have, and parameters with phases along the same axes.
+        """
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"fully_shard({path!r}): reshard_after_forward: expected True, False or None, got "
+                f"{reshard_after_forward!r}: parameters of a plan are DTensors, which cannot be "
+                f"resharded to fewer ranks"
+            )
+        options: dict[str, Any] = {
+            "granularity": granularity,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        options |= {"flat": True} if flat else {}
+        if isinstance(replicate, SupportsIndex):
+            replicate = operator.index(replicate)
+        options |= {"replicate": replicate} if replicate != 1 else {}
+        return self._add(EntryKind.FULLY_SHARD, path, mesh, None, options=options)
+
+    def eager(self, path: str) -> Self:
+        """Keeps modules on DTensors in static mode; in Eager, where all are, it has no effect.
+
+        For modules whose own code redistributes between operators, where there is no hook. Their
+        inputs have the placements that the plan gives (`annotate`, or the ``src`` of `redistribute`
+        on the module's ``<in>``), and are replicated otherwise.
+
+        Args:
+            path: of modules, with all modules inside them.
+
+        Raises:
+            ValueError: the path names a tensor.
+        """
+        return self._add(EntryKind.EAGER, path, (), None)
+
+    def context(
+        self,
+        path: str,
+        mesh: Axes,
+        *,
+        method: ContextMethod = "ring",
+        order: SequenceOrder | None = None,
+        heads: str | None = None,
+    ) -> Self:
+        """Computes `scaled_dot_product_attention` over a sequence that is sharded along an axis.
+
+        Queries, keys and values have to be sharded on the sequence dim, `Shard(2)`, when modules
+        call it, which follows if all sequences that the model takes are (`sequence`) and the rest
+        of it acts on tokens. Static mode refuses it.
+
+        Args:
+            path: of modules that call it, with all modules inside them.
+            mesh: the axis.
+            method: ``"ring"``: keys and values are sent around the ring of ranks, while attention
+                over the previous block is computed. ``"all-gather"``: all ranks get all keys and
+                values. ``"ulysses"``: heads are sharded instead of the sequence, by all-to-all.
+            order: of the sequence, the same for all entries along this axis. ``"zigzag"`` balances
+                causal attention; ``"contiguous"`` is the original order, and what ulysses needs.
+                The default is contiguous for ulysses and zigzag otherwise.
+            heads: the attribute of the modules, which may be nested as in
+                ``"config.num_key_value_heads"``, with the number of key-value heads: for ulysses
+                `parallelize` refuses a number that the axis does not divide. Without it the first
+                call does.
+
+        Raises:
+            ValueError: the path names a tensor, there is no such method, order or axis, or ulysses
+                has zigzag order.
+        """
+        what = f"context({path!r})"
+        order = order or ("contiguous" if method == "ulysses" else "zigzag")
+        _check_among(method, get_args(ContextMethod), f"{what}: method")
+        _check_among(order, get_args(SequenceOrder), f"{what}: order")
+        if method == "ulysses" and order != "contiguous":
+            raise ValueError(
+                f"{what}: method='ulysses' has the whole sequence on every rank, so its work is "
+                f"balanced in any order: use order='contiguous', in sequence() too"
+            )
+        options: dict[str, Any] = {"method": method, "order": order}
+        if heads is not None:
+            options["heads"] = heads
+        return self._add(EntryKind.CONTEXT, path, mesh, Shard(_QUERY_SEQUENCE_DIM), options=options)
+
+    def sequence(
+        self,
+        path: str,
+        mesh: Axes,
+        *,
+        dim: int = 1,
+        order: SequenceOrder = "zigzag",
+        shift: str | None = None,
+    ) -> Self:
+        """Shards a sequence along an axis, in an order; for an output, restores the order.
+
+        An input has to be replicated along the axis, and becomes `Shard(dim)` without
+        communication. Outputs, such as logits, are in the order of the ranks, unless an entry of
+        their own restores the order, by one all-to-all.
+
+        Args:
+            path: of an input or an output.
+            mesh: the axis.
+            dim: the sequence dim of the tensor.
+            order: ``"zigzag"``: rank r of N has the chunks r and 2 N - 1 - r of 2 N;
+                ``"contiguous"``: chunk r of N.
+            shift: for labels: the argument of the same module that takes them shifted by one token,
+                as the loss of transformers takes ``shift_labels``. They are shifted before they are
+                sharded; the last token has no label (-100).
+
+        Raises:
+            ValueError: the path names no input or output, ``shift`` is given for an output, there
+                is no such order or axis, or ``dim`` is negative.
+        """
+        what = f"sequence({path!r})"
+        kind = parse_path(path).kind
+        if kind not in (PathKind.INPUT, PathKind.OUTPUT):
+            raise ValueError(f"{what}: expected an input or an output, as in '<in:input_ids>'")
+        if shift is not None and kind is PathKind.OUTPUT:
+            raise ValueError(f"{what}: shift= expected labels, which are an input, got an output")
+        _check_among(order, get_args(SequenceOrder), f"{what}: order")
+        options = {"order": order} if shift is None else {"order": order, "shift": shift}
+        return self._add(EntryKind.SEQUENCE, path, mesh, Shard(dim), options=options)
+
+    def under(self, prefix: str) -> Self:
+        """Returns the plan of a model that has this plan's model as its submodule ``prefix``."""
+        nested = type(self)(self.mesh, cover=self.cover)
+        nested._entries = [replace(one, path=one.path.under(prefix)) for one in self._entries]
+        return nested
+
+    def __or__(self, other: Self) -> Self:
+        """Joins two plans; where both place a tensor, the right one applies."""
+        if self.mesh != other.mesh:
+            raise ValueError(
+                f"plans on {self.mesh} and on {other.mesh} cannot be joined: one tensor cannot be "
+                f"on both; make them for one mesh, with the axes that each needs"
+            )
+        joined = type(self)(self.mesh, cover=self.cover or other.cover)
+        joined._entries = [*self._entries, *other._entries]
+        return joined
+
+    def _add(
+        self,
+        kind: EntryKind,
+        path: str,
+        mesh: Axes,
+        dst: Placements | None,
+        *,
+        src: Placements | None = None,
+        grad_src: Placements | None = None,
+        grad_dst: Placements | None = None,
+        phase: Phase = Phase.INIT,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Self:
+        what = f"{kind.value}({path!r})"
+        parsed = parse_path(path, kind.names_modules)
+        axes = resolve_axes(mesh, self.mesh, what)
+        placed = () if kind in _WITHOUT_PLACEMENTS else placements_per_axis(dst, axes, what)
+
+        def or_none(placements: Placements | None) -> tuple[Placement, ...] | None:
+            return None if placements is None else placements_per_axis(placements, axes, what)
+
+        self._entries.append(
+            Entry(
+                kind,
+                parsed,
+                axes,
+                placed,
+                or_none(src),
+                or_none(grad_dst),
+                or_none(grad_src),
+                phase,
+                call_location(),
+                tuple(options.items()),
+            )
+        )
+        return self
+
+
+def _checked_unit(unit: int | str, path: str) -> int | str:
+    if isinstance(unit, str):
+        return unit
+    if isinstance(unit, bool) or not isinstance(unit, SupportsIndex):
+        raise ValueError(
+            f"shard({path!r}): unit: expected a size or an attribute's name, got {unit!r}"
+        )
+    unit = operator.index(unit)
+    if unit < 1:
+        raise ValueError(f"shard({path!r}): unit: expected at least 1, got {unit}")
+    return unit
+
+
+def _check_among(given: str, known: tuple[str, ...], what: str) -> None:
+    if given not in known:
+        raise ValueError(f"{what}={given!r} must be one of {', '.join(map(repr, known))}")
