@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api.context_parallel import Order, ring
-from plan_api.context_parallel.attend import _LOCAL
-from plan_api.context_parallel.kernel import kernel_of
-from plan_api.context_parallel.order import ORDERS, piece_between
-from plan_api.context_parallel.setting import Setting
+from plan_api.context_parallel import SequenceSharding, ring
+from plan_api.context_parallel.attention import IMPLEMENTATIONS
+from plan_api.context_parallel.kernels import select_kernel
+from plan_api.context_parallel.order import ORDERS, AttentionCall, tile_between
 from testkit import run_ranks
 
-CASES = [(method, order) for method in _LOCAL for order in reversed(ORDERS)]
+CASES = [(method, order) for method in IMPLEMENTATIONS for order in reversed(ORDERS)]
 CASES.remove(("ulysses", "zigzag"))
 BATCH, HEADS, KV_HEADS, FEATURES = 1, 8, 4, 64
 
@@ -117,11 +116,11 @@ def local_inputs(mesh, tokens):
 def phases_of(case, mesh, tokens):
     """Forward, and backward of the last forward."""
     method, name = case
-    setting = Setting(mesh, 0, Order(name, mesh.size()), True, None, "attention")
-    given, outs = local_inputs(mesh, tokens), []
+    call = AttentionCall(mesh, 0, SequenceSharding(name, mesh.size()), True, None, "attention")
+    inputs, outs = local_inputs(mesh, tokens), []
 
     def forward():
-        outs[:] = [_LOCAL[method](*given, setting)]
+        outs[:] = [IMPLEMENTATIONS[method](*inputs, call)]
 
     def backward():
         outs[0].backward(torch.ones_like(outs[0]))
@@ -141,26 +140,26 @@ def step_of(case, mesh, tokens):
 
 def kernels_of(name, mesh, tokens):
     """The kernels of this rank's forward, as the ring calls them, and nothing else."""
-    order, (query, key, value) = Order(name, mesh.size()), local_inputs(mesh, tokens)
-    kernel, own = kernel_of(query, None), query.shape[2]
-    pieces = pieces_of(order, mesh.get_local_rank(), own)
+    order, (query, key, value) = SequenceSharding(name, mesh.size()), local_inputs(mesh, tokens)
+    kernel, own = select_kernel(query, None), query.shape[2]
+    tiles = tiles_of(order, mesh.get_local_rank(), own)
 
     def work():
         with torch.no_grad():
-            for piece in pieces:
-                kernel.forward(query, key, value, piece)
+            for tile in tiles:
+                kernel.forward(query, key, value, tile)
 
     return work
 
 
-def pieces_of(order, rank, own):
-    found = [piece_between(order, rank, s, own, own, True) for s in range(order.ranks)]
-    return [piece for piece in found if piece is not None]
+def tiles_of(order, rank, own):
+    found = [tile_between(order, rank, s, own, own, True) for s in range(order.ranks)]
+    return [tile for tile in found if tile is not None]
 
 
 def traced(step):
     """The spans of one step of the ring: kernels and waits of the host, and messages between."""
-    spans, stock = [], (ring.record_function, ring._Round.__init__)
+    spans, native = [], (ring.record_function, ring._RingExchange.__init__)
 
     class Span:
         def __init__(self, name):
@@ -189,15 +188,15 @@ def traced(step):
             self.join()
 
     def begin(self, *args):
-        stock[1](self, *args)
+        native[1](self, *args)
         self._works = [Watched(self._works)]
 
     dist.barrier()
-    ring.record_function, ring._Round.__init__ = Span, begin
+    ring.record_function, ring._RingExchange.__init__ = Span, begin
     try:
         step()
     finally:
-        ring.record_function, ring._Round.__init__ = stock
+        ring.record_function, ring._RingExchange.__init__ = native
     return spans
 
 
@@ -218,22 +217,22 @@ def seconds_while_computing(spans):
 
 def rounds_alone(mesh, tokens, messages):
     """Seconds of so many messages of the ring, when nothing is computed meanwhile."""
-    setting = Setting(mesh, 0, Order("zigzag", mesh.size()), True, None, "attention")
+    call = AttentionCall(mesh, 0, SequenceSharding("zigzag", mesh.size()), True, None, "attention")
     _, key, value = local_inputs(mesh, tokens)
     block = torch.stack([key.detach(), value.detach()])
     spare = torch.empty_like(block)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(messages):
-        block, spare = ring._Round(block, spare, setting).wait()
+        block, spare = ring._RingExchange(block, spare, call).wait()
     return time.perf_counter() - start
 
 
 def timed_row(case, found, options):
     method, name = case
-    order, own = Order(name, options.ranks), options.tokens // options.ranks
+    order, own = SequenceSharding(name, options.ranks), options.tokens // options.ranks
     products = [
-        sum(piece.products for piece in pieces_of(order, rank, own)) for rank in range(order.ranks)
+        sum(tile.products for tile in tiles_of(order, rank, own)) for rank in range(order.ranks)
     ]
     slowest = [max(one) for one in zip(*(times[case] for times, _, _ in found), strict=True)]
     kernels = [statistics.median(times[name]) for times, _, _ in found]

@@ -1,15 +1,15 @@
-"""Attention over a sequence that is cut: one device's values and gradients, and what is sent."""
+"""Attention over a sharded sequence: values and gradients of one device, and collectives."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.distributed.tensor.experimental._context_parallel import _attention as native
 
-from plan_api.context_parallel import Order
-from plan_api.context_parallel.attend import _LOCAL
-from plan_api.context_parallel.setting import Setting
+from plan_api.context_parallel import SequenceSharding
+from plan_api.context_parallel.attention import IMPLEMENTATIONS
+from plan_api.context_parallel.order import AttentionCall
 from testkit import CommLog, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 BATCH, HEADS, LENGTH, FEATURES = 2, 8, 16, 8
 CASES = [
     (method, order, causal, kv_heads)
-    for method in _LOCAL
+    for method in IMPLEMENTATIONS
     for order in (("contiguous",) if method == "ulysses" else ("contiguous", "zigzag"))
     for causal in (True, False)
     for kv_heads in (8, 4)
@@ -30,39 +30,39 @@ def inputs(kv_heads, dtype=torch.float64):
     return [torch.randn(BATCH, n, LENGTH, FEATURES, dtype=torch.float64).to(dtype) for n in heads]
 
 
-def own_part(mesh, order, tensor):
-    """As transformers makes it: heads before the sequence, in the memory of the reverse."""
+def own_shard(mesh, order, tensor):
+    """Returns this rank's shard, with the strides of transformers: heads after the sequence."""
     positions = order.positions(LENGTH).chunk(order.ranks)[mesh.get_local_rank()]
     return tensor[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def attended(mesh, method, name, causal, kv_heads, dtype=torch.float64):
-    """The output, its gradients, and those of one device, all of this rank's part."""
-    order = Order(name, mesh.size())
+def run_attention(mesh, method, name, causal, kv_heads, dtype=torch.float64):
+    """Returns the output and gradients, and this rank's shards of those of one device."""
+    order = SequenceSharding(name, mesh.size())
     *whole, upstream = inputs(kv_heads, dtype)
     whole = [one.requires_grad_() for one in whole]
     expected = F.scaled_dot_product_attention(
         *whole, is_causal=causal, scale=0.3, enable_gqa=kv_heads != HEADS
     )
     expected.backward(upstream)
-    local = [own_part(mesh, order, one.detach()).requires_grad_() for one in whole]
-    out = _LOCAL[method](*local, Setting(mesh, 0, order, causal, 0.3, "attention"))
-    out.backward(own_part(mesh, order, upstream))
-    ours = [out.detach(), *(one.grad for one in local)]
-    theirs = [own_part(mesh, order, one) for one in (expected, *(one.grad for one in whole))]
-    return ours, [one.detach() for one in theirs]
+    local = [own_shard(mesh, order, one.detach()).requires_grad_() for one in whole]
+    out = IMPLEMENTATIONS[method](*local, AttentionCall(mesh, 0, order, causal, 0.3, "attention"))
+    out.backward(own_shard(mesh, order, upstream))
+    actual = [out.detach(), *(one.grad for one in local)]
+    single = [own_shard(mesh, order, one) for one in (expected, *(one.grad for one in whole))]
+    return actual, [one.detach() for one in single]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_values_and_gradients_are_one_devices(ranks):
+def test_values_and_gradients_equal_one_device(ranks):
     """In float64 to 1e-12."""
 
     def check():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         found = {}
         for case in CASES:
-            pairs = zip(*attended(mesh, *case), strict=True)
-            found[case] = [(ours - theirs).abs().max().item() for ours, theirs in pairs]
+            pairs = zip(*run_attention(mesh, *case), strict=True)
+            found[case] = [(actual - expected).abs().max().item() for actual, expected in pairs]
         return found
 
     for found in run_ranks(check, ranks):
@@ -70,18 +70,18 @@ def test_values_and_gradients_are_one_devices(ranks):
             assert max(differences) < 1e-12, case
 
 
-def test_halves_are_added_in_32_bits():
-    """bfloat16: as near to float64 as one device's kernel is, within two of its roundings."""
+def test_bfloat16_is_accumulated_in_32_bits():
+    """In bfloat16, within two roundings of one device's kernel."""
 
     def check():
         mesh = init_device_mesh("cpu", (2,))
         found = {}
-        for method in _LOCAL:
-            ours, theirs = attended(mesh, method, "contiguous", True, 4, torch.bfloat16)
-            assert {one.dtype for one in ours} == {torch.bfloat16}
+        for method in IMPLEMENTATIONS:
+            actual, expected = run_attention(mesh, method, "contiguous", True, 4, torch.bfloat16)
+            assert {one.dtype for one in actual} == {torch.bfloat16}
             found[method] = max(
                 ((one.double() - other.double()).abs() / (1 + other.double().abs())).max().item()
-                for one, other in zip(ours, theirs, strict=True)
+                for one, other in zip(actual, expected, strict=True)
             )
         return found
 
@@ -90,48 +90,63 @@ def test_halves_are_added_in_32_bits():
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["contiguous", "zigzag"])
-def test_the_ring_is_torchs_own(balanced):
-    """Which on a CPU runs only if its ring is called below DTensor, with the CPU's kernel."""
+def test_the_ring_equals_the_native_ring(balanced):
+    """On a CPU torch's runs only below DTensor, with the CPU's kernel as an argument."""
 
     def check():
         mesh, aten = init_device_mesh("cpu", (2,)), torch.ops.aten
         name = "zigzag" if balanced else "contiguous"
-        order, group = Order(name, 2), mesh.get_group()
-        ours, _ = attended(mesh, "ring", name, True, HEADS)
-        query, key, value, upstream = (own_part(mesh, order, one) for one in inputs(HEADS))
-        options, before = torchs._cp_options, torchs._cp_options.enable_load_balance
+        order, group = SequenceSharding(name, 2), mesh.get_group()
+        actual, _ = run_attention(mesh, "ring", name, True, HEADS)
+        query, key, value, upstream = (own_shard(mesh, order, one) for one in inputs(HEADS))
+        options, before = native._cp_options, native._cp_options.enable_load_balance
         in_32_bits, options.convert_to_f32 = options.convert_to_f32, False
         options.enable_load_balance = balanced
         try:
             forward = aten._scaled_dot_product_flash_attention_for_cpu
-            given = {"is_causal": True, "dropout_p": 0.0, "scale": 0.3}
-            out, lse = ring(group, 2, forward, query, key, value, **given)
+            options_of_kernel = {"is_causal": True, "dropout_p": 0.0, "scale": 0.3}
+            out, lse = ring(group, 2, forward, query, key, value, **options_of_kernel)
             backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
             grads = ring_backward(
-                group, 2, backward, upstream, "grad_out", query, key, value, out, lse, **given
+                group,
+                2,
+                backward,
+                upstream,
+                "grad_out",
+                query,
+                key,
+                value,
+                out,
+                lse,
+                **options_of_kernel,
             )
         finally:
             options.enable_load_balance, options.convert_to_f32 = before, in_32_bits
-        pairs = zip(ours, (out, *grads), strict=True)
+        pairs = zip(actual, (out, *grads), strict=True)
         return max((one - other).abs().max().item() for one, other in pairs)
 
-    ring = torchs._templated_ring_attention
-    ring_backward = torchs._templated_ring_attention_backward
+    ring = native._templated_ring_attention
+    ring_backward = native._templated_ring_attention_backward
     assert max(run_ranks(check, 2)) < 1e-12
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_sent(ranks):
-    """Ulysses 4 all-to-alls each way, all-gather 1 and 1, the ring N - 1 rounds and 2 N - 1."""
+def test_collectives_and_bytes(ranks):
+    """Ulysses 4 all-to-alls each way, all-gather 1 and 1, the ring N-1 messages and 2N-1."""
 
     def check(method):
-        mesh, order = init_device_mesh("cpu", (dist.get_world_size(),)), Order("contiguous", ranks)
+        mesh, order = (
+            init_device_mesh("cpu", (dist.get_world_size(),)),
+            SequenceSharding("contiguous", ranks),
+        )
         *whole, upstream = inputs(4)
-        local = [own_part(mesh, order, one).requires_grad_() for one in whole]
+        local = [own_shard(mesh, order, one).requires_grad_() for one in whole]
         with CommLog() as forward:
-            out = _LOCAL[method](*local, Setting(mesh, 0, order, True, None, "attention"))
+            out = IMPLEMENTATIONS[method](
+                *local, AttentionCall(mesh, 0, order, True, None, "attention")
+            )
         with CommLog() as backward:
-            out.backward(own_part(mesh, order, upstream))
+            out.backward(own_shard(mesh, order, upstream))
         return [(log.counts(), log.wire_bytes()) for log in (forward, backward)]
 
     block = 2 * BATCH * 4 * (LENGTH // ranks) * FEATURES * 8  # bytes of keys and values

@@ -1,4 +1,4 @@
-"""On a GPU: kernels of pieces, with CUDA's own operators, are attention over all keys."""
+"""On a GPU: CUDA's kernels, merged tile by tile, equal attention over all keys."""
 
 import pytest
 import torch
@@ -6,12 +6,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from plan_api.context_parallel import Order
-from plan_api.context_parallel.attend import _LOCAL
-from plan_api.context_parallel.kernel import Partial, kernel_of
-from plan_api.context_parallel.merge import Merged
-from plan_api.context_parallel.order import pieces_over_all
-from plan_api.context_parallel.setting import Setting
+from plan_api.context_parallel import SequenceSharding
+from plan_api.context_parallel.attention import IMPLEMENTATIONS
+from plan_api.context_parallel.kernels import AttentionOutput, OnlineSoftmax, select_kernel
+from plan_api.context_parallel.order import AttentionCall, tiles_over_all
 
 pytestmark = [
     pytest.mark.cuda,
@@ -28,54 +26,54 @@ def inputs(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pieces_add_up_to_attention(dtype):
-    """As each of two ranks would compute it, in zig-zag order: causal and full pieces."""
+def test_tiles_add_up_to_attention(dtype):
+    """As each of two ranks computes it, in zig-zag order: causal and full tiles."""
     query, key, value, upstream = inputs(dtype)
     whole = [one.double().requires_grad_() for one in (query, key, value)]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     expected.backward(upstream.double())
-    order, kernel = Order("zigzag", 2), kernel_of(query, None)
+    order, kernel = SequenceSharding("zigzag", 2), select_kernel(query, None)
     grad_key, grad_value = torch.zeros_like(key).float(), torch.zeros_like(value).float()
     for rank, own in enumerate(order.positions(LENGTH, query.device).chunk(2)):
-        queries, merged = query[:, :, own], Merged(query[:, :, own])
-        pieces = list(pieces_over_all(order, rank, len(own), LENGTH, True))
-        for piece in pieces:
-            part = kernel.forward(queries, key, value, piece)
-            merged.add(piece, part.out, part.lse)
+        queries, merged = query[:, :, own], OnlineSoftmax(query[:, :, own])
+        tiles = list(tiles_over_all(order, rank, len(own), LENGTH, True))
+        for tile in tiles:
+            part = kernel.forward(queries, key, value, tile)
+            merged.add(tile, part.out, part.lse)
         out, lse = merged.result()
         close(out, expected[:, :, own], dtype)
         grad_query = torch.zeros_like(queries).float()
-        for piece in pieces:
+        for tile in tiles:
             grad = upstream[:, :, own]
-            found = kernel.backward(grad, queries, key, value, Partial(out, lse), piece)
-            grad_query[:, :, piece.queries] += found.query
-            grad_key[:, :, piece.keys] += found.key
-            grad_value[:, :, piece.keys] += found.value
+            found = kernel.backward(grad, queries, key, value, AttentionOutput(out, lse), tile)
+            grad_query[:, :, tile.queries] += found.query
+            grad_key[:, :, tile.keys] += found.key
+            grad_value[:, :, tile.keys] += found.value
         close(grad_query, whole[0].grad[:, :, own], dtype)
     close(grad_key, whole[1].grad, dtype)
     close(grad_value, whole[2].grad, dtype)
 
 
-@pytest.mark.parametrize("method", _LOCAL)
+@pytest.mark.parametrize("method", IMPLEMENTATIONS)
 def test_one_rank_with_nccl(method, tmp_path):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cuda", (1,))
-        *given, upstream = inputs(torch.bfloat16)
-        ours = [one.clone().requires_grad_() for one in given]
-        theirs = [one.clone().double().requires_grad_() for one in given]
-        setting = Setting(mesh, 0, Order("contiguous", 1), True, None, "attention")
-        out = _LOCAL[method](*ours, setting)
-        expected = F.scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True)
+        *tensors, upstream = inputs(torch.bfloat16)
+        actual = [one.clone().requires_grad_() for one in tensors]
+        reference = [one.clone().double().requires_grad_() for one in tensors]
+        call = AttentionCall(mesh, 0, SequenceSharding("contiguous", 1), True, None, "attention")
+        out = IMPLEMENTATIONS[method](*actual, call)
+        expected = F.scaled_dot_product_attention(*reference, is_causal=True, enable_gqa=True)
         out.backward(upstream)
         expected.backward(upstream.double())
         close(out, expected, torch.bfloat16)
-        for one, other in zip(ours, theirs, strict=True):
+        for one, other in zip(actual, reference, strict=True):
             close(one.grad, other.grad, torch.bfloat16)
     finally:
         dist.destroy_process_group()
 
 
-def close(ours, theirs, dtype):
-    within = DTYPES[dtype]
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=within, atol=within)
+def close(actual, expected, dtype):
+    tolerance = DTYPES[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)

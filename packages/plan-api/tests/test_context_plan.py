@@ -1,11 +1,11 @@
-"""Entries of context parallelism: as they are said, and what they refuse."""
+"""Entries of context parallelism: their text, and the arguments that they refuse."""
 
 import pytest
 import torch
 from torch.distributed.tensor import Shard
 
 from plan_api import Plan, generate_static, lower, parallelize, zoo
-from plan_api.context_parallel.kernel import kernel_of
+from plan_api.context_parallel.kernels import select_kernel
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models
 
 needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
@@ -24,11 +24,11 @@ def llama(**changes):
     return models.llama(attn_implementation="sdpa", **changes)
 
 
-def test_entries_are_printed_kept_and_lowered(cp):
+def test_entries_are_printed_saved_and_lowered(cp):
     plan = zoo.llama(cp, cp="cp", cp_method="all-gather")
-    said = [str(one) for one in plan.entries if one.kind.value in ("sequence", "context")]
+    entries = [str(one) for one in plan.entries if one.kind.value in ("sequence", "context")]
     cut, two = str(Shard(1)), str(Shard(2))
-    assert said == [
+    assert entries == [
         f"sequence('<in:input_ids>', cp={cut}, order='zigzag')",
         f"sequence('<in:labels>', cp={cut}, order='zigzag', shift='shift_labels')",
         rf"sequence('model\\.rotary_emb.<in:position_ids>', cp={cut}, order='zigzag')",
@@ -74,7 +74,7 @@ def test_a_later_entry_overrides_an_earlier_one(cp):
     ids=["method", "order", "ulysses in zigzag", "two axes", "a tensor", "a parameter", "a dim",
          "shift of an output", "order of a sequence"],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(cp, say, message):
+def test_invalid_arguments_are_refused(cp, say, message):
     with pytest.raises(ValueError, match=message):
         say(Plan(cp))
 
@@ -92,13 +92,15 @@ def test_ulysses_names_module_heads_and_axis(cp, tp, heads):
     three = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     plan = zoo.llama(cp, tp=tp, cp="cp", cp_method="ulysses")
     along = r"'cp' of size 2" + (r" and 'tp' of size 2" if tp else "")
-    said = rf"layers\.0\.self_attn has {heads} key-value heads, which axis {along} does not divide"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        rf"layers\.0\.self_attn has {heads} key-value heads, which axis {along} does not divide"
+    )
+    with pytest.raises(ValueError, match=message):
         lower(plan, llama(**({} if tp else three)))
     lower(zoo.llama(cp, tp=tp, cp="cp"), llama())
 
 
-def test_an_attribute_that_tells_no_heads_is_refused(cp):
+def test_an_attribute_without_a_number_of_heads_is_refused(cp):
     plan = Plan(cp).context(r"model\.layers\.0\.self_attn", "cp", heads="config.heads")
     with pytest.raises(ValueError, match=r"LlamaAttention has no integer 'config.heads'"):
         lower(plan, llama())
@@ -109,20 +111,20 @@ def test_axes_of_the_zoo(cp):
         zoo.llama(cp, cp="tp")
 
 
-def test_tokens_are_cut_along_cp_before_tp():
+def test_tokens_are_sharded_along_cp_before_tp():
     with fake_mesh((2, 2), ("tp", "cp")) as mesh:
         with pytest.raises(ValueError, match=r"make it with 'cp' before 'tp'"):
             zoo.llama(mesh, cp="cp", sp=True)
         zoo.llama(mesh, cp="cp")
 
 
-def test_static_mode_says_that_it_knows_none(cp):
+def test_static_mode_refuses_context_parallelism(cp):
     plan = zoo.llama(cp, cp="cp")
-    said = r"self_attn.forward_pre:<attention>:0: context parallelism .*use mode='eager'"
-    with pytest.raises(ValueError, match=said):
+    message = r"self_attn.forward_pre:<attention>:0: context parallelism .*use mode='eager'"
+    with pytest.raises(ValueError, match=message):
         parallelize(llama(), plan, mode="static")
     batch = {"input_ids": TOKENS, "labels": TOKENS}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         generate_static(plan, llama(), batch, fake=True)
 
 
@@ -130,24 +132,24 @@ CALLS = {
     "a length": (
         {"input_ids": TOKENS[:, :6]},
         {},
-        r"forward_pre:<in>:0: a sequence of 6 cannot be cut into 4 equal chunks.*multiple of 4",
+        r"forward_pre:<in>:0: expected a sequence length that is a multiple of 4.*got 6",
     ),
     "padding": (
         {"input_ids": TOKENS, "attention_mask": PADDED},
         {},
-        r"layers\.0\.self_attn: attention is given a mask of \(2, 1, 8, 8\).*labels of -100",
+        r"layers\.0\.self_attn: .*got a mask of \(2, 1, 8, 8\).*labels of -100",
     ),
     "dropout": (
         {"input_ids": TOKENS},
         {"attention_dropout": 0.1},
-        r"self_attn: attention has dropout_p=0.1.*attention_dropout=0.0 in transformers",
+        r"self_attn: .*got dropout_p=0.1.*attention_dropout=0.0 in transformers",
     ),
 }
 
 
 @needs_flattening
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
+def test_unsupported_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
     monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     batch, changes, message = CALLS[name]
     model = parallelize(llama(**changes), zoo.llama(cp, cp="cp"))
@@ -156,30 +158,30 @@ def test_calls_are_refused_with_the_remedy(cp, name, monkeypatch):
 
 
 @needs_flattening
-def test_a_sequence_that_is_not_cut_is_refused(cp, monkeypatch):
+def test_a_sequence_that_is_not_sharded_is_refused(cp, monkeypatch):
     monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     plan = zoo.llama(cp).context(r"model\.layers\.\d+\.self_attn", "cp")
     model = parallelize(llama(), plan)
-    with pytest.raises(ValueError, match=r"have to be cut along 'cp' by the sequence, Shard\(2\)"):
+    with pytest.raises(ValueError, match=r"sharded along 'cp' by the sequence, Shard\(2\)"):
         model(input_ids=TOKENS)
 
 
 @needs_flattening
-def test_heads_that_no_attribute_tells_are_refused_before_anything_is_sent(monkeypatch):
+def test_heads_without_an_attribute_are_refused_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr("plan_api.options.find_spec", lambda _: None)
     with fake_mesh((4,), ("cp",)) as mesh:
         plan = Plan(mesh).sequence("<in:input_ids>", "cp", order="contiguous")
         plan.sequence(r"model\.rotary_emb.<in:position_ids>", "cp", order="contiguous")
         plan.context(r"model\.layers\.\d+\.self_attn", "cp", method="ulysses")
         model = parallelize(llama(), plan)
-        said = r"self_attn has 2 key-value heads on this rank, and axis 'cp' of size 4 does not"
-        with pytest.raises(ValueError, match=said):
+        message = r"self_attn: expected .*key-value heads .*axis 'cp' of size 4 .*got 2"
+        with pytest.raises(ValueError, match=message):
             model(input_ids=TOKENS)
 
 
-def test_numbers_that_no_kernel_takes_are_refused_with_the_remedy():
+def test_a_dtype_without_a_kernel_is_refused_with_the_remedy():
     whole = torch.ones(1, 2, 4, 8, dtype=torch.int64)
     with pytest.raises(
         NotImplementedError, match=r"no fused attention for torch.int64 on 'cpu'.*ul"
     ):
-        kernel_of(whole, None)
+        select_kernel(whole, None)

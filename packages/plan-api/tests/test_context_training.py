@@ -1,4 +1,4 @@
-"""Unmodified models with sequences that are cut: one device's losses."""
+"""Unmodified models on sharded sequences train with the losses of one device."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ MESHES = {
     "cp 4": ({"cp": 4}, {"tp": None}, ALL[:4]),  # 2 key-value heads
     "dp 2, cp 2": ({"dp": 2, "cp": 2}, {"tp": None, "dp": "dp"}, ALL),
     "cp 2, tp 2": ({"cp": 2, "tp": 2}, {}, ALL[:4]),
-    "cp 2, tp 2, all cut": ({"cp": 2, "tp": 2}, {"sp": True, "loss_parallel": True}, ALL[:1]),
+    "cp 2, tp 2, all sharded": ({"cp": 2, "tp": 2}, {"sp": True, "loss_parallel": True}, ALL[:1]),
 }
 
 
@@ -36,7 +36,7 @@ def llama(**changes):
 
 
 def loss_of(model):
-    """Of sequences of 16 tokens; those of the last are padded at its end."""
+    """Returns the loss of sequences of 16 tokens; the last one is padded at its end."""
     ids = torch.randint(0, models.VOCABULARY, (4, 16))
     labels = ids.clone()
     labels[-1, 9:] = -100
@@ -44,7 +44,7 @@ def loss_of(model):
 
 
 def trained(model):
-    """The losses of 20 steps, and the norms of the gradients of one more batch."""
+    """Returns the losses of 20 steps, and the norms of the gradients of one more batch."""
     losses = models.train(model, loss_of)
     loss_of(model).backward()
     return losses, [
@@ -54,12 +54,12 @@ def trained(model):
 
 
 @pytest.fixture(scope="module")
-def alone():
+def single_device():
     return trained(llama())
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_llama_trains_as_on_one_device(name, alone):
+def test_llama_trains_as_on_one_device(name, single_device):
     axes, given, cases = MESHES[name]
 
     def check():
@@ -70,16 +70,16 @@ def test_llama_trains_as_on_one_device(name, alone):
             found.append((trained(model), installed(model).coverage.unused_sites))
         return found
 
-    losses, norms = alone
+    losses, norms = single_device
     for found in run_ranks(check, torch.Size(axes.values()).numel(), timeout=300):
-        for case, ((ours, our_norms), never) in zip(cases, found, strict=True):
-            assert ours == pytest.approx(losses, abs=1e-5, rel=0), case
-            assert our_norms == pytest.approx(norms, rel=1e-4), case
+        for case, ((actual, actual_norms), never) in zip(cases, found, strict=True):
+            assert actual == pytest.approx(losses, abs=1e-5, rel=0), case
+            assert actual_norms == pytest.approx(norms, rel=1e-4), case
             assert never == []
 
 
-def test_what_is_cut_and_what_comes_back():
-    """Positions given by the script, labels already shifted, logits put back, other attention."""
+def test_inputs_and_outputs_are_reordered():
+    """With positions and shifted labels as inputs, and logits reordered."""
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -89,13 +89,13 @@ def test_what_is_cut_and_what_comes_back():
         with track(model) as record:
             model(**batch).loss.backward()
         rounds = [one for one in record.collectives if one.name in ("send", "recv")]
-        told = {(one.name, one.site, one.axis, one.phase.value) for one in rounds}
+        events = {(one.name, one.site, one.axis, one.phase.value) for one in rounds}
         lines = {one.line for one in rounds if one.phase.value == "forward"}
         return (
             out.loss.item(),
             out.logits.placements,
             out.logits.full_tensor().detach(),
-            told,
+            events,
             lines,
         )
 
@@ -105,22 +105,24 @@ def test_what_is_cut_and_what_comes_back():
     shifted = torch.where(torch.rand(2, 8) < 0.3, -100, ids)
     batch = {"input_ids": ids, "labels": ids, "shift_labels": shifted, "position_ids": positions}
     expected = llama()(**batch)
-    for loss, placements, logits, told, lines in run_ranks(check, 2):
+    for loss, placements, logits, events, lines in run_ranks(check, 2):
         assert loss == pytest.approx(expected.loss.item(), abs=1e-6)
         torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-6)
         assert placements == (Shard(1),)
-        assert told == {
+        assert events == {
             (name, f"model.layers.{layer}.self_attn", "cp", phase)
             for name in ("send", "recv")
             for layer in (0, 1)
             for phase in ("forward", "backward")
         }
-        assert [line.partition(" > ")[2].partition(":")[0] for line in lines] == ["zoo/needs.py"]
+        assert [line.partition(" > ")[2].partition(":")[0] for line in lines] == [
+            "zoo/requirements.py"
+        ]
 
 
 @pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
-def test_full_attention_of_a_dit(method):
-    """Patches are the sequence, from behind their embedding to before they are an image again."""
+def test_a_dit_trains_with_full_attention(method):
+    """The sequence is the patches, between their embedding and the final layer."""
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -138,5 +140,5 @@ def test_full_attention_of_a_dit(method):
         return models.train(model, models.noise_loss, steps=5)
 
     losses = models.train(models.nowhere_zero(models.dit(dropout=0.0)), models.noise_loss, steps=5)
-    for ours in run_ranks(check, 2):
-        assert ours == pytest.approx(losses, abs=1e-5, rel=0)
+    for actual in run_ranks(check, 2):
+        assert actual == pytest.approx(losses, abs=1e-5, rel=0)

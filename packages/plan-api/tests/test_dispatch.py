@@ -331,10 +331,13 @@ def test_tokens_that_are_whole_along_the_axis_are_refused(mesh):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, chosen, weights: (x, chosen + 2, weights), "choices from 2 to 5 as chosen"),
-        (lambda x, chosen, weights: (x, chosen - 1, weights), "there are 4, from 0"),
-        (lambda x, chosen, weights: (x[None], chosen, weights), r"wants a row for each, \(tokens"),
-        (lambda x, chosen, weights: (x, chosen, None), "is given None as weights"),
+        (lambda x, chosen, weights: (x, chosen + 2, weights), "got choices from 2 to 5"),
+        (lambda x, chosen, weights: (x, chosen - 1, weights), "choices from 0 to 3 as chosen"),
+        (
+            lambda x, chosen, weights: (x[None], chosen, weights),
+            r"expected x of \(tokens, features\)",
+        ),
+        (lambda x, chosen, weights: (x, chosen, None), "expected a tensor as weights, got None"),
     ],
     ids=["too large", "negative", "three dims", "nothing"],
 )

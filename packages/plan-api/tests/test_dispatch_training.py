@@ -66,13 +66,13 @@ class Trained:
         losses: of 20 steps.
         norms: of the gradients of one more batch; AdamW hides a factor.
         params: this rank's parts.
-        never: sites of the plan that were not passed.
+        unused_sites: sites of the plan that no call passed.
     """
 
     losses: list[float]
     norms: list[float]
     params: list[torch.Tensor]
-    never: list[str]
+    unused_sites: list[str]
 
 
 def _parallel(case, mesh, mode):
@@ -82,8 +82,8 @@ def _parallel(case, mesh, mode):
     models.token_loss(model).backward()
     params = list(model.parameters())
     norms = [param.grad.full_tensor().norm().item() for param in params]
-    never = [str(one) for one in installed(model).coverage.unused_sites]
-    return Trained(losses, norms, [param.detach().to_local() for param in params], never)
+    unused_sites = [str(one) for one in installed(model).coverage.unused_sites]
+    return Trained(losses, norms, [param.detach().to_local() for param in params], unused_sites)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -118,11 +118,11 @@ def test_they_train_as_on_one_device(ranks):
         models.token_loss(alone).backward()
         expected[name] = losses, [param.grad.norm().item() for param in alone.parameters()]
     for found in run_ranks(check, ranks, timeout=480):
-        for name, (eager, static, norms, static_norms, unlike, never) in found.items():
+        for name, (eager, static, norms, static_norms, unlike, unused_sites) in found.items():
             losses, wanted = expected[name]
             assert eager == pytest.approx(losses, abs=6e-5, rel=0), name
             assert norms == pytest.approx(wanted, abs=1e-6, rel=0.01), name
             assert static == eager, name
             assert static_norms == norms, name
             assert unlike == [], name
-            assert never == [], name
+            assert unused_sites == [], name

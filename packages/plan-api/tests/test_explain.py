@@ -1,4 +1,4 @@
-"""Plans as tables, as JSON, and compared."""
+"""Plans as tables and as JSON, and their differences."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_the_table_has_a_row_for_each_tensor_at_each_site(mesh, model):
     assert re.sub(r"test_explain\.py:\d+", "?", text) == TABLE
 
 
-def test_rich_draws_the_same(mesh, model, capsys, monkeypatch):
+def test_rich_prints_the_same_rows(mesh, model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     explanation = plan_of(mesh).explain(model)
     assert explanation == explain(plan_of(mesh), model)
@@ -50,7 +50,7 @@ def test_rich_draws_the_same(mesh, model, capsys, monkeypatch):
     assert explanation.table().row_count == len(explanation.rows)
 
 
-def test_a_table_is_not_cut_where_there_is_no_terminal(mesh, capsys, monkeypatch):
+def test_a_table_is_not_truncated_without_a_terminal(mesh, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     inner = nn.Module()
     inner.a_projection_with_quite_a_long_name = nn.Linear(4, 4)
@@ -90,7 +90,7 @@ def test_placements_of_other_packages_survive_json(mesh):
         ('"S(0)"', '{"type": "torch.nn:Linear"}', "class of placements, got torch.nn.Linear"),
     ],
 )
-def test_what_is_no_plan_is_refused(mesh, old, new, message):
+def test_invalid_json_is_refused(mesh, old, new, message):
     text = plan_of(mesh).to_json()
     assert old in text
     with pytest.raises(ValueError, match=message):
@@ -107,7 +107,7 @@ def test_a_plan_fits_a_mesh_of_another_size(mesh, model):
         assert [row.bytes for row in rows] == ["", "", "32", "16"]
 
 
-def test_plans_are_compared_by_what_they_say(mesh):
+def test_diff_ignores_where_entries_were_written(mesh):
     other = Plan(mesh).shard("layers.0.<in>", R, "tp").shard("more", S0, "dp")
     found = diff(plan_of(mesh), other)
     assert [entry.path.text for entry in found.added] == ["more"]
@@ -116,7 +116,7 @@ def test_plans_are_compared_by_what_they_say(mesh):
     assert str(diff(other, other)) == ""
 
 
-def test_bytes_of_phases_are_those_along_all_axes(mesh, model):
+def test_bytes_of_phases_count_all_axes(mesh, model):
     """A weight of 8 x 4 numbers: a half of it on tp at all times, and of that a half on dp."""
     plan = Plan(mesh)
     for weight, phase in (("up", Phase.OPTIM), ("down", Phase.INIT)):

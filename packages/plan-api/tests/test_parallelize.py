@@ -174,7 +174,10 @@ def test_a_rank_outside_of_the_mesh_is_told_so_and_keeps_nobody_waiting():
         plan = Plan(mesh).shard("<in>", R).shard(r"0\.weight", S0)
         told = [row.after for row in explain(plan, model).rows]
         if mesh.get_coordinate() is None:
-            with CommLog() as log, pytest.raises(ValueError, match=r"rank 2 .* has ranks \[0, 1\]"):
+            with (
+                CommLog() as log,
+                pytest.raises(ValueError, match=r"has ranks \[0, 1\], got rank 2"),
+            ):
                 parallelize(model, plan)
             return told, sum(log.counts().values()), type(model[0].weight) is nn.Parameter
         return told, parallelize(model, plan)(torch.ones(2, 4)).shape, model[0].weight.placements

@@ -1,4 +1,4 @@
-"""Plans that are wrong in one line do not train: the first step is held against Eager."""
+"""Plans that are wrong in one line do not train: the first step is validated against Eager."""
 
 import json
 from functools import partial
@@ -22,11 +22,11 @@ LAYER = r"model\.layers\.\d+"
 
 
 def _without(plan, path):
-    """A plan without its one line of a tensor whose path ends so."""
-    told = json.loads(plan.to_json())
-    left = [one for one in told["entries"] if not one["path"].endswith(path)]
-    assert len(left) == len(told["entries"]) - 1, path
-    return Plan.from_json(json.dumps(told | {"entries": left}), plan.mesh)
+    """Returns a plan without its one entry whose path ends in this."""
+    data = json.loads(plan.to_json())
+    entries = [one for one in data["entries"] if not one["path"].endswith(path)]
+    assert len(entries) == len(data["entries"]) - 1, path
+    return Plan.from_json(json.dumps(data | {"entries": entries}), plan.mesh)
 
 
 def _llama():
@@ -79,63 +79,63 @@ def _dit_dp(mesh):
     return models.with_noise_loss(zoo.dit(mesh, dp="dp"), "dp")
 
 
-# What is wrong: the mesh, the model, the plan, and the site and words of the error.
+# By error in the plan: the mesh, the model, the plan, and the site and words of the message.
 WRONG = {
     "norms' gradients under sequence parallelism": (
         TP, _llama, lambda mesh: _without(_llama_sp(mesh), r"norm\.weight\.grad"),
         "model.layers.0.input_layernorm.weight", r"Partial\(sum\)\), the plan's .*Replicate\(\)\)",
     ),
-    "gradients of a cut batch": (
+    "gradients of a sharded batch": (
         DP, _llama, lambda mesh: _without(_llama_dp(mesh), r".*\.grad"),
         "model.embed_tokens.weight", r"\(Partial\(sum\), .* the plan's \(Replicate\(\), ",
     ),
-    "cross entropy of a cut batch": (
+    "cross entropy of a sharded batch": (
         DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<op:cross_entropy>"),
         "", "what is returned by the model: .* from Eager's",
     ),
-    "cross entropy of a cut vocabulary": (
+    "cross entropy of a sharded vocabulary": (
         TP, _llama,
         lambda mesh: _llama_loss(mesh).annotate("<op:cross_entropy>", R, "tp"),
         "", "what is returned by the model: .* from Eager's",
     ),
-    "a view that says the whole vocabulary": (
+    "a view with the global vocabulary": (
         TP, _llama, lambda mesh: _without(_llama_loss(mesh), "<op:view>"),
-        "", "what comes after it: .*its code may say sizes of the whole",
+        "", "what follows it: .*its code may name global sizes",
     ),
-    "a loss that is left a sum": (
+    "a loss that is not reduced": (
         DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<out:loss>"),
-        "", r"\(Partial\(sum\), Replicate\(\)\) in Eager, and a plain part",
+        "", r"\(Partial\(sum\), Replicate\(\)\) in Eager, and a plain local tensor",
     ),
-    "logits of another placement": (
+    "logits with another placement": (
         DP, _llama, lambda mesh: _llama_dp(mesh).annotate("<out:logits>", S1, "dp"),
         None, r"forward:<out>:logits is S\(0\) along 'dp', and the plan says S\(1\)",
     ),
-    "logits of none": (
+    "logits without a placement": (
         DP, _llama, lambda mesh: _without(_llama_dp(mesh), "<out:logits>"),
-        "", r"\(4, 8, 64\) is \(Shard\(dim=0\), .*say annotate\('<out:",
+        "", r"\(4, 8, 64\) is \(Shard\(dim=0\), .*add annotate\('<out:",
     ),
-    "dropout as if it were whole": (
+    "dropout as if replicated": (
         TP, _llama,
         lambda mesh: _llama_dp(mesh).annotate(rf"{LAYER}\.self_attn.<op:dropout>", R, "tp"),
         "model.layers.0.self_attn.o_proj", "what is returned by model.layers.0.self_attn.o_proj",
     ),
-    "a gradient that is not summed": (
+    "a gradient that is not reduced": (
         TP, _llama,
         lambda mesh: _llama_dp(mesh).redistribute(
             rf"{LAYER}\.mlp.<in>", R, R, "tp", grad_src=R, grad_dst=R
         ),
         "model.layers.0.post_attention_layernorm", "the gradient of what is returned by",
     ),
-    "a gradient that is summed twice": (
+    "a gradient that is reduced twice": (
         TP, _llama,
         lambda mesh: _llama_sp(mesh).redistribute("lm_head.<in>", S1, R, "tp", grad_src=P),
         "model.norm", "the gradient of what is returned by",
     ),
-    "a product that is not summed": (
+    "a product that is not reduced": (
         TP, _llama, lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}\.mlp.<out>", R, R, "tp"),
         "model.layers.0.mlp", "mlp.forward:<out>:0 is P along 'tp', and the plan says R",
     ),
-    "a mask cut along the queries": (
+    "a mask sharded along the queries": (
         TP, _llama,
         lambda mesh: _llama_dp(mesh).redistribute(rf"{LAYER}.<in:attention_mask>", R, S2, "tp"),
         "model.layers.0.self_attn", "The size of tensor a",
@@ -148,7 +148,7 @@ WRONG = {
         TP, _fresh_vit, lambda mesh: _without(_vit_dp(mesh), r"(o_proj|fc2)\.bias"),
         "vit.layers.0.attention.o_proj", "what is returned by vit.layers.0.attention.o_proj",
     ),
-    "a gradient that is not summed, behind closed gates": (
+    "a gradient that is not reduced, behind closed gates": (
         TP, _fresh_dit,
         lambda mesh: models.with_noise_loss(
             zoo.dit(mesh, dp="dp").redistribute(
@@ -158,11 +158,11 @@ WRONG = {
         ),
         "model.blocks.0.adaLN_modulation.0", "the gradient of what is returned by",
     ),
-    "a reshape that says all heads": (
+    "a reshape with all heads": (
         TP, _dit, lambda mesh: _without(_dit_dp(mesh), r"attn.<op:reshape:0>"),
-        "model.blocks.0.attn", "shape .* is invalid.*its code may say sizes of the whole",
+        "model.blocks.0.attn", "shape .* is invalid.*its code may name global sizes",
     ),
-    "a mean over a cut batch": (
+    "a mean over a sharded batch": (
         DP, _dit, lambda mesh: _without(_dit_dp(mesh), "<op:mse_loss>"),
         "criterion", "what is returned by criterion: ",
     ),
@@ -192,7 +192,7 @@ def _loss(make, model):
 
 
 def _first_steps():
-    """By name: the error of the first step, as its type, site and words; or none."""
+    """Returns by name the type, site and message of the first step's error; None without one."""
     meshes = {
         shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in (TP, DP)
     }
@@ -212,15 +212,15 @@ def _first_steps():
 
 @pytest.mark.ranks
 @needs_flattening
-def test_plans_that_are_wrong_in_one_line_are_refused_in_the_first_step_by_site():
+def test_plans_with_one_wrong_line_are_refused_in_the_first_step_by_site():
     for found in run_ranks(_first_steps, 2, timeout=500):
         assert found.pop("not guarded") > 0  # guard_steps=0
         assert {name: error for name, error in found.items() if name in RIGHT and error} == {}
         for name, (*_, site, _) in WRONG.items():
             assert found[name] is not None, name
-            kind, told, message = found[name]
+            kind, found_site, message = found[name]
             assert kind == "StaticError", name
-            assert site in (told, None), name
+            assert site in (found_site, None), name
             assert message.startswith(("static mode does not compute", "the model fails in")), name
         for name, (*_, words) in WRONG.items():
             with pytest.raises(ValueError, match=words):
@@ -228,7 +228,7 @@ def test_plans_that_are_wrong_in_one_line_are_refused_in_the_first_step_by_site(
 
 
 class Branching(TwoLinears):
-    """Its forward may take another way, on which no line of the plan is right."""
+    """Its forward may take another branch, for which the plan is wrong."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Branching(TwoLinears):
     def forward(self, x):
         self.calls += 1
         hidden = torch.tanh(self.up(self.drop(x)))
-        if self.centred:  # over all features, of which a rank has some
+        if self.centred:  # over all features, which are sharded
             hidden = hidden - hidden.mean()
         return self.down(hidden).square().mean()
 
@@ -253,7 +253,7 @@ def _branching(mesh, **options):
 
 
 def _site_of(call, *args):
-    """Of the error of a call; None if there is none."""
+    """Returns the site of the error of a call; None without an error."""
     try:
         call(*args)
     except ValueError as error:
@@ -262,7 +262,7 @@ def _site_of(call, *args):
 
 
 @pytest.mark.ranks
-def test_a_forward_that_takes_another_way_later_is_refused_on_request():
+def test_a_forward_that_takes_another_branch_is_refused_by_check():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(0)
@@ -287,7 +287,7 @@ def test_a_forward_that_takes_another_way_later_is_refused_on_request():
 
 
 class Skipping(TwoLinears):
-    """May leave a module out."""
+    """Its forward may skip a module."""
 
     skips = False
 
@@ -304,20 +304,20 @@ def _skipping(mesh, **options):
 
 
 @pytest.mark.ranks
-def test_a_site_that_the_first_step_passed_and_a_later_one_does_not_is_named():
+def test_a_site_that_a_later_step_skips_is_named():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(0)
-        batch, told = torch.randn(4, 4), []
+        batch, errors = torch.randn(4, 4), []
 
         def call(model, skips):
             model.skips = skips
             try:
                 model(batch)
             except StaticError as error:
-                told.append((error.site, str(error)))
+                errors.append((error.site, str(error)))
             else:
-                told.append(None)
+                errors.append(None)
 
         guarded, not_guarded = _skipping(mesh), _skipping(mesh, guard_steps=0)
         for model in (guarded, not_guarded):
@@ -329,17 +329,20 @@ def test_a_site_that_the_first_step_passed_and_a_later_one_does_not_is_named():
         installed(guarded).check(batch)
         call(guarded, True)
         call(guarded, False)
-        return told
+        return errors
 
-    for told in run_ranks(check, 2):
-        site, words = told.pop(1)
+    for errors in run_ranks(check, 2):
+        site, message = errors.pop(1)
         assert site == "down"
-        assert "than the first one: down.forward:<out>:0, down.forward_pre:<in>:0 not. Its" in words
-        assert told == [None] * 6  # not guarded; without gradients; held against Eager; the first
+        assert (
+            "than the first one: down.forward:<out>:0, down.forward_pre:<in>:0 missing. Its"
+            in message
+        )
+        assert errors == [None] * 6  # not guarded; without gradients; validated; as the first
 
 
 @pytest.mark.ranks
-def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_against_eager():
+def test_a_check_changes_nothing_and_calls_without_gradients_are_not_validated():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = _branching(mesh)
@@ -362,14 +365,14 @@ def test_a_check_changes_nothing_and_calls_without_gradients_are_not_held_agains
             torch.equal(state, torch.get_rng_state()),
             model.calls.item() == calls,
             all(map(torch.equal, grads, after)),
-            not bias.any().item(),  # which was not zero while it was compared
+            not bias.any().item(),  # it was not zero during the comparison
         )
 
     assert run_ranks(check, 2) == [(None, "down", True, True, True, True)] * 2
 
 
 @pytest.mark.ranks
-def test_what_is_wrong_on_one_rank_is_wrong_on_all():
+def test_a_difference_on_one_rank_raises_on_all():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         return [true_on_any_rank(mesh.get_rank() == wrong, mesh) for wrong in (None, 0, 1, 2, 3)]
@@ -378,7 +381,7 @@ def test_what_is_wrong_on_one_rank_is_wrong_on_all():
 
 
 @pytest.mark.ranks
-def test_all_ranks_name_one_site():
+def test_all_ranks_name_the_same_site():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         own = {1: "up", 2: "down"}.get(mesh.get_rank(), "")
@@ -390,8 +393,8 @@ def test_all_ranks_name_one_site():
     assert found[0][1] == ""
 
 
-def test_check_is_of_static_mode():
+def test_check_without_static_mode_is_refused():
     with fake_mesh((2,), ("tp",)) as mesh:
         model = parallelize(TwoLinears(), Plan(mesh))
-        with pytest.raises(ValueError, match="this model is in Eager"):
+        with pytest.raises(ValueError, match="got one in Eager"):
             installed(model).check(torch.ones(4, 4))

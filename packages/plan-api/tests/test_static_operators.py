@@ -1,4 +1,4 @@
-"""Operators whose result depends on the whole: of local tensors, what DTensors make of it."""
+"""Operators whose result depends on the global tensor equal those of DTensors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 class Calls(nn.Module):
-    """Its forward is a function that a test gives."""
+    """Its forward is a function of a test."""
 
     def __init__(self, function):
         super().__init__()
@@ -25,10 +25,10 @@ class Calls(nn.Module):
         return self.function(*args)
 
 
-def _static(mesh, function, **said):
-    """A module that calls a function, with operators annotated along the first axis."""
+def _static(mesh, function, **operators):
+    """Returns a module that calls a function, with operators annotated along the first axis."""
     plan = Plan(mesh)
-    for name, placement in said.items():
+    for name, placement in operators.items():
         plan.annotate(f"<op:{name.replace('__', ':')}>", placement, mesh.mesh_dim_names[0])
     return parallelize(Calls(function), plan, mode="static", guard_steps=0)
 
@@ -40,8 +40,8 @@ def mesh():
 
 
 @pytest.mark.ranks
-def test_dropout_draws_the_numbers_of_one_device():
-    """On each part of a tensor, in place or not; what is whole is dropped alike on all ranks."""
+def test_dropout_draws_the_random_numbers_of_one_device():
+    """On every shard, in place or not; a replicated tensor has the same mask on all ranks."""
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -49,30 +49,30 @@ def test_dropout_draws_the_numbers_of_one_device():
         for placement in (R, S0, S1):
             for inplace in (False, True):
                 torch.manual_seed(0)
-                whole = torch.randn(4, 6)
-                theirs = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-                ours = theirs.to_local().clone()
+                full = torch.randn(4, 6)
+                dtensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+                local = dtensor.to_local().clone()
                 model = _static(
                     mesh, lambda x, inplace=inplace: F.dropout(x, 0.5, True, inplace),
                     dropout=placement,
                 )  # fmt: skip
                 ends = []
                 for call in (
-                    lambda given=theirs: F.dropout(given, 0.5, True).to_local(),
-                    lambda given=ours, model=model: model(given),
-                    lambda given=whole: F.dropout(given, 0.5, True),
+                    lambda x=dtensor: F.dropout(x, 0.5, True).to_local(),
+                    lambda x=local, model=model: model(x),
+                    lambda x=full: F.dropout(x, 0.5, True),
                 ):
                     torch.manual_seed(7)
                     result = call()
-                    ends.append((result, torch.rand(2)))  # what is drawn next, too
-                (dtensors, next_theirs), (locals_, next_ours), (alone, next_alone) = ends
-                cut = distribute_tensor(alone, mesh, [placement], src_data_rank=None).to_local()
+                    ends.append((result, torch.rand(2)))  # the next random numbers, too
+                (eager, next_eager), (static, next_static), (single, next_single) = ends
+                shard = distribute_tensor(single, mesh, [placement], src_data_rank=None).to_local()
                 found[placement, inplace] = (
-                    torch.equal(locals_, dtensors),
-                    torch.equal(locals_, cut),
-                    torch.equal(next_ours, next_theirs) and torch.equal(next_ours, next_alone),
-                    (locals_ is ours) == inplace,
-                    0 < int((locals_ == 0).sum()) < locals_.numel(),
+                    torch.equal(static, eager),
+                    torch.equal(static, shard),
+                    torch.equal(next_static, next_eager) and torch.equal(next_static, next_single),
+                    (static is local) == inplace,
+                    0 < int((static == 0).sum()) < static.numel(),
                 )
         return found
 
@@ -81,13 +81,13 @@ def test_dropout_draws_the_numbers_of_one_device():
 
 
 def test_dropout_that_is_off_returns_its_input(mesh):
-    given = torch.ones(4, 4)
-    assert _static(mesh, lambda x: F.dropout(x, 0.5, False), dropout=S0)(given) is given
-    assert _static(mesh, lambda x: F.dropout(x, 0.0, True), dropout=S0)(given) is given
+    x = torch.ones(4, 4)
+    assert _static(mesh, lambda x: F.dropout(x, 0.5, False), dropout=S0)(x) is x
+    assert _static(mesh, lambda x: F.dropout(x, 0.0, True), dropout=S0)(x) is x
 
 
-CUTS = {
-    "whole": (R, R),
+SHARDINGS = {
+    "replicated": (R, R),
     "rows": (S0, R),
     "classes": (R, S1),
     "both": (S0, S1),
@@ -97,14 +97,14 @@ CUTS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("classes", [8, 7], ids=["even", "uneven"])
-def test_cross_entropy_has_dtensors_bits_and_one_devices_values(classes):
-    """With ignored rows on one rank only, weights of classes, and all reductions."""
+def test_cross_entropy_has_the_bits_of_dtensor_and_the_values_of_one_device(classes):
+    """With ignored rows on one rank only, class weights, and all reductions."""
 
     def check():
         install_patches(())
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         found = {}
-        for name, placements in CUTS.items():
+        for name, placements in SHARDINGS.items():
             for reduction in ("mean", "sum", "none"):
                 for weighted in (False, True):
                     case = (name, reduction, weighted)
@@ -120,11 +120,11 @@ def test_cross_entropy_has_dtensors_bits_and_one_devices_values(classes):
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain, labels, weight, **options)
         expected.square().sum().backward()
-        theirs = distribute_tensor(logits, mesh, placements).requires_grad_()
+        eager = distribute_tensor(logits, mesh, placements).requires_grad_()
         rows = [one if one == S0 else R for one in placements]
         targets = distribute_tensor(labels, mesh, rows)
         weights = None if weight is None else distribute_tensor(weight, mesh, [R, R])
-        loss = F.cross_entropy(theirs, targets, weights, **options)
+        loss = F.cross_entropy(eager, targets, weights, **options)
         loss.redistribute(placements=rows if reduction == "none" else [R, R]).square().sum(
         ).backward()  # fmt: skip
         plan = Plan(mesh)
@@ -135,29 +135,28 @@ def test_cross_entropy_has_dtensors_bits_and_one_devices_values(classes):
             mode="static",
             guard_steps=0,
         )
-        ours = theirs.detach().to_local().clone().requires_grad_()
-        found = model(ours, targets.to_local())
+        static = eager.detach().to_local().clone().requires_grad_()
+        found = model(static, targets.to_local())
         if reduction == "none":
             same = torch.equal(found, loss.to_local())
             found.square().sum().backward()
         else:
-            # Terms of a sum over the ranks that have other rows.
+            # Partial over the ranks that have other rows.
             value = found.detach().clone()
             for axis, one in enumerate(rows):
                 if one == S0:
                     torch.distributed.all_reduce(value, group=mesh.get_group(axis))
-            whole = loss.full_tensor()
-            same = torch.equal(value, whole)
+            same = torch.equal(value, loss.full_tensor())
             found.backward(2 * value)
-        alike = torch.allclose(theirs.grad.full_tensor(), plain.grad, atol=1e-6)
-        return same, alike, torch.equal(ours.grad, theirs.grad.to_local())
+        close = torch.allclose(eager.grad.full_tensor(), plain.grad, atol=1e-6)
+        return same, close, torch.equal(static.grad, eager.grad.to_local())
 
     for found in run_ranks(check, 4, timeout=240):
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
 
 
 @pytest.mark.ranks
-def test_means_are_this_ranks_term_of_the_mean():
+def test_a_mean_is_partial():
     losses = {
         "mse_loss": F.mse_loss,
         "l1_loss": F.l1_loss,
@@ -178,17 +177,17 @@ def test_means_are_this_ranks_term_of_the_mean():
                 expected = function(plain, y, reduction=reduction)
                 expected.backward()
                 part = slice(2 * mesh.get_rank(), 2 * mesh.get_rank() + 2)
-                ours = x[part].clone().requires_grad_()
+                local = x[part].clone().requires_grad_()
 
                 def call(x, y, function=function, reduction=reduction):
                     return function(x, y, reduction=reduction)
 
-                loss = _static(mesh, call, **{name: S0})(ours, y[part])
+                loss = _static(mesh, call, **{name: S0})(local, y[part])
                 loss.backward()
                 value = loss.detach().clone()
                 torch.distributed.all_reduce(value)
                 found[name, reduction] = (
-                    torch.allclose(value, expected), torch.allclose(ours.grad, plain.grad[part])
+                    torch.allclose(value, expected), torch.allclose(local.grad, plain.grad[part])
                 )  # fmt: skip
         return found
 
@@ -196,16 +195,16 @@ def test_means_are_this_ranks_term_of_the_mean():
         assert {case: facts for case, facts in found.items() if not all(facts)} == {}
 
 
-SPELLED = {
-    "by place": (lambda x, y: F.huber_loss(x, y, "sum"), 1.0),
-    "by place, among older options": (lambda x, y: F.mse_loss(x, y, None, None, "sum"), 1.0),
-    "of torch": (lambda x, y: torch.binary_cross_entropy_with_logits(x, y), 0.5),
-    "of torch, a sum": (
+REDUCTIONS = {
+    "positional": (lambda x, y: F.huber_loss(x, y, "sum"), 1.0),
+    "positional, among deprecated options": (lambda x, y: F.mse_loss(x, y, None, None, "sum"), 1.0),
+    "in the torch namespace": (lambda x, y: torch.binary_cross_entropy_with_logits(x, y), 0.5),
+    "in the torch namespace, sum": (
         lambda x, y: torch.binary_cross_entropy_with_logits(x, y, reduction=2),
         1.0,
     ),
-    "as it was once": (lambda x, y: F.mse_loss(x, y, size_average=False), 1.0),
-    "as it was once, a mean": (lambda x, y: F.mse_loss(x, y, True), 0.5),
+    "deprecated": (lambda x, y: F.mse_loss(x, y, size_average=False), 1.0),
+    "deprecated, mean": (lambda x, y: F.mse_loss(x, y, True), 0.5),
 }
 
 
@@ -213,9 +212,9 @@ LOSSES = ("huber_loss", "mse_loss", "binary_cross_entropy_with_logits")
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
-@pytest.mark.parametrize("name", SPELLED)
-def test_a_reduction_may_be_spelled_otherwise(mesh, name):
-    call, share = SPELLED[name]
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_form_of_the_reduction_argument_is_recognised(mesh, name):
+    call, share = REDUCTIONS[name]
     x, y = torch.rand(2, 6), torch.rand(2, 6)
     found = _static(mesh, call, **dict.fromkeys(LOSSES, S0))(x, y)
     assert torch.equal(found, call(x, y) * share)
@@ -231,31 +230,31 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_in_the_code_are_the_wholes(mesh, name):
+def test_global_sizes_in_the_code_are_divided(mesh, name):
     operator = "view" if "view" in name else "reshape"
     result = _static(mesh, SIZES[name], **{operator: S2})(torch.arange(24.0).view(8, 3))
     assert result.shape == (2, 4, 3)
     assert result.flatten().equal(torch.arange(24.0))
 
 
-def test_pieces_in_the_code_are_the_wholes(mesh):
+def test_global_split_sizes_in_the_code_are_divided(mesh):
     part = torch.arange(24.0).view(4, 6)
     for split in (
         lambda x: x.split(4, 1), lambda x: x.split(4, -1), lambda x: torch.split(x, [4, 8], 1)
     ):  # fmt: skip
         assert [one.shape[1] for one in _static(mesh, split, split=S1)(part)] in ([2] * 3, [2, 4])
-    rows = _static(mesh, lambda x: x.split(2), split=S1)(part)  # which are not cut
+    rows = _static(mesh, lambda x: x.split(2), split=S1)(part)  # rows are not sharded
     assert [one.shape for one in rows] == [(2, 6), (2, 6)]
 
 
-def test_a_size_that_cannot_be_cut_is_refused(mesh):
+def test_an_uneven_size_is_refused(mesh):
     model = _static(mesh, lambda x: x.view(4, 3), view=S1)
-    with pytest.raises(ValueError, match="view in static mode: a size of 3 cannot be cut into 2"):
+    with pytest.raises(ValueError, match=r"view: expected a size that 2 ranks divide.*got 3"):
         model(torch.ones(4, 3))
 
 
-def test_calls_of_one_function_are_told_apart_by_their_number(mesh):
-    """Counted anew in each forward; those that are not named go on as they are."""
+def test_calls_of_one_function_are_distinguished_by_number(mesh):
+    """Counted from 0 in each forward; calls without an entry are unchanged."""
     model = _static(
         mesh, lambda x: (x.reshape(2, 6), x.reshape(2, 6), x.reshape(12, 1)), reshape__1=S1
     )  # fmt: skip
@@ -271,27 +270,27 @@ def test_calls_of_one_function_are_told_apart_by_their_number(mesh):
     assert (first.shape, second.shape) == ((2, 6), (2, 3))
 
 
-def test_what_children_call_is_not_caught(mesh):
+def test_calls_of_children_are_not_intercepted(mesh):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = nn.Sequential(Calls(lambda x: x.reshape(2, 6)))
-            self.leaf = Calls(lambda x: x.reshape(2, 6))
+            self.child = Calls(lambda x: x.reshape(2, 6))
 
-            self.unflatten = nn.Unflatten(0, (2, 6))  # one of torch's own
+            self.unflatten = nn.Unflatten(0, (2, 6))  # a module of torch
 
         def forward(self, x):
-            mine = x[:6].reshape(2, 6)
-            return self.inner(x), mine, self.leaf(x), self.inner(x), self.unflatten(x)
+            own = x[:6].reshape(2, 6)
+            return self.inner(x), own, self.child(x), self.inner(x), self.unflatten(x)
 
     plan = Plan(mesh).annotate("<op:reshape>", S1)
     model = parallelize(Block(), plan, mode="static", guard_steps=0)
     shapes = [one.shape for one in model(torch.ones(12))]
     assert shapes == [(2, 6), (2, 3), (2, 6), (2, 6), (2, 6)]
-    assert torch.ones(12).reshape(2, 6).shape == (2, 6)  # nothing is caught afterwards
+    assert torch.ones(12).reshape(2, 6).shape == (2, 6)  # nothing is intercepted afterwards
 
 
-def test_nothing_is_caught_after_a_forward_that_raises(mesh):
+def test_nothing_is_intercepted_after_a_forward_that_raises(mesh):
     def fails(x):
         x.reshape(2, 6)
         raise KeyError("x")
@@ -301,13 +300,13 @@ def test_nothing_is_caught_after_a_forward_that_raises(mesh):
     assert torch.ones(12).reshape(2, 6).shape == (2, 6)
 
 
-def test_fused_attention_with_dropout_is_refused_and_without_is_torchs(mesh):
+def test_fused_attention_with_dropout_is_refused_and_without_is_native(mesh):
     query = torch.randn(1, 2, 4, 4)
 
     def attend(p):
         return lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=p)
 
-    with pytest.raises(NotImplementedError, match=r"dropout_p > 0.*attn_implementation='eager'"):
+    with pytest.raises(NotImplementedError, match=r"dropout_p=0 .*attn_implementation='eager'"):
         _static(mesh, attend(0.1), dropout=S1)(query)
     assert _static(mesh, attend(0.0), dropout=S1)(query).equal(attend(0.0)(query))
 
@@ -321,7 +320,7 @@ def test_cross_entropy_with_label_smoothing_is_refused(mesh):
 
 
 @pytest.mark.ranks
-def test_any_other_function_is_given_a_dtensor():
+def test_any_other_function_runs_on_a_dtensor():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         whole = torch.arange(8.0).view(4, 2)
@@ -337,6 +336,6 @@ def test_any_other_function_is_given_a_dtensor():
 
 
 @pytest.mark.parametrize("name", ["view", "reshape"])
-def test_a_size_that_is_left_open_stays_so_where_it_is_cut(mesh, name):
+def test_a_size_of_minus_one_is_not_divided(mesh, name):
     model = _static(mesh, lambda x: getattr(x, name)(-1, 2), **{name: S0})
     assert model(torch.ones(4, 4)).shape == (8, 2)

@@ -1,4 +1,4 @@
-"""Optimizers of models in static mode step on leaves, and have DTensors before and after."""
+"""Optimizers in static mode step on local parameters, and hold DTensors before and after."""
 
 import copy
 
@@ -39,7 +39,7 @@ def _net(mesh, mode="static"):
     plan.redistribute("<in>", R, R).redistribute(r"down\.bias", R, P)
     plan.redistribute("up.<in>", R, R, grad_src=P, grad_dst=R)
     plan.redistribute("down.<out>", P, R)
-    # Nothing is sent: torch 2.11's fake group leaves what it scatters as it was allocated.
+    # Nothing is sent: torch 2.11's fake group does not write what it scatters.
     return parallelize(TwoLinears(), plan, mode=mode, src_data_rank=None)
 
 
@@ -50,7 +50,7 @@ def _step(model, optimizer, seed):
     optimizer.zero_grad()
 
 
-def _whole(model):
+def _full(model):
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
@@ -64,7 +64,7 @@ def mesh():
         yield mesh
 
 
-class _OfDTensors(TorchDispatchMode):
+class _DTensorOperators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -75,7 +75,7 @@ class _OfDTensors(TorchDispatchMode):
 
 
 @pytest.mark.ranks
-def test_elementwise_optimizers_do_as_in_eager_bit_for_bit_without_dtensors():
+def test_elementwise_optimizers_equal_eager_bit_for_bit_without_dtensors():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         found = {}
@@ -86,19 +86,19 @@ def test_elementwise_optimizers_do_as_in_eager_bit_for_bit_without_dtensors():
                 optimizer = kind(model.parameters(), **options)
                 for seed in range(4):
                     _step(model, optimizer, seed)
-                held = optimizer.state_dict()["state"]
-                with _OfDTensors() as seen:
+                saved = optimizer.state_dict()["state"]
+                with _DTensorOperators() as seen:
                     optimizer.step()
                 state = {
                     (number, key): one.full_tensor() if isinstance(one, DTensor) else one
-                    for number, of_one in held.items()
+                    for number, of_one in saved.items()
                     for key, one in of_one.items()
                     if isinstance(one, torch.Tensor)
                 }
-                placed = [isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]]
-                ends.append((_whole(model), state, seen.count, all(placed)))
-            (eager, states, _, _), (static, ours, count, dtensors) = ends
-            found[name] = (_equal(eager, static), _equal(states, ours), count == 0, dtensors)
+                are_dtensors = [isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]]
+                ends.append((_full(model), state, seen.count, all(are_dtensors)))
+            (eager, states, _, _), (static, own, count, dtensors) = ends
+            found[name] = (_equal(eager, static), _equal(states, own), count == 0, dtensors)
         return found
 
     for found in run_ranks(check, 2, timeout=200):
@@ -107,21 +107,22 @@ def test_elementwise_optimizers_do_as_in_eager_bit_for_bit_without_dtensors():
 
 
 @pytest.mark.ranks
-def test_fused_kernels_run_on_leaves():
-    """In Eager they need strategies that DTensor has for some; here they see plain tensors."""
+def test_fused_kernels_run_on_local_parameters():
+    """In Eager they need DTensor strategies, which some have; here they take plain tensors."""
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         found = {}
         for name, (kind, options) in FUSED.items():
             model, plain = _net(mesh), TwoLinears()
-            ours, theirs = kind(model.parameters(), **options), kind(plain.parameters(), **options)
+            optimizer = kind(model.parameters(), **options)
+            reference = kind(plain.parameters(), **options)
             for seed in range(4):
-                _step(model, ours, seed)
-                _step(plain, theirs, seed)
+                _step(model, optimizer, seed)
+                _step(plain, reference, seed)
             expected = {key: one.detach() for key, one in plain.named_parameters()}
             found[name] = all(
-                torch.allclose(one, expected[key], atol=1e-6) for key, one in _whole(model).items()
+                torch.allclose(one, expected[key], atol=1e-6) for key, one in _full(model).items()
             )
         return found
 
@@ -129,8 +130,8 @@ def test_fused_kernels_run_on_leaves():
 
 
 @pytest.mark.ranks
-def test_an_optimizer_that_looks_at_whole_matrices_steps_on_dtensors():
-    """Muon of shards would be another one."""
+def test_an_optimizer_that_reads_full_matrices_steps_on_dtensors():
+    """Muon on shards would compute something else."""
 
     def trained(model):
         optimizer = optim.Muon([param for param in model.parameters() if param.ndim == 2], lr=0.1)
@@ -140,15 +141,15 @@ def test_an_optimizer_that_looks_at_whole_matrices_steps_on_dtensors():
 
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        eager, static = (_whole(trained(_net(mesh, mode))) for mode in ("eager", "static"))
+        eager, static = (_full(trained(_net(mesh, mode))) for mode in ("eager", "static"))
         plain = dict(trained(TwoLinears()).named_parameters())
-        unlike = [key for key in plain if not torch.allclose(static[key], plain[key], atol=1e-2)]
-        return _equal(eager, static), unlike
+        different = [key for key in plain if not torch.allclose(static[key], plain[key], atol=1e-2)]
+        return _equal(eager, static), different
 
     assert run_ranks(check, 2) == [(True, [])] * 2
 
 
-def test_a_subclass_of_an_elementwise_optimizer_may_do_anything_and_steps_on_dtensors(mesh):
+def test_a_subclass_of_an_elementwise_optimizer_steps_on_dtensors(mesh):
     seen = []
 
     class Mine(optim.SGD):
@@ -161,7 +162,7 @@ def test_a_subclass_of_an_elementwise_optimizer_may_do_anything_and_steps_on_dte
     assert all(issubclass(kind, DTensor) for kind in seen)
 
 
-def test_state_dicts_hold_dtensors_and_come_back(mesh):
+def test_state_dicts_hold_dtensors_and_load(mesh):
     model = _net(mesh)
     optimizer = optim.AdamW(model.parameters())
     for seed in range(2):
@@ -178,10 +179,10 @@ def test_state_dicts_hold_dtensors_and_come_back(mesh):
     other.load_state_dict(saved)
     for one, its in ((model, optimizer), (again, other)):
         _step(one, its, 9)
-    assert _equal(_whole(model), _whole(again))
+    assert _equal(_full(model), _full(again))
 
 
-def test_a_closure_runs_backward_within_the_step(mesh):
+def test_a_closure_runs_backward_inside_of_the_step(mesh):
     ends = []
     for mode in ("eager", "static"):
         model = _net(mesh, mode)
@@ -195,13 +196,13 @@ def test_a_closure_runs_backward_within_the_step(mesh):
             return loss
 
         losses = [optimizer.step(closure).item() for _ in range(3)]
-        ends.append((losses, _whole(model)))
+        ends.append((losses, _full(model)))
     assert ends[0][0] == ends[1][0]
     assert ends[1][0][2] < ends[1][0][0]
     assert _equal(ends[0][1], ends[1][1])
 
 
-def test_groups_have_options_of_their_own(mesh):
+def test_each_group_has_its_options(mesh):
     ends = []
     for mode in ("eager", "static"):
         model = _net(mesh, mode)
@@ -210,21 +211,21 @@ def test_groups_have_options_of_their_own(mesh):
         for seed in range(3):
             _step(model, optimizer, seed)
         assert [p for group in optimizer.param_groups for p in group["params"]] == [*up, *down]
-        ends.append(_whole(model))
+        ends.append(_full(model))
     assert _equal(*ends)
 
 
-def test_a_parameter_without_gradient_is_left_alone(mesh):
+def test_a_parameter_without_gradient_is_unchanged(mesh):
     model = _net(mesh)
     optimizer = optim.AdamW(model.parameters())
-    before = _whole(model)
+    before = _full(model)
     optimizer.step()
-    assert _equal(before, _whole(model))
+    assert _equal(before, _full(model))
     assert not optimizer.state
 
 
 @pytest.mark.parametrize("then", ["step", "state_dict", "forward", "zero_grad"])
-def test_a_step_that_raises_leaves_dtensors(mesh, then):
+def test_dtensors_are_restored_after_a_step_that_raises(mesh, then):
     model, other = _net(mesh), _net(mesh)
     optimizer, its = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
     for one, its_own in ((model, optimizer), (other, its)):
@@ -253,10 +254,10 @@ def test_a_step_that_raises_leaves_dtensors(mesh, then):
         torch.manual_seed(2)
         one(torch.randn(4, 4)).backward()
         its_own.step()
-    assert _equal(_whole(model), _whole(other))
+    assert _equal(_full(model), _full(other))
 
 
-def test_optimizers_of_other_models_are_left_alone(mesh):
+def test_optimizers_of_other_models_are_unchanged(mesh):
     _net(mesh)
     plain = TwoLinears()
     optimizer = optim.AdamW(plain.parameters())

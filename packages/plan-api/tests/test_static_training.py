@@ -1,4 +1,4 @@
-"""Static mode trains as Eager does, bit for bit, and no operator is given a DTensor meanwhile."""
+"""Static mode trains bit for bit as Eager does, and no operator takes a DTensor."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
 ]
 
-# Where a rank has a single key-value head, torch lays views of local tensors out otherwise than
-# those of DTensors, and sums of matrix products round otherwise.
+# With a single key-value head on a rank, views of local tensors have other strides than those of
+# DTensors, and matrix products round otherwise.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
 
 
@@ -41,7 +41,7 @@ CASES = {
         sp=(False,),
         axes=("dp", "ep"),
     ),
-    # Its 17 patches cannot be cut evenly.
+    # Its 17 patches cannot be sharded evenly.
     "vit": Training(models.vit, partial(zoo.vit, dp="dp"), models.image_loss, sp=(False,)),
     "dit": Training(
         lambda: models.nowhere_zero(models.dit()),
@@ -53,19 +53,19 @@ CASES = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a model.
+    """A trained model.
 
     Attributes:
         losses: of 20 steps.
-        params: this rank's parts, by name.
-        grads: this rank's, of one more batch.
-        never: entries of the plan that did nothing.
+        params: this rank's local tensors, by name.
+        grads: this rank's gradients of one more batch.
+        unused: sites of the plan that no call passed.
     """
 
     losses: list[float]
     params: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
-    never: list[str]
+    unused: list[str]
 
 
 def _train(case, mesh, sp, mode):
@@ -81,15 +81,15 @@ def _train(case, mesh, sp, mode):
     )
 
 
-def _unlike(eager, static):
-    """The names of the tensors of which not every bit is the same."""
+def _different(eager, static):
+    """Returns the names of the tensors that differ in any bit."""
     assert eager.keys() == static.keys()
     return [name for name, one in eager.items() if not torch.equal(one, static[name])]
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_static_mode_trains_as_eager_does_bit_for_bit(shape):
-    """20 steps of AdamW, dropout on; all in one call, for planning operators takes most time."""
+def test_static_mode_trains_bit_for_bit_as_eager(shape):
+    """20 steps of AdamW with dropout; all in one call, as planning operators takes most time."""
 
     def check():
         meshes = {
@@ -105,42 +105,42 @@ def test_static_mode_trains_as_eager_does_bit_for_bit(shape):
                 found[name, sp] = (
                     eager.losses,
                     static.losses,
-                    _unlike(eager.params, static.params),
-                    _unlike(eager.grads, static.grads),
+                    _different(eager.params, static.params),
+                    _different(eager.grads, static.grads),
                     [name for name, grad in static.grads.items() if not grad.any()],
-                    static.unused_sites,
+                    static.unused,
                 )
         return found
 
     for found in run_ranks(check, shape[0] * shape[1], timeout=580):
-        for (name, sp), (eager, static, params, grads, zero, never) in found.items():
-            said = f"{name}, {sp=}"
-            assert len(static) == 20, said
-            assert static == eager, said
-            assert static[-1] != static[0], said
-            assert params == [], said
-            assert grads == [], said
+        for (name, sp), (eager, static, params, grads, zero, unused) in found.items():
+            case = f"{name}, {sp=}"
+            assert len(static) == 20, case
+            assert static == eager, case
+            assert static[-1] != static[0], case
+            assert params == [], case
+            assert grads == [], case
             # Keys' biases shift all scores of a row alike; experts may not be hit.
-            assert [one for one in zero if "k_proj.bias" not in one] == [], said
-            assert never == [], said
+            assert [one for one in zero if "k_proj.bias" not in one] == [], case
+            assert unused == [], case
 
 
-class _OfDTensors(TorchDispatchMode):
-    """Counts the operators that are given a DTensor; it sits above both torch's C++ and ours."""
+class _DTensorOperators(TorchDispatchMode):
+    """Counts the operators that take a DTensor, above the dispatch of torch and dtensor-rules."""
 
     def __init__(self):
         super().__init__()
         self.names = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = tree_leaves((args, kwargs or {}))
-        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in given) else [])
+        arguments = tree_leaves((args, kwargs or {}))
+        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in arguments) else [])
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
-def test_no_operator_is_given_a_dtensor_during_a_static_step(rules):
-    """Forward, backward, optimizer and zero_grad, of each of three steps; in Eager hundreds are."""
+def test_no_operator_takes_a_dtensor_in_a_static_step(rules):
+    """In forward, backward, optimizer and zero_grad of three steps; in Eager hundreds do."""
     names = ["llama", "dit", "mixtral, experts divided along tp"]
 
     def check():
@@ -155,7 +155,7 @@ def test_no_operator_is_given_a_dtensor_during_a_static_step(rules):
             if not rules:
                 dtensor_rules.disable()
             for _ in range(3):
-                with _OfDTensors() as seen:
+                with _DTensorOperators() as seen:
                     case.loss(model).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_no_operator_is_given_a_dtensor_during_a_static_step(rules):
         assert all(names == {} for steps in counted.values() for names in steps), counted
 
 
-def test_a_sequence_that_cannot_be_cut_evenly_is_refused_by_name():
+def test_an_uneven_sequence_is_refused_by_site():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize(models.vit(), zoo.vit(mesh, dp="dp", sp=True), mode="static")
@@ -178,5 +178,5 @@ def test_a_sequence_that_cannot_be_cut_evenly_is_refused_by_name():
 
     with pytest.raises(RankError) as error:
         run_ranks(check, 2)
-    assert r"vit.layers.0.forward_pre:<in>:0 has shape (4, 17, 32)" in str(error.value)
-    assert "expected a dim 1 that 2 ranks divide evenly" in str(error.value)
+    assert "vit.layers.0.forward_pre:<in>:0: expected a dim 1 that 2 ranks" in str(error.value)
+    assert "got shape (4, 17, 32)" in str(error.value)

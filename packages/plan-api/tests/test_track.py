@@ -1,4 +1,4 @@
-"""What a step runs, in the order in which it runs."""
+"""Operators and collectives of a recorded step."""
 
 import contextlib
 import json
@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor_rules
 from plan_api import Plan, options, parallelize, track
-from plan_api.inspect.track import Collective, Phase
+from plan_api.inspect.track import CollectiveEvent, StepPhase
 from plan_api.runtime import attribution
 from testkit import CommLog, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-FORWARD, BACKWARD, OPTIMIZER = Phase
+FORWARD, BACKWARD, OPTIMIZER = StepPhase
 
 
 def sequence_parallel(mesh):
-    """Activations are gathered before a block and scattered behind it."""
+    """Activations are gathered before a block and scattered after it."""
     return (
         Plan(mesh)
         .shard(r"layers\.\d\.up\.(weight|bias)", S0, "tp")
@@ -47,7 +47,7 @@ def step_of(model, optimizer):
 def step(mesh, model):
     parallelize(model, sequence_parallel(mesh))
     optimizer = torch.optim.AdamW(model.parameters())
-    step_of(model, optimizer)  # fused-comm makes its buckets
+    step_of(model, optimizer)  # fused-comm allocates its buckets
     return lambda: step_of(model, optimizer)
 
 
@@ -78,7 +78,7 @@ STEP = [
         for n in (2, 1, 0)
         for what in ("all_gather", "reduce_scatter")
     ),
-    "backward  all_gather tp -> plan",  # of the gradient of the input, which is whole
+    "backward  all_gather tp -> plan",  # of the gradient of the input, which is replicated
     "backward  all_gather dp -> plan",
 ]
 
@@ -97,11 +97,11 @@ def test_collectives_have_site_phase_axis_placements_and_cause(model, step):
 def test_dtensor_rules_gather_over_both_axes_at_once(model, step):
     with dtensor_rules.enabled(), track(model) as record:
         step()
-    whole = {(one.axis, one.ranks) for one in record.collectives if one.site == ""}
-    assert whole == {("dp+tp", 4)}
+    gathers = {(one.axis, one.ranks) for one in record.collectives if one.site == ""}
+    assert gathers == {("dp+tp", 4)}
 
 
-def test_the_line_is_that_of_the_entry_forward_and_backward(model, step):
+def test_forward_and_backward_have_the_line_of_the_entry(model, step):
     with track(model) as record:
         step()
     lines = {(one.phase, one.name): one.line for one in record.collectives if one.site}
@@ -114,7 +114,7 @@ def test_the_line_is_that_of_the_entry_forward_and_backward(model, step):
     }
 
 
-def test_a_gradient_that_is_reduced_alone_is_named(mesh, model, monkeypatch):
+def test_a_gradient_without_a_bucket_is_named(mesh, model, monkeypatch):
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     parallelize(model, sequence_parallel(mesh))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -126,11 +126,11 @@ def test_a_gradient_that_is_reduced_alone_is_named(mesh, model, monkeypatch):
     assert (bias.site, bias.axis, bias.before, bias.after) == ("layers.1.down", "dp", "P,R", "R,R")
 
 
-def test_an_operator_that_moves_its_arguments_is_the_cause(mesh):
+def test_an_operator_that_redistributes_its_arguments_is_the_cause(mesh):
     plan = Plan(mesh).shard("weight", S1, "tp").shard("<in>", R, "tp")
     model = parallelize(nn.Linear(4, 4), plan)
     with track(model) as record:
-        torch.relu(model(torch.ones(2, 4)))  # of terms of a sum
+        torch.relu(model(torch.ones(2, 4)))  # of a Partial
     (found,) = record.collectives
     assert (found.name, found.axis, found.cause, found.line) == (
         "all_reduce",
@@ -151,13 +151,13 @@ def test_operators_are_those_that_dtensor_sees(model, step):
         ("layers.1.up", "aten.t"),
         ("layers.1.up", "aten.addmm"),
         ("layers.1", "aten.relu"),
-        ("layers.1", "aten.detach"),  # autograd's, of what it saves
+        ("layers.1", "aten.detach"),  # autograd's, of a saved tensor
         ("layers.1.down", "aten.t"),
         ("layers.1.down", "aten.addmm"),
         ("layers.1", "aten.mul"),
     ]
     assert (forward[1].before, forward[1].after) == ("R,S(0) S(0),R R,S(1)", "S(0),S(1)")
-    assert forward[1].bytes == 4 * 2 * 4  # of 4 x 8 numbers a half of the rows and of the columns
+    assert forward[1].bytes == 4 * 2 * 4  # half the rows and half the columns of 4 x 8 numbers
     back = [(one.site, one.name) for one in block if one.phase is BACKWARD]
     for site in ("layers.1.down", "layers.1.up"):
         assert back.count((site, "aten.mm")) == 2
@@ -166,7 +166,7 @@ def test_operators_are_those_that_dtensor_sees(model, step):
     assert updates.count("aten.addcdiv_") == len(list(model.parameters()))
 
 
-def test_local_operators_of_a_model_are_recorded_as_well():
+def test_operators_on_plain_tensors_are_recorded():
     model = nn.Linear(2, 2)
     with track(model) as record:
         model(torch.ones(1, 2)).sum().backward()
@@ -176,7 +176,7 @@ def test_local_operators_of_a_model_are_recorded_as_well():
     assert (FORWARD, None, "aten.sum", "local") in found
 
 
-def test_what_is_computed_again_is_backward_at_its_own_site():
+def test_recomputation_is_part_of_backward_at_its_own_site():
     inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
     class Again(nn.Module):
@@ -195,20 +195,20 @@ def test_what_is_computed_again_is_backward_at_its_own_site():
     assert [one.phase for one in record.calls if one.site == "inner.1"] == [FORWARD, BACKWARD]
 
 
-def test_the_table_json_and_rich_say_the_same(model, step, capsys):
+def test_table_json_and_rich_table_agree(model, step, capsys):
     with track(model) as record:
         step()
     lines = str(record).splitlines()
     assert len(lines) == 1 + len(record.events)
     gather = next(one for one in lines if "all_gather" in one)
-    wanted = r"forward +layers\.0 +all_gather +S\(0\),S\(1\) -> S\(0\),R +32 +tp of 2 +\d+ +{}"
-    assert re.fullmatch(wanted.format(line_of("# gathers")), gather)
+    pattern = r"forward +layers\.0 +all_gather +S\(0\),S\(1\) -> S\(0\),R +32 +tp of 2 +\d+ +{}"
+    assert re.fullmatch(pattern.format(line_of("# gathers")), gather)
     assert record.table().row_count == len(record.events)
     assert record.table(collectives_only=True).row_count == len(record.collectives)
-    kept = json.loads(record.to_json())
-    assert [one["name"] for one in kept["events"]] == [one.name for one in record.events]
-    assert {one["kind"] for one in kept["events"]} == {"operator", "collective"}
-    assert (kept["model"], kept["rank"], len(kept["calls"])) == ("Model", 0, len(record.calls))
+    data = json.loads(record.to_json())
+    assert [one["name"] for one in data["events"]] == [one.name for one in record.events]
+    assert {one["kind"] for one in data["events"]} == {"operator", "collective"}
+    assert (data["model"], data["rank"], len(data["calls"])) == ("Model", 0, len(record.calls))
 
 
 def test_the_chrome_trace_nests_on_every_thread(model, step):
@@ -222,7 +222,7 @@ def test_the_chrome_trace_nests_on_every_thread(model, step):
     assert {named[one["tid"]] for one in spans if one["name"] == "all_gather"} == {"collectives 0"}
     for thread in named:
         open_until = []
-        for one in (one for one in spans if one["tid"] == thread):  # sorted by their begin
+        for one in (one for one in spans if one["tid"] == thread):  # sorted by start
             while open_until and open_until[-1] <= one["ts"]:
                 open_until.pop()
             assert not open_until or one["ts"] + one["dur"] <= open_until[-1], one
@@ -235,18 +235,18 @@ def test_the_chrome_trace_nests_on_every_thread(model, step):
 
 
 def overlapping():
-    def sent(start, duration):
-        return Collective(
+    def event(start, duration):
+        return CollectiveEvent(
             "all_reduce", None, BACKWARD, "dp", 2, "", "", 4, "gradients", "", start, duration
         )
 
-    return sent(0.0, 10.0), sent(5.0, 10.0), sent(11.0, 1.0)
+    return event(0.0, 10.0), event(5.0, 10.0), event(11.0, 1.0)
 
 
-def test_collectives_that_overlap_are_on_threads_of_their_own():
-    from plan_api.inspect.track.chrome import trace_of
+def test_overlapping_collectives_are_on_separate_threads():
+    from plan_api.inspect.track.record import chrome_trace
 
-    events = trace_of(overlapping(), (), "Model", 3)["traceEvents"]
+    events = chrome_trace(overlapping(), (), "Model", 3)["traceEvents"]
     assert [(one["tid"], one["pid"]) for one in events if one["ph"] == "X"] == [
         (1, 3),
         (2, 3),
@@ -256,11 +256,15 @@ def test_collectives_that_overlap_are_on_threads_of_their_own():
 
 def leftovers(model):
     hooks = [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules()]
-    observer = attribution._observer
-    return hooks, len(_global_optimizer_pre_hooks), _get_current_dispatch_mode(), observer
+    return (
+        hooks,
+        len(_global_optimizer_pre_hooks),
+        _get_current_dispatch_mode(),
+        attribution._observer,
+    )
 
 
-def test_nothing_is_left_when_the_step_raises(mesh, model, step):
+def test_all_hooks_are_removed_when_the_step_raises(mesh, model, step):
     before = leftovers(model)
     with pytest.raises(ZeroDivisionError), track(model) as record:  # noqa: PT012
         assert leftovers(model) != before
@@ -273,7 +277,7 @@ def test_nothing_is_left_when_the_step_raises(mesh, model, step):
     assert len(again.collectives) == len(STEP) + 1
 
 
-def test_a_module_that_raises_is_left(model, step):
+def test_a_module_that_raises_ends_its_site(model, step):
     def fail(*_):
         raise ZeroDivisionError
 
@@ -287,9 +291,9 @@ def test_a_module_that_raises_is_left(model, step):
     assert [one.site for one in record.calls][:2] == ["", "layers.0"]
 
 
-def test_one_records_at_a_time(model):
+def test_a_second_track_is_refused(model):
     with track(model) as record:
-        with pytest.raises(RuntimeError, match="another track"), track(model):
+        with pytest.raises(RuntimeError, match="other track"), track(model):
             pass
         with pytest.raises(RuntimeError, match="no record yet"):
             record.events  # noqa: B018
@@ -297,31 +301,32 @@ def test_one_records_at_a_time(model):
     assert [one.name for one in record.events] == ["aten.ones"]
 
 
-def test_a_hook_that_moves_nothing_tells_nobody(mesh):
-    """What `track` costs when it is off is looked up only where something is moved."""
+def test_a_hook_that_redistributes_nothing_reports_no_cause(mesh):
+    """Without `track` a hook costs a look at a global only where it redistributes."""
     model = parallelize(nn.Identity(), Plan(mesh).shard("<in>", S0, "dp"))
     x = DTensor.from_local(torch.ones(2, 2), mesh, [S0, R], run_check=False)
-    told = []
+    causes = []
     try:
-        attribution.set_observer(lambda cause: told.append(cause) or attribution._NO_OBSERVER)
+        attribution.set_observer(lambda cause: causes.append(cause) or attribution._NO_OBSERVER)
         model(x)
-        assert told == []
+        assert causes == []
         model(torch.ones(2, 2))
-        assert len(told) == 2  # it becomes a DTensor, and is cut
+        assert len(causes) == 2  # it becomes a DTensor, and is sharded
     finally:
         attribution.set_observer(None)
 
 
 def _found(fused):
-    """Finds packages as installed, fused-comm only if it is to be."""
-    find = options.find_spec
-    return lambda name: find(name) if fused or name != "fused_comm" else None
+    """Finds installed packages, and fused-comm only if it is to be used."""
+    return lambda name, find=options.find_spec: (
+        find(name) if fused or name != "fused_comm" else None
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fused", [True, False], ids=["fused-comm", "one by one"])
 def test_collectives_are_those_that_reach_the_process_groups(fused):
-    """In number and in bytes, functional ones and c10d's own, with all that other packages do."""
+    """In number and in bytes, functional ones and those of c10d, also of other packages."""
 
     def check():
         before, options.find_spec = options.find_spec, _found(fused)
@@ -346,9 +351,9 @@ def test_collectives_are_those_that_reach_the_process_groups(fused):
             step()
         found = record.collectives
         counts = {name: [one.name for one in found].count(name) for name in log.counts()}
-        whole = sum(one.bytes for one in found)
+        total = sum(one.bytes for one in found)
         times = all(one.duration > 0 for one in found)
-        return log.counts() == counts, log.bytes() == whole, len(found), times
+        return log.counts() == counts, log.bytes() == total, len(found), times
 
     ranks = run_ranks(check, 4)
     assert [one[:2] + one[3:] for one in ranks] == [(True, True, True)] * 4
@@ -356,8 +361,8 @@ def test_collectives_are_those_that_reach_the_process_groups(fused):
 
 
 @pytest.mark.ranks
-def test_a_recorded_step_computes_the_same_to_the_bit():
-    """With dropout, whose numbers are those of one device where dist-rng is installed."""
+def test_a_recorded_step_is_bitwise_equal():
+    """With dropout, whose random numbers are those of one device where dist-rng is installed."""
 
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

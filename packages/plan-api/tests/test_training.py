@@ -70,14 +70,14 @@ class Trained:
         norms: of the gradients of one more batch; an optimizer like Adam hides a factor.
         equal: whether parameters began as one device's, bit for bit.
         extras: of the other packages, those that took part.
-        never: entries of the plan that did nothing.
+        unused_sites: sites of the plan that no call passed.
     """
 
     losses: list[float]
     norms: list[float]
     equal: bool = True
     extras: tuple[str, ...] = ()
-    never: list[str] = field(default_factory=list)
+    unused_sites: list[str] = field(default_factory=list)
 
 
 def _train(model, case):

@@ -1,4 +1,4 @@
-"""The page of a plan on a model, read as text and drawn by a browser."""
+"""The HTML page of a plan on a model, parsed, and drawn by a browser."""
 
 import html
 import json
@@ -15,11 +15,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import plan_api
 from plan_api import Plan, parallelize, track, view
-from plan_api.inspect.track import Collective, Phase, Record
-from plan_api.inspect.view.colours import DIMS, colour_of
-from plan_api.inspect.view.html import element
-from plan_api.inspect.view.rows import size
-from plan_api.inspect.view.tree import Traffic, tree_of
+from plan_api.inspect.track import CollectiveEvent, Record, StepPhase
+from plan_api.inspect.view.html import DIM_COLOURS, element, placement_colour
+from plan_api.inspect.view.rows import format_bytes
+from plan_api.inspect.view.tree import Communication, build_tree
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 VOID = {"meta", "input"}
@@ -37,7 +36,7 @@ def plan_of(mesh):
 
 
 class Page(HTMLParser):
-    """Checks that elements are closed in order, and keeps the rows of the tree as text."""
+    """Checks that elements are closed in order, and collects the rows of the tree as text."""
 
     def __init__(self, path):
         super().__init__()
@@ -47,11 +46,11 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.addresses += [given[name] for name in ("src", "href") if name in given]
+        attributes = dict(attrs)
+        self.addresses += [attributes[name] for name in ("src", "href") if name in attributes]
         self.scripts += tag == "script"
         if tag not in VOID:
-            self.open.append((tag, "row" in (given.get("class") or "").split()))
+            self.open.append((tag, "row" in (attributes.get("class") or "").split()))
         if self.open[-1][1]:
             self.rows.append([])
 
@@ -76,7 +75,7 @@ def stack(number):
     return model
 
 
-def test_rows_say_placements_shapes_bytes_and_lines(mesh, model, tmp_path):
+def test_rows_have_placements_shapes_bytes_and_lines(mesh, model, tmp_path):
     page = Page(view(plan_of(mesh), model, tmp_path / "plan.html"))
     weight = page.row("weight", "float32")
     assert weight[2:6] == ["R", "S(0)", "(8, 4) → (4, 4)", "64 B"]
@@ -90,19 +89,19 @@ def test_a_tied_weight_is_named_and_counted_once(mesh, model, tmp_path):
     page = Page(view(plan_of(mesh), model, tmp_path / "plan.html"))
     tied = page.row("weight", "float32 = layers.0.up.weight")
     assert tied[2:5] == ["R", "S(0)", "(8, 4) → (4, 4)"]
-    states = list(tree_of(plan_of(mesh), model, None).all_states)
-    assert len(states) == len(list(model.parameters())) + len(list(model.buffers()))
+    tensors = list(build_tree(plan_of(mesh), model, None).all_tensors)
+    assert len(tensors) == len(list(model.parameters())) + len(list(model.buffers()))
 
 
-def test_a_weight_is_shown_as_it_rests_before_and_after(mesh, model):
+def test_a_weight_is_shown_in_the_phase_of_the_optimizer_before_and_after(mesh, model):
     """ZeRO-1 beside tensor parallelism: the optimizer's shards, with the lines of both entries."""
     plan = plan_of(mesh).shard(r"layers\.1\.up\.weight", S0, "dp", plan_api.Phase.OPTIM)
 
     def shown():
-        (layers,) = tree_of(plan, model, None).children
+        (layers,) = build_tree(plan, model, None).children
         block = next(one for one in layers.children if one.paths == ("layers.1",))
         up = next(one for one in block.children if one.name == "up")
-        return next(one for one in up.states if one.name == "weight")
+        return next(one for one in up.tensors if one.name == "weight")
 
     before = shown()
     assert before.local_shape == (2, 4)
@@ -111,28 +110,28 @@ def test_a_weight_is_shown_as_it_rests_before_and_after(mesh, model):
     assert shown() == before
 
 
-def test_layers_that_are_alike_are_one(mesh, tmp_path):
+def test_equal_layers_are_one_row(mesh, tmp_path):
     with torch.device("meta"):
         model = stack(80)
     model.layers[40].up.bias = None
     plan = plan_of(mesh)
     plan._entries.pop()
     page = Page(view(plan, model, tmp_path / "plan.html"))
-    assert page.row("0 … 39")[1] == "40 alike"
-    assert page.row("41 … 79")[1] == "39 alike"
+    assert page.row("0 … 39")[1] == "40 equal"
+    assert page.row("41 … 79")[1] == "39 equal"
     assert "40" in [row[0] for row in page.rows]
     assert [row[0] for row in page.rows].count("up") == 3
-    # 80 blocks of 32 + 8 + 32 numbers halved and 4 whole ones, less the missing bias.
-    assert page.row("layers")[-1] == size(4 * (80 * (16 + 4 + 16 + 4) - 4))
+    # 80 blocks of 32 + 8 + 32 sharded numbers and 4 replicated ones, less the missing bias.
+    assert page.row("layers")[-1] == format_bytes(4 * (80 * (16 + 4 + 16 + 4) - 4))
     assert len(page.text) < 30_000
 
 
-def test_layers_that_are_placed_otherwise_are_not_alike(mesh, tmp_path):
+def test_layers_with_other_placements_are_separate_rows(mesh, tmp_path):
     plan = plan_of(mesh)
     plan._entries.pop()
     plan.shard(r"layers\.1\.up\.bias", R, "tp")
     page = Page(view(plan, stack(3), tmp_path / "plan.html"))
-    assert "alike" not in str(page.rows)
+    assert "equal" not in str(page.rows)
 
 
 def test_it_is_the_same_before_and_after_parallelize(mesh, model, tmp_path):
@@ -142,7 +141,7 @@ def test_it_is_the_same_before_and_after_parallelize(mesh, model, tmp_path):
     assert view(plan, model, tmp_path / "again.html").read_text(encoding="utf-8") == before
 
 
-def test_placements_of_other_packages_have_shapes_as_well(mesh, tmp_path):
+def test_placements_of_other_packages_have_shapes(mesh, tmp_path):
     ragged = pytest.importorskip("ragged_shard", reason="an extra of plan-api")
     model = nn.Linear(4, 12, bias=False)
     for placement, rows in (
@@ -155,32 +154,32 @@ def test_placements_of_other_packages_have_shapes_as_well(mesh, tmp_path):
         assert plan.explain(model).rows[0].bytes == str(rows * 4 * 4)
 
 
-def test_communication_is_summed_upwards(mesh, model, tmp_path):
+def test_communication_includes_children(mesh, model, tmp_path):
     plan = plan_of(mesh)
     parallelize(model, plan)
     with track(model) as record:
         model.layers[0](torch.ones(2, 4))
         model.layers[1](torch.ones(2, 4))
     sent = [one for one in record.collectives if one.site is not None]
-    tree = tree_of(plan, model, record)
-    assert tree.total == Traffic(len(sent), sum(one.bytes for one in sent))
-    assert tree.own == Traffic()
+    tree = build_tree(plan, model, record)
+    assert tree.total == Communication(len(sent), sum(one.bytes for one in sent))
+    assert tree.own == Communication()
     assert tree.total.number >= 2
     page = Page(view(plan, model, tmp_path / "plan.html", record=record))
-    assert f"{len(sent)} · {size(tree.total.bytes)}" in page.row("layers")
+    assert f"{len(sent)} · {format_bytes(tree.total.bytes)}" in page.row("layers")
 
 
-def test_what_belongs_to_no_module_is_told(mesh, model, tmp_path):
+def test_communication_outside_of_modules_is_reported(mesh, model, tmp_path):
     record = Record("Model")
-    together = Collective(
-        "all_reduce", None, Phase.BACKWARD, "dp", 2, "", "", 5000, "gradients", "", 0.0, 1.0
+    together = CollectiveEvent(
+        "all_reduce", None, StepPhase.BACKWARD, "dp", 2, "", "", 5000, "gradients", "", 0.0, 1.0
     )
     record._set((together,), ())
     text = view(plan_of(mesh), model, tmp_path / "plan.html", record=record).read_text("utf-8")
     assert "1 collectives, 4.9 KiB on rank 0; 1 of them, 4.9 KiB, belong to no module" in text
 
 
-def test_nothing_is_fetched_and_names_are_text(mesh, tmp_path):
+def test_the_page_fetches_nothing_and_escapes_names(mesh, tmp_path):
     evil = "<img src=http://a.example onerror=alert(1)>&\"'"
     model = nn.Module()
     model.add_module(evil.replace(".", "_"), nn.Linear(4, 4))
@@ -202,8 +201,8 @@ def test_elements_escape_text_and_attributes():
     ("number", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (2**20, "1.0 MiB"), (2**41, "2,048.0 GiB")],
 )
-def test_sizes(number, text):
-    assert size(number) == text
+def test_bytes_are_formatted_with_units(number, text):
+    assert format_bytes(number) == text
 
 
 def luminance(colour):
@@ -213,22 +212,20 @@ def luminance(colour):
 
 
 @pytest.mark.parametrize("placed", ["R", "P", "P(avg)", "S(0)", "S(1)", "S(2)", "S(3)", "Ragged"])
-def test_text_on_colours_can_be_read(placed):
+def test_text_has_enough_contrast_on_every_colour(placed):
     """Web Content Accessibility Guidelines 2.1, 1.4.3: a contrast of 4.5."""
-    back, text = luminance(colour_of(placed)), luminance("#14171c")
+    back, text = luminance(placement_colour(placed)), luminance("#14171c")
     assert (back + 0.05) / (text + 0.05) >= 4.5
-    assert (colour_of(placed) in DIMS) == placed.startswith("S(")
+    assert (placement_colour(placed) in DIM_COLOURS) == placed.startswith("S(")
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="draws the page in Chromium, which is not on this machine"
-)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 PROBE = Path(__file__).with_name("view_probe.js").read_text(encoding="utf-8")
 
 
 def browse(path, tmp_path, *, ask="", width=1400, dark=False):
-    """What a headless Chromium finds on the page."""
+    """Returns what a probe finds on the page in a headless Chromium."""
     probed = tmp_path / "probed.html"
     text = path.read_text(encoding="utf-8").replace("</body>", f"<script>{PROBE}</script></body>")
     probed.write_text(text, encoding="utf-8")
@@ -251,8 +248,8 @@ def page(mesh, tmp_path):
     plan._entries.pop()
     record = Record("Module")
     sent = [
-        Collective(
-            "all_gather", f"layers.{n}", Phase.FORWARD, "tp", 2, "R,S(1)", "R,R", 123_456_789,
+        CollectiveEvent(
+            "all_gather", f"layers.{n}", StepPhase.FORWARD, "tp", 2, "R,S(1)", "R,R", 123_456_789,
             "plan", "test_view.py:1", float(n), 1.0,
         )
         for n in range(12)
@@ -265,7 +262,7 @@ def page(mesh, tmp_path):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_draws_it_without_overlaps(page, tmp_path, dark):
     found = browse(page, tmp_path, ask="weight", dark=dark)
-    assert found["rows"] == 1 + 1 + 1 + 1 + 2 + 2 * 3  # with the heading; one block of twelve
+    assert found["rows"] == 1 + 1 + 1 + 1 + 2 + 2 * 3  # with the header; one block of twelve
     assert (found["clipped"], found["overlapping"], found["outside"]) == ([], [], 0)
     assert (found["text"] > 128) == dark
     assert found["chip"] < 64
@@ -279,7 +276,7 @@ def test_a_narrow_window_scrolls(page, tmp_path):
 
 
 @in_a_browser
-def test_a_search_opens_what_it_finds_among_those_that_are_alike(page, tmp_path):
+def test_a_search_finds_and_opens_rows_of_equal_layers(page, tmp_path):
     found = browse(page, tmp_path, ask="layers.7.up.weight")
     assert found["found"] == ["layers.0.up.weight"]
     assert found["open"] == ["", "layers", "layers.0", "layers.0.up"]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.simulate.tracing import operator_work
-from plan_api.inspect.track.collective import group_of, name_of
+from plan_api.inspect.track.collectives import collective_name, get_process_group
 from testkit import Collective
 from testkit.comm_log import Op
 
@@ -79,7 +79,7 @@ class _FakeStepMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             result = func(*args, **kwargs)
-            if name := name_of(func):
+            if name := collective_name(func):
                 self._note(name, func, args, result)
             return result
         if _makes_data(func, args, kwargs):
@@ -92,7 +92,7 @@ class _FakeStepMode(TorchDispatchMode):
         return result
 
     def _note(self, name: Any, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        group = group_of(func, args)
+        group = get_process_group(func, args)
         if group is None or group.size() == 1 or name == "barrier":
             return
         ours = _tensors(args)

@@ -11,8 +11,8 @@ from plan_api.lowering.lower import lower
 from plan_api.plan import Plan
 from plan_api.runtime.deferred_init import deferred_init
 from plan_api.spec.entry import Entry, Phase
-from plan_api.static.compare import Difference, StaticError
-from plan_api.static.generate import generate_static
+from plan_api.static.comparison import Difference, StaticError
+from plan_api.static.generation import generate_static
 
 __all__ = [
     "Diff",

@@ -29,11 +29,11 @@ from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.runtime.state import place_state
-from plan_api.static.check import check_static
-from plan_api.static.compare import Difference
+from plan_api.static.comparison import Difference
 from plan_api.static.guard import Guard
 from plan_api.static.install import install_static
-from plan_api.static.leaves import Leaf
+from plan_api.static.local_params import LocalParam
+from plan_api.static.validate import validate_static
 
 __all__ = ["Installed", "installed", "parallelize", "uninstall"]
 
@@ -61,7 +61,7 @@ class Installed:
     extras: tuple[str, ...]
     _guard: Guard | None
     _handles: tuple[RemovableHandle, ...]
-    _leaves: tuple[Leaf, ...]
+    _local_params: tuple[LocalParam, ...]
 
     def check(self, *args: Any, **kwargs: Any) -> tuple[Difference, ...]:
         """Validates static mode against Eager on one batch, forward and backward; changes nothing.
@@ -92,8 +92,8 @@ class Installed:
         for handle in self._handles:
             handle.remove()
         self.gradients.remove()
-        for leaf in self._leaves:
-            leaf.remove()
+        for one in self._local_params:
+            one.remove()
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, Installed] = weakref.WeakKeyDictionary()
@@ -167,7 +167,7 @@ def parallelize(
         model, lowered.fully_sharded, lowered.schedules, plan.mesh
     )
     if mode == "static":
-        check_static(model, lowered, plan.mesh)
+        validate_static(model, lowered, plan.mesh)
     check_buckets(bucket_mb, model, reduced_by_fsdp)
     check_agreement(
         [
@@ -217,13 +217,13 @@ def _install(
     handles: tuple[RemovableHandle, ...]
     gradients: GradientReduction
     guard: Guard | None = None
-    leaves: tuple[Leaf, ...] = ()
+    local_params: tuple[LocalParam, ...] = ()
     mode: Literal["eager", "static"] = "eager"
     if options.mode == "static":
         mode = "static"
         parts = install_static(model, lowered, mesh, coverage, options)
         handles, gradients, guard = parts.handles, parts.gradients, parts.guard
-        leaves = parts.leaves
+        local_params = parts.local_params
     else:
         handles = tuple(
             install_eager(model, lowered.sites, schedules, lowered.indices, mesh, coverage)
@@ -243,7 +243,7 @@ def _install(
         *install_forward_errors(model, lowered.sites, plan.axes, mode),
     )
     return Installed(
-        plan, mode, lowered, coverage, gradients, options.extras, guard, handles, leaves
+        plan, mode, lowered, coverage, gradients, options.extras, guard, handles, local_params
     )
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.context_parallel.attend import install_context
-from plan_api.context_parallel.sequence import Reorder, install_shifts
+from plan_api.context_parallel.attention import install_context_parallel
+from plan_api.context_parallel.reorder import SequenceReorder, install_label_shifts
 from plan_api.lowering.ir import ExpertIndices, OpKind, Schedule, Site, SiteStep
 from plan_api.ops.local_region import install_regions
 from plan_api.runtime.hooks import SiteCoverage, TensorTransform, install_site_hook
@@ -44,7 +44,7 @@ def install_eager(
         transforms: list[tuple[int | str, TensorTransform]] = [
             (
                 step.index,
-                Reorder(step, mesh, site)
+                SequenceReorder(step, mesh, site)
                 if step.kind is OpKind.ORDER
                 else redistribution(step, mesh, site.name),
             )
@@ -53,5 +53,5 @@ def install_eager(
         yield install_site_hook(site, model.get_submodule(site.path), transforms, coverage)
     yield from use_unsharded_params(model, schedules)
     yield from install_regions(model, hooked, mesh, indices)
-    yield from install_context(model, hooked, mesh)
-    yield from install_shifts(model, hooked)
+    yield from install_context_parallel(model, hooked, mesh)
+    yield from install_label_shifts(model, hooked)

@@ -7,7 +7,7 @@ from typing import Self
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plan_api.inspect.explain import Explanation, explain, show
+from plan_api.inspect.explain import Explanation, explain, print_explanation
 from plan_api.spec.plan_entries import PlanEntries
 from plan_api.spec.serialization import entries_from_json, entries_to_json
 from plan_api.spec.tp_plan import add_tp_plan
@@ -39,7 +39,7 @@ class Plan(PlanEntries):
             ValueError: the plan does not fit the model.
         """
         found = explain(self, model)
-        show(found)
+        print_explanation(found)
         return found
 
     def to_json(self) -> str:

@@ -1,10 +1,10 @@
-"""Context parallelism: a sequence cut along an axis of the mesh, and attention over all of it.
+"""Context parallelism: sequences are sharded along a mesh axis, and attention is over all of them.
 
-Note: the *order* says which *chunks* of a sequence each rank has: one, or in zig-zag order two. A
-*block* is the keys and values of one rank. A *piece* is a part of the queries of a rank against a
-part of the keys that it sees, all of one kernel call.
+Note: the *order* says which *chunks* of a sequence each rank has: one, or two in zig-zag order. A
+*block* is the keys and values of one rank. A *tile* is a range of a rank's queries and a range of
+keys that they attend to, computed by one kernel call.
 """
 
-from plan_api.context_parallel.order import Order, Piece
+from plan_api.context_parallel.order import AttentionTile, SequenceSharding
 
-__all__ = ["Order", "Piece"]
+__all__ = ["AttentionTile", "SequenceSharding"]

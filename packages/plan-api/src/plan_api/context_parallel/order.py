@@ -1,9 +1,9 @@
-"""Which part of a sequence each rank has, and which keys its queries see.
+"""Which chunks of a sequence each rank has, and which keys its queries attend to.
 
-With causal attention, query i sees keys up to i. Of contiguous cuts the last rank then has almost
-twice the mean work. In zig-zag order a sequence is cut into 2N chunks, and rank r has chunks r and
-2N-1-r: an early and a late one, together the same work everywhere (Llama 3, section 3.3.2; torch
-has it in torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py).
+In causal attention query i attends to keys up to i. In contiguous order the last rank then has
+almost twice the mean work. In zig-zag order a sequence is split into 2N chunks, and rank r has
+chunks r and 2N-1-r: an early and a late one, together the same work on all ranks (Llama 3, section
+3.3.2; torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py).
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from plan_api.runtime.error_context import StepContext
 from plan_api.spec.plan_entries import SequenceOrder
 
-__all__ = ["ORDERS", "Order", "Piece", "piece_between", "pieces_over_all"]
+__all__ = [
+    "ORDERS",
+    "AttentionCall",
+    "AttentionTile",
+    "SequenceSharding",
+    "tile_between",
+    "tiles_over_all",
+]
 
 ORDERS: tuple[SequenceOrder, ...] = get_args(SequenceOrder)
 
 
 @dataclass(frozen=True)
-class Order:
-    """How a sequence is divided.
+class SequenceSharding:
+    """How a sequence is divided among ranks.
 
     Attributes:
-        name: zigzag or contiguous.
-        ranks: among so many.
+        name: ``"zigzag"`` or ``"contiguous"``.
+        ranks: the size of the mesh axis.
     """
 
     name: SequenceOrder
@@ -35,39 +44,39 @@ class Order:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks of equal length a sequence is cut."""
+        """The number of chunks of equal length in a sequence."""
         return 2 * self.ranks if self.name == "zigzag" else self.ranks
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank has, by number, in the order in which it has them."""
+        """The chunks of a rank by number, in the order in which it has them."""
         return (rank, self.chunks - 1 - rank) if self.name == "zigzag" else (rank,)
 
     def all_chunks(self) -> list[int]:
-        """Those of all ranks, one rank after the other."""
+        """The chunks of all ranks, rank by rank."""
         return [chunk for rank in range(self.ranks) for chunk in self.chunks_of(rank)]
 
-    def check(self, length: int, what: str) -> None:
-        """Refuses a sequence that cannot be cut so.
+    def check_length(self, length: int, what: str) -> None:
+        """Checks that a sequence can be divided.
 
         Args:
-            length: of the whole sequence.
-            what: begins the message.
+            length: of the global sequence.
+            what: the tensor, for the message.
 
         Raises:
-            ValueError: it is no multiple of the number of chunks.
+            ValueError: the length is not a multiple of the number of chunks.
         """
         if length % self.chunks:
             raise ValueError(
-                f"{what}: a sequence of {length} cannot be cut into {self.chunks} equal chunks, "
-                f"as {self.name} order on {self.ranks} ranks needs; pad it to a multiple of "
-                f"{self.chunks}"
+                f"{what}: expected a sequence length that is a multiple of {self.chunks}, the "
+                f"chunks of {self.name} order on {self.ranks} ranks, got {length}; pad it to a "
+                f"multiple of {self.chunks}"
             )
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Where in the sequence stands what all ranks have, one rank after the other.
+        """Returns the positions in the sequence of the tokens of all ranks, rank by rank.
 
         Args:
-            length: of the whole sequence, a multiple of `chunks`.
+            length: of the global sequence, a multiple of `chunks`.
             device: of the result, int64 of (length,).
         """
         by_chunk = torch.arange(length, device=device).view(self.chunks, -1)
@@ -75,14 +84,14 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Queries against keys, by their places on this rank.
+class AttentionTile:
+    """Queries and keys of one kernel call, by their positions on this rank.
 
     Attributes:
-        queries: among this rank's.
-        keys: among those at hand.
-        causal: whether they are the same tokens, of which each sees those up to itself; otherwise
-            each sees all.
+        queries: a range of this rank's queries.
+        keys: a range of the keys at hand.
+        causal: whether both are the same tokens, and each query attends to the keys up to itself;
+            otherwise each attends to all.
     """
 
     queries: slice
@@ -91,56 +100,84 @@ class Piece:
 
     @property
     def products(self) -> int:
-        """How many products of a query and a key are not masked."""
+        """The number of products of a query and a key that are not masked."""
         queries: int = self.queries.stop - self.queries.start
         keys: int = self.keys.stop - self.keys.start
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
-def piece_between(
-    order: Order, rank: int, source: int, queries: int, keys: int, causal: bool
-) -> Piece | None:
-    """What the queries of one rank see of the block of another; None: nothing.
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention, on local tensors of (batch, heads, sequence, features).
+
+    Attributes:
+        mesh: the plan's mesh.
+        axis: the mesh axis that shards the sequence, by number.
+        order: of the sequence.
+        causal: whether each query attends to the keys up to itself only.
+        scale: of products before the softmax; None: by the root of the number of features.
+        where: the module, for messages.
+        backward_context: the step of the plan, for errors in backward; None: there is no plan.
+    """
+
+    mesh: DeviceMesh
+    axis: int
+    order: SequenceSharding
+    causal: bool
+    scale: float | None
+    where: str
+    backward_context: StepContext | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's coordinate along the axis."""
+        return self.mesh.get_local_rank(self.axis)
+
+
+def tile_between(
+    order: SequenceSharding, rank: int, source: int, queries: int, keys: int, causal: bool
+) -> AttentionTile | None:
+    """Returns what the queries of one rank attend to in the block of another; None: nothing.
 
     Args:
         order: of the sequence.
-        rank: whose queries.
-        source: whose keys.
-        queries: how many a rank has.
-        keys: how many a rank has.
-        causal: as attention is.
+        rank: the rank of the queries.
+        source: the rank of the keys.
+        queries: the number of queries of a rank.
+        keys: the number of keys of a rank.
+        causal: whether attention is causal.
     """
-    of_queries, of_keys = slice(0, queries), slice(0, keys)
+    all_queries, all_keys = slice(0, queries), slice(0, keys)
     if not causal or source == rank:
-        # This rank's own chunks follow each other as in the sequence.
-        return Piece(of_queries, of_keys, causal)
+        # A rank's own chunks follow each other as in the sequence.
+        return AttentionTile(all_queries, all_keys, causal)
     if source < rank:
-        # Of two chunks the source's late one comes after both of this rank's.
-        return Piece(of_queries, slice(0, keys // len(order.chunks_of(source))), False)
+        # The late one of two chunks of the source follows both chunks of this rank.
+        return AttentionTile(all_queries, slice(0, keys // len(order.chunks_of(source))), False)
     if order.name == "contiguous":
         return None
-    # Both of the source's come after this rank's early chunk, and before its late one.
-    return Piece(slice(queries // 2, queries), of_keys, False)
+    # Both chunks of the source follow this rank's early chunk, and precede its late one.
+    return AttentionTile(slice(queries // 2, queries), all_keys, False)
 
 
-def pieces_over_all(
-    order: Order, rank: int, queries: int, keys: int, causal: bool
-) -> Iterator[Piece]:
-    """What the queries of a rank see of all keys, which are in the order of the sequence.
+def tiles_over_all(
+    order: SequenceSharding, rank: int, queries: int, keys: int, causal: bool
+) -> Iterator[AttentionTile]:
+    """Returns the tiles of a rank's queries over all keys, which are in the sequence's order.
 
     Args:
         order: of the sequence.
-        rank: whose queries.
-        queries: how many it has.
-        keys: how many there are.
-        causal: as attention is.
+        rank: the rank of the queries.
+        queries: the number of queries of a rank.
+        keys: the number of keys of all ranks.
+        causal: whether attention is causal.
     """
     if not causal:
-        yield Piece(slice(0, queries), slice(0, keys), False)
+        yield AttentionTile(slice(0, queries), slice(0, keys), False)
         return
     length = keys // order.chunks
-    for at, chunk in enumerate(order.chunks_of(rank)):
-        own, before = slice(at * length, (at + 1) * length), chunk * length
-        if before:
-            yield Piece(own, slice(0, before), False)
-        yield Piece(own, slice(before, before + length), True)
+    for number, chunk in enumerate(order.chunks_of(rank)):
+        own, start = slice(number * length, (number + 1) * length), chunk * length
+        if start:
+            yield AttentionTile(own, slice(0, start), False)
+        yield AttentionTile(own, slice(start, start + length), True)

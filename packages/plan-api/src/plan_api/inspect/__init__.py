@@ -1,1 +1,1 @@
-"""What a plan does to a model, and what a step runs: tables, records, pages, a debugger."""
+"""Inspects plans, models and steps: tables, recorded steps, HTML pages and a debugger."""

@@ -1,4 +1,4 @@
-"""What a plan does to a model, line by line."""
+"""Explains what a plan does to a model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from plan_api.spec.plan_entries import PlanEntries
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Diff", "Explanation", "Row", "diff", "explain", "show"]
+__all__ = ["Diff", "Explanation", "ExplanationRow", "diff", "explain", "print_explanation"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplanationRow:
     """One tensor at one site.
 
     Attributes:
-        site: the module.
-        hook: the moment.
-        tensor: its name there, with the argument's number or name.
-        before: a placement per axis; what the plan does not say is empty.
-        after: the same.
-        bytes: of a parameter or buffer on this rank then, along all axes; activations have them at
-            run time.
-        line: of the plan.
+        site: the path of the module.
+        hook: the phase of a parameter, or the hook.
+        tensor: its name there, with the number or name of the argument.
+        before: the placement along each axis before the hook; empty where the plan does not say it.
+        after: the placement along each axis after the hook.
+        bytes: the size of a parameter or buffer on this rank after the hook; empty for activations,
+            whose size is known at run time.
+        line: where the entry was written.
     """
 
     site: str
@@ -48,13 +48,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan on a model; `str` makes a table, and `table` one for rich."""
+    """A plan on a model; `str` returns a table as text, and `table` one for rich."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ExplanationRow, ...]
     overrides: tuple[Override, ...]
 
     def __str__(self) -> str:
-        cells = [[field.name for field in fields(Row)], *(list(astuple(row)) for row in self.rows)]
+        cells = [
+            [field.name for field in fields(ExplanationRow)],
+            *(list(astuple(row)) for row in self.rows),
+        ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -63,14 +66,16 @@ class Explanation:
         return "\n".join([*lines, *map(str, self.overrides)])
 
     def table(self) -> Table:
-        """A `rich.table.Table`.
+        """Returns a `rich.table.Table`.
 
         Raises:
             ImportError: rich is not installed (`pip install plan-api[report]`).
         """
         from rich.table import Table
 
-        table = Table(*(field.name for field in fields(Row)), caption=_caption(self.overrides))
+        table = Table(
+            *(field.name for field in fields(ExplanationRow)), caption=_caption(self.overrides)
+        )
         for row in self.rows:
             table.add_row(*astuple(row))
         return table
@@ -78,7 +83,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Diff:
-    """What two plans say differently; where a line was written does not count."""
+    """The entries by which two plans differ, wherever they were written."""
 
     removed: tuple[Entry, ...]
     added: tuple[Entry, ...]
@@ -90,21 +95,22 @@ class Diff:
 
 
 def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
-    """Every site of a plan on a model, in the order of its modules.
+    """Lists what a plan does to each tensor of a model, in the order of its modules.
 
     Args:
-        plan: any.
+        plan: any plan.
         model: on any device, ``meta`` included; it is not changed.
 
     Raises:
         ValueError: the plan does not fit the model.
     """
     lowered = lower(plan, model)
-    order = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    moments = list(HookPoint)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    order = {name: number for number, name in enumerate(names)}
+    hook_points = list(HookPoint)
     state = dict(named_state(model))
     sites = sorted(
-        lowered.sites, key=lambda site: (order[site.path], moments.index(site.hook_point))
+        lowered.sites, key=lambda site: (order[site.path], hook_points.index(site.hook_point))
     )
     rows = []
     for site in sites:
@@ -114,42 +120,42 @@ def explain(plan: PlanEntries, model: nn.Module) -> Explanation:
             size = ""
             if step.kind is OpKind.SHARD:
                 placements = lowered.schedules[name].at(site.hook_point)
-                part = local_shape(state[name], plan.mesh, placements)
-                size = str(part.numel() * state[name].element_size())
+                local = local_shape(state[name], plan.mesh, placements)
+                size = str(local.numel() * state[name].element_size())
             lines = dict.fromkeys(plan.entries[number].line for number in step.entries)
             rows.append(
-                Row(
-                    site.path, site.hook_point.value, shown, _placed(step, plan, "src"),
-                    _placed(step, plan, "dst"), size, ", ".join(lines),
+                ExplanationRow(
+                    site.path, site.hook_point.value, shown, _placements(step, plan, "src"),
+                    _placements(step, plan, "dst"), size, ", ".join(lines),
                 )
             )  # fmt: skip
     return Explanation(tuple(rows), lowered.overrides)
 
 
-def show(found: Explanation) -> None:
-    """Prints it: drawn with rich, plain text without."""
+def print_explanation(explanation: Explanation) -> None:
+    """Prints an explanation: as a table of rich if it is installed, otherwise as text."""
     if find_spec("rich"):
         from rich.console import Console
 
-        console, table = Console(), found.table()
+        console, table = Console(), explanation.table()
         if not console.is_terminal:  # a file or a pipe has no width, and rich takes 80 columns
             unlimited = console.options.update(max_width=1_000_000)
-            needed = console.measure(table, options=unlimited).maximum
-            console.width = max(console.width, needed)
+            table_width = console.measure(table, options=unlimited).maximum
+            console.width = max(console.width, table_width)
         console.print(table)
     else:
-        print(found)
+        print(explanation)
 
 
 def diff(plan_a: PlanEntries, plan_b: PlanEntries) -> Diff:
-    """The entries of one plan that the other has not, and the reverse, in their orders."""
+    """Returns the entries that only one of two plans has, in their orders."""
     return Diff(
         tuple(entry for entry in plan_a.entries if entry not in plan_b.entries),
         tuple(entry for entry in plan_b.entries if entry not in plan_a.entries),
     )
 
 
-def _placed(step: SiteStep, plan: PlanEntries, end: str) -> str:
+def _placements(step: SiteStep, plan: PlanEntries, end: str) -> str:
     shown = [
         f"{axis}={format_placement(placement)}"
         for axis in plan.axes

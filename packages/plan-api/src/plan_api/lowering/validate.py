@@ -1,6 +1,6 @@
 """Refuses plans that do not fit a model, before anything is changed or communicated.
 
-Static mode has its own requirements, in `plan_api.static.check`.
+Static mode has its own requirements, in `plan_api.static.validate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GradientReduction of leaves, handed to their parameters as DTensors and reduced as ever."""
+"""Moves gradients from local parameters to their parameters, as DTensors, and reduces them."""
 
 from __future__ import annotations
 
@@ -17,162 +17,165 @@ from torch.distributed.tensor.placement_types import Placement
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
 from plan_api.spec.axes import axis_names
-from plan_api.static.leaves import Leaf
+from plan_api.static.local_params import LocalParam
 
 if TYPE_CHECKING:
     from fused_comm import GradReducer
 
-__all__ = ["LeafGradients"]
+__all__ = ["LocalParamGradients"]
 
-# How many have a tensor in C++; a torch that does not say it has no gradient given again.
-_owners: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
+# The references to a tensor in C++; where torch has no such count no DTensor is reused.
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 2)
 
 
-class LeafGradients(GradientReduction):
-    """Places gradients as their parameters when a backward ends, of a model in static mode.
+class LocalParamGradients(GradientReduction):
+    """Places gradients as their parameters at the end of backward, in static mode.
 
     Args:
-        model: whose parameters they are of.
-        leaves: of the model.
-        said: how gradients are placed where that is not as their parameters, by parameter and axis.
-        coverage: as in `GradientReduction`.
-        bucket_mb: as in `GradientReduction`.
-        warns: as in `GradientReduction`.
+        model: the model, in static mode.
+        local_params: the model's local parameters.
+        placements: by parameter and axis, placements of gradients that differ from the
+            parameter's, such as Partial.
+        coverage: see `GradientReduction`.
+        bucket_mb: see `GradientReduction`.
+        warns: see `GradientReduction`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        leaves: Sequence[Leaf],
-        said: Mapping[str, Mapping[str, Placement]],
+        local_params: Sequence[LocalParam],
+        placements: Mapping[str, Mapping[str, Placement]],
         coverage: SiteCoverage,
         bucket_mb: float | None,
         *,
         warns: bool,
     ) -> None:
-        self._said = said
-        self._on_dtensors = [leaf for leaf in leaves if not leaf.shown]
-        self._deliveries = [
-            _Delivery(leaf, said.get(leaf.name, {})) for leaf in leaves if leaf.shown
+        self._needs_reduction = bool(placements)
+        self._dtensor_params = [one for one in local_params if not one.visible]
+        self._local_gradients = [
+            _LocalGradient(one, placements.get(one.name, {})) for one in local_params if one.visible
         ]
         super().__init__(model, False, coverage, bucket_mb, warns=warns)
 
-    def renew(self, model: nn.Module) -> None:
-        """Begins again: parameters are others, or have another dtype, than they were."""
+    def reset(self, model: nn.Module) -> None:
+        """Registers the hooks again, after parameters or their dtypes have been replaced."""
         self.remove()
         self._reducer = None
-        for delivery in self._deliveries:
-            delivery.forget()
+        for gradient in self._local_gradients:
+            gradient.reset()
         self._start(model)
 
-    def clear(self) -> None:
-        """Lets go of gradients that nobody else has any more."""
-        for delivery in self._deliveries:
-            delivery.clear()
+    def free_unused(self) -> None:
+        """Frees the memory of gradients to which nothing else refers."""
+        for gradient in self._local_gradients:
+            gradient.free_unused()
 
-    def of(self, leaf: Leaf) -> tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]:
-        """What modules use of a parameter, and what makes its gradient a DTensor."""
-        if not leaf.shown:
-            return leaf.param, lambda grad: grad
-        delivery = next(one for one in self._deliveries if one.leaf is leaf)
-        return leaf.tensor, delivery.placed
+    def gradient_of(
+        self, local_param: LocalParam
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]:
+        """Returns what modules use of a parameter, and what makes its gradient a DTensor."""
+        if not local_param.visible:
+            return local_param.param, lambda grad: grad
+        gradient = next(one for one in self._local_gradients if one.local_param is local_param)
+        return local_param.tensor, gradient.as_dtensor
 
     def _may_reduce(self) -> bool:
-        return bool(self._said or self._on_dtensors)
+        return self._needs_reduction or bool(self._dtensor_params)
 
     def _register_hooks(self, after: Callable[[torch.Tensor], None]) -> None:
         reducer = self._reducer
         self._register_on(
-            (leaf.param for leaf in self._on_dtensors if leaf.param.requires_grad), after
+            (one.param for one in self._dtensor_params if one.param.requires_grad), after
         )
-        for delivery in self._deliveries:
-            if reducer is None:  # all are delivered at the end, which costs less
-                delivery.leaf.tell(self._queue_end_of_backward)
+        for gradient in self._local_gradients:
+            if reducer is None:  # all are assigned at the end, which costs less
+                gradient.local_param.call_on_gradient(self._queue_end_of_backward)
             else:
-                delivery.leaf.tell(partial(self._reduce, delivery, reducer))
+                gradient.local_param.call_on_gradient(partial(self._reduce, gradient, reducer))
 
-    def _reduce(self, delivery: _Delivery, reducer: GradReducer) -> None:
-        reducer.accumulate(delivery.leaf.param, delivery.take())
-        self._after_accumulate(delivery.leaf.param)
+    def _reduce(self, gradient: _LocalGradient, reducer: GradReducer) -> None:
+        reducer.accumulate(gradient.local_param.param, gradient.detach())
+        self._after_accumulate(gradient.local_param.param)
 
     def _end_of_backward(self) -> None:
         if self._reducer is None:
-            for delivery in self._deliveries:
-                if delivery.leaf.tensor.grad is not None:
-                    delivery.deliver()
+            for gradient in self._local_gradients:
+                if gradient.local_param.tensor.grad is not None:
+                    gradient.assign()
         if self._requires_sync:
             super()._end_of_backward()
-            if self._said:
-                self.clear()
+            if self._needs_reduction:
+                self.free_unused()
         else:
             self._is_queued = False
 
 
-class _Delivery:
-    """Of one leaf's gradients to its parameter, as DTensors.
+class _LocalGradient:
+    """The gradient of one local parameter, which becomes its parameter's, as a DTensor.
 
     Args:
-        leaf: whose.
-        said: how they are placed where that is not as the parameter, by axis.
+        local_param: the local parameter.
+        placements: by axis, the gradient's placements that differ from the parameter's.
     """
 
-    def __init__(self, leaf: Leaf, said: Mapping[str, Placement]) -> None:
-        self.leaf = leaf
-        self._said = said
+    def __init__(self, local_param: LocalParam, placements: Mapping[str, Placement]) -> None:
+        self.local_param = local_param
+        self._placements = placements
         self._param: torch.Tensor | None = None
         self._spec: DTensorSpec | None = None
-        self._given: Any = None  # the last one, which is given again if nobody else has it
+        self._assigned: Any = None  # the last DTensor; reused if nothing else refers to it
 
-    def take(self) -> DTensor:
-        """The leaf's gradient, which it has no more."""
-        leaf = self.leaf
-        local, leaf.tensor.grad = leaf.tensor.grad, None
+    def detach(self) -> DTensor:
+        """Removes the local parameter's gradient and returns it as a DTensor."""
+        tensor = self.local_param.tensor
+        local, tensor.grad = tensor.grad, None
         assert local is not None
-        return self.placed(local)
+        return self.as_dtensor(local)
 
-    def placed(self, local: torch.Tensor) -> DTensor:
-        """A gradient of the leaf as a DTensor."""
-        param = self.leaf.param
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """Returns a gradient of the local parameter as a DTensor."""
+        param = self.local_param.param
         if param is not self._param:
-            self._param, self._spec, self._given = param, self._placed(), None
-        # DTensor() would call an __init__ that does nothing, and takes its time for it.
+            self._param, self._spec, self._assigned = param, self._make_spec(), None
+        # DTensor() would call an __init__ that does nothing, and takes time.
         assert self._spec is not None
         return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
 
-    def forget(self) -> None:
-        """The parameter is another, or has another dtype."""
-        self._param = self._spec = self._given = None
+    def reset(self) -> None:
+        """Forgets the parameter, which has been replaced or has another dtype."""
+        self._param = self._spec = self._assigned = None
 
-    def deliver(self) -> None:
-        """The leaf's gradient becomes its parameter's, as if autograd had accumulated it there."""
-        leaf, param = self.leaf, self.leaf.param
+    def assign(self) -> None:
+        """Accumulates the local parameter's gradient in its parameter, as autograd would."""
+        tensor, param = self.local_param.tensor, self.local_param.param
         grad: Any = param.grad
         known: Any = self._param
-        if grad is None and param is known and self._is_free():
-            self._given._local_tensor = leaf.tensor.grad
-            leaf.tensor.grad = None
-            param.grad = self._given
+        if grad is None and param is known and self._is_unused():
+            self._assigned._local_tensor = tensor.grad
+            tensor.grad = None
+            param.grad = self._assigned
         elif grad is None:
-            param.grad = self._given = self.take()
-        elif grad.placements == (new := self.take()).placements:
+            param.grad = self._assigned = self.detach()
+        elif grad.placements == (new := self.detach()).placements:
             grad._local_tensor.add_(new._local_tensor)
         else:
             param.grad = grad + new
 
-    def clear(self) -> None:
-        """Lets go of the last gradient if nobody else has it."""
-        if self._is_free():
-            self._given._local_tensor = None
+    def free_unused(self) -> None:
+        """Frees the last gradient if nothing else refers to it."""
+        if self._is_unused():
+            self._assigned._local_tensor = None
 
-    def _is_free(self) -> bool:
-        given = self._given
-        return given is not None and getrefcount(given) == 3 and _owners(given) == 1
+    def _is_unused(self) -> bool:
+        assigned = self._assigned
+        return assigned is not None and getrefcount(assigned) == 3 and _use_count(assigned) == 1
 
-    def _placed(self) -> DTensorSpec:
-        param = self.leaf.param
+    def _make_spec(self) -> DTensorSpec:
+        param = self.local_param.param
         mesh: DeviceMesh = param.device_mesh
         placements = tuple(
-            self._said.get(axis, placement)
+            self._placements.get(axis, placement)
             for axis, placement in zip(axis_names(mesh), param.placements, strict=True)
         )
         return DTensorSpec(mesh, placements, tensor_meta=param._spec.tensor_meta)

@@ -1,4 +1,4 @@
-"""Static mode is held against Eager before it trains: nothing else tells that it goes wrong."""
+"""Validates static mode against Eager before it trains: a wrong plan has no other symptom."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from plan_api.eager import install_eager
 from plan_api.lowering.ir import Lowered
 from plan_api.runtime.agreement import first_site_on_any_rank, true_on_any_rank
 from plan_api.runtime.hooks import SiteCoverage
-from plan_api.static.compare import Difference, StaticError, compare
-from plan_api.static.fake import is_fake
-from plan_api.static.gradients import LeafGradients
-from plan_api.static.leaves import Leaf
-from plan_api.static.passed import Passed
-from plan_api.static.twin import twin_of
+from plan_api.static.comparison import Difference, StaticError, compare_modes
+from plan_api.static.coverage import CallCoverage
+from plan_api.static.gradients import LocalParamGradients
+from plan_api.static.local_params import LocalParam
+from plan_api.static.shadow_model import is_fake, shadow_of
 
 __all__ = ["Guard"]
 
 _log = logging.getLogger("plan_api")
 
-_NOT_ZERO = 2.0**-5
+_NONZERO = 2.0**-5
 
 
 class Guard:
-    """Compares a model in static mode with what Eager makes of the same inputs.
+    """Compares a model in static mode with Eager on the same inputs.
 
     Args:
-        model: in static mode.
-        lowered: its plan.
-        mesh: the plan's.
-        leaves: what modules use of its parameters.
-        gradients: of these.
-        passed: is told which sites it passes.
-        steps: so many calls of the model with gradients are compared before they run.
+        model: the model, in static mode.
+        lowered: its plan, lowered.
+        mesh: the plan's mesh.
+        local_params: the model's local parameters.
+        gradients: what makes their gradients DTensors.
+        call_coverage: the sites that a call passes.
+        steps: how many of the next calls with gradients are compared before they run.
     """
 
     def __init__(
@@ -50,100 +49,105 @@ class Guard:
         model: nn.Module,
         lowered: Lowered,
         mesh: DeviceMesh,
-        leaves: Sequence[Leaf],
-        gradients: LeafGradients,
-        passed: Passed,
+        local_params: Sequence[LocalParam],
+        gradients: LocalParamGradients,
+        call_coverage: CallCoverage,
         steps: int,
     ) -> None:
         self._lowered, self._mesh = lowered, mesh
-        self._leaves, self._gradients, self._left = leaves, gradients, steps
-        self._passed, self._checking = passed, False
+        self._local_params, self._gradients = local_params, gradients
+        self._call_coverage, self._remaining_steps, self._checking = call_coverage, steps, False
         self._model = weakref.ref(model)
         self.handles: tuple[RemovableHandle, ...] = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after),
+            model.register_forward_pre_hook(self._before_call, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after_call),
         )
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Difference, ...]:
-        """Runs the model in both modes, forward and backward; changes nothing.
+        """Runs the model in both modes, forward and backward, and leaves it unchanged.
 
-        All ranks of the mesh call. It takes a step of Eager, and the memory of what modules return.
+        All ranks of the mesh call it. It takes a step of Eager, and the memory of all modules'
+        outputs.
 
         Args:
-            args: of the model.
-            kwargs: of the model.
+            args: the model's positional arguments.
+            kwargs: the model's keyword arguments.
 
         Returns:
-            where only bits differ on this rank, as they do where a dim is 1 on a rank and torch
-            lays it out otherwise.
+            differences on this rank that are rounding only, as they arise where a dim is 1 on a
+            rank and torch chooses other strides.
 
         Raises:
-            StaticError: on every rank, if on any static mode does something else than Eager; names
-                the site, and what differs.
+            StaticError: on every rank, if on any of them static mode computes something else than
+                Eager; names the site and the difference.
         """
-        left, self._left, self._checking = self._left, 0, True
+        remaining, self._remaining_steps, self._checking = self._remaining_steps, 0, True
         model = self._model()
         assert model is not None
         try:
-            eager = twin_of(model, self._as_dtensor)
+            shadow = shadow_of(model, self._as_dtensor)
             sites, indices = self._lowered.sites, self._lowered.indices
-            handles = [*install_eager(eager, sites, {}, indices, self._mesh, SiteCoverage([]))]
-            of_param = {leaf.name: self._gradients.of(leaf) for leaf in self._leaves}
-            with _nowhere_zero(self._leaves):
-                found = compare(eager, model, of_param, args, kwargs)
+            handles = [*install_eager(shadow, sites, {}, indices, self._mesh, SiteCoverage([]))]
+            local_params = {
+                one.name: self._gradients.gradient_of(one) for one in self._local_params
+            }
+            with _no_zero_params(self._local_params):
+                differences = compare_modes(shadow, model, local_params, args, kwargs)
             for handle in handles:
                 handle.remove()
         finally:
-            self._left, self._checking = left, False
-        wrong = [one for one in found if not one.bits]
+            self._remaining_steps, self._checking = remaining, False
+        wrong = [one for one in differences if not one.only_rounding]
         if true_on_any_rank(bool(wrong), self._mesh):
-            told = "\n".join(map(str, wrong[:5])) or "this rank is right, another is not"
+            lines = "\n".join(map(str, wrong[:5])) or "no difference on this rank, but on another"
             raise StaticError(
-                f"static mode does not compute what Eager does; in the order in which it went "
-                f"wrong:\n{told}\nsay in the plan how the tensors that meet there are placed, or "
-                f"use mode='eager'",
+                f"static mode does not compute what Eager does; differences in the order in which "
+                f"they arose:\n{lines}\nadd to the plan how the tensors there are placed, or use "
+                f"mode='eager'",
                 first_site_on_any_rank(wrong[0].site if wrong else "", self._mesh),
             )
-        self._passed.confirm()
-        self._passed.begin()  # the call that is checked is to come
-        return tuple(found)
+        self._call_coverage.mark_validated()
+        self._call_coverage.begin_call()  # the validated call itself follows
+        return tuple(differences)
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._left or not torch.is_grad_enabled():
+    def _before_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._remaining_steps or not torch.is_grad_enabled():
             return
-        self._left -= 1
-        found = self.check(args, kwargs)
-        if found:
-            _log.warning("static mode is Eager up to rounding, and not bit for bit: %s", found[0])
+        self._remaining_steps -= 1
+        differences = self.check(args, kwargs)
+        if differences:
+            _log.warning(
+                "static mode equals Eager up to rounding, not bit for bit: %s", differences[0]
+            )
 
-    def _after(self, *_: Any) -> None:
+    def _after_call(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._checking:
-            self._passed.check()
+            self._call_coverage.check()
 
     def _as_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        whole = [Replicate()] * self._mesh.ndim
-        return DTensor.from_local(tensor, self._mesh, whole, run_check=False)
+        replicate = [Replicate()] * self._mesh.ndim
+        return DTensor.from_local(tensor, self._mesh, replicate, run_check=False)
 
 
 @contextmanager
-def _nowhere_zero(leaves: Iterable[Leaf]) -> Iterator[None]:
-    """Within it no parameter is zero everywhere.
+def _no_zero_params(local_params: Iterable[LocalParam]) -> Iterator[None]:
+    """Fills parameters that are zero everywhere with another number inside of the block.
 
-    Closed gates hide what they multiply, and biases that are zero how often they are added.
+    A gate that is zero hides what it multiplies, and a bias that is zero how often it is added.
     """
     zeros = [
-        leaf.tensor
-        for leaf in leaves
-        if isinstance(leaf.param, nn.Parameter)
-        and leaf.tensor.is_floating_point()
-        and not is_fake(leaf.tensor)
-        and not leaf.tensor.any()
+        one.tensor
+        for one in local_params
+        if isinstance(one.param, nn.Parameter)
+        and one.tensor.is_floating_point()
+        and not is_fake(one.tensor)
+        and not one.tensor.any()
     ]
     with torch.no_grad():
         for tensor in zeros:
-            tensor.fill_(_NOT_ZERO)
+            tensor.fill_(_NONZERO)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A model whose parameters are placed, made to run on local tensors."""
+"""Installs static mode on a model whose parameters are DTensors."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage, install_site_hook
-from plan_api.static.gradients import LeafGradients
+from plan_api.static.coverage import CallCoverage
+from plan_api.static.eager_fallback import install_eager_fallback
+from plan_api.static.embeddings import static_sites
+from plan_api.static.gradients import LocalParamGradients
 from plan_api.static.guard import Guard
-from plan_api.static.leaves import Leaf, leaves_of
-from plan_api.static.mover import StaticMover
-from plan_api.static.on_dtensors import install_on_dtensors
+from plan_api.static.local_params import LocalParam, create_local_params
 from plan_api.static.operators import install_operators
-from plan_api.static.optimizer import mend_steps, step_on_leaves
-from plan_api.static.passed import Passed
-from plan_api.static.site import mover_of
-from plan_api.static.tables import with_tables
+from plan_api.static.optimizer import restore_interrupted_steps, step_on_local_params
+from plan_api.static.redistribute import StaticRedistribution, static_transform
 
-__all__ = ["StaticParts", "install_static"]
+__all__ = ["InstalledStatic", "install_static"]
 
 
 @dataclass(frozen=True)
-class StaticParts:
-    """What makes a model static.
+class InstalledStatic:
+    """What is installed on a model in static mode.
 
     Attributes:
         handles: of its hooks.
-        gradients: what reduces them.
+        gradients: what reduces its gradients.
         guard: what compares it with Eager.
-        leaves: what modules find in place of parameters.
+        local_params: what modules find in place of its parameters.
     """
 
     handles: tuple[RemovableHandle, ...]
     gradients: GradientReduction
     guard: Guard
-    leaves: tuple[Leaf, ...]
+    local_params: tuple[LocalParam, ...]
 
 
 def install_static(
@@ -57,70 +56,89 @@ def install_static(
     mesh: DeviceMesh,
     coverage: SiteCoverage,
     options: ParallelizeOptions,
-) -> StaticParts:
-    """Makes modules find local tensors, and installs hooks that move them.
+) -> InstalledStatic:
+    """Makes modules find local parameters, and installs hooks that redistribute local tensors.
 
     Args:
         model: its parameters are DTensors.
-        lowered: the plan, checked by `check_static`.
-        mesh: the plan's.
-        coverage: is told which sites are passed.
+        lowered: the plan, validated by `validate_static`.
+        mesh: the plan's mesh.
+        coverage: records the sites that are passed.
         options: of `parallelize`.
     """
-    leaves = leaves_of(model, lowered.runs_on_dtensors)
-    gradients = LeafGradients(
-        model, leaves, _of_gradients(lowered.sites), coverage, options.fused_mb, warns=options.warns
-    )
+    local_params = create_local_params(model, lowered.runs_on_dtensors)
+    gradients = LocalParamGradients(
+        model, local_params, _gradient_placements(lowered.sites), coverage, options.fused_mb,
+        warns=options.warns,
+    )  # fmt: skip
+    call_coverage = CallCoverage()
     handles: list[RemovableHandle] = []
-    passed = Passed()
     for path in lowered.eager:
-        handles += install_on_dtensors(model, path, lowered.sites, lowered.indices, mesh, coverage)
-    for site in with_tables(model, lowered, mesh):
-        module = model.get_submodule(site.path)
-        if site.hook_point is HookPoint.OPERATOR:
-            handles += install_operators(site, module, mesh, lowered.runs_on_dtensors)
-        elif site.hook_point.is_module_hook:
-            movers = [
-                (step.index, mover)
-                for step in site.moved
-                if (mover := mover_of(site, step, mesh, passed)) is not None
-            ]
-            if movers:
-                handles.append(install_site_hook(site, module, movers, coverage))
-            else:
-                coverage.record(site)
-        elif site.hook_point is HookPoint.RUN:
-            handles += _use_moved(site, module, mesh)
-    for path, counted in lowered.indices.items():
+        handles += install_eager_fallback(
+            model, path, lowered.sites, lowered.indices, mesh, coverage
+        )
+    for site in static_sites(model, lowered, mesh):
+        handles += _install_site(site, model, lowered, mesh, coverage, call_coverage)
+    for path, indices in lowered.indices.items():
         if not lowered.runs_on_dtensors(path):
-            handles += install_expert_indices(model.get_submodule(path), counted, mesh, path)
-    step_on_leaves(leaves)
-    guard = Guard(model, lowered, mesh, leaves, gradients, passed, options.guard_steps)
-    begin = _begin(leaves, gradients, passed)  # before the guard looks at them
+            handles += install_expert_indices(model.get_submodule(path), indices, mesh, path)
+    step_on_local_params(local_params)
+    guard = Guard(model, lowered, mesh, local_params, gradients, call_coverage, options.guard_steps)
+    # Prepended after the guard's hook, so that it runs before it.
+    begin = _begin_call(local_params, gradients, call_coverage)
     handles.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-    return StaticParts((*handles, *guard.handles), gradients, guard, tuple(leaves))
+    return InstalledStatic((*handles, *guard.handles), gradients, guard, tuple(local_params))
 
 
-def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
-    """Parameters that operators take otherwise than they rest, as a Partial bias."""
-    movers = [
-        (step.tensor, StepContext(site.name, step).wrap(StaticMover(step, mesh, site.name)))
+def _install_site(
+    site: Site,
+    model: nn.Module,
+    lowered: Lowered,
+    mesh: DeviceMesh,
+    coverage: SiteCoverage,
+    call_coverage: CallCoverage,
+) -> list[RemovableHandle]:
+    module = model.get_submodule(site.path)
+    if site.hook_point is HookPoint.OPERATOR:
+        return install_operators(site, module, mesh, lowered.runs_on_dtensors)
+    if site.hook_point is HookPoint.RUN:
+        return _redistribute_params(site, module, mesh)
+    if not site.hook_point.is_module_hook:
+        return []
+    transforms = [
+        (step.index, transform)
+        for step in site.moved
+        if (transform := static_transform(site, step, mesh, call_coverage)) is not None
+    ]
+    if transforms:
+        return [install_site_hook(site, module, transforms, coverage)]
+    coverage.record(site)
+    return []
+
+
+def _redistribute_params(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[RemovableHandle]:
+    """Redistributes parameters while their module runs, such as a bias to Partial."""
+    transforms = [
+        (
+            step.tensor,
+            StepContext(site.name, step).wrap(StaticRedistribution(step, mesh, site.name)),
+        )
         for step in site.steps
         if step.kind is OpKind.REDIST
     ]
-    if not movers:
+    if not transforms:
         return []
-    rests: list[torch.Tensor] = []
+    original: list[torch.Tensor] = []
 
     def before(module: nn.Module, _: Any) -> None:
-        rests[:] = [module.__dict__[name] for name, _ in movers]
-        for name, mover in movers:
-            module.__dict__[name] = mover(module.__dict__[name])
+        original[:] = [module.__dict__[name] for name, _ in transforms]
+        for name, transform in transforms:
+            module.__dict__[name] = transform(module.__dict__[name])
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
-        for (name, _), rest in zip(movers, rests, strict=False):
-            module.__dict__[name] = rest
-        rests.clear()
+        for (name, _), tensor in zip(transforms, original, strict=False):
+            module.__dict__[name] = tensor
+        original.clear()
 
     return [
         module.register_forward_pre_hook(before),
@@ -128,38 +146,42 @@ def _use_moved(site: Site, module: nn.Module, mesh: DeviceMesh) -> list[Removabl
     ]
 
 
-def _of_gradients(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
-    """How gradients are placed where the plan says so, by parameter and axis."""
-    said: dict[str, dict[str, Placement]] = {}
+def _gradient_placements(sites: Iterable[Site]) -> dict[str, dict[str, Placement]]:
+    """Returns the placements of gradients that the plan annotates, by parameter and axis."""
+    placements: dict[str, dict[str, Placement]] = {}
     for site in sites:
         for step in site.steps:
             if site.hook_point is HookPoint.GRAD and step.kind is OpKind.ANNOTATE:
                 name = f"{site.path}.{step.tensor}" if site.path else step.tensor
                 moves = step.moves.items()
-                said.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
-    return said
+                placements.setdefault(name, {}).update({axis: move.dst for axis, move in moves})
+    return placements
 
 
-def _begin(leaves: Sequence[Leaf], gradients: LeafGradients, passed: Passed) -> Any:
+def _begin_call(
+    local_params: Sequence[LocalParam],
+    gradients: LocalParamGradients,
+    call_coverage: CallCoverage,
+) -> Any:
     def hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mend_steps()
-        passed.begin()
-        gradients.clear()
-        renewed = [leaf.refresh() for leaf in leaves]
+        restore_interrupted_steps()
+        call_coverage.begin_call()
+        gradients.free_unused()
+        renewed = [one.refresh() for one in local_params]
         if any(renewed):
-            step_on_leaves(leaves)
-            gradients.renew(model)
-        for given in (*args, *kwargs.values()):
-            if type(given) is not torch.Tensor:
-                map_tensors(given, _refuse)
+            step_on_local_params(local_params)
+            gradients.reset(model)
+        for argument in (*args, *kwargs.values()):
+            if type(argument) is not torch.Tensor:
+                map_tensors(argument, _check_plain)
 
     return hook
 
 
-def _refuse(tensor: torch.Tensor) -> torch.Tensor:
+def _check_plain(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         raise ValueError(
-            f"the model is given a DTensor, {tensor._spec}: in static mode it runs on local "
-            f"tensors: give it what one device would be given, or use mode='eager'"
+            f"expected plain tensors as inputs of a model in static mode, got a DTensor, "
+            f"{tensor._spec}; pass the tensor of one device, or use mode='eager'"
         )
     return tensor

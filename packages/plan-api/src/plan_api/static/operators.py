@@ -1,7 +1,7 @@
-"""Operators in static mode whose result depends on the whole: random ones, and losses.
+"""Operators whose result depends on the global tensor, on local tensors: dropout, losses, views.
 
-A plan says how they are given their inputs (`plan.annotate("attn.<op:dropout>", ...)`). They are
-caught in the module's own code only, and not in its children's.
+A plan says how their inputs are placed (`plan.annotate("attn.<op:dropout>", ...)`). They are
+intercepted in the module's own code only, and not in its children's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from plan_api.runtime.containers import map_tensors
 from plan_api.runtime.error_context import StepContext
 from plan_api.runtime.local_redistribute import local_redistribution
 from plan_api.spec.axes import axis_names
-from plan_api.static.fake import is_fake
+from plan_api.static.shadow_model import is_fake
 
 __all__ = ["check_operators", "install_operators"]
 
-# That of torch.nn.functional may be dist-rng's, which calls this one.
+# dist-rng may have replaced the one in torch.nn.functional; it calls this one.
 _FUSED: TorchFunction = torch._C._nn.scaled_dot_product_attention
 
 
 def check_operators(site: Site) -> None:
-    """Looks for the functions that a site of operators names.
+    """Checks that torch has the functions that a site of operators names.
 
     Raises:
-        ValueError: torch has no such function.
+        ValueError: it has no such function.
     """
     for step in site.steps:
         _functions(str(step.index).partition(":")[0], site.name)
@@ -49,28 +49,28 @@ def check_operators(site: Site) -> None:
 def install_operators(
     site: Site, module: nn.Module, mesh: DeviceMesh, stays: Callable[[str], bool]
 ) -> list[RemovableHandle]:
-    """Catches operators in a module's own code.
+    """Installs hooks that intercept operators in a module's own code.
 
     Args:
-        site: of operators.
-        module: the site's.
-        mesh: the plan's.
-        stays: whether a module, by its path, is on DTensors.
+        site: a site of operators.
+        module: the module of the site.
+        mesh: the plan's mesh.
+        stays: whether the module of a path is an eager fallback.
     """
     axes = axis_names(mesh)
     table: dict[TorchFunction, InterceptedCalls] = {}
     for step in site.steps:
-        placed = {axes.index(axis): move.dst for axis, move in step.moves.items()}
-        placements = tuple(placed.get(axis, Replicate()) for axis in range(mesh.ndim))
+        by_axis = {axes.index(axis): move.dst for axis, move in step.moves.items()}
+        placements = tuple(by_axis.get(axis, Replicate()) for axis in range(mesh.ndim))
         name, _, number = str(step.index).partition(":")
         for function in _functions(name, site.name):
             fused = function in (_FUSED, F.scaled_dot_product_attention)
-            make = _attention if fused else _MADE.get(name, _on_dtensors)
+            make = _attention if fused else _REPLACEMENTS.get(name, _with_dtensor)
             calls = table.setdefault(function, InterceptedCalls(function))
             if fused:
                 table[_FUSED] = calls
-            made = StepContext(site.name, step).wrap(make(function, mesh, placements))
-            calls.replacements[int(number) if number else None] = made
+            replacement = StepContext(site.name, step).wrap(make(function, mesh, placements))
+            calls.replacements[int(number) if number else None] = replacement
     span = FunctionInterception(table)
     handles = [
         module.register_forward_pre_hook(span.begin),
@@ -88,9 +88,9 @@ def install_operators(
 
 
 def _may_call(child: nn.Module, names: Collection[str]) -> bool:
-    """Whether functions may be called in it; of torch's own modules their code tells.
+    """Whether a child may call one of the functions, so that it needs hooks to exclude it.
 
-    To leave a child alone costs nothing, to tell it apart two hooks.
+    The code of torch's own modules is inspected, as two hooks less on each save time.
     """
     own = type(child)
     if next(child.children(), None) is not None or not own.__module__.startswith("torch.nn."):
@@ -99,15 +99,15 @@ def _may_call(child: nn.Module, names: Collection[str]) -> bool:
 
 
 def _functions(name: str, where: str) -> list[TorchFunction]:
-    """All that goes by a name: torch.reshape is one thing, Tensor.reshape another."""
-    found = [getattr(place, name, None) for place in (F, torch, torch.Tensor)]
+    """Returns all functions of this name, such as torch.reshape and Tensor.reshape."""
+    found = [getattr(namespace, name, None) for namespace in (F, torch, torch.Tensor)]
     functions = [one for one in found if callable(one)]
     if name == "dropout":
-        functions.append(F.scaled_dot_product_attention)  # which has one of its own
+        functions.append(F.scaled_dot_product_attention)  # it takes dropout_p
     if not functions:
         raise ValueError(
-            f"{where}:<op:{name}>: there is no such function in torch, torch.nn.functional or "
-            f"torch.Tensor"
+            f"{where}:<op:{name}>: expected a function of torch, torch.nn.functional or "
+            f"torch.Tensor, got {name!r}, which none of them has"
         )
     return functions
 
@@ -124,7 +124,7 @@ def _dropout(
 
     regions: dict[tuple[torch.Size, tuple[int, ...]], Region] = {}
 
-    def dropped(
+    def global_dropout(
         input: torch.Tensor,  # noqa: A002  # torch's name
         p: float = 0.5,
         training: bool = True,
@@ -138,31 +138,31 @@ def _dropout(
         result = dropout(input, regions[key], p)
         return input.copy_(result) if inplace else result
 
-    return dropped
+    return global_dropout
 
 
 def _attention(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    def attended(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def without_dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
         if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
             raise NotImplementedError(
-                "scaled_dot_product_attention with dropout_p > 0 draws in a fused kernel, which "
-                "static mode cannot make draw one device's numbers: use eager attention, "
+                "scaled_dot_product_attention: expected dropout_p=0 in static mode, as its fused "
+                "kernel cannot draw one device's random numbers; use eager attention, "
                 "attn_implementation='eager' in transformers, or mode='eager'"
             )
         result: torch.Tensor = function(*args, **kwargs)
         return result
 
-    return attended
+    return without_dropout
 
 
 def _cross_entropy(
     _: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    cuts: dict[torch.Size, LogitsSharding] = {}
+    shardings: dict[torch.Size, LogitsSharding] = {}
 
-    def computed(
+    def sharded_cross_entropy(
         input: torch.Tensor,  # noqa: A002  # torch's name
         target: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -174,32 +174,38 @@ def _cross_entropy(
     ) -> torch.Tensor:
         if size_average is not None or reduce is not None or label_smoothing:
             raise NotImplementedError(
-                "cross_entropy in static mode knows no label_smoothing, size_average or reduce: "
-                "use mode='eager'"
+                "cross_entropy: static mode does not support label_smoothing, size_average and "
+                "reduce; use mode='eager'"
             )
         dim = min(1, input.ndim - 1)
-        if input.shape not in cuts:
-            cuts[input.shape] = _cut(input, dim, mesh, placements, "cross_entropy: classes")
+        if input.shape not in shardings:
+            what = "cross_entropy: classes"
+            shardings[input.shape] = _sharding(input, dim, mesh, placements, what)
         kind = ("none", "mean", "sum").index(reduction)
-        return cross_entropy(input, target, weight, kind, ignore_index, cuts[input.shape])
+        return cross_entropy(input, target, weight, kind, ignore_index, shardings[input.shape])
 
-    return computed
+    return sharded_cross_entropy
 
 
-def _cut(
+def _sharding(
     tensor: torch.Tensor,
     dim: int,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     what: str,
 ) -> LogitsSharding:
-    """How logits or a table are cut along classes; these may be uneven, so ranks tell how many."""
+    """Returns how logits or a table are sharded along a dim of classes.
+
+    Their shards may be uneven, so the ranks gather their lengths.
+    """
     of_classes = [at for at, one in enumerate(placements) if getattr(one, "dim", None) == dim]
     rows = [
         at for at, one in enumerate(placements) if at not in of_classes and not one.is_replicate()
     ]
     if len(of_classes) > 1:
-        raise ValueError(f"{what} are cut along several axes, {placements}: use mode='eager'")
+        raise ValueError(
+            f"{what}: expected a shard along one axis at most, got {placements}; use mode='eager'"
+        )
     if not of_classes:
         return LogitsSharding(mesh, dim, None, 0, tuple(rows))
     (axis,) = of_classes
@@ -215,83 +221,83 @@ def _cut(
 def _embedding(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    """Of a table whose rows are cut: what other ranks have is zero, a term of the sum."""
-    cuts: dict[torch.Size, LogitsSharding] = {}
+    """Looks up this rank's rows of a table; rows of other ranks are zero, for a Partial result."""
+    shardings: dict[torch.Size, LogitsSharding] = {}
 
-    def looked_up(
+    def sharded_embedding(
         input: torch.Tensor,  # noqa: A002  # torch's name
         weight: torch.Tensor,
         *options: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if weight.shape not in cuts:
-            cuts[weight.shape] = _cut(weight, 0, mesh, placements, "embedding: rows")
-        own = input - cuts[weight.shape].first
-        elsewhere = (own < 0) | (own >= weight.shape[0])
-        found: torch.Tensor = function(own.masked_fill(elsewhere, 0), weight, *options, **kwargs)
-        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if weight.shape not in shardings:
+            shardings[weight.shape] = _sharding(weight, 0, mesh, placements, "embedding: rows")
+        local = input - shardings[weight.shape].first
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        rows: torch.Tensor = function(local.masked_fill(elsewhere, 0), weight, *options, **kwargs)
+        return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
-    return looked_up
+    return sharded_embedding
 
 
 def _mean(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    """A mean over elements: this rank's share of it, a term of the sum over the ranks."""
-    share = 1 / math.prod(size for _, size in _parts(mesh, placements))
-    of_functional = inspect.isfunction(function)  # torch's own has no signature, and a number
+    """Scales a mean over local elements to this rank's term of the global mean."""
+    share = 1 / math.prod(size for _, size in _shards(mesh, placements))
+    is_functional = inspect.isfunction(function)  # torch's builtin has no signature, an enum
 
     def is_mean(*args: Any, **kwargs: Any) -> bool:
-        if not of_functional:
+        if not is_functional:
             return bool((args[4] if len(args) > 4 else kwargs.get("reduction", 1)) == 1)
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        legacy = given.get("size_average"), given.get("reduce")
-        if legacy != (None, None):  # which torch deprecates, and heeds
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+        legacy = bound.get("size_average"), bound.get("reduce")
+        if legacy != (None, None):  # deprecated, but torch still applies them
             return legacy_get_string(*legacy, emit_warning=False) == "mean"
-        return bool(given.get("reduction", "mean") == "mean")
+        return bool(bound.get("reduction", "mean") == "mean")
 
-    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def partial_mean(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = function(*args, **kwargs)
         return loss * share if is_mean(*args, **kwargs) else loss
 
-    return computed
+    return partial_mean
 
 
 def _sized(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    """`view`, `reshape`: the code says the sizes of the whole, and each rank makes its part."""
-    parts = _parts(mesh, placements)
+    """Divides the global sizes that code passes to `view` or `reshape` by the ranks that shard."""
+    shards = _shards(mesh, placements)
 
-    def called(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
-        given = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
-        given = given or [*kwargs.pop("shape", kwargs.pop("size", ()))]
-        for dim, by in parts:
-            if dim >= len(given):  # another tensor than is meant, such as labels beside logits
+    def with_local_sizes(tensor: torch.Tensor, *sizes: Any, **kwargs: Any) -> Any:
+        shape = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
+        shape = shape or [*kwargs.pop("shape", kwargs.pop("size", ()))]
+        for dim, ranks in shards:
+            if dim >= len(shape):  # not the annotated tensor: labels beside logits, for instance
                 continue
-            given[dim] = _part(given[dim], by, function)
-        return function(tensor, tuple(given), **kwargs)
+            shape[dim] = _local_size(shape[dim], ranks, function)
+        return function(tensor, tuple(shape), **kwargs)
 
-    return called
+    return with_local_sizes
 
 
 def _split(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    """The code says how long pieces of the whole are."""
-    parts = dict(_parts(mesh, placements))
+    """Divides the global sizes that code passes to `split` by the ranks that shard the dim."""
+    shards = dict(_shards(mesh, placements))
 
-    def called(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-        by = parts.get(dim % tensor.ndim, 1)
+    def with_local_sizes(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
+        ranks = shards.get(dim % tensor.ndim, 1)
         if isinstance(split_size, Sequence):
-            return function(tensor, [_part(one, by, function) for one in split_size], dim)
-        return function(tensor, _part(split_size, by, function), dim)
+            return function(tensor, [_local_size(one, ranks, function) for one in split_size], dim)
+        return function(tensor, _local_size(split_size, ranks, function), dim)
 
-    return called
+    return with_local_sizes
 
 
-def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
-    """Which dims are cut, and by how many."""
+def _shards(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+    """Returns the sharded dims, each with the number of its shards."""
     return [
         (dim, mesh.size(axis))
         for axis, placement in enumerate(placements)
@@ -299,34 +305,34 @@ def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[in
     ]
 
 
-def _part(size: int, by: int, function: TorchFunction) -> int:
+def _local_size(size: int, ranks: int, function: TorchFunction) -> int:
     if size == -1:
         return size
-    if size % by:
+    if size % ranks:
         raise ValueError(
-            f"{function.__name__} in static mode: a size of {size} cannot be cut into {by}: shards "
-            f"are even; use mode='eager'"
+            f"{function.__name__}: expected a size that {ranks} ranks divide, as static mode has "
+            f"even shards only, got {size}; use mode='eager'"
         )
-    return size // by
+    return size // ranks
 
 
-def _on_dtensors(
+def _with_dtensor(
     function: TorchFunction, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> TorchFunction:
-    """Any other function: its first tensor is a DTensor while it runs."""
+    """Runs any other function with its first tensor as a DTensor."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def with_dtensor(*args: Any, **kwargs: Any) -> Any:
         first = next((at for at, one in enumerate(args) if isinstance(one, torch.Tensor)), None)
         if first is None:
             return function(*args, **kwargs)
-        given = [*args]
-        given[first] = _as_dtensor(args[first], mesh, placements)
+        converted = [*args]
+        converted[first] = _as_dtensor(args[first], mesh, placements)
         return map_tensors(
-            function(*given, **kwargs),
+            function(*converted, **kwargs),
             lambda one: one.to_local() if isinstance(one, DTensor) else one,
         )
 
-    return called
+    return with_dtensor
 
 
 def _as_dtensor(
@@ -335,7 +341,9 @@ def _as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-_MADE: dict[str, Callable[[TorchFunction, DeviceMesh, tuple[Placement, ...]], TorchFunction]] = {
+_REPLACEMENTS: dict[
+    str, Callable[[TorchFunction, DeviceMesh, tuple[Placement, ...]], TorchFunction]
+] = {
     "dropout": _dropout,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,

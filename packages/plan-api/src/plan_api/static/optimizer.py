@@ -1,9 +1,9 @@
-"""Optimizers of parameters that are DTensors, stepping on their local tensors.
+"""Steps optimizers of DTensor parameters on local tensors.
 
-An optimizer that works on each element by itself does the same on a shard as on the whole, so for
-the time of `step()` it is given leaves for parameters, and local tensors for its state. Before and
-after it has DTensors in both, as checkpoints need them. Others (Muon, Adafactor, LBFGS) look at
-whole tensors, and step on DTensors, as they do without this.
+An elementwise optimizer computes the same on a shard as on the full tensor, so during `step()` its
+parameters are swapped for local parameters, and the DTensors of its state for their local tensors.
+Before and after the step it has DTensors in both, as checkpoints require. Other optimizers (Muon,
+Adafactor, LBFGS) read whole matrices, and step on DTensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from plan_api.static.leaves import Leaf
+from plan_api.static.local_params import LocalParam
 
-__all__ = ["mend_steps", "remove_step_hooks", "step_on_leaves"]
+__all__ = ["remove_step_hooks", "restore_interrupted_steps", "step_on_local_params"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -34,113 +34,113 @@ _ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
-_leaves: weakref.WeakValueDictionary[int, Leaf] = weakref.WeakValueDictionary()
-_stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Lent] = weakref.WeakKeyDictionary()
+_local_params: weakref.WeakValueDictionary[int, LocalParam] = weakref.WeakValueDictionary()
+_stepping: weakref.WeakKeyDictionary[optim.Optimizer, _SwappedOut] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 _hooks: list[RemovableHandle] = []
 
 
-@dataclass(slots=True)  # not frozen, for that takes longer to make
-class _Loan:
-    """A leaf, lent for its parameter.
+@dataclass(slots=True)  # not frozen, which takes longer to construct
+class _Swap:
+    """A parameter swapped for its local parameter.
 
     Attributes:
         param: the DTensor.
-        leaf: the parameter's.
-        state: of the parameter, as the optimizer shows it; None if it has none yet.
+        local_param: the local parameter.
+        state: the parameter's state outside of `step()`; None if it has none yet.
     """
 
     param: torch.Tensor
-    leaf: Leaf
+    local_param: LocalParam
     state: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
-class _Lent:
-    """What an optimizer has while it does not step.
+class _SwappedOut:
+    """What an optimizer holds outside of `step()`.
 
     Attributes:
-        params: of each group.
-        state: by parameter.
-        loans: of leaves.
+        params: the parameters of each group.
+        state: the state by parameter.
+        swaps: the parameters that are swapped.
     """
 
     params: list[list[torch.Tensor]]
     state: dict[torch.Tensor, Any]
-    loans: list[_Loan]
+    swaps: list[_Swap]
 
 
-def step_on_leaves(leaves: Iterable[Leaf]) -> None:
-    """Lets every elementwise optimizer, made or yet to be made, step on these.
+def step_on_local_params(local_params: Iterable[LocalParam]) -> None:
+    """Makes every elementwise optimizer, existing or future, step on these local parameters.
 
     The first call registers hooks for the steps of all optimizers of the process
-    (`remove_step_hooks`).
+    (`remove_step_hooks` removes them).
 
     Args:
-        leaves: of parameters; as long as they live.
+        local_params: only weak references to them are held.
     """
-    for leaf in leaves:
-        _leaves[id(leaf.param)] = leaf
+    for one in local_params:
+        _local_params[id(one.param)] = one
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_lend))
-        _hooks.append(register_optimizer_step_post_hook(_give_back))
+        _hooks.append(register_optimizer_step_pre_hook(_swap_in))
+        _hooks.append(register_optimizer_step_post_hook(_swap_out))
 
 
 def remove_step_hooks() -> None:
-    """Lets optimizers step on DTensors again."""
-    mend_steps()
+    """Makes optimizers step on DTensors again."""
+    restore_interrupted_steps()
     while _hooks:
         _hooks.pop().remove()
 
 
-def mend_steps() -> None:
-    """Gives DTensors back to optimizers whose last step has raised; no other one is stepping."""
+def restore_interrupted_steps() -> None:
+    """Restores the DTensors of optimizers whose last step raised; to be called between steps."""
     for optimizer in list(_stepping):
-        _give_back(optimizer, (), {})
+        _swap_out(optimizer, (), {})
 
 
-def _lend(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer in _stepping:  # the step before this one has raised
-        _give_back(optimizer, (), {})
+def _swap_in(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if optimizer in _stepping:  # the previous step raised
+        _swap_out(optimizer, (), {})
     if type(optimizer) not in _ELEMENTWISE or len(args) > 1 or kwargs.get("closure") is not None:
-        return  # a closure runs backward while the optimizer steps
-    shown = optimizer.state
-    local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    loans: list[_Loan] = []
-    given: list[list[torch.Tensor]] = []
-    # Tensors are slow to look up in a dict: once for each is enough.
+        return  # a closure runs backward inside of the step
+    state = optimizer.state
+    local_state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    swaps: list[_Swap] = []
+    groups: list[list[torch.Tensor]] = []
+    # Looking tensors up in a dict is slow: once for each has to do.
     for group in optimizer.param_groups:
-        given.append(tensors := [])
+        groups.append(tensors := [])
         for param in group["params"]:
-            leaf, state = _leaf(param), shown.get(param)
-            tensor = param if leaf is None else leaf.tensor
+            local_param, own = _local_param(param), state.get(param)
+            tensor = param if local_param is None else local_param.tensor
             tensors.append(tensor)
-            if leaf is not None:
-                loans.append(_Loan(param, leaf, state))
-                _lend_gradient(param, leaf)
-            if state is not None:
-                local[tensor] = state if leaf is None else _local(state)
-    if not loans:
+            if local_param is not None:
+                swaps.append(_Swap(param, local_param, own))
+                _swap_in_gradient(param, local_param)
+            if own is not None:
+                local_state[tensor] = own if local_param is None else _local(own)
+    if not swaps:
         return
-    if len(local) != len(shown):  # what is of no parameter
-        lent = {loan.param for loan in loans}
-        local.update({key: state for key, state in shown.items() if key not in lent})
+    if len(local_state) != len(state):  # state that belongs to no parameter
+        swapped = {one.param for one in swaps}
+        local_state.update({key: own for key, own in state.items() if key not in swapped})
     params = [group["params"] for group in optimizer.param_groups]
-    _stepping[optimizer] = _Lent(params, shown, loans)
+    _stepping[optimizer] = _SwappedOut(params, state, swaps)
     if optimizer not in _watched:
         _watched.add(optimizer)
-        optimizer.register_state_dict_pre_hook(lambda own: _give_back(own, (), {}))
-    optimizer.state = local
-    for group, tensors in zip(optimizer.param_groups, given, strict=True):
+        optimizer.register_state_dict_pre_hook(lambda own: _swap_out(own, (), {}))
+    optimizer.state = local_state
+    for group, tensors in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = tensors
 
 
-def _lend_gradient(param: torch.Tensor, leaf: Leaf) -> None:
+def _swap_in_gradient(param: torch.Tensor, local_param: LocalParam) -> None:
     grad = param.grad
     if isinstance(grad, DTensor):
-        if grad.placements != leaf.param.placements:
-            grad = grad.redistribute(placements=leaf.param.placements)
-        leaf.tensor.grad = grad._local_tensor
+        if grad.placements != local_param.param.placements:
+            grad = grad.redistribute(placements=local_param.param.placements)
+        local_param.tensor.grad = grad._local_tensor
 
 
 def _local(state: dict[str, Any]) -> dict[str, Any]:
@@ -149,42 +149,49 @@ def _local(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _give_back(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    lent = _stepping.pop(optimizer, None)
-    if lent is None:
+def _swap_out(optimizer: optim.Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    swapped_out = _stepping.pop(optimizer, None)
+    if swapped_out is None:
         return
-    local: Any = optimizer.state
-    for group, own in zip(optimizer.param_groups, lent.params, strict=True):
-        group["params"] = own
-    optimizer.state = lent.state  # type: ignore[assignment]
-    for loan in lent.loans:
-        tensor = loan.leaf.tensor
-        if tensor.grad is None:  # zero_grad(), after a step that has raised
-            loan.param.grad = None
+    local_state: Any = optimizer.state
+    for group, params in zip(optimizer.param_groups, swapped_out.params, strict=True):
+        group["params"] = params
+    optimizer.state = swapped_out.state  # type: ignore[assignment]
+    for swap in swapped_out.swaps:
+        tensor = swap.local_param.tensor
+        if tensor.grad is None:  # zero_grad(), after a step that raised
+            swap.param.grad = None
         tensor.grad = None
-        if (state := local.pop(tensor, None)) is not None:
-            _show(state, lent.state[loan.param] if loan.state is None else loan.state, loan.leaf)
-    lent.state.update(local)
+        if (local := local_state.pop(tensor, None)) is not None:
+            state = swapped_out.state[swap.param] if swap.state is None else swap.state
+            _update_state(state, local, swap.local_param)
+    swapped_out.state.update(local_state)
 
 
-def _show(local: dict[str, Any], shown: dict[str, Any], leaf: Leaf) -> None:
-    """Puts a state's local tensors into the state that the optimizer shows, as DTensors."""
-    for name, now in local.items():
-        before = shown.get(name)
-        if before is now or (isinstance(before, DTensor) and before._local_tensor is now):
+def _update_state(state: dict[str, Any], local: dict[str, Any], local_param: LocalParam) -> None:
+    """Updates the state of a parameter from local tensors, which become DTensors."""
+    for name, after in local.items():
+        before = state.get(name)
+        if before is after or (isinstance(before, DTensor) and before._local_tensor is after):
             continue
-        placed = isinstance(now, torch.Tensor) and now.shape == leaf.tensor.shape and name != "step"
-        shown[name] = DTensor(now, _spec(leaf, now), requires_grad=False) if placed else now
+        is_sharded = (
+            isinstance(after, torch.Tensor)
+            and after.shape == local_param.tensor.shape
+            and name != "step"
+        )
+        state[name] = (
+            DTensor(after, _spec(local_param, after), requires_grad=False) if is_sharded else after
+        )
 
 
-def _spec(leaf: Leaf, tensor: torch.Tensor) -> Any:
-    spec = leaf.param._spec
+def _spec(local_param: LocalParam, tensor: torch.Tensor) -> Any:
+    spec = local_param.param._spec
     if tensor.dtype == spec.tensor_meta.dtype:
         return spec
     meta = type(spec.tensor_meta)(spec.shape, spec.stride, tensor.dtype)
     return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
 
 
-def _leaf(param: torch.Tensor) -> Leaf | None:
-    leaf = _leaves.get(id(param))
-    return leaf if leaf is not None and leaf.param is param else None
+def _local_param(param: torch.Tensor) -> LocalParam | None:
+    found = _local_params.get(id(param))
+    return found if found is not None and found.param is param else None

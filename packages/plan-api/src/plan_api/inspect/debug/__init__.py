@@ -1,5 +1,5 @@
 """A debugger for one of many ranks."""
 
-from plan_api.inspect.debug.stop import breakpoint  # noqa: A004  # its name in torch as well
+from plan_api.inspect.debug.breakpoints import breakpoint  # noqa: A004  # its name in torch as well
 
 __all__ = ["breakpoint"]

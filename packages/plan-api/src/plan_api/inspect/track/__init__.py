@@ -1,7 +1,7 @@
-"""What one step runs, in the order in which it runs."""
+"""Records what one step runs, in order."""
 
-from plan_api.inspect.track.events import Call, Collective, Operator, Phase
+from plan_api.inspect.track.events import CallEvent, CollectiveEvent, OperatorEvent, StepPhase
 from plan_api.inspect.track.record import Record
 from plan_api.inspect.track.recorder import track
 
-__all__ = ["Call", "Collective", "Operator", "Phase", "Record", "track"]
+__all__ = ["CallEvent", "CollectiveEvent", "OperatorEvent", "Record", "StepPhase", "track"]

@@ -1,5 +1,5 @@
 "use strict";
-// Without it the page can be read as well; it opens and closes many branches at once.
+// The page can be read without it; it opens and closes many branches at once.
 const branches = [...document.querySelectorAll("details")];
 const named = [...document.querySelectorAll("[data-name]")];
 const open = (one) => { for (let at = one.closest("details"); at; at = at.parentElement.closest("details")) at.open = true; };
@@ -7,7 +7,7 @@ const open = (one) => { for (let at = one.closest("details"); at; at = at.parent
 document.getElementById("open").onclick = () => branches.forEach((one) => { one.open = true; });
 document.getElementById("close").onclick = () => branches.forEach((one, at) => { one.open = at === 0; });
 
-// Of modules that are alike the first is shown: for `layers.7` look there for `layers.0`.
+// Of equal modules the first is shown: `layers.7` is found as `layers.0`.
 const plain = (text) => text.replace(/[^\w]/g, "\\$&");
 const shown = (one, text) => {
   for (let at = one.closest("[data-in]"); at; at = at.parentElement.closest("[data-in]")) {
@@ -18,7 +18,7 @@ const shown = (one, text) => {
   return text;
 };
 
-// Names that contain the text are marked, and can be seen.
+// Marks names that contain the text, and opens the branches around them.
 const find = (text) => {
   const count = named.filter((one) => {
     const here = text !== "" && one.dataset.name.includes(shown(one, text));

@@ -1,4 +1,4 @@
-"""The page: what the plan is for, the step's communication, and the tree of modules."""
+"""Writes the page: the mesh, the communication of a step, and the tree of modules."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from pathlib import Path
 from torch import nn
 
 from plan_api.inspect.track import Record
-from plan_api.inspect.view.colours import colour_of
-from plan_api.inspect.view.html import Element, element
-from plan_api.inspect.view.rows import heading, rows_of, size
-from plan_api.inspect.view.tree import Branch, Traffic, tree_of
+from plan_api.inspect.view.html import Element, element, placement_colour
+from plan_api.inspect.view.rows import format_bytes, header_row, tree_rows
+from plan_api.inspect.view.tree import Communication, ModuleNode, build_tree
 from plan_api.plan import Plan
 from plan_api.spec.axes import axis_names
 
 __all__ = ["view"]
 
-# Nothing is fetched, whatever a name in the model says.
+# The page fetches nothing, even if a name in the model contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def view(plan: Plan, model: nn.Module, path: str | Path, *, record: Record | None = None) -> Path:
-    """Writes a plan on a model as one HTML file that needs nothing else, for any browser.
+    """Writes a plan on a model as one self-contained HTML file, for any browser.
 
-    It has the tree of modules, coloured by placement, with the moves and the lines of the plan, and
-    modules that are alike shown once. A function and no method, as `diff`: a plan is what the user
-    has written, and knows of no records.
+    It shows the tree of modules, coloured by placement, with redistributions and the lines of the
+    plan; equal neighbouring modules are shown once.
 
     Args:
-        plan: any.
+        plan: any plan.
         model: on any device, ``meta`` included, before `parallelize` or after; it is not changed.
-        path: of the file; what is there is overwritten.
-        record: of a step of this model; its communication is shown per module, summed upwards.
+        path: of the file, which is overwritten.
+        record: of a step of this model; its communication is shown per module, children included.
 
     Returns:
         the path.
@@ -42,11 +40,11 @@ def view(plan: Plan, model: nn.Module, path: str | Path, *, record: Record | Non
         ValueError: the plan does not fit the model.
     """
     path = Path(path)
-    path.write_text(_page(plan, model, tree_of(plan, model, record), record), encoding="utf-8")
+    path.write_text(_page(plan, model, build_tree(plan, model, record), record), encoding="utf-8")
     return path
 
 
-def _page(plan: Plan, model: nn.Module, tree: Branch, record: Record | None) -> str:
+def _page(plan: Plan, model: nn.Module, tree: ModuleNode, record: Record | None) -> str:
     title = f"{type(model).__name__} on {_mesh(plan)}"
     head = element(
         "head",
@@ -70,14 +68,16 @@ def _page(plan: Plan, model: nn.Module, tree: Branch, record: Record | None) -> 
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _tree(plan: Plan, tree: Branch, recorded: bool) -> Element:
+def _tree(plan: Plan, tree: ModuleNode, recorded: bool) -> Element:
     number = len(plan.axes)
     columns = (
         f"--axes: repeat({number}, 7rem); --sent: {'8rem' if recorded else ' '}; "
-        f"min-width: {66 + 8 * number}rem"  # below that it is scrolled
+        f"min-width: {66 + 8 * number}rem"  # narrower windows scroll
     )
     kind = "tree" if recorded else "tree unrecorded"
-    return element("div", heading(plan.axes), *rows_of(tree, plan.axes), class_=kind, style=columns)
+    return element(
+        "div", header_row(plan.axes), *tree_rows(tree, plan.axes), class_=kind, style=columns
+    )
 
 
 def _file(name: str) -> str:
@@ -89,20 +89,22 @@ def _mesh(plan: Plan) -> str:
     return ", ".join(f"{name}={number}" for name, number in axes)
 
 
-def _parameters(tree: Branch) -> str:
-    states = list(tree.all_states)
-    whole, here = sum(one.bytes for one in states), sum(one.local_bytes for one in states)
-    return f"parameters and buffers are {size(whole)} in all, {size(here)} on this rank"
+def _parameters(tree: ModuleNode) -> str:
+    tensors = list(tree.all_tensors)
+    total = format_bytes(sum(one.bytes for one in tensors))
+    local = format_bytes(sum(one.local_bytes for one in tensors))
+    return f"parameters and buffers are {total} in all, {local} on this rank"
 
 
-def _legend(tree: Branch) -> Element:
-    used = sorted({one for state in tree.all_states for one in state.placements} | {"R", "P"})
-    said = {"R": "whole on every rank", "P": "terms of a sum"}
+def _legend(tree: ModuleNode) -> Element:
+    used = sorted({one for tensor in tree.all_tensors for one in tensor.placements} | {"R", "P"})
+    meanings = {"R": "replicated", "P": "partial"}
+    meanings |= {one: f"sharded along dim {one[2:-1]}" for one in used if one.startswith("S(")}
     chips = [
         element(
             "span",
-            element("span", one, class_="chip", style=f"background: {colour_of(one)}"),
-            f" {said.get(one, f'cut along dim {one[2:-1]}' if one.startswith('S(') else '')}",
+            element("span", one, class_="chip", style=f"background: {placement_colour(one)}"),
+            f" {meanings.get(one, '')}",
         )
         for one in used
     ]
@@ -120,23 +122,23 @@ def _search() -> Element:
     )
 
 
-def _communication(record: Record, tree: Branch) -> list[Element]:
-    sent: Counter[tuple[str, ...]] = Counter()
-    weight: Counter[tuple[str, ...]] = Counter()
+def _communication(record: Record, tree: ModuleNode) -> list[Element]:
+    counts: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, ...]] = Counter()
     for one in record.collectives:
-        what = (one.phase.value, one.name, one.axis or "another group", _why(one.cause))
-        sent[what] += 1
-        weight[what] += one.bytes
+        what = (one.phase.value, one.name, one.axis or "another group", _cause(one.cause))
+        counts[what] += 1
+        sizes[what] += one.bytes
     rows = [
         element(
             "tr", *(element("td", cell) for cell in what),
             element("td", f"{number:,}", class_="number"),
-            element("td", size(weight[what]), class_="number"),
+            element("td", format_bytes(sizes[what]), class_="number"),
         )
-        for what, number in sent.items()
+        for what, number in counts.items()
     ]  # fmt: skip
-    whole = Traffic(sent.total(), weight.total())
-    heads = ("phase", "collective", "axis", "because of")
+    total = Communication(counts.total(), sizes.total())
+    heads = ("phase", "collective", "axis", "cause")
     table = element(
         "table",
         element(
@@ -145,15 +147,15 @@ def _communication(record: Record, tree: Branch) -> list[Element]:
         ),
         *rows,
     )  # fmt: skip
-    elsewhere = Traffic(whole.number - tree.total.number, whole.bytes - tree.total.bytes)
-    told = f"{whole.number:,} collectives, {size(whole.bytes)} on rank {record.rank}"
-    if elsewhere.number:
-        told += (
-            f"; {elsewhere.number:,} of them, {size(elsewhere.bytes)}, belong to no module, as "
-            f"gradients of many parameters that are sent together"
+    outside = Communication(total.number - tree.total.number, total.bytes - tree.total.bytes)
+    summary = f"{total.number:,} collectives, {format_bytes(total.bytes)} on rank {record.rank}"
+    if outside.number:
+        summary += (
+            f"; {outside.number:,} of them, {format_bytes(outside.bytes)}, belong to no module, "
+            f"such as reductions of a bucket of gradients"
         )
-    return [element("h2", "Communication of the step"), element("p", f"{told}."), table]
+    return [element("h2", "Communication of the step"), element("p", f"{summary}."), table]
 
 
-def _why(cause: str) -> str:
+def _cause(cause: str) -> str:
     return "gradients" if cause.startswith("gradient") else cause or "other code"

@@ -1,55 +1,54 @@
-"""The rows of the tree: modules, and in them moves, parameters and buffers."""
+"""The rows of the tree: modules, and in them steps of the plan, parameters and buffers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from plan_api.inspect.view.colours import colour_of
-from plan_api.inspect.view.html import Element, element
-from plan_api.inspect.view.tree import Branch, Move, State, Traffic
+from plan_api.inspect.view.html import Element, element, placement_colour
+from plan_api.inspect.view.tree import Communication, ModuleNode, ShownStep, ShownTensor
 
-__all__ = ["heading", "rows_of", "size"]
+__all__ = ["format_bytes", "header_row", "tree_rows"]
 
-_OPEN = 2  # so many levels are open at first
-_NOT_SENT = element("span", class_="sent")
+_OPEN_LEVELS = 2
+_NO_COMMUNICATION = element("span", class_="sent")
 
 
-def heading(axes: Sequence[str]) -> Element:
-    """The names of the columns."""
+def header_row(axes: Sequence[str]) -> Element:
+    """Returns the row of column names."""
     return element(
         "div",
         element("span", "module, tensor", class_="name"),
         *(element("span", f"along {axis}") for axis in axes),
-        element("span", "shape, here"),
-        element("span", "bytes here", class_="number"),
+        element("span", "shape, local"),
+        element("span", "local bytes", class_="number"),
         element("span", "sent in a step", class_="number sent"),
         element("span", "line of the plan"),
         class_="row head",
     )
 
 
-def rows_of(branch: Branch, axes: Sequence[str], depth: int = 0) -> Iterator[Element]:
-    """A branch as rows that can be folded.
+def tree_rows(node: ModuleNode, axes: Sequence[str], depth: int = 0) -> Iterator[Element]:
+    """Returns a node as rows that can be folded.
 
     Args:
-        branch: any.
+        node: of the tree.
         axes: of the mesh.
-        depth: of it in the tree.
+        depth: of the node in the tree.
     """
-    inner = [_move(one, depth + 1) for one in branch.moves]
-    inner += [_state(one, branch, depth + 1) for one in branch.states]
-    for child in branch.children:
-        inner += rows_of(child, axes, depth + 1)
-    row = _module(branch, axes, depth)
+    inner = [_step_row(one, depth + 1) for one in node.steps]
+    inner += [_tensor_row(one, node, depth + 1) for one in node.tensors]
+    for child in node.children:
+        inner += tree_rows(child, axes, depth + 1)
+    cells = _module_cells(node, axes, depth)
     yield element(
-        "details", element("summary", *row, class_="row"), *inner, open=depth < _OPEN,
-        data_name=branch.paths[0], **_alike(branch),
+        "details", element("summary", *cells, class_="row"), *inner, open=depth < _OPEN_LEVELS,
+        data_name=node.paths[0], **_search_data(node),
     )  # fmt: skip
 
 
-def size(number: int) -> str:
-    """Bytes in the unit in which they have one to three digits before the point."""
+def format_bytes(number: int) -> str:
+    """Formats bytes in the unit in which they have one to three digits before the point."""
     amount = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000 or unit == "GiB":
@@ -58,34 +57,36 @@ def size(number: int) -> str:
     return f"{amount:,.0f} B" if unit == "B" else f"{amount:,.1f} {unit}"
 
 
-def _alike(branch: Branch) -> dict[str, str]:
-    """So that the search finds those that are not shown."""
-    if len(branch.paths) == 1:
+def _search_data(node: ModuleNode) -> dict[str, str]:
+    """Returns attributes by which the search finds the modules that are not shown."""
+    if len(node.paths) == 1:
         return {}
-    above, _, first = branch.paths[0].rpartition(".")
-    prefix = f"{above.rpartition('.')[2]}." if above else ""
-    last = branch.paths[-1].rpartition(".")[2]
+    parent, _, first = node.paths[0].rpartition(".")
+    prefix = f"{parent.rpartition('.')[2]}." if parent else ""
+    last = node.paths[-1].rpartition(".")[2]
     return {"data_in": prefix, "data_first": first, "data_last": last}
 
 
-def _module(branch: Branch, axes: Sequence[str], depth: int) -> list[Element]:
-    states, alike = list(branch.all_states), len(branch.paths)
-    first = branch.paths[0].rpartition(".")[2]
-    last = branch.paths[-1].rpartition(".")[2]
-    named = [element("b", f"{first} … {last}" if alike > 1 else first or branch.kind)]
-    if alike > 1:
-        named.append(element("span", f"{alike} alike", class_="times"))
+def _module_cells(node: ModuleNode, axes: Sequence[str], depth: int) -> list[Element]:
+    tensors, count = list(node.all_tensors), len(node.paths)
+    first = node.paths[0].rpartition(".")[2]
+    last = node.paths[-1].rpartition(".")[2]
+    named = [element("b", f"{first} … {last}" if count > 1 else first or node.kind)]
+    if count > 1:
+        named.append(element("span", f"{count} equal", class_="times"))
     if first:
-        named.append(element("span", branch.kind, class_="soft"))
-    here = alike * sum(one.local_bytes for one in states)
-    sent = [element("span", _sent(branch.total.times(alike)))]
-    if alike > 1 and branch.total.number:
-        sent.append(element("span", f"each {_sent(branch.total)}", class_="soft each"))
+        named.append(element("span", node.kind, class_="soft"))
+    local = count * sum(one.local_bytes for one in tensors)
+    sent = [element("span", _format_communication(node.total.times(count)))]
+    if count > 1 and node.total.number:
+        sent.append(
+            element("span", f"each {_format_communication(node.total)}", class_="soft each")
+        )
     return [
         element("span", *_spaced(named), class_="name", style=f"--depth: {depth}"),
-        *(_shares(states, at, axis) for at, axis in enumerate(axes)),
-        element("span", _number(len(states), alike), class_="soft"),
-        element("span", size(here) if states else "", class_="number"),
+        *(_shares(tensors, at, axis) for at, axis in enumerate(axes)),
+        element("span", _tensor_count(len(tensors), count), class_="soft"),
+        element("span", format_bytes(local) if tensors else "", class_="number"),
         element("span", *sent, class_="number sent"),
         element("span"),
     ]
@@ -96,77 +97,83 @@ def _spaced(parts: Sequence[str]) -> Iterator[str]:
         yield from (" ", part) if at else (part,)
 
 
-def _number(tensors: int, alike: int) -> str:
+def _tensor_count(tensors: int, modules: int) -> str:
     if not tensors:
         return ""
     each = "1 tensor" if tensors == 1 else f"{tensors:,} tensors"
-    return each if alike == 1 else f"{alike} times {each}"
+    return each if modules == 1 else f"{modules} times {each}"
 
 
-def _shares(states: Sequence[State], axis: int, name: str) -> Element:
-    """How much of a module is placed how along an axis, by the bytes of the whole tensors."""
+def _shares(tensors: Sequence[ShownTensor], axis: int, name: str) -> Element:
+    """Draws the placements of a module's tensors along an axis, by their global bytes."""
     parts: Counter[str] = Counter()
-    for one in states:
+    for one in tensors:
         parts[one.placements[axis]] += one.bytes
-    whole = parts.total()
-    if not whole:
+    total = parts.total()
+    if not total:
         return element("span")
-    told = ", ".join(f"{placed} {100 * part / whole:.0f}%" for placed, part in parts.most_common())
+    percentages = ", ".join(
+        f"{placement} {100 * part / total:.0f}%" for placement, part in parts.most_common()
+    )
     spans = [
-        element("span", style=f"background: {colour_of(placed)}; flex: {part}")
-        for placed, part in sorted(parts.items())
+        element("span", style=f"background: {placement_colour(placement)}; flex: {part}")
+        for placement, part in sorted(parts.items())
         if part
     ]
-    return element("span", *spans, class_="shares", title=f"{name}: {told}")
+    return element("span", *spans, class_="shares", title=f"{name}: {percentages}")
 
 
-def _state(state: State, branch: Branch, depth: int) -> Element:
-    kind = "buffer " if state.is_buffer else ""
-    shapes = _shape(state.shape)
-    if state.local_shape != state.shape:
-        shapes += f" → {_shape(state.local_shape)}"
-    tied = f" = {state.tied_to}" if state.tied_to else ""
-    return _leaf(
-        f"{branch.paths[0]}.{state.name}".lstrip("."),
-        element("code", state.name),
-        element("span", f" {kind}{state.dtype}{tied}", class_="soft"),
-        cells=[element("span", _chip(one)) for one in state.placements],
+def _tensor_row(tensor: ShownTensor, node: ModuleNode, depth: int) -> Element:
+    kind = "buffer " if tensor.is_buffer else ""
+    shapes = _shape(tensor.shape)
+    if tensor.local_shape != tensor.shape:
+        shapes += f" → {_shape(tensor.local_shape)}"
+    tied = f" = {tensor.tied_to}" if tensor.tied_to else ""
+    return _row(
+        f"{node.paths[0]}.{tensor.name}".lstrip("."),
+        element("code", tensor.name),
+        element("span", f" {kind}{tensor.dtype}{tied}", class_="soft"),
+        cells=[element("span", _chip(one)) for one in tensor.placements],
         rest=[
             element("span", shapes, class_="mono"),
-            element("span", "" if state.tied_to else size(state.local_bytes), class_="number"),
-            _NOT_SENT,
-            _lines(state.lines),
+            element(
+                "span", "" if tensor.tied_to else format_bytes(tensor.local_bytes), class_="number"
+            ),
+            _NO_COMMUNICATION,
+            _lines(tensor.lines),
         ],
         depth=depth,
     )
 
 
-def _move(move: Move, depth: int) -> Element:
+def _step_row(step: ShownStep, depth: int) -> Element:
     cells = [
         element("span", *([_chip(before), " "] if before else []), "→ ", _chip(after))
         if after
         else element("span")
-        for before, after in zip(move.before, move.after, strict=True)
+        for before, after in zip(step.before, step.after, strict=True)
     ]
-    return _leaf(
+    return _row(
         "",
-        element("code", move.tensor),
-        element("span", f" {move.kind}", class_="soft"),
+        element("code", step.tensor),
+        element("span", f" {step.kind}", class_="soft"),
         cells=cells,
-        rest=[element("span"), element("span"), _NOT_SENT, _lines(move.lines)],
+        rest=[element("span"), element("span"), _NO_COMMUNICATION, _lines(step.lines)],
         depth=depth,
     )
 
 
-def _leaf(
+def _row(
     full: str, *named: Element, cells: Sequence[Element], rest: Sequence[Element], depth: int
 ) -> Element:
     name = element("span", *named, class_="name", style=f"--depth: {depth}")
     return element("div", name, *cells, *rest, class_="row leaf", data_name=full or False)
 
 
-def _chip(placed: str) -> Element:
-    return element("span", placed, class_="chip", style=f"background: {colour_of(placed)}")
+def _chip(placement: str) -> Element:
+    return element(
+        "span", placement, class_="chip", style=f"background: {placement_colour(placement)}"
+    )
 
 
 def _lines(lines: Sequence[str]) -> Element:
@@ -177,5 +184,9 @@ def _shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _sent(traffic: Traffic) -> str:
-    return f"{traffic.number:,} · {size(traffic.bytes)}" if traffic.number else ""
+def _format_communication(communication: Communication) -> str:
+    return (
+        f"{communication.number:,} · {format_bytes(communication.bytes)}"
+        if communication.number
+        else ""
+    )

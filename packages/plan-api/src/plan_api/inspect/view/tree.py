@@ -1,9 +1,9 @@
-"""A model's modules with what a plan says of them, and what a step sent: what the page shows.
+"""Builds the tree that the page shows: a model's modules, with the plan and a step's communication.
 
-Note: a *branch* is a module, or several side by side that are alike: same tensors, moves,
-children and communication. Those of a stack of layers so become one. *Traffic* is counted per
-module and summed upwards; what belongs to no module (the reduction of gradients in buckets, what
-the loss and the optimizer do) is counted for the whole step only.
+Note: a *node* is a module, or several equal neighbours: same tensors, steps, children and
+communication, as in a stack of layers. Communication is counted per module, children included; what
+belongs to no module (reductions of a bucket of gradients, the loss, the optimizer) is counted for
+the full step only.
 """
 
 from __future__ import annotations
@@ -24,43 +24,38 @@ from plan_api.plan import Plan
 from plan_api.runtime.local_shards import local_shape
 from plan_api.spec.placements import format_placement
 
-__all__ = ["Branch", "Move", "State", "Traffic", "tree_of"]
+__all__ = ["Communication", "ModuleNode", "ShownStep", "ShownTensor", "build_tree"]
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives of a step on this rank.
-
-    Attributes:
-        number: of them.
-        bytes: of them.
-    """
+class Communication:
+    """The collectives of a step on this rank: their number and their bytes."""
 
     number: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.number + other.number, self.bytes + other.bytes)
+    def __add__(self, other: Communication) -> Communication:
+        return Communication(self.number + other.number, self.bytes + other.bytes)
 
-    def times(self, number: int) -> Traffic:
-        """That of so many modules alike."""
-        return Traffic(number * self.number, number * self.bytes)
+    def times(self, number: int) -> Communication:
+        """Returns the sum over equal modules."""
+        return Communication(number * self.number, number * self.bytes)
 
 
 @dataclass(frozen=True)
-class State:
+class ShownTensor:
     """A parameter or buffer.
 
     Attributes:
         name: in its module.
-        placements: per axis of the mesh, in short.
-        shape: of the whole tensor.
-        local_shape: on this rank.
+        placements: a formatted placement per axis of the mesh.
+        shape: of the global tensor.
+        local_shape: of the local tensor on this rank.
         itemsize: bytes of an element.
         dtype: as in ``float32``.
-        tied_to: the name under which it was first, "" if that is this.
+        tied_to: the first name of a tied tensor; "" if this is the first.
         lines: of the plan.
-        is_buffer: whether it is no parameter.
+        is_buffer: whether it is a buffer.
     """
 
     name: str
@@ -75,24 +70,24 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the global tensor."""
         return torch.Size(self.shape).numel() * self.itemsize
 
     @property
     def local_bytes(self) -> int:
-        """On this rank."""
+        """The bytes of the local tensor on this rank."""
         return torch.Size(self.local_shape).numel() * self.itemsize
 
 
 @dataclass(frozen=True)
-class Move:
-    """What a site does with one tensor.
+class ShownStep:
+    """What the plan does with one tensor at a site.
 
     Attributes:
         tensor: ``<in>:0``, ``<out>:loss``.
-        kind: ``redist`` or ``annotate``.
-        before: per axis of the mesh, in short; "" where the plan does not say.
-        after: the same.
+        kind: of operation, such as ``redist`` or ``annotate``.
+        before: a formatted placement per axis of the mesh; "" where the plan does not say it.
+        after: the placements afterwards.
         lines: of the plan.
     """
 
@@ -104,111 +99,114 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """One module, or several alike.
+class ModuleNode:
+    """One module, or several equal neighbours.
 
     Attributes:
-        paths: theirs, in order.
-        name: in the module above; "" if that is a number.
+        paths: of the modules, in order.
+        name: in the parent module; "" if that is a number.
         kind: their class.
-        states: parameters and buffers of each.
-        moves: of each.
-        own: what each sends itself.
+        tensors: parameters and buffers of each.
+        steps: of the plan, in each.
+        own: the communication of each, without children.
         children: of each.
     """
 
     paths: tuple[str, ...] = field(compare=False)
     name: str
     kind: str
-    states: tuple[State, ...]
-    moves: tuple[Move, ...]
-    own: Traffic
-    children: tuple[Branch, ...]
+    tensors: tuple[ShownTensor, ...]
+    steps: tuple[ShownStep, ...]
+    own: Communication
+    children: tuple[ModuleNode, ...]
 
     @property
-    def total(self) -> Traffic:
-        """What each sends, with its children."""
+    def total(self) -> Communication:
+        """The communication of each, children included."""
         return sum((one.total.times(len(one.paths)) for one in self.children), self.own)
 
     @property
-    def all_states(self) -> Iterator[State]:
-        """Those of one and of its children, each as often as it is there; tied ones once."""
-        yield from (one for one in self.states if not one.tied_to)
+    def all_tensors(self) -> Iterator[ShownTensor]:
+        """The tensors of one module and of all in it; tied ones once."""
+        yield from (one for one in self.tensors if not one.tied_to)
         for child in self.children:
             for _ in child.paths:
-                yield from child.all_states
+                yield from child.all_tensors
 
 
-def tree_of(plan: Plan, model: nn.Module, record: Record | None) -> Branch:
-    """The model as branches.
+def build_tree(plan: Plan, model: nn.Module, record: Record | None) -> ModuleNode:
+    """Builds the tree of a model.
 
     Args:
-        plan: any.
+        plan: any plan.
         model: on any device, ``meta`` included, before `parallelize` or after.
         record: of a step.
 
     Raises:
         ValueError: the plan does not fit the model.
     """
-    return _branch("", model, _Reader(plan, model, record))
+    return _branch("", model, _ModelReader(plan, model, record))
 
 
-class _Reader:
-    """What is known of each module."""
+class _ModelReader:
+    """Collects the tensors, steps and communication of each module."""
 
     def __init__(self, plan: Plan, model: nn.Module, record: Record | None) -> None:
         self._plan = plan
-        self._first: dict[int, str] = {}  # of the names of a tied tensor
+        self._first_names: dict[int, str] = {}  # by tensor
         for name, tensor in named_state(model):
-            self._first.setdefault(id(tensor), name)
+            self._first_names.setdefault(id(tensor), name)
         self._sites: dict[str, list[Site]] = {}
         lowered = lower(plan, model)
         self._schedules = lowered.schedules
         for site in lowered.sites:
             if site.hook_point is not HookPoint.INIT:
                 self._sites.setdefault(site.path, []).append(site)
-        self._sent: dict[str, Traffic] = {}
+        self._communication: dict[str, Communication] = {}
         for one in record.collectives if record is not None else ():
             if one.site is not None:
-                self._sent[one.site] = self.sent(one.site) + Traffic(1, one.bytes)
+                self._communication[one.site] = self.communication(one.site) + Communication(
+                    1, one.bytes
+                )
 
-    def sent(self, path: str) -> Traffic:
-        return self._sent.get(path, Traffic())
+    def communication(self, path: str) -> Communication:
+        return self._communication.get(path, Communication())
 
-    def states(self, path: str, module: nn.Module) -> Iterator[State]:
+    def tensors(self, path: str, module: nn.Module) -> Iterator[ShownTensor]:
         for tensors, is_buffer in ((module._parameters, False), (module._buffers, True)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    yield self._state(_join(path, name), name, tensor, is_buffer)
+                    yield self._tensor(_join(path, name), name, tensor, is_buffer)
 
-    def moves(self, path: str) -> Iterator[Move]:
-        moments = list(HookPoint)
+    def steps(self, path: str) -> Iterator[ShownStep]:
+        hook_points = list(HookPoint)
         for site in sorted(
-            self._sites.get(path, ()), key=lambda one: moments.index(one.hook_point)
+            self._sites.get(path, ()), key=lambda one: hook_points.index(one.hook_point)
         ):
             for step in site.steps:
                 where = (
                     f" at {site.hook_point.value}" if site.hook_point.is_phase else f":{step.index}"
                 )
-                yield Move(
+                yield ShownStep(
                     f"{step.tensor}{where}", step.kind.value,
-                    self._along(step, "src"), self._along(step, "dst"), self._lines(step.entries),
+                    self._placements(step, "src"), self._placements(step, "dst"),
+                    self._lines(step.entries),
                 )  # fmt: skip
 
-    def _state(self, full: str, name: str, tensor: torch.Tensor, is_buffer: bool) -> State:
-        first = self._first[id(tensor)]
+    def _tensor(self, full: str, name: str, tensor: torch.Tensor, is_buffer: bool) -> ShownTensor:
+        first = self._first_names[id(tensor)]
         schedule = self._schedules.get(first)
         placements = (Replicate(),) * self._plan.mesh.ndim if schedule is None else schedule.rest
         if isinstance(tensor, DTensor) and tensor.device_mesh == self._plan.mesh:
             placements = tensor.placements
-        return State(
+        return ShownTensor(
             name, tuple(map(format_placement, placements)), tuple(tensor.shape),
             tuple(local_shape(tensor, self._plan.mesh, placements)), tensor.element_size(),
             str(tensor.dtype).removeprefix("torch."), "" if first == full else first,
             () if schedule is None else self._lines(schedule.entries), is_buffer,
         )  # fmt: skip
 
-    def _along(self, step: SiteStep, end: str) -> tuple[str, ...]:
+    def _placements(self, step: SiteStep, end: str) -> tuple[str, ...]:
         ends = (getattr(step.moves.get(axis), end, None) for axis in self._plan.axes)
         return tuple("" if one is None else format_placement(one) for one in ends)
 
@@ -217,24 +215,24 @@ class _Reader:
         return tuple(dict.fromkeys(entries[number].line for number in numbers))
 
 
-def _branch(path: str, module: nn.Module, reader: _Reader) -> Branch:
+def _branch(path: str, module: nn.Module, reader: _ModelReader) -> ModuleNode:
     children = [_branch(_join(path, name), one, reader) for name, one in module.named_children()]
     name = path.rpartition(".")[2]
-    return Branch(
+    return ModuleNode(
         (path,), "" if name.isdecimal() else name, type(module).__name__,
-        tuple(reader.states(path, module)), tuple(reader.moves(path)), reader.sent(path),
-        tuple(_together(children)),
+        tuple(reader.tensors(path, module)), tuple(reader.steps(path)), reader.communication(path),
+        tuple(_merge_equal(children)),
     )  # fmt: skip
 
 
-def _together(children: Iterable[Branch]) -> Iterator[Branch]:
-    """Numbered neighbours that are alike become one."""
-    for _, alike in groupby(children):
-        same = list(alike)
-        if same[0].name:
-            yield from same
+def _merge_equal(children: Iterable[ModuleNode]) -> Iterator[ModuleNode]:
+    """Merges equal neighbours whose names are numbers."""
+    for _, group in groupby(children):
+        equal = list(group)
+        if equal[0].name:
+            yield from equal
         else:
-            yield replace(same[0], paths=tuple(path for one in same for path in one.paths))
+            yield replace(equal[0], paths=tuple(path for one in equal for path in one.paths))
 
 
 def _join(path: str, name: str) -> str:

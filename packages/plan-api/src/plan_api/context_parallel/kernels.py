@@ -1,0 +1,286 @@
+"""Calls torch's fused attention kernels tile by tile, and merges tiles by online softmax.
+
+The kernels return the log-sum-exp of the scores beside the output. Backward of a tile is the
+kernel's own, with the output and the log-sum-exp over all keys: they give the probabilities over
+all keys, so the gradients of tiles add up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from plan_api.context_parallel.order import AttentionTile
+
+__all__ = [
+    "AttentionGradients",
+    "AttentionKernel",
+    "AttentionOutput",
+    "OnlineSoftmax",
+    "accumulation_dtype",
+    "select_kernel",
+]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """Attention over some keys: the output, and the log-sum-exp of (batch, heads, queries)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionGradients:
+    """Gradients of queries, keys and values."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class AttentionKernel(ABC):
+    """A fused kernel; all tensors are (batch, heads, sequence, features).
+
+    Args:
+        scale: of products before the softmax; None: by the root of the number of features.
+    """
+
+    def __init__(self, scale: float | None) -> None:
+        self._scale = scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: AttentionTile
+    ) -> AttentionOutput:
+        """Computes attention of one tile.
+
+        Args:
+            query: all queries of this rank.
+            key: all keys at hand; there may be fewer heads than of queries.
+            value: as the keys.
+            tile: which of them to compute.
+        """
+        heads = query.shape[1]
+        keys, values = (_repeat_heads(one[:, :, tile.keys], heads) for one in (key, value))
+        return self._forward(query[:, :, tile.queries], keys, values, tile.causal)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        tile: AttentionTile,
+    ) -> AttentionGradients:
+        """Computes one tile's terms of the gradients of its queries, keys and values.
+
+        Args:
+            grad: of the output of all queries over all keys.
+            query: as in forward.
+            key: as in forward.
+            value: as in forward.
+            output: the output of all queries over all keys, and its log-sum-exp.
+            tile: as in forward.
+        """
+        heads, key_heads, queries = query.shape[1], key.shape[1], tile.queries
+        keys, values = (_repeat_heads(one[:, :, tile.keys], heads) for one in (key, value))
+        part = AttentionOutput(output.out[:, :, queries], output.lse[:, :, queries])
+        grads = self._backward(
+            grad[:, :, queries], query[:, :, queries], keys, values, part, tile.causal
+        )
+        return AttentionGradients(
+            grads.query, _sum_groups(grads.key, key_heads), _sum_groups(grads.value, key_heads)
+        )
+
+    @abstractmethod
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> AttentionOutput: ...
+
+    @abstractmethod
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        causal: bool,
+    ) -> AttentionGradients: ...
+
+
+class _CpuFlash(AttentionKernel):
+    """The CPU's flash attention, for all floating dtypes."""
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> AttentionOutput:
+        return AttentionOutput(
+            *_aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, causal, scale=self._scale
+            )
+        )
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        causal: bool,
+    ) -> AttentionGradients:
+        return AttentionGradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, query, key, value, output.out, output.lse, 0.0, causal, scale=self._scale
+            )
+        )
+
+
+class _CudaFlash(AttentionKernel):
+    """CUDA's flash attention, for 16 bits."""
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> AttentionOutput:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=self._scale
+        )
+        return AttentionOutput(out, lse)
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        causal: bool,
+    ) -> AttentionGradients:
+        lengths = (None, None, query.shape[2], key.shape[2])
+        return AttentionGradients(
+            *_aten._scaled_dot_product_flash_attention_backward(
+                grad, query, key, value, output.out, output.lse.contiguous(), *lengths, 0.0, causal,
+                *_no_random_state(query), scale=self._scale,
+            )
+        )  # fmt: skip
+
+
+class _CudaEfficient(AttentionKernel):
+    """CUDA's memory-efficient attention, for 32 bits too.
+
+    Its log-sum-exp is padded to a multiple of 32 queries.
+    """
+
+    _ALIGNED = 32
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> AttentionOutput:
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=self._scale
+        )
+        return AttentionOutput(out, lse[..., : query.shape[2]])
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        causal: bool,
+    ) -> AttentionGradients:
+        lse = F.pad(output.lse, (0, -query.shape[2] % self._ALIGNED), value=torch.inf)
+        needs_grad = (True, True, True, False)
+        grads = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, None, output.out, lse.contiguous(), *_no_random_state(query),
+            0.0, needs_grad, causal, scale=self._scale,
+        )  # fmt: skip
+        return AttentionGradients(*grads[:3])
+
+
+def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
+    """Selects the kernel for the device, dtype and number of features of queries.
+
+    Args:
+        query: the queries.
+        scale: of products before the softmax; None: by the root of the number of features.
+
+    Raises:
+        NotImplementedError: no kernel returns the log-sum-exp for them.
+    """
+    device, half = query.device.type, query.dtype in (torch.float16, torch.bfloat16)
+    if device == "cpu" and query.dtype.is_floating_point:
+        return _CpuFlash(scale)
+    if device == "cuda" and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
+        return _CudaFlash(scale)
+    if device == "cuda" and (half or query.dtype is torch.float32):
+        return _CudaEfficient(scale)
+    raise NotImplementedError(
+        f"torch has no fused attention for {query.dtype} on {device!r} that returns the "
+        f"log-sum-exp, which ring and all-gather need; use method='ulysses'"
+    )
+
+
+def _no_random_state(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the seed and the offset of dropout, which is not used."""
+    return (like.new_zeros(2, dtype=torch.uint64), like.new_zeros(0, dtype=torch.uint64))
+
+
+def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats each key head for its group of query heads."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def _sum_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """Adds up the gradients of the heads that `_repeat_heads` has repeated."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+class OnlineSoftmax:
+    """Merges attention over disjoint ranges of keys into attention over all keys.
+
+    The outputs are averaged, weighted by the exponential of their log-sum-exp (Milakov and
+    Gimelshein, arXiv 1805.02867; Liu et al., "Ring Attention", arXiv 2310.01889).
+
+    Args:
+        query: (batch, heads, queries, features), of any floating dtype.
+    """
+
+    def __init__(self, query: torch.Tensor) -> None:
+        dtype = accumulation_dtype(query.dtype)
+        self._out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+        self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+        self._dtype = query.dtype
+
+    def add(self, tile: AttentionTile, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Adds the output of a tile, whose keys these queries have not attended to yet.
+
+        Args:
+            tile: whose queries.
+            out: (batch, heads, queries of the tile, features).
+            lse: (batch, heads, queries of the tile), natural logarithm.
+        """
+        merged_out, merged_lse = self._out[:, :, tile.queries], self._lse[:, :, tile.queries]
+        both = torch.logaddexp(merged_lse, lse)
+        merged_out.mul_((merged_lse - both).exp().unsqueeze(-1))
+        weight = (lse - both).exp().unsqueeze(-1).to(merged_out.dtype)
+        merged_out.addcmul_(out.to(merged_out.dtype), weight)
+        merged_lse.copy_(both)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output, in the queries' dtype, and the log-sum-exp."""
+        return self._out.to(self._dtype), self._lse
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which tiles are added up: at least 32 bits."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,332 @@
+"""Compares static mode with Eager on the same inputs: outputs of modules, and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.runtime.containers import map_tensors
+from plan_api.static.shadow_model import is_fake
+
+__all__ = [
+    "Difference",
+    "StaticError",
+    "compare_modes",
+    "loss_gradients",
+    "preserved_state",
+]
+
+_ModuleCall: TypeAlias = tuple[str, int]  # the path of a module, and the number of its call
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where static mode first differs from Eager.
+
+    Attributes:
+        site: the path of the module or parameter; "" for the model.
+        what: which of its tensors, as in "the gradient of".
+        reason: how they differ.
+        only_rounding: whether the values are equal up to the rounding of their dtype.
+    """
+
+    site: str
+    what: str
+    reason: str
+    only_rounding: bool
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.site or 'the model'}: {self.reason}"
+
+
+class StaticError(ValueError):
+    """Static mode computes something else than Eager, or does not support the plan.
+
+    Attributes:
+        site: the module or parameter where that is seen first.
+    """
+
+    def __init__(self, message: str, site: str) -> None:
+        super().__init__(message)
+        self.site = site
+
+
+@dataclass
+class _RunTrace:
+    """Local tensors of one run, by module and call.
+
+    Attributes:
+        outputs: the outputs of each call.
+        gradients: the gradients of these outputs, in the order of backward.
+    """
+
+    outputs: dict[_ModuleCall, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[_ModuleCall, list[torch.Tensor]] = field(default_factory=dict)
+
+
+def compare_modes(
+    eager: nn.Module,
+    static: nn.Module,
+    local_params: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], DTensor]]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[Difference]:
+    """Runs both models forward and backward, from one state of the random number generators.
+
+    Backward starts at the first scalar output, as the loss, or at all outputs if none is a scalar.
+    Random number generators, buffers and ``.grad`` are left unchanged. FakeTensors are compared by
+    shape and dtype.
+
+    Args:
+        eager: a shadow model, parallelized in Eager.
+        static: the model, in static mode.
+        local_params: by parameter name, the local parameter in static mode, and the function that
+            turns its gradient into a DTensor.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+
+    Returns:
+        the differences on this rank, in the order in which they arose; empty if all bits are equal.
+    """
+    params = {name: param for name, param in eager.named_parameters() if param.requires_grad}
+    # Static mode first: it rejects more, and then nothing has been sent yet.
+    with preserved_state(static), torch.enable_grad():
+        actual, actual_trace = _run(static, args, kwargs)
+        actual_grads = loss_gradients(actual, [local_params[name][0] for name in params])
+    # Tensors that the model creates itself are replicated, and may meet sharded DTensors, as a mask
+    # does that it indexes.
+    with preserved_state(eager), torch.enable_grad(), implicit_replication():
+        expected, expected_trace = _run(eager, args, kwargs)
+        expected_grads = loss_gradients(expected, list(params.values()))
+    differences = [
+        *_compare_calls(
+            expected_trace.outputs, actual_trace.outputs, "what is returned by",
+            "static mode did not call it",
+        ),
+        *_compare_results(expected, actual),
+    ]  # fmt: skip
+    if not differences:
+        differences += _compare_calls(
+            expected_trace.gradients, actual_trace.gradients,
+            "the gradient of what is returned by", "static mode computed none",
+        )  # fmt: skip
+    reduced = [
+        _reduced(name, param, expected_grad, actual_grad, *local_params[name])
+        for (name, param), expected_grad, actual_grad in zip(
+            params.items(), expected_grads, actual_grads, strict=True
+        )
+    ]
+    differences += _compare_param_gradients(reduced)
+    return differences
+
+
+@contextmanager
+def preserved_state(model: nn.Module) -> Iterator[None]:
+    """Restores the random number generators and the model's buffers at the end of the block."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus), torch.no_grad():
+        yield
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer.copy_(value)
+
+
+def loss_gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Computes gradients of a model's loss: its first scalar output, or else all its outputs."""
+    outputs = [one for one in _tensors(result) if one.requires_grad]
+    loss = next((one for one in outputs if one.ndim == 0), None)
+    if not outputs:
+        return (None,) * len(params)
+    roots = outputs if loss is None else [loss]
+    return torch.autograd.grad(
+        roots, params, [torch.ones_like(one) for one in roots], allow_unused=True
+    )
+
+
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, _RunTrace]:
+    trace, handles, running = _RunTrace(), [], [""]
+    for name, module in model.named_modules():
+        handles.append(_record_outputs(name, module, trace))
+        handles.append(module.register_forward_pre_hook(_push_path(name, running), prepend=True))
+        handles.append(module.register_forward_hook(_pop_path(running)))  # not if forward raises
+    try:
+        return model(*args, **kwargs), trace
+    except Exception as error:
+        raise StaticError(
+            f"the model fails in {running[-1] or 'its own code'}, or in what follows it: {error}; "
+            f"where it fails in static mode only, its code may name global sizes, where its "
+            f"tensors have local ones",
+            running[-1],
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _push_path(name: str, running: list[str]) -> Callable[..., None]:
+    return lambda *_: running.append(name)
+
+
+def _pop_path(running: list[str]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        running.pop()
+
+    return hook
+
+
+def _record_outputs(name: str, module: nn.Module, trace: _RunTrace) -> RemovableHandle:
+    calls = 0
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal calls
+        call, calls = (name, calls), calls + 1
+        trace.outputs[call] = []
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            trace.outputs[call].append(_local(tensor).detach().clone())
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(
+                    lambda grad: trace.gradients.setdefault(call, []).append(_local(grad).clone())
+                )
+            return tensor
+
+        map_tensors(output, record)
+
+    return module.register_forward_hook(hook)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(result, collect)
+    return found
+
+
+def _compare_calls(
+    eager: Mapping[_ModuleCall, list[torch.Tensor]],
+    static: Mapping[_ModuleCall, list[torch.Tensor]],
+    what: str,
+    if_missing: str,
+) -> Iterator[Difference]:
+    for (name, call), expected in eager.items():
+        if not name:
+            continue  # the model itself: see _compare_results
+        actual = static.get((name, call))
+        if actual is None:
+            yield Difference(name, what, if_missing, False)
+        elif len(actual) != len(expected):
+            reason = f"expected {len(expected)} tensors as in Eager, got {len(actual)}"
+            yield Difference(name, what, reason, False)
+        else:
+            for one, other in zip(expected, actual, strict=True):
+                yield from _compare_tensors(name, what, one, other)
+
+
+def _compare_results(eager: Any, static: Any) -> Iterator[Difference]:
+    what = "what is returned by"
+    for expected, actual in zip(_tensors(eager), _tensors(static), strict=True):
+        placements = expected.placements if isinstance(expected, DTensor) else ()
+        if not isinstance(actual, DTensor):
+            if all(one.is_replicate() for one in placements):
+                yield from _compare_tensors("", what, _local(expected), actual)
+                continue
+            yield Difference(
+                "", what,
+                f"a tensor of {tuple(expected.shape)} is {placements} in Eager, and a plain local "
+                f"tensor in static mode: add annotate('<out:...>', ...), or replicate it with "
+                f"redistribute()", False,
+            )  # fmt: skip
+        elif actual.placements != placements:
+            reason = f"expected {placements} as in Eager, got {actual.placements}"
+            yield Difference("", what, reason, False)
+        else:
+            yield from _compare_tensors("", what, _local(expected), _local(actual))
+
+
+@dataclass(frozen=True)
+class _ReducedGradient:
+    """A parameter's full gradient in both modes, and its placements before the reduction."""
+
+    name: str
+    expected: torch.Tensor
+    actual: torch.Tensor
+    placements: str
+
+
+def _reduced(
+    name: str,
+    param: torch.Tensor,
+    expected: torch.Tensor | None,
+    actual: torch.Tensor | None,
+    local_param: torch.Tensor,
+    as_dtensor: Callable[[torch.Tensor], DTensor],
+) -> _ReducedGradient:
+    """Reduces both gradients, however they are placed: equal terms give bit-equal sums."""
+    eager: Any = torch.zeros_like(param) if expected is None else expected
+    static = as_dtensor(torch.zeros_like(local_param) if actual is None else actual)
+    placements = f"Eager's is {eager.placements}, the plan's {static.placements}"
+    return _ReducedGradient(name, eager.full_tensor(), static.full_tensor(), placements)
+
+
+def _compare_param_gradients(gradients: list[_ReducedGradient]) -> Iterator[Difference]:
+    # A gradient that is zero up to rounding is compared at the scale of the largest one.
+    largest = 0.0
+    for one in gradients:
+        if one.expected.numel() and not is_fake(one.expected):
+            largest = max(largest, one.expected.nan_to_num().abs().max().item())
+    for one in gradients:
+        for found in _compare_tensors(
+            one.name, "the gradient of", one.expected, one.actual, largest
+        ):
+            yield replace(found, reason=f"{found.reason}; {one.placements}")
+
+
+def _compare_tensors(
+    site: str, what: str, expected: torch.Tensor, actual: torch.Tensor, largest: float = 0.0
+) -> Iterator[Difference]:
+    if expected.shape != actual.shape:
+        reason = (
+            f"expected {tuple(expected.shape)} on this rank as in Eager, got {tuple(actual.shape)}"
+        )
+        yield Difference(site, what, reason, False)
+    elif expected.dtype != actual.dtype:
+        reason = f"expected {expected.dtype} as in Eager, got {actual.dtype}"
+        yield Difference(site, what, reason, False)
+    elif is_fake(expected):
+        return
+    elif not torch.equal(expected, actual) and not (expected.isnan() == actual.isnan()).all():
+        yield Difference(site, what, "nan in one of the modes only", False)
+    elif not torch.equal(expected.nan_to_num(), actual.nan_to_num()):
+        if not expected.is_floating_point():
+            yield Difference(site, what, "another value than in Eager", False)
+            return
+        wide = expected.nan_to_num().double()
+        error = (wide - actual.nan_to_num().double()).abs().max().item()
+        size = wide.abs().max().item()
+        yield Difference(
+            site, what, f"{error:.2g} from Eager's, of {size:.2g}",
+            error <= torch.finfo(expected.dtype).eps * max(1000 * size, largest),
+        )  # fmt: skip
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,90 @@
+"""Completes the plan's sites for embeddings whose tables are sharded by rows.
+
+Such an embedding returns a Partial: each rank looks up its own rows, and the others are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from plan_api.lowering.ir import AxisMove, HookPoint, Lowered, OpKind, Schedule, Site, SiteStep
+from plan_api.spec.axes import axis_names
+from plan_api.static.comparison import StaticError
+
+__all__ = ["static_sites"]
+
+
+def static_sites(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> list[Site]:
+    """Returns the sites of modules that run on local tensors, completed for embeddings.
+
+    Tokens are looked up among this rank's rows (`<op:embedding>`). Unless the plan says otherwise,
+    an embedding's output is Partial along the axes that shard its rows, and replicated along the
+    others.
+
+    Args:
+        model: the model of the plan.
+        lowered: the plan, lowered for this model.
+        mesh: the plan's mesh.
+
+    Raises:
+        StaticError: the rows of a table are sharded, and the plan does not reduce the output.
+    """
+    axes_of_rows = {
+        path: _axes_of_rows(path, model, lowered.schedules, mesh)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not lowered.runs_on_dtensors(path)
+    }
+    found: list[Site] = []
+    with_operators: set[str] = set()
+    reduced: set[tuple[str, str]] = set()
+    for site in lowered.sites:
+        if lowered.runs_on_dtensors(site.path):
+            continue
+        if site.path in axes_of_rows and site.hook_point is HookPoint.FORWARD:
+            axes = axes_of_rows[site.path]
+            site = replace(site, steps=tuple(_with_src(step, axes) for step in site.steps))
+            reduced.update((site.path, axis) for step in site.steps for axis in step.moves)
+        if site.hook_point is HookPoint.OPERATOR:
+            with_operators.add(site.path)
+        found.append(site)
+    for path, axes in axes_of_rows.items():
+        missing = [axis for axis in axes if (path, axis) not in reduced]
+        if missing:
+            raise StaticError(
+                f"{path}.weight: its rows are sharded along {', '.join(missing)}, so its output is "
+                f"Partial, and the plan does not reduce it: add "
+                f"shard({path + '.<out>'!r}, Replicate(), {missing[0]!r}), or use mode='eager'",
+                path,
+            )
+        if axes and path not in with_operators:
+            moves = {axis: AxisMove(Shard(0)) for axis in axes}
+            step = SiteStep("<op>", "embedding", OpKind.ANNOTATE, moves, ())
+            found.append(Site(path, HookPoint.OPERATOR, (step,)))
+    return found
+
+
+def _axes_of_rows(
+    path: str, model: nn.Module, schedules: Mapping[str, Schedule], mesh: DeviceMesh
+) -> Sequence[str]:
+    table = model.get_submodule(path).weight
+    names = [name for name, param in model.named_parameters() if param is table]
+    schedule = schedules.get(names[0]) if names else None
+    if schedule is None:
+        return []
+    axes = axis_names(mesh)
+    return [axes[at] for at, one in enumerate(schedule.run) if getattr(one, "dim", None) == 0]
+
+
+def _with_src(step: SiteStep, axes_of_rows: Sequence[str]) -> SiteStep:
+    moves = {
+        axis: move
+        if move.src is not None
+        else replace(move, src=Partial() if axis in axes_of_rows else Replicate())
+        for axis, move in step.moves.items()
+    }
+    return replace(step, moves=moves)

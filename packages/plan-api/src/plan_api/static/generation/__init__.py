@@ -1,0 +1,5 @@
+"""Generates a plan for static mode by tracing steps of Eager."""
+
+from plan_api.static.generation.generate import generate_static
+
+__all__ = ["generate_static"]

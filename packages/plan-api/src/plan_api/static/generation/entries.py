@@ -1,0 +1,248 @@
+"""Turns the trace of a step of Eager into entries of a plan for static mode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind
+from plan_api.lowering.model_names import is_inside
+from plan_api.plan import Plan
+from plan_api.spec.entry import Entry, EntryKind
+from plan_api.spec.path import PathKind, generalize_numbers
+from plan_api.static.generation.trace import EagerTrace, FunctionCall, Placements, TensorTrace
+
+__all__ = ["GeneratedEntry", "generate_entries", "generate_size_entries", "plan_with_entries"]
+
+
+@dataclass(frozen=True)
+class GeneratedEntry:
+    """One entry for one module; equal entries of numbered modules are merged later.
+
+    Attributes:
+        method: of `Plan`: ``redistribute`` or ``annotate``.
+        path: of the module.
+        tensor: its parameter, or its tensor as in ``<in:0>``.
+        dst: see `Plan.redistribute`, a placement per mesh axis.
+        src: the same.
+        grad_src: the same.
+        grad_dst: the same.
+    """
+
+    method: str
+    path: str
+    tensor: str
+    dst: Placements
+    src: Placements | None = None
+    grad_src: Placements | None = None
+    grad_dst: Placements | None = None
+
+
+def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> list[GeneratedEntry]:
+    """Returns the entries that static mode needs, for each module.
+
+    Args:
+        model: the model that was traced.
+        lowered: its plan, lowered.
+        trace: of a step.
+    """
+    entries = [*_site_entries(lowered, trace)]
+    # Modules where the plan reduces the gradient: modules inside of them need not.
+    reducing = {one.path for one in entries if _reduces_gradient(one)}
+    entries += _input_gradient_entries(trace, lowered, reducing)
+    entries += _bias_entries(trace, lowered, dict(model.named_parameters()))
+    entries += _fallback_entries(trace, lowered, reducing)
+    for name, placements in trace.params.items():
+        if lowered.runs_on_dtensors(name):
+            continue
+        path, _, attribute = name.rpartition(".")
+        partial = tuple(one if one.is_partial() else Replicate() for one in placements)
+        if any(one.is_partial() for one in placements):
+            entries.append(GeneratedEntry("annotate", path, f"{attribute}.grad", partial))
+    entries += _operator_entries(
+        call for call in trace.calls if not lowered.runs_on_dtensors(call.path)
+    )
+    for name, placements in trace.results.items():
+        if any(_is_shard(one) for one in placements):
+            entries.append(GeneratedEntry("annotate", "", f"<out:{name}>", placements))
+    return entries
+
+
+def _site_entries(lowered: Lowered, trace: EagerTrace) -> Iterator[GeneratedEntry]:
+    for site in lowered.sites:
+        if not site.hook_point.is_module_hook or (
+            not site.path and site.hook_point is HookPoint.FORWARD_PRE
+        ):
+            continue  # the script's inputs are replicated
+        for step in site.moved:
+            if step.kind is OpKind.ANNOTATE:  # generated again from the trace
+                continue
+            traced = trace.sites.get((site.name, step.index))
+            if traced is None:
+                continue
+            kind = "in" if site.hook_point is HookPoint.FORWARD_PRE else "out"
+            yield _redistribute_entry(site.path, f"<{kind}:{step.index}>", traced)
+
+
+def _redistribute_entry(path: str, tensor: str, traced: TensorTrace) -> GeneratedEntry:
+    grad_src, grad_dst = [], []
+    for axis, (src, dst) in enumerate(zip(traced.before, traced.after, strict=True)):
+        grad = traced.grad_before
+        grad_src.append(grad[axis] if grad is not None else _reduced_gradient(dst))
+        grad_dst.append(_reduced_gradient(src))
+    return GeneratedEntry(
+        "redistribute", path, tensor, traced.after, traced.before, tuple(grad_src), tuple(grad_dst)
+    )
+
+
+def _reduced_gradient(placement: Placement) -> Placement:
+    """Returns the gradient's placement for a tensor's, with a Partial reduced where it arises."""
+    return placement if isinstance(placement, Shard) else Replicate()
+
+
+def _is_shard(placement: Placement) -> bool:
+    return not placement.is_replicate() and not placement.is_partial()
+
+
+def _reduces_gradient(entry: GeneratedEntry) -> bool:
+    return entry.grad_src is not None and any(one.is_partial() for one in entry.grad_src)
+
+
+def _input_gradient_entries(
+    trace: EagerTrace, lowered: Lowered, reducing: set[str]
+) -> Iterator[GeneratedEntry]:
+    """Reduces gradients that become Partial inside of a module without children."""
+    sites = {(site.path, site.hook_point) for site in lowered.sites}
+    for (path, index), traced in trace.inputs.items():
+        output = trace.outputs.get(path)
+        is_inside_reducing = any(f"{path}.".startswith(f"{one}.") for one in reducing)
+        is_known = lowered.runs_on_dtensors(path) or (path, HookPoint.FORWARD_PRE) in sites
+        if traced.grad_after is None or is_inside_reducing or is_known:
+            continue
+        output_grad = output.grad_before if output is not None else None
+        becomes_partial = [
+            grad.is_partial()
+            and before.is_replicate()
+            and not (output_grad is not None and output_grad[axis].is_partial())
+            for axis, (before, grad) in enumerate(
+                zip(traced.before, traced.grad_after, strict=True)
+            )
+        ]
+        if any(becomes_partial):
+            grads = tuple(
+                grad if partial else _reduced_gradient(before)
+                for grad, partial, before in zip(
+                    traced.grad_after, becomes_partial, traced.before, strict=True
+                )
+            )
+            moved = TensorTrace(traced.before, traced.before, grads)
+            yield _redistribute_entry(path, f"<in:{index}>", moved)
+
+
+def _bias_entries(
+    trace: EagerTrace, lowered: Lowered, params: Mapping[str, Any]
+) -> Iterator[GeneratedEntry]:
+    """Makes a bias Partial where it is added to a Partial output."""
+    for path, traced in trace.outputs.items():
+        has_bias = f"{path}.bias" in params and not lowered.runs_on_dtensors(path)
+        if has_bias and any(one.is_partial() for one in traced.before):
+            dst = tuple(one if one.is_partial() else Replicate() for one in traced.before)
+            yield GeneratedEntry("redistribute", path, "bias", dst, (Replicate(),) * len(dst))
+
+
+def _fallback_entries(
+    trace: EagerTrace, lowered: Lowered, reducing: set[str]
+) -> Iterator[GeneratedEntry]:
+    """Places the inputs of eager fallbacks that no site places."""
+    for (path, index), traced in trace.inputs.items():
+        site = (f"{path}.{HookPoint.FORWARD_PRE.value}", index)
+        if path not in lowered.eager or site in trace.sites:
+            continue
+        reduced = tuple(map(_reduced_gradient, traced.before))
+        grad_src = traced.grad_after or reduced
+        grad_dst = grad_src if any(is_inside(path, one) for one in reducing) else reduced
+        if any(one != Replicate() for one in (*traced.before, *grad_src)):
+            yield GeneratedEntry(
+                "redistribute", path, f"<in:{index}>", traced.before, traced.before, grad_src,
+                grad_dst,
+            )  # fmt: skip
+
+
+def _operator_entries(calls: Iterable[FunctionCall]) -> Iterator[GeneratedEntry]:
+    for call in calls:
+        if call.sized_dims or call.name in ("view", "reshape", "split"):
+            continue
+        if any(_is_shard(one) for one in call.input_placements):
+            tensor = f"<op:{call.name}:{call.number}>"
+            yield GeneratedEntry("annotate", call.path, tensor, call.input_placements)
+
+
+def generate_size_entries(lowered: Lowered, trace: EagerTrace) -> list[GeneratedEntry]:
+    """Returns entries for sizes in the code, taken for global sizes where a dim is sharded."""
+    entries = []
+    for call in trace.calls:
+        if lowered.runs_on_dtensors(call.path):
+            continue
+        placements = call.output_placements or call.input_placements
+        dims = [getattr(one, "dim", 0) for one in placements]
+        shards = tuple(
+            Shard(dim) if dim in call.sized_dims and dim > 0 else Replicate() for dim in dims
+        )
+        if any(isinstance(one, Shard) for one in shards):
+            tensor = f"<op:{call.name}:{call.number}>"
+            entries.append(GeneratedEntry("annotate", call.path, tensor, shards))
+    return entries
+
+
+def plan_with_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.Module) -> Plan:
+    """Returns a plan of the entries that a plan has for parameters and inputs, and of new ones.
+
+    Args:
+        plan: for Eager; its other entries are replaced by the new ones.
+        entries: the new ones; equal ones of all layers become one entry with a pattern.
+        model: the model of the plan.
+    """
+    new = Plan(plan.mesh, cover=plan.cover)
+    new._entries = [one for one in plan.entries if _is_retained(one)]
+    names = [name for name, _ in model.named_modules()]
+    groups: dict[tuple[str, str, str], list[GeneratedEntry]] = {}
+    for one in dict.fromkeys(entries):
+        groups.setdefault((one.method, generalize_numbers(one.path), one.tensor), []).append(one)
+    for (_, pattern, _), group in groups.items():
+        are_equal = len({replace(one, path="") for one in group}) == 1
+        are_all = len(group) == sum(re.fullmatch(pattern, name) is not None for name in names)
+        if are_equal and are_all:
+            _add(new, group[0], pattern)
+        else:
+            for one in group:
+                _add(new, one, re.escape(one.path))
+    return new
+
+
+def _is_retained(entry: Entry) -> bool:
+    kind = entry.path.kind
+    is_model_input = kind is PathKind.INPUT and not entry.path.pattern
+    is_expert = entry.kind in (EntryKind.INDEX, EntryKind.DISPATCH)
+    return kind in (PathKind.STATE, PathKind.MODULE) or is_model_input or is_expert
+
+
+def _add(plan: Plan, entry: GeneratedEntry, pattern: str) -> None:
+    separator = "." if entry.tensor.startswith("<") else r"\."
+    path = f"{pattern}{separator}{entry.tensor}" if pattern else entry.tensor
+    if entry.src is not None and entry.tensor.startswith("<"):
+        plan.redistribute(
+            path, entry.src, entry.dst, grad_src=entry.grad_src, grad_dst=entry.grad_dst
+        )
+        return
+    axes = [axis for axis, dst in zip(plan.axes, entry.dst, strict=True) if dst != Replicate()]
+    dst = [placement for placement in entry.dst if placement != Replicate()]
+    if entry.src is not None:
+        plan.redistribute(path, [Replicate()] * len(dst), dst, axes)
+    else:
+        plan.annotate(path, dst, axes)

@@ -1,0 +1,239 @@
+"""Generates a plan for static mode from steps of Eager (veScale, section 6.2)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from plan_api.api import installed, parallelize
+from plan_api.lowering.ir import Lowered
+from plan_api.lowering.lower import lower
+from plan_api.plan import Plan
+from plan_api.spec.path import generalize_numbers
+from plan_api.static.comparison import StaticError
+from plan_api.static.eager_fallback import smallest_fallback, widen_fallbacks
+from plan_api.static.generation.entries import (
+    GeneratedEntry,
+    generate_entries,
+    generate_size_entries,
+    plan_with_entries,
+)
+from plan_api.static.generation.suggestions import suggest_entries
+from plan_api.static.generation.trace import EagerTrace, trace_eager_step
+from plan_api.static.shadow_model import FakeTensorFactory, shadow_of
+from plan_api.static.validate import unsupported_options
+
+__all__ = ["generate_static"]
+
+_log = logging.getLogger("plan_api")
+
+_MOST_STEPS = 4  # until the placements of gradients no longer change
+_NO_SUGGESTIONS = (
+    "with fake=True nothing is sent, which would show the operators that make DTensor redistribute "
+    "tensors; leave it out to see them, with the entries that avoid it"
+)
+
+
+def generate_static(
+    plan: Plan,
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    fake: bool = False,
+    use: Sequence[str] | None = None,
+) -> Plan:
+    """Generates a plan for static mode from a plan for Eager, by running steps of Eager.
+
+    The generated plan adds, for each tensor that the plan redistributes, its current placement,
+    and the placements of gradients; a gradient that becomes Partial is reduced where it does, as in
+    Megatron-LM. It is an ordinary plan, with the same effect in Eager. It is validated: a static
+    step has to compute Eager's bits.
+
+    A module that cannot run on local tensors, such as one whose own code needs a redistribution
+    between two operators, runs on DTensors (`Plan.eager`), with all modules of the same pattern;
+    the smallest such module is chosen. That is logged as a warning, with the operator, the
+    placements of its tensors, and, where some send no more, the lines to paste into the plan so
+    that the module runs on local tensors; they have been validated. With ``fake`` the warning has
+    no operators, as nothing is sent that would show them.
+
+    Args:
+        plan: for Eager.
+        model: unmodified, or parallelized; it is not changed.
+        example_inputs: of one step, as a tuple of arguments or a dict of keyword arguments; the
+            same on all ranks of the mesh.
+        fake: whether to run on FakeTensors, which take no memory, and to send nothing; model and
+            inputs may be on ``meta``. Static mode is then validated by shapes only; values are
+            left to the guard of `parallelize`.
+        use: the optional packages to use while it runs; see `parallelize`, whose patches it
+            installs.
+
+    Returns:
+        a plan that `parallelize(model, plan, mode="static")` takes.
+
+    Raises:
+        ValueError: the plan has options that static mode does not support (fully_shard, phases,
+            context parallelism, factories that shard), or the model does not take these inputs;
+            raised before anything is run or sent. Or no module smaller than the model could run on
+            DTensors; names module, operator and placements, as the warning would.
+    """
+    args, kwargs = _check_inputs(model, example_inputs)
+    problems = [str(one) for one in unsupported_options(lower(plan, model))]
+    if problems:
+        lines = "\n".join(problems)
+        raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
+    if fake:
+        factory = FakeTensorFactory(plan.mesh.device_type)
+        model = shadow_of(model, factory.fake)
+        args, kwargs = factory.fake_inputs(args, kwargs)
+    fallbacks: dict[str, str] = {}  # patterns of modules that run on DTensors, and the reason
+
+    def generate(changed: Plan) -> Plan:
+        generated, lowered, trace = _generate(changed, model, args, kwargs, use)
+        sizes = generate_size_entries(lowered, trace)
+        return _validated(generated, sizes, model, args, kwargs, use)
+
+    def suggest(pattern: str) -> str:
+        if fake:
+            return _NO_SUGGESTIONS
+        others = [one for one in fallbacks if pattern and one != pattern]
+        runs_locally = functools.partial(_can_generate, generate, others)
+        return suggest_entries(plan, model, pattern, args, kwargs, use, runs_locally)
+
+    while True:
+        try:
+            generated = generate(_with_fallbacks(plan, fallbacks))
+        except StaticError as error:
+            wider = smallest_fallback(error.site, model, fallbacks)
+            if wider is None:
+                raise ValueError(
+                    f"generate_static: {error.site or 'the model'} cannot run on local tensors: "
+                    f"{error}\n{suggest('')}"
+                ) from error
+            reason = "\n".join(str(error).splitlines()[:2])
+            fallbacks = widen_fallbacks(fallbacks, wider, reason)
+            continue
+        for pattern, reason in fallbacks.items():
+            _log.warning(
+                "generate_static: %s runs on DTensors: on local tensors %s\n%s",
+                pattern, reason, suggest(pattern),
+            )  # fmt: skip
+        return generated
+
+
+def _with_fallbacks(plan: Plan, patterns: Iterable[str]) -> Plan:
+    """Returns a copy of a plan under which these modules run on DTensors."""
+    changed = plan | Plan(plan.mesh)
+    for pattern in patterns:
+        changed.eager(pattern)
+    return changed
+
+
+def _can_generate(
+    generate: Callable[[Plan], Plan], fallbacks: Sequence[str], changed: Plan
+) -> bool:
+    """Whether a plan for static mode can be generated with these fallbacks only."""
+    try:
+        generate(_with_fallbacks(changed, fallbacks))
+    except (ValueError, RuntimeError, IndexError):  # of static mode, or of Eager under that plan
+        return False
+    return True
+
+
+def _check_inputs(
+    model: nn.Module, example_inputs: Any
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns positional and keyword arguments that the model's forward takes."""
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), example_inputs
+    elif isinstance(example_inputs, (tuple, list)):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        raise ValueError(
+            f"generate_static: expected example_inputs as a tuple of arguments, or a dict of "
+            f"keyword arguments, got a {type(example_inputs).__name__}; wrap it"
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"generate_static: forward of {type(model).__name__} does not take these "
+            f"example_inputs: {error}"
+        ) from error
+    return args, kwargs
+
+
+def _generate(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
+) -> tuple[Plan, Lowered, EagerTrace]:
+    """Adds to a plan what steps of Eager show, until they show nothing new."""
+    generated = plan
+    for _ in range(_MOST_STEPS):
+        eager = parallelize(shadow_of(model), generated, src_data_rank=None, use=use)
+        lowered = installed(eager).lowered
+        installed(eager).remove()
+        trace = trace_eager_step(eager, lowered, plan.mesh, args, kwargs)
+        before = generated
+        generated = plan_with_entries(plan, generate_entries(eager, lowered, trace), model)
+        if generated.entries == before.entries:
+            break
+    return generated, lowered, trace
+
+
+def _validated(
+    plan: Plan,
+    sizes: list[GeneratedEntry],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    use: Sequence[str] | None,
+) -> Plan:
+    """Validates a plan against Eager, and adds entries for sizes in the code where it fails.
+
+    Raises:
+        StaticError: static mode computes something else with these entries too.
+    """
+    added: list[GeneratedEntry] = []
+    while True:
+        static = shadow_of(model)
+        with_sizes = plan | plan_with_entries(Plan(plan.mesh), added, model)
+        try:
+            parallelize(
+                static, with_sizes, mode="static", guard_steps=0, src_data_rank=None, use=use
+            )
+            differences = installed(static).check(*args, **kwargs)
+        except StaticError as error:
+            more = _next_sizes(sizes, added, error.site)
+            if not more:
+                raise
+            added += more
+            continue
+        if differences:
+            raise StaticError(
+                f"static mode equals Eager up to rounding only: {differences[0]}",
+                differences[0].site,
+            )
+        return with_sizes
+
+
+def _next_sizes(
+    sizes: list[GeneratedEntry], added: list[GeneratedEntry], site: str
+) -> list[GeneratedEntry]:
+    """Returns entries not yet added of the module that failed, or of the next one above it."""
+    parts = site.split(".") if site else []
+    for count in range(len(parts), -1, -1):
+        pattern = generalize_numbers(".".join(parts[:count]))
+        more = [
+            one for one in sizes if generalize_numbers(one.path) == pattern and one not in added
+        ]
+        if more:
+            return more
+    return []

@@ -1,0 +1,158 @@
+"""Local parameters: what modules use in place of DTensor parameters in static mode.
+
+Note: a *local parameter* is a plain leaf tensor that shares the memory of a parameter's local
+tensor, and receives autograd's gradients. It is an attribute in the ``__dict__`` of its modules,
+which Python looks up before `nn.Module.__getattr__`. The parameters themselves stay DTensors where
+optimizers and checkpoints look: in `named_parameters` and `state_dict`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from plan_api.lowering.model_names import named_state
+
+__all__ = ["LocalParam", "create_local_params"]
+
+
+class LocalParam:
+    """The local parameter of one parameter, or of a sharded buffer.
+
+    Args:
+        name: the first name of the parameter.
+        users: the modules that have the parameter, each with its name there; the first one is
+            asked for the current parameter.
+        visible: whether modules find the local parameter; otherwise they find the DTensor, and
+            only optimizers use the local parameter.
+
+    Attributes:
+        param: the DTensor.
+        tensor: the local parameter.
+    """
+
+    param: Any
+    tensor: torch.Tensor
+
+    def __init__(self, name: str, users: list[tuple[nn.Module, str]], visible: bool = True) -> None:
+        self.name, self.visible = name, visible
+        # Weak references: this must not keep a model alive.
+        self._users = [(weakref.ref(module), attribute) for module, attribute in users]
+        self._source: torch.Tensor | None = None
+        self._required_grad = False  # ever
+        self._on_gradient: Callable[[], None] | None = None
+        self._handle: RemovableHandle | None = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Renews the local parameter if the parameter, or its local tensor, has been replaced.
+
+        Raises:
+            ValueError: the parameter was tied, and is no longer.
+
+        Returns:
+            whether the hooks that reduce gradients have to be registered again: the parameter is
+            another object, has another dtype, or requires a gradient for the first time.
+        """
+        owner, attribute = self._users[0][0](), self._users[0][1]
+        if owner is None:
+            return False
+        param = _registry(owner, attribute)[attribute]
+        local, requires_grad = param._local_tensor, param.requires_grad
+        if local is self._source and requires_grad == self.tensor.requires_grad:
+            return False
+        if any(_registry(module, name)[name] is not param for module, name in self._alive_users()):
+            raise ValueError(
+                f"{self.name} was tied to a parameter that has been replaced since, as by "
+                f"load_state_dict(assign=True): load without assign, which keeps them tied"
+            )
+        renewed = self._source is not None and (
+            param is not self.param
+            or local.dtype != self.tensor.dtype
+            or (requires_grad and not self._required_grad)
+        )
+        self.param, self._source = param, local
+        self._required_grad = self._required_grad or requires_grad
+        self.tensor = local.detach().requires_grad_(requires_grad)
+        self.show()
+        if self._on_gradient is not None:
+            self.call_on_gradient(self._on_gradient)
+        return renewed
+
+    def show(self) -> None:
+        """Lets modules find the local parameter; on ``meta`` the parameter, for initialisers."""
+        if self.tensor.is_meta or not self.visible:
+            self.hide()
+            return
+        for module, attribute in self._alive_users():
+            module.__dict__[attribute] = self.tensor
+
+    def hide(self) -> None:
+        """Lets modules find the parameter."""
+        for module, attribute in self._alive_users():
+            module.__dict__.pop(attribute, None)
+
+    def call_on_gradient(self, function: Callable[[], None]) -> None:
+        """Calls a function each time backward has accumulated a gradient in the local parameter."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._on_gradient = function
+        if not self.tensor.requires_grad:
+            return
+        # Autograd holds hooks where the garbage collector does not look: they must not hold self.
+        reference = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            if (alive := reference()) is not None and alive._on_gradient is not None:
+                alive._on_gradient()
+
+        self._handle = self.tensor.register_post_accumulate_grad_hook(hook)
+
+    def remove(self) -> None:
+        """Lets modules find the parameter, and removes the gradient hook."""
+        self.hide()
+        if self._handle is not None:
+            self._handle.remove()
+        self._on_gradient = None
+
+    def _alive_users(self) -> Iterator[tuple[nn.Module, str]]:
+        for reference, attribute in self._users:
+            if (module := reference()) is not None:
+                yield module, attribute
+
+
+def create_local_params(model: nn.Module, stays: Callable[[str], bool]) -> list[LocalParam]:
+    """Creates local parameters for all parameters and sharded buffers of a model.
+
+    Modules find them from then on. Replicated buffers become plain tensors, which modules may
+    replace while they run.
+
+    Args:
+        model: its parameters and buffers are DTensors.
+        stays: whether modules keep finding the DTensor of this name (an eager fallback).
+    """
+    users: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
+    for name, tensor in list(named_state(model)):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if attribute in module._buffers and stays(name):
+            continue
+        if attribute in module._buffers and _is_replicated(tensor):
+            module._buffers[attribute] = tensor._local_tensor  # type: ignore[attr-defined]
+        elif isinstance(tensor, DTensor):
+            users.setdefault(id(tensor), (name, []))[1].append((module, attribute))
+    return [LocalParam(name, modules, not stays(name)) for name, modules in users.values()]
+
+
+def _registry(module: nn.Module, attribute: str) -> Any:
+    return module._parameters if attribute in module._parameters else module._buffers
+
+
+def _is_replicated(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and all(one.is_replicate() for one in tensor.placements)

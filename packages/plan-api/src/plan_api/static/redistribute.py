@@ -1,0 +1,260 @@
+"""Redistributes local tensors at a site: forward as the plan says, and their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from plan_api.lowering.ir import AxisMove, HookPoint, OpKind, Site, SiteStep
+from plan_api.runtime.attribution import moving
+from plan_api.runtime.error_context import StepContext
+from plan_api.runtime.hooks import TensorTransform
+from plan_api.runtime.local_redistribute import LocalRedistribution, local_redistribution
+from plan_api.spec.axes import axis_names
+from plan_api.spec.placements import format_placement
+from plan_api.static.coverage import CallCoverage
+
+__all__ = ["StaticRedistribution", "static_transform"]
+
+
+class _AxisChange(NamedTuple):
+    """A redistribution along one axis of the mesh, by number."""
+
+    axis: int
+    src: Placement
+    dst: Placement
+
+
+def static_transform(
+    site: Site, step: SiteStep, mesh: DeviceMesh, call_coverage: CallCoverage | None = None
+) -> TensorTransform | None:
+    """Returns what a hook does with the local tensors of a step; None if nothing.
+
+    Args:
+        site: a site on the inputs or outputs of a module.
+        step: one of its steps.
+        mesh: the plan's mesh.
+        call_coverage: see `StaticRedistribution`.
+
+    Raises:
+        ValueError: the step does not say the current placement of a tensor, or of its gradient.
+    """
+    at_root = not site.path
+    if step.kind is OpKind.ANNOTATE:  # only the model's own output is annotated at run time
+        return (
+            _OutputAsDTensor(step, mesh)
+            if at_root and site.hook_point is HookPoint.FORWARD
+            else None
+        )
+    is_input = at_root and site.hook_point is HookPoint.FORWARD_PRE
+    transform = StaticRedistribution(step, mesh, site.name, is_input, call_coverage)
+    return None if transform.is_identity else transform
+
+
+class StaticRedistribution:
+    """Redistributes each local tensor that it is called with, as one step of the plan says.
+
+    Args:
+        step: a step whose moves say the current placements of tensors.
+        mesh: the plan's mesh.
+        site: the site, for messages.
+        is_input: whether tensors without a current placement in the plan are replicated, as are
+            those with which the script calls the model.
+        call_coverage: records each tensor that is redistributed; None: not recorded.
+
+    Raises:
+        ValueError: the step does not say the current placement of a tensor, or of its gradient.
+    """
+
+    settled: DTensorSpec | None = None  # part of the protocol of hooks; here nothing is a DTensor
+
+    def __init__(
+        self,
+        step: SiteStep,
+        mesh: DeviceMesh,
+        site: str,
+        is_input: bool = False,
+        call_coverage: CallCoverage | None = None,
+    ) -> None:
+        self._call_coverage = call_coverage
+        self.what = f"{site}:{step.tensor}:{step.index}"
+        self._step = step
+        self.backward_context = StepContext(f"the backward of {site}", step)
+        axes = axis_names(mesh)
+        forward: list[_AxisChange] = []
+        backward: list[_AxisChange] = []
+        averaged = 1
+        for name, move in step.moves.items():
+            axis = axes.index(name)
+            src = self._current_placement(name, move, is_input)
+            forward.append(_AxisChange(axis, src, move.dst))
+            backward.append(_AxisChange(axis, *self._gradient_placements(name, move, src)))
+            if isinstance(src, Partial) and src.reduce_op == "avg" and src != move.dst:
+                averaged *= mesh.size(axis)
+        self._before = tuple(one.src for one in forward)
+        self._after = tuple(one.dst for one in forward)
+        self._forward = _in_order(forward, mesh, self.what)
+        self._backward = _in_order(backward, mesh, f"the gradient of {self.what}")
+        if averaged > 1:
+            self._backward.append(lambda grad: grad / averaged)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it changes neither tensors nor gradients."""
+        return not self._forward and not self._backward
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the redistributed local tensor.
+
+        Raises:
+            ValueError: the tensor is a DTensor, or cannot be sharded evenly.
+        """
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{self.what}: expected a local tensor, as in static mode modules run on these, "
+                f"got a DTensor, {tensor._spec}; pass its to_local(), placed as the plan says, or "
+                f"use mode='eager'"
+            )
+        if self._call_coverage is not None:
+            self._call_coverage.add(self.what)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _RedistributeLocal.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
+        return self.forward(tensor)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Redistributes a tensor, without autograd."""
+        return self._apply(tensor, self._forward, self._before, self._after)
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """Redistributes the gradient of an output to that of the input."""
+        return self._apply(grad, self._backward, self._after, self._before)
+
+    def _waits_for_(self) -> str:
+        """Describes the collective to `fused_comm.diagnosis`."""
+        return f"plan-api: {self.what}, {self._step.description}"
+
+    def _apply(
+        self,
+        tensor: torch.Tensor,
+        changes: Sequence[LocalRedistribution],
+        before: tuple[Placement, ...],
+        after: tuple[Placement, ...],
+    ) -> torch.Tensor:
+        if changes:
+            with moving(self._step, before, after):
+                for change in changes:
+                    tensor = change(tensor)
+        return tensor
+
+    def _current_placement(self, axis: str, move: AxisMove, is_input: bool) -> Placement:
+        if move.src is not None:
+            return move.src
+        if is_input:
+            return Replicate()
+        raise ValueError(
+            f"{self.what}: expected its current placement along {axis!r}, which static mode needs "
+            f"to redistribute it to {format_placement(move.dst)}; add "
+            f"redistribute(path, src, dst), or make the plan with generate_static()"
+        )
+
+    def _gradient_placements(
+        self, axis: str, move: AxisMove, src: Placement
+    ) -> tuple[Placement, Placement]:
+        """Returns the placements of the gradient along an axis, before and after."""
+        if move.grad_src is None and move.grad_dst is None and src == move.dst:
+            return Replicate(), Replicate()
+        found = move.grad_src
+        if found is None and type(move.dst) is Shard:
+            found = move.dst
+        if found is None and (not isinstance(src, Shard) or isinstance(move.dst, Partial)):
+            found = Replicate()
+        if found is None or (move.grad_dst is not None and move.grad_src is None):
+            raise ValueError(
+                f"{self.what}, {format_placement(src)} to {format_placement(move.dst)} along "
+                f"{axis!r}: expected the current placement of its gradient; add "
+                f"grad_src=Partial() if ranks compute different parts of what follows, "
+                f"grad_src=Replicate() if all compute the same"
+            )
+        if move.grad_dst is not None:
+            return found, move.grad_dst
+        return found, src if type(src) is Shard else Replicate()
+
+
+class _OutputAsDTensor:
+    """Makes an annotated output of the model the DTensor that Eager returns."""
+
+    settled: DTensorSpec | None = None
+
+    def __init__(self, step: SiteStep, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._placements: list[Placement] = [
+            step.moves[axis].dst if axis in step.moves else Replicate() for axis in axis_names(mesh)
+        ]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(tensor, self._mesh, self._placements, run_check=False)
+
+
+class _RedistributeLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, transform: StaticRedistribution) -> torch.Tensor:
+        ctx.transform = transform
+        after = transform.forward(tensor)
+        # The output of an autograd function must not be its input.
+        return tensor.view_as(tensor) if after is tensor else after
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        transform: StaticRedistribution = ctx.transform
+        try:
+            return transform.backward(grads[0]), None
+        except Exception as error:
+            transform.backward_context.add_to(error, grads)
+            raise
+
+
+def _in_order(
+    changes: Iterable[_AxisChange], mesh: DeviceMesh, what: str
+) -> list[LocalRedistribution]:
+    """Orders changes as DTensor does: gathers and reductions first, then shards.
+
+    A dim that several axes shard is sharded by the outermost axis first, and so gathered by the
+    innermost axis first.
+    """
+    by_axis = sorted(changes, key=lambda one: one.axis)
+    split: list[_AxisChange] = []
+    for one in by_axis:
+        if _must_gather_first(one, by_axis):
+            split += [
+                _AxisChange(one.axis, one.src, Replicate()),
+                _AxisChange(one.axis, Replicate(), one.dst),
+            ]
+        elif one.src != one.dst:
+            split.append(one)
+    gathers = [one for one in split if one.src != Replicate()]
+    if any(isinstance(one.src, Shard) for one in by_axis):
+        gathers.reverse()
+    return [
+        local_redistribution(one.src, one.dst, mesh, one.axis, what)
+        for one in [*gathers, *(one for one in split if one.src == Replicate())]
+    ]
+
+
+def _must_gather_first(change: _AxisChange, changes: Iterable[_AxisChange]) -> bool:
+    """Whether a shard has to be gathered, as another axis starts or stops sharding its dims."""
+    if not (isinstance(change.src, Shard) and isinstance(change.dst, Shard)):
+        return False
+    return any(
+        placement in (change.src, change.dst)
+        and other.src != other.dst
+        and (other.axis < change.axis or change.src != change.dst)
+        for other in changes
+        for placement in (other.src, other.dst)
+        if other.axis != change.axis
+    )

@@ -1,0 +1,125 @@
+"""Shadow models: a second module tree over the same parameters, or over FakeTensors.
+
+Eager runs on a shadow model beside static mode, so the model itself keeps its hooks and attributes.
+A shadow model of FakeTensors takes no memory. What a model creates itself, such as positions and
+masks, stays real and can be read; an operator that also takes a FakeTensor uses its shape only. So
+no FakeTensorMode is active while the model runs, which would make DTensor's index arithmetic fake
+too.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from plan_api.runtime.containers import map_tensors
+
+__all__ = ["FakeTensorFactory", "is_fake", "shadow_of"]
+
+_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def shadow_of(
+    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> nn.Module:
+    """Copies a module tree without its hooks and compiled code; tensors are shared, not copied.
+
+    Args:
+        model: any model; it is not changed.
+        convert: returns the shadow model's tensor for each parameter and buffer, called once for
+            tied ones; None: the same tensors.
+
+    Returns:
+        the shadow model; a module that occurs twice in the model occurs twice in it.
+    """
+    shadows: dict[int, nn.Module] = {}
+    converted: dict[int, torch.Tensor] = {}
+
+    def tensor_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or convert is None:
+            return tensor
+        if id(tensor) not in converted:
+            converted[id(tensor)] = convert(tensor)
+        return converted[id(tensor)]
+
+    def shadow(module: nn.Module) -> nn.Module:
+        while isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        if id(module) in shadows:
+            return shadows[id(module)]
+        new = shadows[id(module)] = copy.copy(module)
+        attributes: dict[str, Any] = new.__dict__
+        for registry, tensors in (
+            ("_parameters", module._parameters),
+            ("_buffers", module._buffers),
+        ):
+            for name in tensors:
+                attributes.pop(name, None)  # a local parameter of static mode
+            attributes[registry] = {name: tensor_of(one) for name, one in tensors.items()}
+        attributes["_modules"] = {
+            name: None if child is None else shadow(child)
+            for name, child in module._modules.items()
+        }
+        attributes.update((name, OrderedDict()) for name in _HOOKS if name in attributes)
+        attributes["_compiled_call_impl"] = None
+        for name, value in [*attributes.items()]:
+            if isinstance(value, types.MethodType) and value.__self__ is module:
+                attributes[name] = types.MethodType(value.__func__, new)
+        return new
+
+    return shadow(model)
+
+
+class FakeTensorFactory:
+    """Makes FakeTensors with the shapes of tensors.
+
+    Args:
+        device: the device type of the FakeTensors, such as a mesh's; the tensors may be on any
+            device, ``meta`` included.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a FakeTensor of the same shape, strides and dtype; of a parameter a parameter."""
+        fake: torch.Tensor
+        if isinstance(tensor, DTensor):
+            detached: Any = tensor.detach()
+            fake = DTensor.from_local(
+                self.fake(detached.to_local()), tensor.device_mesh, tensor.placements,
+                run_check=False, shape=tensor.shape, stride=tensor.stride(),
+            )  # fmt: skip
+        else:
+            with self._mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+                )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+    def fake_inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a model's arguments with every tensor replaced by a FakeTensor."""
+        return (
+            tuple(map_tensors(one, self.fake) for one in args),
+            {name: map_tensors(one, self.fake) for name, one in kwargs.items()},
+        )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or the local tensor of a DTensor, is a FakeTensor."""
+    return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, FakeTensor)

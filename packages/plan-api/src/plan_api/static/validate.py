@@ -1,0 +1,135 @@
+"""Validates a plan for static mode, before anything is changed or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from plan_api.lowering.ir import HookPoint, Lowered, OpKind, Site
+from plan_api.lowering.model_names import named_state
+from plan_api.static.comparison import StaticError
+from plan_api.static.eager_fallback import check_boundaries
+from plan_api.static.embeddings import static_sites
+from plan_api.static.operators import check_operators
+from plan_api.static.redistribute import StaticRedistribution, static_transform
+
+__all__ = ["unsupported_options", "validate_static"]
+
+
+def validate_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> None:
+    """Rejects a plan that static mode does not support, or that says too little for it.
+
+    Args:
+        model: the model of the plan.
+        lowered: the plan, lowered for this model.
+        mesh: the plan's mesh.
+
+    Raises:
+        StaticError: the plan has options that static mode does not support
+            (`unsupported_options`); a site does not say the current placement of a tensor, or
+            names a function that torch does not have; a parameter is tied between a module that
+            runs on DTensors (`Plan.eager`) and one that does not; or the rows of an embedding are
+            sharded and its output is not reduced. The message lists all of them.
+    """
+    problems = [
+        *unsupported_options(lowered),
+        *check_boundaries(lowered.eager, lowered.sites, mesh),
+        *_tied_across_fallbacks(model, lowered.runs_on_dtensors),
+    ]
+    try:
+        sites = static_sites(model, lowered, mesh)
+    except StaticError as error:
+        problems.append(error)
+        sites = []
+    for site in sites:
+        problems += (StaticError(one, site.path) for one in _site_problems(site, mesh))
+    if problems:
+        lines = "\n".join(map(str, problems))
+        raise StaticError(f"the plan does not fit static mode:\n{lines}", problems[0].site)
+
+
+def unsupported_options(lowered: Lowered) -> Iterator[StaticError]:
+    """Finds the options of a plan that have no effect in static mode, whatever else it says.
+
+    Args:
+        lowered: the plan, lowered for a model.
+
+    Yields:
+        an error for each entry that applies fully_shard, parameter with phases, context parallel
+        site, and module that shards the tensors it creates; each names the entry's line and the
+        remedy.
+    """
+    entries = {id(entry): (path, entry) for path, entry in lowered.fully_sharded.items()}
+    for path, entry in entries.values():
+        yield StaticError(
+            f"{entry.description}: expected mode='eager' for fully_shard, got mode='static', which "
+            f"would leave its parameters replicated; use mode='eager', or leave fully_shard out",
+            path,
+        )
+    for name, schedule in lowered.schedules.items():
+        if schedule.has_phases:
+            lines = ", ".join(dict.fromkeys(_lines_of(lowered, schedule.entries)))
+            yield StaticError(
+                f"{lines}{': ' if lines else ''}{name}: expected the same placements in every "
+                f"phase, as static mode has no phases; use mode='eager'",
+                name,
+            )
+    for site in lowered.sites:
+        for step in site.steps:
+            if step.kind is OpKind.FACTORY and any(
+                m.dst != Replicate() for m in step.moves.values()
+            ):
+                placements = [move.dst for move in step.moves.values()]
+                yield StaticError(
+                    f"{site.name}: expected replicated tensors from factory(), as in static mode a "
+                    f"module creates local tensors, got {placements}; use mode='eager'",
+                    site.path,
+                )
+            if step.kind in (OpKind.CONTEXT, OpKind.ORDER):
+                yield StaticError(
+                    f"{site.name}:{step.tensor}:{step.index}: context parallelism takes the global "
+                    f"sequence length from DTensors, which static mode does not have; use "
+                    f"mode='eager'",
+                    site.path,
+                )
+
+
+def _lines_of(lowered: Lowered, entries: Collection[int]) -> Iterator[str]:
+    yield from (op.entry.line for op in lowered.ops if op.entry.number in entries and op.entry.line)
+
+
+def _site_problems(site: Site, mesh: DeviceMesh) -> Iterator[str]:
+    if site.hook_point is HookPoint.OPERATOR:
+        try:
+            check_operators(site)
+        except ValueError as error:
+            yield str(error)
+    for step in site.steps:
+        if step.kind is OpKind.ORDER:
+            continue
+        try:
+            if site.hook_point.is_module_hook and step in site.moved:
+                static_transform(site, step, mesh)
+            elif site.hook_point is HookPoint.RUN and step.kind is OpKind.REDIST:
+                StaticRedistribution(step, mesh, site.name)
+        except ValueError as error:
+            yield str(error)
+
+
+def _tied_across_fallbacks(model: nn.Module, stays: Callable[[str], bool]) -> Iterator[StaticError]:
+    """Finds parameters that are DTensors to some modules, and local tensors to others."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_state(model):
+        names.setdefault(id(tensor), []).append(name)
+    for tied in names.values():
+        inside = [name for name in tied if stays(name)]
+        if inside and len(inside) < len(tied):
+            outside = next(name for name in tied if name not in inside)
+            yield StaticError(
+                f"{inside[0]} is a DTensor by eager(...), and is tied to {outside}, which is not: "
+                f"add eager(...) for both modules",
+                outside,
+            )

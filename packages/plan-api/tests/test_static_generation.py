@@ -1,0 +1,198 @@
+"""Plans for static mode, generated from plans for Eager."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from plan_api import Plan, generate_static, installed, parallelize
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, CommLog, models, run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def qwen():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, use_cache=False,
+        attn_implementation="eager", attention_dropout=0.1, max_window_layers=0, **HEADS,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).train()
+
+
+def tokens():
+    ids = torch.randint(0, 64, (4, 8))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def script(mesh, *made):
+    """Entries for all models: the batch is sharded, tensors that the model creates replicated."""
+    plan = Plan(mesh).shard("<in:input_ids>", S0, "dp").shard("<in:labels>", S0, "dp")
+    for path in made:
+        plan.shard(path, [R, R])
+    return plan.shard("<out:loss>", [R, R])
+
+
+def sharded_layers(plan, layer, weights, whole):
+    """Shards weights of layers along tp, and replicates tensors between layers."""
+    for path, placement in weights.items():
+        plan.shard(rf"{layer}\.{path}", placement, "tp")
+    for path in whole:
+        plan.shard(rf"{layer}\.{path}", R, "tp")
+    return plan
+
+
+def of_llama(mesh):
+    layer = r"model\.layers\.\d+"
+    plan = script(mesh, r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    weights = {r".*\.(q|k|v|gate|up)_proj\.weight": S0, r".*\.(o|down)_proj\.weight": S1}
+    return sharded_layers(plan, layer, weights, ["(self_attn|mlp).<in>", "(self_attn|mlp).<out>"])
+
+
+def of_gpt2(mesh):
+    """Its code has global sizes: of a fused projection, and of what it splits."""
+    from ragged_shard import InterleavedShard
+
+    layer = r"transformer\.h\.\d+"
+    weights = {
+        r"attn\.c_attn\.weight": InterleavedShard(1, 3),
+        r"attn\.c_attn\.bias": InterleavedShard(0, 3),
+        r"mlp\.c_fc\.weight": S1,
+        r"mlp\.c_fc\.bias": S0,
+        r".*\.c_proj\.weight": S0,
+    }
+    whole = ["(attn|mlp).<in>", r"(attn|mlp)\.c_proj.<out>"]
+    plan = script(mesh, r"transformer\.wpe.<in>", rf"{layer}.<in:attention_mask>")
+    return sharded_layers(plan, layer, weights, whole)
+
+
+def of_qwen(mesh):
+    """The model's own plan, with the vocabulary sharded in the embedding and in the head."""
+    layer = r"model\.layers\.\d+"
+    made = (r"model\.rotary_emb.<in:position_ids>", rf"{layer}.<in:attention_mask>")
+    return Plan.from_tp_plan(qwen(), mesh) | script(mesh, *made)
+
+
+def images():
+    return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 10, (4,))}
+
+
+def of_vit(mesh):
+    layer = r"vit\.layers\.\d+"
+    plan = Plan(mesh).shard("<in:pixel_values>", S0, "dp").shard("<in:labels>", S0, "dp")
+    weights = {
+        r".*\.(q|k|v)_proj\.(weight|bias)": S0,
+        r".*\.fc1\.(weight|bias)": S0,
+        r".*\.(o_proj|fc2)\.weight": S1,
+    }
+    whole = ["(attention|mlp).<in>", "(attention|mlp).<out>"]
+    return sharded_layers(plan.shard("<out:loss>", [R, R]), layer, weights, whole)
+
+
+CASES = {
+    "llama": (lambda: models.llama(attention_dropout=0.1, **HEADS), of_llama, tokens),
+    "gpt2": (models.gpt2, of_gpt2, tokens),
+    "qwen": (qwen, of_qwen, tokens),
+    "vit": (models.vit, of_vit, images),
+}
+
+
+def train(model, batch, steps=4):
+    return models.train(model, lambda model: model(**batch()).loss, steps=steps)
+
+
+def generated(shape):
+    """Returns by model the plan as text, and the losses of both modes under it."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, (make, plan_of, batch) in CASES.items():
+        torch.manual_seed(5)
+        model = make()
+        before = [param.clone() for param in model.parameters()]
+        made = generate_static(plan_of(mesh), model, batch())
+        assert all(map(torch.equal, before, model.parameters()))
+        assert not any(hooks for one in model.modules() for hooks in one._forward_hooks)
+        again = Plan.from_json(made.to_json(), mesh)
+        assert again.entries == made.entries
+        static = parallelize(model, again, mode="static")
+        assert installed(static).check(**batch()) == ()
+        eager = parallelize(make(), made)
+        found[name] = str(made), train(static, batch), train(eager, batch)
+    return found
+
+
+def test_generated_plans_train_as_in_eager():
+    for found in run_ranks(generated, 2, (1, 2), timeout=580):
+        for name, (_, static, eager) in found.items():
+            assert static == eager, name
+        plans = {name: plan for name, (plan, _, _) in found.items()}
+        assert "self_attn.<in:0>', dp=S(0)->S(0)" in plans["llama"]
+        assert re.search(r"self_attn.<in:0>.*tp=R->R \(gradient P\(sum\)->R\)", plans["llama"])
+        assert r"c_attn.<op:view:1>', tp=S(2)" in plans["gpt2"]
+        assert r"attn.<op:split:0>', tp=S(2)" in plans["gpt2"]
+        assert r"c_proj\\.bias', tp=R->P(sum)" in plans["gpt2"]
+        assert r"embed_tokens.<op:embedding:0>', tp=S(0)" in plans["qwen"]
+        assert r"embed_tokens.<out:0>', dp=S(0)->S(0)" in plans["qwen"]
+
+
+def generated_without_memory():
+    """Returns by model whether the plan equals that of a real run, and the bytes sent for it."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    found = {}
+    for name, (make, plan_of, batch) in CASES.items():
+        torch.manual_seed(5)
+        expected = generate_static(plan_of(mesh), make(), batch())
+        with torch.device("meta"):
+            model = make()
+        with CommLog() as sent:
+            made = generate_static(plan_of(mesh), model, batch(), fake=True)
+        assert all(param.is_meta for param in model.parameters())
+        found[name] = made.entries == expected.entries, sent.bytes()
+    return found
+
+
+def test_on_meta_the_same_plan_is_generated_without_sending_activations():
+    for found in run_ranks(generated_without_memory, 2, timeout=580):
+        for name, (same, sent) in found.items():
+            assert same, name
+            assert sent < 10_000, name  # hashes of plans, which the ranks compare
+
+
+class Centred(nn.Module):
+    """Computes the mean of its input, of which a rank has a shard only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return self.out(hidden - hidden.mean()).square().sum()
+
+
+def refused():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plan = Plan(mesh).shard("<in>", S0, "dp").shard("<out>", [R, R])
+    with pytest.raises(
+        ValueError, match=r"generate_static: .*cannot run on local tensors"
+    ) as error:
+        generate_static(plan, Centred(), (torch.randn(4, 8),))
+    return str(error.value)
+
+
+def test_a_model_that_local_tensors_cannot_run_is_refused():
+    for message in run_ranks(refused, 2):
+        assert "out.run:bias" in message or "what is returned by out" in message
+        assert "use mode='eager'" in message
