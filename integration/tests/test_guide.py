@@ -24,7 +24,7 @@ RANKS = {
     "From TorchTitan": 4,
     "From Megatron-LM": 2,
     "Checkpoints": 2,
-    "Optimizer, precision, recomputing, compiling": 2,
+    "Optimizers, precision, activation checkpointing, compilation": 2,
 }
 # One device's losses: of the first three steps, or of the three after them.
 EXACT = {
@@ -32,7 +32,7 @@ EXACT = {
     "From TorchTitan": {"before": 0, "after": 0},
     "From Megatron-LM": {"after": 0},
     "Checkpoints": {"before": 1, "after": 1, "back": 1},
-    "Optimizer, precision, recomputing, compiling": {},
+    "Optimizers, precision, activation checkpointing, compilation": {},
 }
 
 
