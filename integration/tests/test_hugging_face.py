@@ -152,9 +152,9 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     names = tensors(tmp_path / "hf").keys()
     assert "model.layers.1.block_sparse_moe.experts.3.w3.weight" in names
-    pieces = parameter_chunks(model)
-    require_fits(open_folder(tmp_path / "hf"), pieces, {})
-    write_weights(tmp_path / "ours", model.state_dict(), pieces, file_bytes=50_000)
+    chunks = parameter_chunks(model)
+    require_fits(open_folder(tmp_path / "hf"), chunks, {})
+    write_weights(tmp_path / "ours", model.state_dict(), chunks, file_bytes=50_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
     assert_same_bytes(tmp_path / "hf", tmp_path / "ours")
 
@@ -190,12 +190,12 @@ def test_of_tied_weights_files_hold_one(tmp_path):
     shape = replace(model_shape("llama-tiny"), tie_word_embeddings=True)
     model, other = (shape.build(dropout=0.0) for _ in range(2))
     model.save_pretrained(tmp_path / "hf")
-    pieces = parameter_chunks(model)
-    write_weights(tmp_path / "ours", model.state_dict(), pieces)
+    chunks = parameter_chunks(model)
+    write_weights(tmp_path / "ours", model.state_dict(), chunks)
     assert_same_bytes(tmp_path / "hf", tmp_path / "ours")
-    require_fits(open_folder(tmp_path / "hf"), pieces, {})
+    require_fits(open_folder(tmp_path / "hf"), chunks, {})
     with process_group(60):
-        load_weights(other, open_folder(tmp_path / "hf"), pieces)
+        load_weights(other, open_folder(tmp_path / "hf"), chunks)
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
 
 

@@ -36,7 +36,7 @@ def test_every_accepted_pair_of_a_plan_occurs_in_a_run():
 
 
 def test_a_choice_alone_is_accepted():
-    assert table().alone == dict.fromkeys(CHOICES)
+    assert table().refusals == dict.fromkeys(CHOICES)
 
 
 def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):

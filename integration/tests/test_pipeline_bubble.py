@@ -9,7 +9,7 @@ from integration.pipeline import bubble
 from integration.pipeline.actions import Action
 from integration.pipeline.bubble import expected_bubble
 from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.timeline import replay, steady
+from integration.pipeline.timeline import median_step, replay
 from testkit import fake_mesh
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -65,8 +65,8 @@ def test_an_order_that_cannot_run_is_refused():
 
 def test_a_steady_step_has_the_median_of_each_kind_on_each_stage():
     steps = [[Action("F", 0, m, t) for m, t in enumerate(times)] for times in ((1, 9), (2, 3))]
-    assert [each.seconds for each in steady(steps)] == [2.5, 2.5]
-    assert [each.microbatch for each in steady(steps)] == [0, 1]
+    assert [each.seconds for each in median_step(steps)] == [2.5, 2.5]
+    assert [each.microbatch for each in median_step(steps)] == [0, 1]
 
 
 @pytest.mark.ranks

@@ -197,7 +197,7 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
         file.unlink()
         assert str(path) in passed_over()
         file.write_bytes(whole)
-    assert checkpoint.newest_complete(tmp_path) == checkpoint.Found(path, ())
+    assert checkpoint.newest_complete(tmp_path) == checkpoint.CheckpointSearch(path, ())
     manifest = path / checkpoint.MANIFEST
     size = f'"__0_0.distcp": {(path / "__0_0.distcp").stat().st_size}'
     flipped = size[:-1] + str(9 - int(size[-1]))
@@ -320,7 +320,7 @@ def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp
             kill_at(patch, kills)
             try:
                 draft.commit(sums_of(draft))
-                remove_older(run, step, 1)
+                remove_older(run, step, keep_checkpoints=1)
             except Killed:
                 killed = True
             else:
@@ -335,6 +335,6 @@ def test_whenever_a_run_is_killed_a_complete_checkpoint_is_left(there, step, tmp
         shutil.rmtree(draft.partial, ignore_errors=True)
         write_folder(draft.partial, step)
         draft.commit(sums_of(draft))
-        remove_older(run, step, 1)
+        remove_older(run, step, keep_checkpoints=1)
         assert steps_kept(run) == sorted({step, *(s for s in there if s > step)})
     assert kills > 1

@@ -92,7 +92,7 @@ def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
             # It waits half a minute for the end of a rank that cannot hear of it.
             assert one["restarted"] - one["noticed"] > 5
     log = (out / "disturbed.log").read_text()
-    assert "the soak told this rank to raise" in log
+    assert "integration.soak made this rank raise" in log
     assert len(re.findall(r"^resumed from ", log, re.MULTILINE)) == 3
     runs = [read_metrics(out / run) for run in ("undisturbed", "disturbed")]
     assert [[each.step for each in run] for run in runs] == [list(range(1, 41))] * 2

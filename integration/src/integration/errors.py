@@ -1,21 +1,21 @@
-"""The one exception that reaches a user as a sentence instead of a traceback."""
+"""Errors that commands print as one sentence instead of a traceback."""
 
 EXIT_USAGE = 2
-# Other ranks are gone: to be started again as it was.
+# Other ranks are lost; the same command can be started again.
 EXIT_LOST = 1
 
 
 class UsageError(ValueError):
-    """A mistake in what the caller gave; the message names the value and the remedy.
+    """Invalid options, paths or environment; the message names the value and the remedy.
 
-    Commands print it as one sentence and exit with ``EXIT_USAGE``; nothing has been
-    written by then.
+    Commands print it as one sentence and exit with ``EXIT_USAGE``. It is raised before anything is
+    written.
     """
 
 
 class DivergedError(UsageError):
-    """The loss is not finite any more; the message names the checkpoint of the step before."""
+    """The loss is no longer finite; the message names the checkpoint of the previous step."""
 
 
 class UnwrittenError(UsageError):
-    """A checkpoint could not be written; the message names the newest one that is complete."""
+    """A checkpoint could not be written; the message names the newest complete one."""

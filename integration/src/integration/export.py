@@ -1,4 +1,4 @@
-"""``python -m integration.export CHECKPOINT OUT``: a checkpoint as Hugging Face's safetensors."""
+"""``python -m integration.export CHECKPOINT OUT``: converts a checkpoint to safetensors."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from integration.train import checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for a user's mistake."""
+    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
     parser = argparse.ArgumentParser(prog="python -m integration.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N of a run")
     parser.add_argument("out", type=Path, help="folder to write, for from_pretrained")
@@ -33,27 +33,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(path: Path, out: Path) -> None:
-    """Write the weights of a checkpoint, of any system and number of ranks, and config.json.
+    """Writes the weights of a checkpoint, of any system and number of ranks, and config.json.
 
-    This process holds the weights once. ``out`` appears when all is written.
+    The weights are in the memory of this process once. ``out`` is created when every file has been
+    written.
 
     Raises:
-        UsageError: it is no complete checkpoint, or ``out`` is there already or cannot be written.
+        UsageError: the checkpoint is incomplete, or ``out`` exists or cannot be written.
     """
     manifest = checkpoint.read_manifest(path)
     require_folder(out)
     if out.exists():
-        raise UsageError(f"{out} is there already; give another OUT, or remove it")
+        raise UsageError(f"{out} already exists; give another OUT, or remove it")
     model = build_model_on_meta(shape_from(manifest.identity.model))
-    pieces = parameter_chunks(model)
+    chunks = parameter_chunks(model)
     shapes = model.state_dict()
-    weights = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype) for name in pieces}
+    weights = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype) for name in chunks}
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a command that was killed
     make_folder(partial)
     checkpoint.load_weights(path, weights)
-    write_weights(partial, weights, pieces)
-    config: Any = getattr(model, "config", None)  # Hugging Face's have one
+    write_weights(partial, weights, chunks)
+    config: Any = getattr(model, "config", None)  # only Hugging Face's models have one
     if config is not None:
         config.architectures = [type(model).__name__]
         config.save_pretrained(partial)

@@ -1,4 +1,4 @@
-"""A drawing in the terminal that lasts as long as a ``with`` block."""
+"""Progress bars in the terminal for the length of a ``with`` block."""
 
 from types import TracebackType
 from typing import Self
@@ -7,13 +7,13 @@ from rich.progress import Progress
 
 
 class LiveDisplay:
-    """Draws its bars while the block runs; a disabled ``Progress`` draws nothing."""
+    """Shows progress bars within a ``with`` block; a disabled ``Progress`` shows nothing."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
 
     def __enter__(self) -> Self:
-        """Start drawing."""
+        """Starts drawing."""
         self._bars.start()
         return self
 
@@ -23,5 +23,5 @@ class LiveDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop drawing."""
+        """Stops drawing."""
         self._bars.stop()

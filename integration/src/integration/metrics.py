@@ -1,4 +1,4 @@
-"""The files by which a run tells what it did: metrics.jsonl and summary.json."""
+"""Reads and writes the records of a run: metrics.jsonl and summary.json."""
 
 import json
 import os
@@ -19,10 +19,10 @@ class StepRecord:
         loss: mean over the global batch, before the update, in nats per token.
         seconds: wall time of the step on rank 0.
         tokens: tokens of the global batch.
-        tokens_per_second: of all ranks together.
-        mfu: the share of the FLOP/s of all ranks at best that the model's own FLOPs came to.
-        gradient_norm: of all gradients together before they were clipped, where they are.
-        learning_rate: of the update.
+        tokens_per_second: throughput of all ranks together.
+        mfu: model FLOPs utilization, of the peak FLOP/s of all ranks.
+        gradient_norm: total norm of the gradients before clipping; None without clipping.
+        learning_rate: learning rate of the update.
     """
 
     step: int
@@ -41,8 +41,8 @@ class CollectiveCount:
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv, ...
-        calls: those that reached a process group.
-        bytes: of the whole tensors that they gathered, scattered, reduced or sent.
+        calls: number of collectives that reached a process group.
+        bytes: bytes of the full tensors that were gathered, scattered, reduced or sent.
     """
 
     kind: str
@@ -52,18 +52,17 @@ class CollectiveCount:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run was and what it cost.
+    """The configuration and the resource use of a finished run.
 
     Attributes:
-        accumulation: microbatches of a step on each rank.
-        micro_batch: samples of each of them that a rank takes, alone or with the ranks that share
-            the model with it.
-        peak_rss_bytes: the largest resident memory of each rank, in rank order.
-        initial_weights: the SHA-256 of the weights before the first step, where it was asked for.
-        first_masks: the SHA-256 of the first step's dropout masks, where it was asked for, there
-            is dropout, and the run was not resumed.
-        collectives: of the first rank in the step in which they were counted, if in one.
-        product_flops: of its matrix products and attention in that step.
+        accumulation: microbatches per step on each rank.
+        micro_batch: samples of a microbatch on a rank; ranks of one model replica share them.
+        peak_rss_bytes: peak resident memory of each rank, in rank order.
+        initial_weights: SHA-256 of the weights before the first step, with ``--fingerprint``.
+        first_masks: SHA-256 of the first step's dropout masks, with ``--fingerprint`` and dropout,
+            unless the run was resumed.
+        collectives: collectives of the first rank in the step of ``--count-collectives``.
+        product_flops: FLOPs of the first rank's matrix products and attention in that step.
     """
 
     system: str
@@ -83,7 +82,7 @@ class RunSummary:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that take the same samples and divide the work of a microbatch."""
+        """Number of ranks of one model replica, which take the same samples."""
         return self.world_size // self.data_parallel_degree
 
 
@@ -92,30 +91,30 @@ class MetricsFile:
 
     Args:
         folder: the run folder, which exists.
-        keep_steps: records of later steps are dropped: a resumed run writes them again.
+        keep_steps: records of later steps are removed, as a resumed run writes them again.
     """
 
     def __init__(self, folder: Path, *, keep_steps: int) -> None:
         path = folder / METRICS_FILE
-        kept = [record for record in read_metrics(folder) if record.step <= keep_steps]
+        earlier = [record for record in read_metrics(folder) if record.step <= keep_steps]
         scratch = path.with_suffix(".partial")
-        scratch.write_text("".join(_line(record) for record in kept))
+        scratch.write_text("".join(_line(record) for record in earlier))
         os.replace(scratch, path)
         self._file = path.open("a", buffering=1)
 
     def append(self, record: StepRecord) -> None:
-        """Write one record; it is readable by others at once."""
+        """Writes one record, which other processes can read at once."""
         self._file.write(_line(record))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
 def read_metrics(folder: Path) -> list[StepRecord]:
-    """Return the records of a run folder in order; none where nothing was written.
+    """Returns the records of a run folder in order; an empty list where there is no file.
 
-    A last line without its newline is still being written, or was cut by a kill: left out.
+    A last line without its newline is left out: it is still being written, or the run was killed.
     """
     path = folder / METRICS_FILE
     if not path.exists():
@@ -125,12 +124,12 @@ def read_metrics(folder: Path) -> list[StepRecord]:
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
-    """Write ``summary.json``."""
+    """Writes ``summary.json``."""
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> RunSummary:
-    """Return the summary of a finished run."""
+    """Returns the summary of a finished run."""
     values: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
     if (counts := values.get("collectives")) is not None:
         values["collectives"] = [CollectiveCount(**each) for each in counts]

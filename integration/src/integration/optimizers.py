@@ -1,4 +1,4 @@
-"""The optimizers that a run can name; those of fsdp are imported where they are used."""
+"""Builds the optimizers that ``--optimizer`` names; those of fsdp are imported on use."""
 
 from typing import Any
 
@@ -11,20 +11,21 @@ ADAM_8BIT = "adam8bit"
 MUON = "muon"
 
 _BETAS = (0.9, 0.95)
-_LAYERS = (".layers.", ".blocks.")  # in names of parameters: of decoders, of a DiT
+_LAYERS = (".layers.", ".blocks.")  # in parameter names of decoders and of a DiT
 
 
 def build_optimizer(
     name: str, model: nn.Module, *, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of a model's parameters, by default that which every system shares.
+    """Returns an optimizer of a model's parameters.
 
     Args:
-        name: ``adamw``, torch's, fused; ``adam8bit``, fsdp's, the same with 8-bit moments;
-            ``muon``, fsdp's, for the matrices of the layers, with AdamW for the others.
-        model: as its system wraps it.
-        learning_rate: of all; Muon's updates are scaled to the size of AdamW's.
-        weight_decay: of all, decoupled.
+        name: ``adamw``, torch's fused AdamW, which every system supports; ``adam8bit``, fsdp's
+            AdamW with 8-bit moments; or ``muon``, fsdp's Muon for the matrices of the layers and
+            AdamW for the other parameters.
+        model: the model as its system has wrapped it.
+        learning_rate: learning rate of all parameters; Muon's updates are scaled to AdamW's.
+        weight_decay: decoupled weight decay of all parameters.
     """
     if name == ADAM_8BIT:
         from fsdp.optim import Adam8bit
@@ -48,7 +49,7 @@ def build_optimizer(
 
 
 def _adamw_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Plain tensors and DTensors apart: a fused step takes lists of one kind only."""
+    """Separates plain tensors from DTensors, which one fused step cannot take together."""
     parameters = list(model.parameters())
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     sharded = [p for p in parameters if isinstance(p, DTensor)]
@@ -56,10 +57,10 @@ def _adamw_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _muon_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The matrices of the layers; then embeddings, output layer and norms."""
+    """Separates the matrices of the layers from embeddings, output layer and norms."""
     hidden: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        of_layer = any(each in name for each in _LAYERS) and parameter.ndim == 2
-        (hidden if of_layer else others).append((name, parameter))
+        is_hidden_matrix = any(each in name for each in _LAYERS) and parameter.ndim == 2
+        (hidden if is_hidden_matrix else others).append((name, parameter))
     return [{"params": hidden}, {"params": others, "use_muon": False, "betas": _BETAS}]

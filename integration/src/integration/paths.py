@@ -1,4 +1,4 @@
-"""Folders that a command is told to write, looked at before anything is started."""
+"""Validates and creates the folders that commands write."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from integration.errors import UsageError
 
 
 def require_folder(out: Path) -> None:
-    """Refuse an ``--out`` that is a file or lies below one; reads only.
+    """Refuses an ``--out`` that is a file or a path below one; reads only.
 
     Raises:
-        UsageError: naming what stands in the way.
+        UsageError: names the file.
     """
     try:
         existing = next(path for path in (out, *out.absolute().parents) if path.exists())
@@ -20,22 +20,22 @@ def require_folder(out: Path) -> None:
 
 
 def require_outside(out: Path, data: Path | None) -> None:
-    """Refuse an ``--out`` within the training data, which would change while it is read.
+    """Refuses an ``--out`` within the training data, which would change while it is read.
 
     Raises:
-        UsageError: naming both.
+        UsageError: names both paths.
     """
     if data is None:
         return
     inner, outer = out.resolve(), data.resolve()
     if inner == outer or outer in inner.parents:
         raise UsageError(
-            f"--out {out} lies inside --data {data}, which the run would change; give another --out"
+            f"--out {out} is inside --data {data}, which the run would change; give another --out"
         )
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of the ``--out`` that was asked for, unless it is there.
+    """Creates a folder unless it exists.
 
     Raises:
         UsageError: the file system does not allow it.

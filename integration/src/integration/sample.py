@@ -1,4 +1,4 @@
-"""``python -m integration.sample CHECKPOINT --out FILE.png``: images from a trained DiT."""
+"""``python -m integration.sample CHECKPOINT --out FILE.png``: samples images from a DiT."""
 
 import sys
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from integration.errors import EXIT_USAGE, UsageError
 from integration.paths import require_folder
 from integration.sampling import Sampling, digits_in_turn, load_dit, sample
 
-_DESCRIPTION = """Draw digits by a checkpoint of a DiT: a column for each class, a row per sample.
+_DESCRIPTION = """Sample digits from a checkpoint of a DiT: a column per class, a row per sample.
 
-DDIM's deterministic steps with classifier-free guidance; the same seed gives the same images."""
+Uses DDIM's deterministic steps with classifier-free guidance; a seed gives the same images."""
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What the command is told."""
+    """The options of the command."""
 
     checkpoint: tyro.conf.Positional[Path]
     """A folder checkpoints/step-N of a run, of any system and number of ranks."""
     out: Path
-    """The image to write, a PNG; a file of that name is replaced."""
+    """PNG file to write; an existing file is replaced."""
     samples: int = 6
     """Images of each digit."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for a user's mistake."""
+    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
     try:
         options = tyro.cli(
             SampleOptions,
@@ -39,30 +39,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=_DESCRIPTION,
             args=arguments,
         )
-        draw(options)
+        write_samples(options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 
 
-def draw(options: SampleOptions) -> None:
-    """Write the image.
+def write_samples(options: SampleOptions) -> None:
+    """Samples images and writes them as one PNG.
 
     Raises:
-        UsageError: it is no complete checkpoint of a DiT, or a number or the path does not do.
+        UsageError: the checkpoint is incomplete or not a DiT's, or an option is invalid.
     """
     out = options.out
     if out.suffix.lower() != ".png":
-        raise UsageError(f"--out {out} is no name of a PNG; give one that ends in .png")
+        raise UsageError(f"--out: expected a name that ends in .png, got {out}; give another")
     if out.is_dir():
-        raise UsageError(f"--out {out} is a folder; give the name of a file")
+        raise UsageError(f"--out: expected a file, got the folder {out}; give a file name")
     require_folder(out.parent)
     if options.samples < 1:
-        raise UsageError(f"--samples is {options.samples}; give 1 or more")
+        raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
     model = load_dit(options.checkpoint)
     images = sample(model, digits_in_turn(options.samples), options.sampling)
-    # Imported late: it takes seconds, which nobody who is refused should wait.
+    # Imported after validation, as importing matplotlib takes seconds.
     from integration.report.diffusion_figure import save_grid
 
     try:

@@ -1,4 +1,4 @@
-"""``python -m integration.compare``: run every job, compare, report."""
+"""``python -m integration.compare``: runs every job, compares the curves, writes the report."""
 
 import sys
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ EXIT_NOT_PASSED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 where something does not pass, 2, or 143."""
+    """Runs the command; returns 0, 1 if a comparison fails, 2 for a usage error, 143 on SIGTERM."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         comparison = prepare(parse_options(arguments))
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(comparison: Comparison) -> Results | None:
-    """Run every job; None when SIGTERM or Ctrl-C asked to stop."""
+    """Runs every job; returns None if SIGTERM or Ctrl-C requested a stop."""
     stop = StopRequest()
     jobs = comparison.all_jobs
     display = JobsDisplay(jobs, Console(stderr=True, highlight=False, soft_wrap=True))
@@ -67,7 +67,7 @@ def _run(comparison: Comparison) -> Results | None:
 
 
 def _report(comparison: Comparison, results: Results, arguments: Sequence[str]) -> Path:
-    # Imported late: matplotlib has no part in the runs, and memory is short on small machines.
+    # Imported after the runs, which do not need matplotlib's memory.
     from integration.report import write_report
     from integration.report.terminal import print_results
 

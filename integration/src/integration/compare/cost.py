@@ -1,4 +1,4 @@
-"""What a run computed on a rank, and what it cost: time per step and memory."""
+"""Local work, step time and memory of a run."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from integration.metrics import RunSummary, StepRecord
 
-# The first steps allocate, fill caches and build communicators.
+# The first steps allocate memory, fill caches and create communicators.
 WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What the first rank computes in a step; runs of equal work are fair to compare.
+    """What the first rank computes in a step; step times of equal local work are comparable.
 
     Attributes:
-        microbatches: their number.
-        samples: that each of them has. Ranks that share a model, as those of tensor parallelism,
-            take the same samples, and divide their work.
-        flops: of the matrix products and the attention of one microbatch, the mean of the step in
-            which collectives were counted; None where no step was.
+        microbatches: number of microbatches.
+        samples: samples of a microbatch. Ranks of one model replica, as in tensor parallelism,
+            take the same samples and divide the work.
+        flops: FLOPs of the matrix products and the attention of one microbatch, averaged over the
+            step in which collectives were counted; None if no step was counted.
     """
 
     microbatches: int
@@ -28,7 +28,7 @@ class LocalWork:
 
 
 def local_work(summary: RunSummary) -> LocalWork:
-    """Return the local work of a finished run."""
+    """Returns the local work of a finished run."""
     count, flops = summary.accumulation, summary.product_flops
     return LocalWork(count, summary.micro_batch, None if flops is None else flops // count)
 
@@ -38,11 +38,11 @@ class Cost:
     """Seconds per step after the warm-up, and resident memory in bytes.
 
     Attributes:
-        step_seconds: the median.
-        quartiles: the first and the third, equal to the median where one step is measured.
-        tokens_per_second: of the global batch, at the median.
-        peak_rss_mean: mean over the ranks of each one's peak.
-        peak_rss_max: the largest peak of a rank.
+        step_seconds: median of the steps.
+        quartiles: first and third quartile, both the median if one step is measured.
+        tokens_per_second: throughput of all ranks at the median.
+        peak_rss_mean: peak resident memory, averaged over the ranks.
+        peak_rss_max: largest peak resident memory of a rank.
     """
 
     step_seconds: float
@@ -53,7 +53,7 @@ class Cost:
 
 
 def cost(records: Sequence[StepRecord], summary: RunSummary) -> Cost:
-    """Return the cost of a finished run; one of few steps is measured by its last."""
+    """Returns the cost of a finished run; if it has only warm-up steps, of its last step."""
     measured = records[min(WARM_UP_STEPS, len(records) - 1) :]
     seconds = [record.seconds for record in measured]
     median = statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""How far one loss curve lies from another: numbers only, no files."""
+"""Computes the deviation of one loss curve from another."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Deviation:
-    """The distance of a curve from the reference, in units of the loss.
+    """The deviation of a curve from the reference, in units of the loss.
 
     Attributes:
         differences: |loss - reference| of every step; not finite where either loss is not.
-        maximum: the largest of them; NaN when any is NaN.
-        step: where ``maximum`` occurs first, counted from 1.
-        mean: their mean.
+        maximum: largest difference; NaN if any is NaN.
+        step: first step with the largest difference, counted from 1.
+        mean: mean difference.
     """
 
     differences: tuple[float, ...]
@@ -23,27 +23,27 @@ class Deviation:
 
     @property
     def bitwise_equal(self) -> bool:
-        """Whether the two curves are the same numbers."""
+        """Whether the two curves are equal at every step."""
         return self.maximum == 0.0
 
     def within(self, tolerance: float) -> bool:
-        """Whether no difference exceeds ``tolerance``; a NaN does."""
+        """Returns whether no difference exceeds ``tolerance``; NaN exceeds any."""
         return self.maximum <= tolerance
 
 
 def deviation(losses: Sequence[float], reference: Sequence[float]) -> Deviation:
-    """Return the distance of ``losses`` from ``reference``, step by step.
+    """Returns the deviation of ``losses`` from ``reference``.
 
     Raises:
         ValueError: the curves are empty or differ in length.
     """
     if not losses or len(losses) != len(reference):
         raise ValueError(
-            f"curves of {len(losses)} and {len(reference)} steps cannot be compared;"
-            " both need the same steps, and at least one"
+            "deviation: expected two curves of the same number of steps, at least one, got"
+            f" {len(losses)} and {len(reference)}; compare runs with equal --steps"
         )
     differences = tuple(abs(a - b) for a, b in zip(losses, reference, strict=True))
-    # A NaN outweighs everything: max() alone would pass over it.
+    # NaN counts as the largest: max() alone would ignore it.
     worst = max(
         range(len(differences)),
         key=lambda index: (math.isnan(differences[index]), differences[index], -index),

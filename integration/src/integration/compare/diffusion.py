@@ -1,4 +1,4 @@
-"""What runs of a DiT draw from the same noise, as data."""
+"""Collects the results of the diffusion comparison, and generates images from the same noise."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,16 +21,16 @@ from integration.data.digits import CLASSES
 from integration.sampling import Sampling, digits_in_turn, load_dit, sample
 from integration.train import checkpoint
 
-# Of each digit.
+# Generated images of each digit.
 SAMPLES = 6
-# First steps in which losses must be one device's; later ones show how rounding is amplified.
+# First steps, whose losses must be one device's; later ones show how rounding is amplified.
 JUDGED = 50
 
 
 def collect_diffusion(
     model: str, jobs: Sequence[TrainingJob], outcomes: Sequence[Outcome]
 ) -> DiffusionResult | None:
-    """Read the run folders of ``jobs`` and draw by the checkpoint of each; None without jobs."""
+    """Reads the run folders of ``jobs`` and samples from each checkpoint; None without jobs."""
     if not jobs:
         return None
     reference, other = collect(outcomes)
@@ -58,16 +58,16 @@ def collect_diffusion(
 
 
 def nearest_class(images: Tensor, digits: Digits) -> Tensor:
-    """Return the class of the real image that each image is nearest to, (images,) int64.
+    """Returns the class of the real image nearest to each generated one, (images,) int64.
 
-    Of the real images themselves, each without itself, it names 98.8% right.
+    Leave-one-out, it classifies 98.8% of the real images correctly.
     """
     distances = torch.cdist(images.flatten(1), digits.images.flatten(1))
     return digits.classes[distances.argmin(dim=1)]
 
 
 def _judged(run: SystemResult, reference: SystemResult) -> SystemResult:
-    """Return a run as its first steps alone make it look."""
+    """Returns the result of the first ``JUDGED`` steps of a run."""
     if run.deviation is None:
         return run
     found = deviation(run.losses[:JUDGED], reference.losses[:JUDGED])
@@ -86,6 +86,6 @@ def _draw(system: str, job: TrainingJob, classes: Tensor, digits: Digits) -> Gen
 
 
 def _first_of_each(digits: Digits) -> Tensor:
-    """Return the first ``SAMPLES`` images of every class, in turn."""
+    """Returns the first ``SAMPLES`` real images of every class, in turn."""
     places = [torch.nonzero(digits.classes == digit)[:SAMPLES, 0] for digit in range(CLASSES)]
     return digits.images[torch.stack(places, dim=1).flatten()]

@@ -1,4 +1,4 @@
-"""The runs whose images are compared: a DiT on one device, and sharded by a plan."""
+"""The jobs whose generated images are compared: a DiT on one device, and sharded by a plan."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ from integration.errors import UsageError
 from integration.models import DiTShape, model_shape
 
 FOLDER = "diffusion"
-STRATEGIES = (REFERENCE, "plan-tp-sp-static")
-# With these digits come out of hundreds of steps, where the batches and the learning rate of
-# language models leave noise.
+VARIANTS = (REFERENCE, "plan-tp-sp-static")
+# A DiT learns digits within hundreds of steps with these, but not with the batch size and the
+# learning rate of the language models.
 _BATCH = 64
 _LEARNING_RATE = 8e-3
 _WEIGHT_DECAY = 0.01
 
 
 def diffusion_jobs(options: CompareOptions) -> tuple[TrainingJob, ...]:
-    """Return the runs that ``options`` ask for, the reference first; none where left out.
+    """Returns the jobs that ``options`` select, the reference first; empty with ``--no-diffusion``.
 
-    Each leaves a checkpoint of its last step.
+    Each writes a checkpoint of its last step.
 
     Raises:
-        UsageError: the model generates no images, or a number does not do.
+        UsageError: the model generates no images, or an option is invalid.
     """
     if not options.diffusion:
         return ()
@@ -34,7 +34,7 @@ def diffusion_jobs(options: CompareOptions) -> tuple[TrainingJob, ...]:
             f"--diffusion-model: expected a DiT, got {options.diffusion_model}, which generates no"
             " images; give one such as dit-small, or leave the comparison out with --no-diffusion"
         )
-    variants = [get_variant(name) for name in STRATEGIES]
+    variants = [get_variant(name) for name in VARIANTS]
     for variant in variants:
         variant.make().check(variant.ranks, shape)
     return tuple(_job(options, variant, shape) for variant in variants)
@@ -54,5 +54,5 @@ def _job(options: CompareOptions, variant: Variant, shape: DiTShape) -> Training
         "decay_steps": steps // 2,
         "final_checkpoint": True,
     }
-    config = train_config(options, choices, spelled={"steps": "diffusion_steps"})
+    config = train_config(options, choices, option_fields={"steps": "diffusion_steps"})
     return make_job(config, tolerance=shape.tolerance, name=variant.name)

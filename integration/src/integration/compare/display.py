@@ -1,4 +1,4 @@
-"""What the user sees while the jobs run: a bar per job in a terminal, lines elsewhere."""
+"""Shows the progress of the jobs: a bar per job in a terminal, lines of text elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from integration.metrics import StepRecord
 
 
 class JobsDisplay(LiveDisplay):
-    """Shows how the jobs are getting on; a ``runner.Watcher``.
+    """Shows the progress of the jobs; implements ``runner.Watcher``.
 
     Args:
-        jobs: all that will run, in order.
-        console: where to draw; one that is not a terminal gets a line per event.
+        jobs: every job, in the order of execution.
+        console: output; a console that is not a terminal gets a line per event.
     """
 
     def __init__(self, jobs: Sequence[TrainingJob], console: Console) -> None:
@@ -40,14 +40,14 @@ class JobsDisplay(LiveDisplay):
         super().__init__(bars)
 
     def started(self, job: TrainingJob) -> None:
-        """Show that a job's process starts."""
+        """Shows that a job's process is starting."""
         self._started_at = time.monotonic()
         ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
         self._state(job, f"starting {ranks}")
         self._line(f"{job.name}: {ranks}, {job.steps} steps")
 
     def progressed(self, job: TrainingJob, record: StepRecord) -> None:
-        """Show a completed step."""
+        """Shows a completed step."""
         task = self._tasks[job.name]
         self._bars.start_task(task)
         self._bars.update(task, completed=record.step)
@@ -55,14 +55,14 @@ class JobsDisplay(LiveDisplay):
         self._state(job, f"loss {record.loss:.4f}  {speed:,.0f} tokens/s")
 
     def ended(self, outcome: Outcome) -> None:
-        """Show that a job's process has ended."""
+        """Shows that a job's process has ended."""
         seconds = time.monotonic() - self._started_at
         how = "done" if outcome.exit_code == 0 else "failed"
         self._state(outcome.job, f"{how} in {seconds:.0f} s")
         self._line(f"{outcome.job.name}: {how} in {seconds:.0f} s")
 
     def failed(self, failure: Failure) -> None:
-        """Show why a job has no result, with the end of its log."""
+        """Shows why a job has no result, and the end of its log."""
         self._console.print(
             Text(f"\n{failure.name} {failure.reason}; its log is {failure.log}", "red")
         )

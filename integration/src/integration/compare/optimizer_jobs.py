@@ -1,4 +1,4 @@
-"""The runs that compare optimizers of blocks and matrices: each under DDP, and sharded by fsdp."""
+"""The jobs that compare block-wise and matrix optimizers under DDP and under fsdp."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from integration.optimizers import ADAM_8BIT, MUON
 
 FOLDER = "optimizers"
 OPTIMIZERS = (ADAM_8BIT, MUON)
-# DDP keeps parameters whole, so what its ranks do is the optimizer without shards.
+# DDP does not shard parameters, so that its ranks run the unsharded optimizer.
 SYSTEMS = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
 class OptimizerJobs:
-    """The runs with one optimizer; the first is the reference."""
+    """The jobs with one optimizer; the first is the reference."""
 
     optimizer: str
     jobs: tuple[TrainingJob, ...]
 
 
 def optimizer_jobs(options: CompareOptions) -> tuple[OptimizerJobs, ...]:
-    """Return the runs that ``options`` ask for; none where they leave them out.
+    """Returns the jobs that ``options`` select; an empty tuple with ``--no-optimizers``.
 
     Raises:
-        UsageError: the model or a number does not do, or fsdp is not installed.
+        UsageError: the model or an option is invalid, or fsdp is not installed.
     """
     if not options.optimizers:
         return ()
@@ -53,6 +53,6 @@ def _job(options: CompareOptions, optimizer: str, name: str) -> TrainingJob:
         "steps": options.optimizer_steps,
         "optimizer": optimizer,
     }
-    config = train_config(options, choices, spelled={"steps": "optimizer_steps"})
+    config = train_config(options, choices, option_fields={"steps": "optimizer_steps"})
     tolerance = model_shape(options.optimizer_model).tolerance
     return make_job(config, tolerance=tolerance, session=FOLDER)

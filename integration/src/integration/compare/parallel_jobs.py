@@ -1,7 +1,7 @@
-"""The runs that compare kinds of parallelism: every product of a plan, on small models.
+"""The jobs that compare kinds of parallelism, and their products, on small models.
 
-Each trains with its weights drawn on the ranks' shards, with dropout, and with both (the two cases
-of veScale, section 8, and both together), and is compared with one device.
+Each variant trains with weights drawn on the ranks' shards, with dropout, and with both (the two
+cases of veScale, section 8, separately and together), and is compared with one device.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ FOLDER = "parallel"
 
 
 class ParallelCase(StrEnum):
-    """What is random in a run."""
+    """What a run draws at random."""
 
     INIT = "init"
     DROPOUT = "dropout"
@@ -29,12 +29,12 @@ class ParallelCase(StrEnum):
 
     @property
     def draws_weights(self) -> bool:
-        """Whether ranks draw weights on their shards."""
+        """Whether ranks draw the weights on their shards."""
         return self in (ParallelCase.INIT, ParallelCase.BOTH)
 
     @property
     def drops_out(self) -> bool:
-        """Whether there is dropout."""
+        """Whether the run has dropout."""
         return self in (ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
@@ -43,15 +43,15 @@ _RANDOM = (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 @dataclass(frozen=True)
 class ParallelJob:
-    """A run of this comparison.
+    """A job of this comparison.
 
     Attributes:
-        model: that it trains.
+        model: name of the model.
         case: what is random.
-        source: who draws it on shards; native torch's is looked at and not judged.
-        variant: the way to train.
-        job: the run; its folder tells it from the others.
-        reference: the folder of the run that it is compared with; None of a reference.
+        source: implementation that draws on shards; native runs are shown without a verdict.
+        variant: system, ranks and degrees.
+        job: the job; the name of its folder is unique.
+        reference: name of the job that it is compared with; None for a reference.
     """
 
     model: str
@@ -63,13 +63,13 @@ class ParallelJob:
 
 
 def parallel_jobs(options: CompareOptions) -> tuple[ParallelJob, ...]:
-    """Return the runs that ``options`` ask for, references first; none where they are left out.
+    """Returns the jobs that ``options`` select, references first; empty with ``--no-parallelism``.
 
-    Those on one number of ranks, and of one source, share processes; native systems share those of
-    native torch, in which nothing of this repository is loaded.
+    Jobs with the same number of ranks and the same source share processes; native systems share
+    processes in which no package of this repository is loaded.
 
     Raises:
-        UsageError: a model or a number does not do.
+        UsageError: a model or an option is invalid.
     """
     if not options.parallelism:
         return ()
@@ -84,7 +84,7 @@ def _references(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Pa
         for case in ParallelCase:
             yield _job(options, model, case, Source.NATIVE, get_variant(REFERENCE), "whole", None)
             if case.draws_weights and model_shape(model).can_reinitialize:
-                # What native systems draw, they draw by a model's own initialiser, in its order.
+                # Native systems draw with the model's initialiser, in its order.
                 variant = get_variant(REFERENCE)
                 yield _job(options, model, case, Source.NATIVE, variant, "sharded", None)
 
@@ -119,9 +119,10 @@ def _products(options: CompareOptions, models: tuple[str, ...]) -> Iterator[Para
 
 
 def micro_batch(options: CompareOptions, variant: Variant) -> int:
-    """Return the samples of a rank's microbatch.
+    """Returns the samples of a rank's microbatch.
 
-    Dropout's masks are one device's where a plan has as many samples in a microbatch, of all ranks.
+    Under a plan the microbatches of all data parallel ranks together have the size of one device's
+    microbatch, so that dropout draws the same masks.
     """
     if variant.make().shards_batches:
         return max(1, options.micro_batch // variant.data_parallel_degree)
@@ -152,10 +153,10 @@ def _job(
         "micro_batch": micro_batch(options, variant),
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
-        # Where nothing is drawn, nobody draws it.
+        # A run without random numbers needs no source.
         "random": (Source.NATIVE if case is ParallelCase.NEITHER else source).option,
     }
-    config = train_config(options, choices, spelled={"steps": "parallel_steps"})
+    config = train_config(options, choices, option_fields={"steps": "parallel_steps"})
     native = case is ParallelCase.NEITHER and variant.make().native
     job = make_job(
         config,

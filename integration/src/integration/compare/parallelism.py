@@ -1,4 +1,4 @@
-"""What the runs of kinds of parallelism come to, as data."""
+"""Collects the results of the comparison of parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from integration.systems import Degrees
 
 
 class ParallelVerdict(StrEnum):
-    """What a run comes to; native torch's is looked at and not judged."""
+    """The verdict on a run; native runs get none."""
 
     SAME = "as one device"
     OUTSIDE = "outside tolerance"
@@ -30,15 +30,15 @@ class ParallelVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ParallelResult:
-    """One model, trained one way, with one thing random.
+    """The result of one model, variant and case.
 
     Attributes:
-        name: of its folder.
-        way: how the way to train is called.
-        native: whether no package of this repository takes part in it.
-        work: absent when it failed.
-        deviation: from one device; absent when either failed.
-        final_loss: absent when it failed.
+        name: name of its folder.
+        way: name of the variant.
+        native: whether torch's own DTensor drew the random numbers.
+        work: None if the run failed.
+        deviation: deviation from one device; None if either run failed.
+        final_loss: None if the run failed.
     """
 
     name: str
@@ -57,15 +57,15 @@ class ParallelResult:
 
 
 def passes(results: Sequence[ParallelResult]) -> bool:
-    """Return whether every run finished and every plan's losses are one device's."""
+    """Returns whether every run finished and the losses of every plan are one device's."""
     return all(result.verdict.passes for result in results)
 
 
 def collect(jobs: Sequence[ParallelJob], outcomes: Sequence[Outcome]) -> list[ParallelResult]:
-    """Read the run folders of ``jobs``; a reference that failed is a result, one that did not none.
+    """Reads the run folders of ``jobs``.
 
     Returns:
-        Results by model, way and case, in the order of the jobs.
+        A result for each job that has a reference, and for each reference that failed, in order.
     """
     runs = {job.job.name: read_run(outcome) for job, outcome in zip(jobs, outcomes, strict=True)}
     results = []

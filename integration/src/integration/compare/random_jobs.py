@@ -1,4 +1,4 @@
-"""The runs that compare random numbers: each case on one device, and cut over 2 and 4 ranks."""
+"""The jobs that compare random numbers: each case on one device, and sharded over 2 and 4 ranks."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ FOLDER = "random"
 PARALLEL = "dtensor-tp"
 RANKS = (2, 4)
 DROPOUT = 0.1
-# Reduction order alone costs 1.4e-6 over 20 steps, with equal weights on 2 ranks.
+# The order of reductions alone gives 1.4e-6 over 20 steps, with equal weights on 2 ranks.
 TOLERANCE = 1e-5
 
 
 class RandomCase(StrEnum):
-    """Where a run draws random numbers on shards."""
+    """What a run draws on shards."""
 
     INIT = "init"
     DROPOUT = "dropout"
@@ -44,7 +44,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class RandomJob:
-    """A run of this comparison; of each case the first is the reference."""
+    """A job of this comparison; the first of each case is the reference."""
 
     case: RandomCase
     source: Source
@@ -52,12 +52,12 @@ class RandomJob:
 
 
 def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
-    """Return the runs that ``options`` ask for, case by case; none where they leave them out.
+    """Returns the jobs that ``options`` select, by case; empty with ``--no-random-numbers``.
 
-    Those on one number of ranks, and of one source, share processes.
+    Jobs with the same number of ranks and the same source share processes.
 
     Raises:
-        UsageError: the model or a number does not do, or dist-rng is not installed.
+        UsageError: the model or an option is invalid, or dist-rng is not installed.
     """
     if not options.random_numbers:
         return ()
@@ -73,7 +73,7 @@ def random_jobs(options: CompareOptions) -> tuple[RandomJob, ...]:
 
 
 def _jobs(options: CompareOptions, case: RandomCase) -> Iterator[RandomJob]:
-    # One device draws with torch alone: its numbers are the definition.
+    # The reference: one device, which draws with torch alone.
     yield _job(options, case, REFERENCE, 1, Source.NATIVE)
     for ranks in RANKS:
         for source in Source:
@@ -95,7 +95,7 @@ def _job(
         "random": source.option,
         "fingerprint": True,
     }
-    config = train_config(options, choices, spelled={"steps": "random_steps"})
+    config = train_config(options, choices, option_fields={"steps": "random_steps"})
     return RandomJob(
         case, source, make_job(config, tolerance=TOLERANCE, session=f"{ranks}-{source}")
     )

@@ -1,4 +1,4 @@
-"""What the runs with random numbers on shards come to, as data."""
+"""Collects the results of the comparison of random numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from integration.metrics import RunSummary, StepRecord
 
 
 class RandomVerdict(StrEnum):
-    """What a run comes to; native DTensor's is looked at and not judged."""
+    """The verdict on a run; native DTensor gets none."""
 
     REFERENCE = "reference"
     SAME = "same numbers"
@@ -31,16 +31,16 @@ class RandomVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class RandomResult:
-    """One run of one case.
+    """The result of one run of a case.
 
     Attributes:
-        name: of its folder.
-        source: who drew its random numbers on shards.
-        same_weights: whether its initial weights are the reference's, bit for bit; None where it
-            or the reference failed, and of the reference itself.
-        same_masks: the same of the first step's dropout masks; None also without dropout.
-        deviation: absent when it or the reference failed, and of the reference itself.
-        summary: absent when the run failed.
+        name: name of its folder.
+        source: implementation that drew the random numbers on shards.
+        same_weights: whether its initial weights equal the reference's, bit for bit; None for the
+            reference, or if either run failed.
+        same_masks: the same for the dropout masks of the first step; None also without dropout.
+        deviation: None for the reference, or if either run failed.
+        summary: None if the run failed.
     """
 
     case: RandomCase
@@ -59,12 +59,12 @@ class RandomResult:
 
 
 def passes(results: Sequence[RandomResult]) -> bool:
-    """Return whether every run finished and dist-rng's are what one device comes to."""
+    """Returns whether every run finished and those with dist-rng have one device's numbers."""
     return all(result.verdict.passes for result in results)
 
 
 def collect(jobs: Sequence[RandomJob], outcomes: Sequence[Outcome]) -> list[RandomResult]:
-    """Read the run folders of ``jobs`` and compare each with its case's first one."""
+    """Reads the run folders of ``jobs`` and compares each run with the first of its case."""
     pairs = zip(jobs, outcomes, strict=True)
     results: list[RandomResult] = []
     for _, of_case in groupby(pairs, key=lambda pair: pair[0].case):
@@ -104,7 +104,7 @@ def _against(job: RandomJob, run: RunResult, reference: RunResult) -> RandomResu
 
 
 def _same(own: str | None, reference: str | None) -> bool:
-    # Hashes that both runs failed to write are no proof of anything.
+    # Two missing hashes do not count as equal.
     return own is not None and own == reference
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a comparison come to, as data."""
+"""Collects the results of a comparison and writes results.json."""
 
 import json
 import math
@@ -25,7 +25,7 @@ RESULTS_FILE = "results.json"
 
 
 class Verdict(StrEnum):
-    """What a system's run comes to."""
+    """The verdict on a system's run."""
 
     REFERENCE = "reference"
     EQUAL = "bitwise equal"
@@ -42,13 +42,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class SystemResult:
-    """One system's run with one model.
+    """The result of one system with one model.
 
     Attributes:
-        records: the steps that were written, also of a failed run.
-        summary, work, cost: absent when the run failed.
-        deviation: absent when it or the reference failed, and of the reference itself.
-        relative_step_time: median step time over the reference's.
+        records: the recorded steps, also of a failed run.
+        summary, work, cost: None if the run failed.
+        deviation: None for the reference, or if either run failed.
+        relative_step_time: ratio of the median step time to the reference's.
     """
 
     system: str
@@ -66,30 +66,30 @@ class SystemResult:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of every step that was written."""
+        """The loss of every recorded step."""
         return tuple(record.loss for record in self.records)
 
 
 @dataclass(frozen=True)
 class OptimizerResult:
-    """The runs with one optimizer, the reference's first; each is of a system."""
+    """The results with one optimizer, a system each, the reference first."""
 
     optimizer: str
     runs: Sequence[SystemResult]
 
     @property
     def reference(self) -> SystemResult:
-        """What the others were compared with."""
+        """The result that the others are compared with."""
         return self.runs[0]
 
 
 @dataclass(frozen=True)
 class GeneratedImages:
-    """What one run draws.
+    """Images generated from the checkpoint of one run.
 
     Attributes:
         images: (samples * 10, 1, 8, 8) fp32 in [-1, 1], classes in turn.
-        recognised: how many of them are nearest to a real image of the class they were asked for.
+        recognised: number of images whose nearest real image has the requested class.
     """
 
     system: str
@@ -99,17 +99,17 @@ class GeneratedImages:
 
 @dataclass(frozen=True)
 class DiffusionResult:
-    """The runs of one DiT and their pictures.
+    """The results of a DiT on one device and sharded, and the images that each generates.
 
     Attributes:
-        runs: the reference's first; the deviation and the verdict are of the ``judged`` steps.
-        whole: the deviation over all steps, in which rounding has been amplified; not judged.
-            Absent where a run has failed.
-        drawn: of the runs that finished, in their order.
-        samples: pictures of each class.
-        real: images of the data, as many and in the same order.
-        difference: the largest of a pixel between the runs, of a range of 2; not judged either,
-            and absent where one has failed.
+        runs: the reference first; deviation and verdict are of the first ``judged`` steps.
+        whole: deviation over all steps, in which rounding is amplified; it has no verdict. None if
+            a run failed.
+        drawn: generated images of the runs that finished, in their order.
+        samples: generated images per class.
+        real: real images, as many and in the same order.
+        difference: largest difference of a pixel between the runs, of a range of 2; it has no
+            verdict. None if a run failed.
     """
 
     model: str
@@ -122,7 +122,7 @@ class DiffusionResult:
     difference: float | None
 
     def facts(self) -> dict[str, Any]:
-        """Return all but the pictures, for results.json."""
+        """Returns everything except the images, for results.json."""
         return {
             "model": self.model,
             "runs": [asdict(run) for run in self.runs],
@@ -136,14 +136,14 @@ class DiffusionResult:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a comparison found.
+    """The results of a comparison; parts that the options leave out are empty or None.
 
     Attributes:
-        systems: model by model, the reference's first.
-        random_numbers: case by case, each one's reference first; empty where it was left out.
-        optimizers: one after the other; empty where they were left out.
-        parallelism: of every product; empty where they were left out.
-        pictures: absent where they were left out.
+        systems: by model, the reference first.
+        random_numbers: by case, the reference first.
+        optimizers: by optimizer.
+        parallelism: by model, variant and case.
+        diffusion: the DiT and its generated images.
     """
 
     systems: Sequence[SystemResult]
@@ -159,12 +159,12 @@ class Results:
         others_pass = random_numbers_pass(self.random_numbers) and parallelism_passes(
             self.parallelism
         )
-        pictures_pass = self.diffusion is None or passes(self.diffusion.runs)
-        return passes(self.systems) and optimizers_pass and others_pass and pictures_pass
+        diffusion_passes = self.diffusion is None or passes(self.diffusion.runs)
+        return passes(self.systems) and optimizers_pass and others_pass and diffusion_passes
 
     @property
     def failures(self) -> list[Failure]:
-        """Why runs have no result, in the order of the runs."""
+        """The failed runs, in order."""
         found = [each.failure for each in self.systems]
         found += [each.failure for each in self.random_numbers]
         found += [run.failure for each in self.optimizers for run in each.runs]
@@ -174,29 +174,29 @@ class Results:
 
 
 def passes(results: Sequence[SystemResult]) -> bool:
-    """Return whether every run finished and every curve stayed within its tolerance."""
+    """Returns whether every run finished and every curve stayed within its tolerance."""
     return all(result.verdict.passes for result in results)
 
 
 def collect(outcomes: Sequence[Outcome]) -> list[SystemResult]:
-    """Read the run folders and compare every curve with its model's first one.
+    """Reads the run folders and compares every curve with the first one of its model.
 
     Returns:
-        Results model by model, in the order of the runs.
+        Results by model, in the order of the runs.
     """
     runs = [read_run(outcome) for outcome in outcomes]
-    by_model: dict[str, list[RunResult]] = {}
+    groups: dict[str, list[RunResult]] = {}
     for run in runs:
-        by_model.setdefault(run.outcome.job.model, []).append(run)
+        groups.setdefault(run.outcome.job.model, []).append(run)
     return [
-        _against(run, same[0], is_reference=run is same[0])
-        for same in by_model.values()
+        _compare(run, same[0], is_reference=run is same[0])
+        for same in groups.values()
         for run in same
     ]
 
 
-def of_models(results: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
-    """Return the results of every model by its name, in their order."""
+def by_model(results: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
+    """Groups results by the name of their model, in order."""
     return {
         model: [each for each in results if each.model == model]
         for model in dict.fromkeys(each.model for each in results)
@@ -206,7 +206,7 @@ def of_models(results: Sequence[SystemResult]) -> dict[str, list[SystemResult]]:
 def collect_optimizers(
     jobs: Sequence[OptimizerJobs], outcomes: Sequence[Outcome]
 ) -> list[OptimizerResult]:
-    """Read the run folders of ``jobs`` and compare each run with its optimizer's first one."""
+    """Reads the run folders of ``jobs`` and compares each run with its optimizer's first one."""
     remaining = iter(outcomes)
     return [
         OptimizerResult(each.optimizer, collect([next(remaining) for _ in each.jobs]))
@@ -215,7 +215,7 @@ def collect_optimizers(
 
 
 def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
-    """Write everything as JSON; numbers that JSON lacks become "nan", "inf" and "-inf"."""
+    """Writes the results as JSON; numbers that are not finite become "nan", "inf" and "-inf"."""
     document = {
         "passes": results.passes,
         **about,
@@ -228,7 +228,7 @@ def write_results(path: Path, results: Results, about: dict[str, Any]) -> None:
     path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
 
 
-def _against(run: RunResult, reference: RunResult, *, is_reference: bool) -> SystemResult:
+def _compare(run: RunResult, reference: RunResult, *, is_reference: bool) -> SystemResult:
     job = run.outcome.job
     found: Deviation | None = None
     own_cost: Cost | None = None

@@ -1,4 +1,4 @@
-"""The folder of results: whose it may be, and how it is replaced."""
+"""Checks and replaces the folder of results."""
 
 import shutil
 from pathlib import Path
@@ -7,32 +7,32 @@ from integration.errors import UsageError
 from integration.paths import require_folder
 
 RUNS = "runs"
-# Written before anything else, so that an interrupted comparison is recognised too.
+# Written first, so that the folder of an interrupted comparison is recognised too.
 MARKER = ".integration-comparison"
 _MARKER_TEXT = "Written by python -m integration.compare, which may replace this folder.\n"
 
 
 def require_replaceable(out: Path, data: Path | None) -> None:
-    """Refuse a folder of results that holds anything else; reads only.
+    """Refuses a folder that contains anything but the results of a comparison; reads only.
 
     Raises:
-        UsageError: ``out`` is a file, cannot be made, holds files that no comparison wrote, or
-            overlaps with the training data.
+        UsageError: ``out`` is a file, cannot be created, contains files that no comparison wrote,
+            or overlaps with the training data.
     """
     require_folder(out)
     if data is not None:
         _require_apart(out.resolve(), data.resolve(), f"--out {out}", f"--data {data}")
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         raise UsageError(
-            f"--out {out} holds files that no comparison wrote (it has no {MARKER});"
-            " empty it yourself or give another --out"
+            f"--out: expected a new folder or one with {MARKER}, got {out}, which contains files"
+            " that no comparison wrote; empty it, or give another --out"
         )
 
 
 def replace(out: Path) -> None:
-    """Make ``out`` an empty, marked folder; ``require_replaceable`` has looked at it.
+    """Empties ``out``, which ``require_replaceable`` has accepted, or creates it, with its marker.
 
-    The folder itself stays, since it may be a link, a mount or somebody's working directory.
+    The folder itself is not removed, as it may be a link, a mount or a working directory.
 
     Raises:
         UsageError: the file system does not allow it.
@@ -53,7 +53,7 @@ def replace(out: Path) -> None:
 
 
 def _require_apart(out: Path, data: Path, out_option: str, data_option: str) -> None:
-    # Results inside the data would change what the next system trains on; data inside the
-    # results would be deleted with them.
+    # Results inside the data would change the data of the next system; data inside the results
+    # would be deleted.
     if out == data or out in data.parents or data in out.parents:
         raise UsageError(f"{out_option} and {data_option} overlap; give another --out")

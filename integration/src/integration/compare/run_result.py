@@ -1,4 +1,4 @@
-"""A run folder as it was found, before it is compared with another."""
+"""Reads the run folder of a job."""
 
 import signal
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _TAIL_LINES = 25
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has no result: a clause that follows its name, and its log's end."""
+    """Why a run has no result: a clause that follows its name, and the end of its log."""
 
     name: str
     reason: str
@@ -22,12 +22,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a job left behind.
+    """The files of a job.
 
     Attributes:
-        records: the steps that were written, also of a failed run.
-        summary: absent when the run failed.
-        failure: absent when it did not.
+        records: the recorded steps, also of a failed run.
+        summary: None if the run failed.
+        failure: None if it did not.
     """
 
     outcome: Outcome
@@ -37,12 +37,12 @@ class RunResult:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of every step that was written."""
+        """The loss of every recorded step."""
         return tuple(record.loss for record in self.records)
 
 
 def read_run(outcome: Outcome) -> RunResult:
-    """Read a job's folder; one that is not whole is a failure, however the process ended."""
+    """Reads a job's folder; an incomplete one is a failure, whatever the exit code."""
     job = outcome.job
     reason = _exit_reason(outcome.exit_code)
     records: tuple[StepRecord, ...] = ()
@@ -52,9 +52,9 @@ def read_run(outcome: Outcome) -> RunResult:
         if reason is None:
             summary = read_summary(job.folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = reason or f"ended well but left unreadable files: {error}"
+        reason = reason or f"exited with code 0 but wrote unreadable files: {error}"
     if reason is None and [each.step for each in records] != list(range(1, job.steps + 1)):
-        reason = f"ended well but recorded {len(records)} of {job.steps} steps"
+        reason = f"exited with code 0 but recorded {len(records)} of {job.steps} steps"
     log = outcome.log or job.log
     failure = None if reason is None else Failure(job.name, reason, log, _tail(log))
     return RunResult(outcome, records, None if failure else summary, failure)
@@ -63,7 +63,7 @@ def read_run(outcome: Outcome) -> RunResult:
 def _exit_reason(code: int) -> str | None:
     if code == 0:
         return None
-    return f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
+    return f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs jobs as processes of their own and watches them."""
+"""Runs jobs in separate processes and reports their progress."""
 
 import contextlib
 import os
@@ -17,22 +17,22 @@ from integration.metrics import SUMMARY_FILE, StepRecord, read_metrics
 from integration.train import session
 from integration.train.stop import StopRequest
 
-# Between two looks at a run's metrics.
+# Interval at which a run's metrics are read.
 POLL_SECONDS = 0.2
-# What a run gets to end on SIGTERM before its processes are killed.
+# Time between SIGTERM and SIGKILL.
 GRACE_SECONDS = 10.0
-# What the system gets to end a killed process.
+# Time to wait for the end of killed processes.
 KILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        exit_code: of its process, if that ended with it; minus the signal's number where a signal
-            ended it.
-        log: what its process wrote; None: the job's own.
+        exit_code: exit code of its process, negative for a signal; 0 for a job of a session whose
+            process went on with the next job.
+        log: log of its process; None: the job's own.
     """
 
     job: TrainingJob
@@ -41,36 +41,36 @@ class Outcome:
 
 
 class Watcher(Protocol):
-    """Is told how the jobs are getting on."""
+    """Receives the progress of the jobs."""
 
     def started(self, job: TrainingJob) -> None:
-        """A job is about to start."""
+        """Returns a job is about to start."""
 
     def progressed(self, job: TrainingJob, record: StepRecord) -> None:
-        """A job has completed this step, and perhaps some before."""
+        """Returns a job has completed this step, and perhaps some before."""
 
     def ended(self, outcome: Outcome) -> None:
-        """A job has ended."""
+        """Returns a job has ended."""
 
 
 def run_jobs(jobs: Sequence[TrainingJob], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
-    """Run ``jobs`` one after another, those after a failed one too.
+    """Runs ``jobs`` one after another, also after one has failed.
 
-    Jobs of one session share processes, and run where the first of them stands, until one fails:
-    what is left of them gets new ones.
+    The jobs of a session share processes and run when the first of them is due. If one fails, the
+    remaining jobs of the session get new processes.
 
     Returns:
-        An outcome for each, in their order; fewer when a stop was requested, which ends the present
-        one.
+        An outcome for each job, in order; fewer if a stop was requested, which ends the current
+        job.
     """
     outcomes: dict[TrainingJob, Outcome] = {}
-    while (left := [job for job in jobs if job not in outcomes]) and not stop.requested:
-        outcomes |= {each.job: each for each in _run(_together(left), watcher, stop)}
+    while (remaining := [job for job in jobs if job not in outcomes]) and not stop.requested:
+        outcomes |= {each.job: each for each in _run(_first_session(remaining), watcher, stop)}
     return [outcomes[job] for job in jobs if job in outcomes]
 
 
-def _together(jobs: Sequence[TrainingJob]) -> list[TrainingJob]:
-    """The first job, and those that share its processes."""
+def _first_session(jobs: Sequence[TrainingJob]) -> list[TrainingJob]:
+    """Returns the first job, and the others of its session."""
     first = jobs[0]
     if first.session is None:
         return [first]
@@ -78,7 +78,7 @@ def _together(jobs: Sequence[TrainingJob]) -> list[TrainingJob]:
 
 
 def _run(jobs: Sequence[TrainingJob], watcher: Watcher, stop: StopRequest) -> list[Outcome]:
-    """Run jobs in one process; return the outcomes of those that came to an end."""
+    """Runs jobs in one process; returns the outcomes of those that ended."""
     log_path, ended, seen = jobs[0].log, list[Outcome](), 0
     log_path.parent.mkdir(parents=True, exist_ok=True)
     watcher.started(jobs[0])
@@ -94,7 +94,7 @@ def _run(jobs: Sequence[TrainingJob], watcher: Watcher, stop: StopRequest) -> li
                 if len(records) > seen:
                     watcher.progressed(job, records[-1])
                     seen = len(records)
-                # The last one has ended when its process has.
+                # The last job ends with its process.
                 if job is jobs[-1] or not (job.folder / SUMMARY_FILE).exists():
                     break
                 ended.append(Outcome(job, 0, log_path))
@@ -117,8 +117,8 @@ def _command(jobs: Sequence[TrainingJob]) -> list[str]:
 
 @contextlib.contextmanager
 def _process(jobs: Sequence[TrainingJob], log: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The jobs' process for the length of the context; it has ended with all its ranks after."""
-    # Its own session: a Ctrl-C at the terminal reaches it through us alone, once.
+    """Starts the process of the jobs; on exit it and its ranks have ended."""
+    # A session of its own, so that Ctrl-C at the terminal does not reach it directly too.
     process = subprocess.Popen(
         [sys.executable, "-m", *_command(jobs)],
         stdin=subprocess.DEVNULL,
@@ -135,7 +135,7 @@ def _process(jobs: Sequence[TrainingJob], log: int) -> Iterator[subprocess.Popen
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Ranks live in sessions of their own, so the group cannot be signalled as one.
+    # Each rank has its own session, so that there is no process group to signal.
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Everything about a comparison that can be wrong before anything is deleted or started."""
+"""Validates a comparison before anything is deleted or started."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from integration.models import model_shape
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Training data, for the report: where they came from, their bytes, and the bytes' SHA-256."""
+    """A training set in the report: its source, its size in bytes and its SHA-256."""
 
     source: str
     size: int
@@ -36,16 +36,16 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that was found to make sense.
+    """A validated comparison; jobs run in the order of the fields.
 
     Attributes:
         jobs: one per system and model; the first of a model is its reference.
-        random_jobs: what runs after them; none where random numbers are left out.
-        optimizer_jobs: what runs after those; none where optimizers are left out.
-        data: of every kind that the jobs train on.
-        parallel_jobs: what runs after those; none where products of parallelism are left out.
-        diffusion_jobs: what runs at last; none where pictures are left out.
-        missing: why systems that were asked for have no jobs here, by their names.
+        random_jobs: jobs of the comparison of random numbers, if any.
+        data: the training sets of ``jobs``.
+        optimizer_jobs: jobs of the comparison of optimizers, if any.
+        parallel_jobs: jobs of the comparison of parallelism, if any.
+        diffusion_jobs: jobs of the diffusion comparison, if any.
+        missing: requested systems that cannot run here, with the reason.
     """
 
     options: CompareOptions
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def all_jobs(self) -> tuple[TrainingJob, ...]:
-        """Everything that runs, in order."""
+        """Every job, in the order of execution."""
         random = (each.job for each in self.random_jobs)
         optimizers = (job for each in self.optimizer_jobs for job in each.jobs)
         parallel = (each.job for each in self.parallel_jobs)
@@ -67,22 +67,22 @@ class Comparison:
 
 
 def prepare(options: CompareOptions) -> Comparison:
-    """Check ``options``, reading only; nothing is written.
+    """Validates ``options``; nothing is written.
 
     Raises:
-        UsageError: a system, model, number or path does not do.
+        UsageError: a system, model, option or path is invalid.
     """
-    asked = [get_variant(name) for name in options.system_names()]
-    missing = {each.name: why for each in asked if (why := each.make().missing)}
-    trains = _system_model_pairs(options, [each for each in asked if each.name not in missing])
-    jobs = tuple(_job(options, variant, model) for variant, model in trains)
+    requested = [get_variant(name) for name in options.system_names()]
+    missing = {each.name: why for each in requested if (why := each.make().missing)}
+    pairs = _system_model_pairs(options, [each for each in requested if each.name not in missing])
+    jobs = tuple(_job(options, variant, model) for variant, model in pairs)
     random = random_jobs(options)
     optimizers = optimizer_jobs(options)
     parallel = parallel_jobs(options)
     diffusion = diffusion_jobs(options)
     require_replaceable(options.out, options.data)
-    trained = {(variant.name, model_shape(model).modality) for variant, model in trains}
-    shown = list(dict.fromkeys(model_shape(model).modality for _, model in trains))
+    trained = {(variant.name, model_shape(model).modality) for variant, model in pairs}
+    shown = list(dict.fromkeys(model_shape(model).modality for _, model in pairs))
     kind = model_shape(options.optimizer_model).modality
     trained |= {(job.system, kind) for each in optimizers for job in each.jobs}
     batches = {(name, kind, options.micro_batch) for name, kind in trained}
@@ -102,20 +102,20 @@ def prepare(options: CompareOptions) -> Comparison:
 def _system_model_pairs(
     options: CompareOptions, variants: Sequence[Variant]
 ) -> list[tuple[Variant, str]]:
-    """Pairs of systems and models; those of a system, which share processes, come together."""
+    """Returns pairs of systems and models, grouped by system, as its models share processes."""
     models = {name: model_shape(name) for name in options.model_names()}
     pairs = [(each, name) for each in variants for name in models if each.takes(models[name])]
     for variant in variants:
         if variant not in (each for each, _ in pairs):
             raise UsageError(
-                f"system {variant.name!r} trains none of --models {options.models}; leave it out,"
-                " or add a model that it trains"
+                f"system {variant.name!r} supports none of --models {options.models}; leave it"
+                " out, or add a model that it supports"
             )
     for name in models:
         if [each.name for each, model in pairs if model == name] == [REFERENCE]:
             raise UsageError(
-                f"no system of --systems {options.systems} trains model {name!r} beside the single"
-                " device; leave it out, or add one that does"
+                f"no system of --systems {options.systems} but the single device supports model"
+                f" {name!r}; leave the model out, or add a system that supports it"
             )
     for variant, name in pairs:
         variant.make().check(variant.ranks, models[name])
@@ -137,7 +137,7 @@ def _job(options: CompareOptions, variant: Variant, model: str) -> TrainingJob:
         "steps": options.steps,
         "warmup_steps": min(options.warmup_steps, options.steps // 2),
     }
-    if options.steps > WARM_UP_STEPS:  # the last step whose time does not count
+    if options.steps > WARM_UP_STEPS:  # the last step whose time is not measured
         choices["count_collectives"] = WARM_UP_STEPS
     config = train_config(options, choices)
     session = variant.name if options.share_processes else None
@@ -152,5 +152,5 @@ def _require_enough_data(
         micro_batch=samples,
         degree=variant.data_parallel_degree,
     )
-    # Made only because its constructor knows how much a batch needs.
+    # Its constructor refuses too little data.
     BatchLoader(data, plan, rank=0, seed=options.seed)

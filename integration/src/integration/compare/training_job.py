@@ -1,4 +1,4 @@
-"""One run that the comparison starts, and what the trainer is told for it."""
+"""Describes one run that the comparison starts, and the trainer's configuration for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from integration.errors import UsageError
 from integration.models import model_shape
 from integration.train.config import NEVER_RESUME, TrainConfig
 
-_AS_THE_TRAINER: Mapping[str, str] = MappingProxyType({})
+_SAME_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class TrainingJob:
     """One run of the trainer.
 
     Attributes:
-        ranks: processes that it trains on.
-        tolerance: the largest difference accepted, absolute, in units of the loss.
-        folder: the run folder that it writes.
-        log: the file for its standard output and error.
-        arguments: of ``python -m integration.train``.
-        session: jobs of one name run in the same processes, on the same ranks; None: alone.
-        model: that it trains; jobs of one model are compared with each other.
+        ranks: number of processes.
+        tolerance: largest accepted difference, absolute, in units of the loss.
+        folder: run folder to write.
+        log: file for standard output and standard error.
+        arguments: command-line arguments of ``python -m integration.train``.
+        session: jobs with the same session share processes; None: the job has its own.
+        model: name of the model; jobs of one model are compared with each other.
     """
 
     system: str
@@ -43,24 +43,24 @@ class TrainingJob:
 
     @property
     def name(self) -> str:
-        """What tells it from the other jobs: the name of its folder."""
+        """The name of its folder, which is unique among the jobs."""
         return self.folder.name
 
 
 def train_config(
     options: CompareOptions,
     choices: Mapping[str, Any],
-    spelled: Mapping[str, str] = _AS_THE_TRAINER,
+    option_fields: Mapping[str, str] = _SAME_NAMES,
 ) -> TrainConfig:
-    """Return what the trainer will be told; its own types check the numbers.
+    """Returns the trainer's configuration of a run, validated by the types of its fields.
 
     Args:
-        options: of the comparison, from which every run takes its batches, data and optimizer.
-        choices: fields of ``TrainConfig`` that this run has for itself.
-        spelled: the comparison's field for a choice, where it has another name than the trainer's.
+        options: options of the comparison: batches, data and optimizer of every run.
+        choices: fields of ``TrainConfig`` that are specific to this run.
+        option_fields: the comparison's field by the trainer's field, where the names differ.
 
     Raises:
-        UsageError: naming the option that does not do.
+        UsageError: names the invalid option.
     """
     fields: dict[str, Any] = {
         "data": options.data,
@@ -78,28 +78,28 @@ def train_config(
         "tensorboard": False,
         **choices,
     }
-    if model_shape(fields["model"]).modality is not Modality.TEXT:  # which has data of its own
+    if model_shape(fields["model"]).modality is not Modality.TEXT:  # its data has no options
         del fields["data"], fields["sequence_length"]
     try:
         return TrainConfig(**fields)
     except ValidationError as error:
         problem = error.errors()[0]
         field = str(problem["loc"][0])
-        option = option_name(spelled.get(field, field))
-        wanted = problem["msg"].removeprefix("Input ")
-        raise UsageError(f"{option} is {problem['input']}; it {wanted}") from error
+        option = option_name(option_fields.get(field, field))
+        requirement = problem["msg"].removeprefix("Input ")
+        raise UsageError(f"{option} is {problem['input']}; it {requirement}") from error
 
 
 def make_job(
     config: TrainConfig, *, tolerance: float, name: str | None = None, session: str | None = None
 ) -> TrainingJob:
-    """Return the job that runs ``config``, whose ``ranks`` are given.
+    """Returns the job that runs ``config``, which has a number of ranks.
 
     Args:
-        config: of the run.
-        tolerance: as the job's.
-        name: how its system is called; None: as the configuration calls it.
-        session: as the job's.
+        config: the trainer's configuration.
+        tolerance: see `TrainingJob`.
+        name: name of the system in the report; None: its name in ``config``.
+        session: see `TrainingJob`.
     """
     assert config.ranks is not None
     return TrainingJob(

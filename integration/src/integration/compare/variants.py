@@ -1,4 +1,4 @@
-"""The ways to train that comparisons name: a system, its ranks, and the degrees of its axes."""
+"""The named variants that are compared: a system, its number of ranks, and its degrees."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,21 +10,23 @@ from integration.pipeline.schedules import SCHEDULES
 from integration.systems import Degrees, System, get_system
 
 REFERENCE = "single"
-# Places of the pipelines that are compared.
-_STAGES = 2
+# Degree of the pipelines that are compared.
+_PP_DEGREE = 2
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train.
+    """A named configuration of a system.
 
     Attributes:
-        name: how users choose it.
-        system: that the trainer is told.
-        ranks: processes.
-        degrees: of a system that composes several kinds of parallelism.
-        schedule: of a pipeline of two places, within which the system is; None: no pipeline.
-        family: of the models that it is compared on; None: of any that the system takes.
+        name: its name on the command line.
+        system: the trainer's ``--system``.
+        ranks: number of processes.
+        degrees: degrees of a system that composes several kinds of parallelism.
+        schedule: schedule of a pipeline of degree 2, whose stages the system parallelizes; None:
+            no pipeline.
+        family: family of the models that it is compared on; None: every family that the system
+            supports.
     """
 
     name: str
@@ -35,11 +37,11 @@ class Variant:
     family: str | None = None
 
     def make(self) -> System:
-        """Return its system."""
+        """Returns the system."""
         return get_system(self.system, self.degrees)
 
     def takes(self, shape: ModelShape) -> bool:
-        """Whether models of a shape can be trained this way."""
+        """Returns whether it supports models of ``shape``."""
         families = self.make().families if self.family is None else (self.family,)
         if self.degrees.loss_parallel and shape.modality is not Modality.TEXT:
             return False
@@ -47,25 +49,25 @@ class Variant:
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many ranks see different data."""
-        of_a_stage = self.ranks if self.schedule is None else self.ranks // _STAGES
-        return self.make().data_parallel_degree(of_a_stage)
+        """Number of ranks with different data."""
+        stage_ranks = self.ranks if self.schedule is None else self.ranks // _PP_DEGREE
+        return self.make().data_parallel_degree(stage_ranks)
 
     @property
     def draws_on_shards(self) -> bool:
-        """Whether weights can be drawn where they will be, with one device's numbers."""
+        """Whether weights can be drawn on their shards, with one device's numbers."""
         return self.schedule is None and self.make().accepts_deferred_init
 
     @property
     def drops_out(self) -> bool:
-        """Whether it has dropout with one device's masks."""
+        """Whether it supports dropout with one device's masks."""
         return self.draws_on_shards and self.degrees.cp == 1
 
     @property
     def choices(self) -> dict[str, Any]:
         """Fields of the trainer's configuration."""
         pipeline = (
-            {} if self.schedule is None else {"pp_degree": _STAGES, "pp_schedule": self.schedule}
+            {} if self.schedule is None else {"pp_degree": _PP_DEGREE, "pp_schedule": self.schedule}
         )
         return {"system": self.system, "ranks": self.ranks, **asdict(self.degrees), **pipeline}
 
@@ -95,9 +97,9 @@ _FSDP_EP = _experts("plan-fsdp-ep", 2, dp_shard=2, ep=2)
 _TITAN_FSDP = Variant("titan-fsdp", "torchtitan-style", 2, Degrees(dp_shard=2))
 _TITAN_TP_SP = _titan("titan-tp-sp", 2)
 
-# torch's own, whose random numbers on shards stand beside ours.
+# Systems of torch, whose random numbers on shards are shown beside dist-rng's.
 NATIVE: tuple[Variant, ...] = (Variant("fsdp2", "fsdp2"), Variant("dtensor-tp", "dtensor-tp"))
-# By plans, with all packages.
+# Plans, with all packages of this repository.
 PRODUCTS: tuple[Variant, ...] = (
     _plan("plan-dp", 2, dp_replicate=2),
     _plan("plan-dp-static", 2, dp_replicate=2, static=True),
@@ -124,7 +126,7 @@ PRODUCTS: tuple[Variant, ...] = (
     _experts("plan-dp-tp-sp-ep", 4, dp_replicate=2, tp=2, sp=True, ep=2),
     _experts("plan-dp-tp-sp-ep-static", 4, dp_replicate=2, tp=2, sp=True, ep=2, static=True),
 )
-# Of systems that draw nothing on shards, and pipelines: weights whole, and no dropout.
+# Systems that draw nothing on shards, and pipelines: trained with unsharded init and no dropout.
 PLAIN: tuple[Variant, ...] = (
     Variant("ddp", "ddp"),
     Variant("fsdp1", "fsdp1"),
@@ -142,7 +144,7 @@ PLAIN: tuple[Variant, ...] = (
         "pp-1F1B-plan-tp-sp", "plan", 4, Degrees(tp=2, sp=True), schedule="1F1B", family="llama"
     ),
 )
-# What the curves, times and memory of `nox -s integration` are of: 2 ranks, as cores.
+# The systems whose curves, step times and memory are compared: on 2 ranks, one per core.
 SYSTEMS: tuple[Variant, ...] = (
     Variant(REFERENCE, "single", 1),
     Variant("ddp", "ddp"),
@@ -157,7 +159,7 @@ SYSTEMS: tuple[Variant, ...] = (
     _TP_SP,
     _FSDP_EP,
 )
-# On more ranks than small machines should have: by name alone.
+# Variants on more ranks than small machines have cores: they run if they are named only.
 LARGE: tuple[Variant, ...] = (_plan("plan-hsdp-tp", 8, dp_replicate=2, dp_shard=2, tp=2),)
 _ALL: dict[str, Variant] = {
     variant.name: variant for variant in (*SYSTEMS, *NATIVE, *PRODUCTS, *PLAIN, *LARGE)
@@ -166,10 +168,10 @@ VARIANT_NAMES: tuple[str, ...] = tuple(_ALL)
 
 
 def get_variant(name: str) -> Variant:
-    """Return the variant called ``name``.
+    """Returns the variant with this name.
 
     Raises:
-        UsageError: none has that name.
+        UsageError: there is none.
     """
     if name not in _ALL:
         raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(VARIANT_NAMES)}")

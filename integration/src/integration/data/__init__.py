@@ -1,4 +1,4 @@
-"""Training data in, microbatches out."""
+"""Reads training data and yields microbatches."""
 
 from integration.data.corpus import Corpus, corpus_files, corpus_size, load_corpus
 from integration.data.digits import Digits

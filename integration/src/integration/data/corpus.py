@@ -1,4 +1,4 @@
-"""Real text as one run of bytes: a file, a folder, or this Python's own standard library."""
+"""Reads text as a sequence of bytes: a file, a folder, or Python's standard library."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from integration.errors import UsageError
 
-# No text holds a NUL byte, so it marks where one document ends and the next begins.
+# Text contains no NUL bytes, so that one can separate documents.
 DOCUMENT_END = b"\0"
 
 
@@ -23,18 +23,18 @@ class Corpus:
     """The training text.
 
     Attributes:
-        data: (bytes,) uint8 on the CPU, documents joined by NUL bytes.
-        source: where it came from, for reports.
+        data: (bytes,) uint8 on the CPU, documents joined by NUL bytes; never written.
+        source: description for reports.
         fingerprint: SHA-256 of ``data``; a checkpoint resumes on the same bytes only.
     """
 
-    data: Tensor  # (bytes,) uint8, owned by the corpus, never written
+    data: Tensor
     source: str
     fingerprint: str
 
 
 def load_corpus(path: Path | None) -> Corpus:
-    """Read ``path`` (a file, or every file below a folder), or the standard library's sources.
+    """Reads ``path`` (a file, or every file below a folder), or the standard library's sources.
 
     Files are read in the order of their paths, so that every rank and every run on one
     machine sees the same bytes.
@@ -47,7 +47,7 @@ def load_corpus(path: Path | None) -> Corpus:
 
 @cache
 def _standard_corpus() -> Corpus:
-    """Read once: runs that share a process share it, and it stays as it is."""
+    """Reads the sources once for all runs that share a process."""
     return _read(corpus_files(None), "the Python standard library's sources")
 
 
@@ -62,21 +62,21 @@ def _read(files: Sequence[Path], source: str) -> Corpus:
 
 
 def corpus_files(path: Path | None) -> list[Path]:
-    """Return the files that ``load_corpus`` reads, empty ones left out, in its order.
+    """Returns the files that ``load_corpus`` reads, empty ones left out, in its order.
 
     Raises:
-        UsageError: as ``load_corpus``, but for files that turn out to be unreadable.
+        UsageError: as ``load_corpus``, except for unreadable files.
     """
     with _readable():
         found = _standard_library() if path is None else _files_of(path)
         files = [file for file in found if file.stat().st_size]
     if not files:
-        raise UsageError(f"{path} holds no bytes to train on; give a --data that has text in it")
+        raise UsageError(f"{path} contains no bytes to train on; give a --data with text")
     return files
 
 
 def corpus_size(path: Path | None) -> int:
-    """Return the bytes of the text that ``load_corpus`` returns, without reading it.
+    """Returns the bytes of the text that ``load_corpus`` returns, without reading it.
 
     Raises:
         UsageError: as ``corpus_files``.
@@ -106,11 +106,11 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _standard_library() -> list[Path]:
-    # The stdlib folder also holds site-packages and the interpreter's test suite: neither
-    # is the library's own source, and the first differs from one environment to the next.
+    # The stdlib folder also contains site-packages, which differ between environments, and the
+    # interpreter's test suite.
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     found: list[Path] = []
     for folder, below, names in os.walk(sysconfig.get_path("stdlib")):
-        below[:] = set(below) - skipped  # not walked: there may be more in them than in all else
+        below[:] = set(below) - skipped  # not walked, as they may be large
         found += (Path(folder, name) for name in names if name.endswith(".py"))
     return sorted(found)

@@ -1,6 +1,6 @@
-"""Handwritten digits, for diffusion models: scikit-learn's, which come with the package.
+"""scikit-learn's handwritten digits, for diffusion models; the package contains them.
 
-1,797 images of 8 x 8 pixels in 10 classes, of E. Alpaydin and C. Kaynak (UCI machine learning
+1,797 images of 8 x 8 pixels in 10 classes, by E. Alpaydin and C. Kaynak (UCI machine learning
 repository, "Optical Recognition of Handwritten Digits", 1998).
 """
 
@@ -16,24 +16,24 @@ SIDE = 8
 CHANNELS = 1
 CLASSES = 10
 TIMES = 1000
-# How many images lose their class in training, so that a model also learns the noise of any digit.
-_WITHOUT_CLASS = 0.1
+# Probability of dropping the class in training, for classifier-free guidance.
+_CLASS_DROPOUT = 0.1
 _PIXEL_RANGE = 16.0
 _PATCHES = 16
 
 
 class Digits:
-    """Images with a class, a time and a noise each, as diffusion models are trained.
+    """Training samples of a diffusion model: an image, its class, a time and a noise.
 
     A sample has ``x``, (1, 8, 8) fp32 in [-1, 1]; ``t``, its time in [0, 1000), and ``y``, its
-    class or 10 for none, both int64 scalars; and ``noise``, of ``x``'s shape.
+    class or 10 for none, both int64 scalars; and ``noise``, with the shape of ``x``.
 
     Attributes:
         images: (images, 1, 8, 8) fp32 in [-1, 1], never written.
-        classes: (images,) int64, of each.
+        classes: (images,) int64.
 
     Args:
-        seed: of times, noises, and which images lose their class.
+        seed: seed of times, noises and dropped classes.
     """
 
     source = "scikit-learn's handwritten digits"
@@ -57,24 +57,24 @@ class Digits:
         return len(self.images)
 
     def sample(self, slot: int, draw: int) -> Batch:
-        """Return the image at ``slot`` with what ``draw`` decides."""
-        # Not torch's generator: of a seed the CPU's takes 32 bits, too few for two numbers.
+        """Returns the image at ``slot``, with the time, noise and class of ``draw``."""
+        # torch's CPU generator uses 32 bits of a seed, too few for both numbers.
         random = np.random.default_rng((self._seed, draw))
         image = self.images[slot]
         time = torch.tensor(random.integers(TIMES))
         noise = torch.from_numpy(random.standard_normal(image.shape, dtype=np.float32))
-        dropped = random.random() < _WITHOUT_CLASS
+        dropped = random.random() < _CLASS_DROPOUT
         label = torch.tensor(CLASSES) if dropped else self.classes[slot]
         return {"x": image, "t": time, "y": label, "noise": noise}
 
     def require(self, samples: int) -> None:
-        """Refuse a global batch of more images than there are.
+        """Refuses a global batch of more images than there are.
 
         Raises:
             UsageError: with both numbers.
         """
         if len(self) < samples:
             raise UsageError(
-                f"{self.source} are {len(self)} images, fewer than the {samples} of one global"
-                " batch; give a smaller --global-batch"
+                f"--global-batch: expected at most {len(self)}, the number of images of"
+                f" {self.source}, got {samples}; give a smaller one"
             )

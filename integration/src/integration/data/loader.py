@@ -1,12 +1,12 @@
-"""Global batches that do not depend on how many ranks share them.
+"""Yields microbatches of global batches that do not depend on the data-parallel degree.
 
 Note [one stream of samples]
-    Sample ``g`` of the run is the one at ``permutation(epoch)[slot]`` of the data, with
+    Sample ``g`` of the run is the sample ``permutation(epoch)[slot]`` of the data, with
     ``epoch, slot = divmod(g, len(data))``, and step ``s`` trains on samples
-    ``[s * global_batch, (s + 1) * global_batch)``. Everything else is a cut of that stream:
-    microbatch ``m`` of data-parallel rank ``r`` holds the rows ``[(m * degree + r) * micro, ...)``
-    of the step's batch, so that the shards of the ranks are disjoint and together are the same
-    batch at every degree, after a resume too.
+    ``[s * global_batch, (s + 1) * global_batch)``. Microbatch ``m`` of data-parallel rank ``r`` is
+    the rows ``[(m * degree + r) * micro_batch, (m * degree + r + 1) * micro_batch)`` of the step's
+    batch. The rows of the ranks are disjoint, and together they are the same batch at every degree
+    and after a resume.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,17 @@ from integration.errors import UsageError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: global_batch = micro_batch x accumulation x degree.
-
-    All sizes count samples.
-    """
+    """The sizes of a step, in samples: global_batch = micro_batch x accumulation x degree."""
 
     global_batch: int
     micro_batch: int
     degree: int
 
     def __post_init__(self) -> None:
-        """Check the sizes.
+        """Checks the sizes.
 
         Raises:
-            UsageError: a size is below one, or the batch cannot be cut as stated.
+            UsageError: a size is below one, or the sizes do not divide the global batch.
         """
         for name in ("global_batch", "micro_batch", "degree"):
             if getattr(self, name) < 1:
@@ -51,28 +48,28 @@ class BatchPlan:
         return self.global_batch // (self.micro_batch * self.degree)
 
     def of_all_ranks(self) -> "BatchPlan":
-        """Return the plan by which one loader yields the microbatches of all ranks, concatenated.
+        """Returns the plan of a loader that yields the microbatches of all ranks, concatenated.
 
         Rows ``[r * micro_batch, ...)`` of its microbatch ``m`` are microbatch ``m`` of rank ``r``.
         """
         return BatchPlan(self.global_batch, self.micro_batch * self.degree, 1)
 
 
-# Keeps the permutations of two seeds apart for as many epochs as anyone trains.
+# Each seed has its own range of epochs, so that permutations of different seeds differ.
 EPOCHS_PER_SEED = 2**20
 
 
 class BatchLoader(Iterator[list[Batch]]):
-    """Yields a rank's microbatches of one step after another, for ever.
+    """Yields a rank's microbatches, step after step, without end.
 
-    Each item is a list of ``plan.accumulation`` dicts of what a sample has, by name, each tensor
-    with a first dim of ``micro_batch``. The only state is the number of steps consumed.
+    Each item is a list of ``plan.accumulation`` batches: dicts of the tensors of a sample, stacked
+    along a first dim of ``micro_batch``. The only state is the number of steps consumed.
 
     Args:
-        data: what samples are taken from.
-        plan: how the global batch is cut.
-        rank: this rank's place on the data-parallel axis, below ``plan.degree``.
-        seed: orders the samples; one permutation per epoch.
+        data: the samples.
+        plan: the sizes of a step.
+        rank: data-parallel rank, below ``plan.degree``.
+        seed: seed of the permutation of each epoch.
 
     Raises:
         UsageError: the data has fewer samples than one global batch needs.
@@ -87,11 +84,11 @@ class BatchLoader(Iterator[list[Batch]]):
         self._rank = rank
         self._seed = seed
         self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)  # (samples,) of the present epoch
+        self._order = torch.empty(0, dtype=torch.int64)  # (samples,) of the current epoch
         self.step = 0
 
     def __next__(self) -> list[Batch]:
-        """Return the microbatches of the next step and move on."""
+        """Returns the microbatches of the next step and moves on."""
         plan = self._plan
         start = self.step * plan.global_batch
         batches = [
@@ -102,11 +99,11 @@ class BatchLoader(Iterator[list[Batch]]):
         return batches
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the stream: valid at every data-parallel degree."""
+        """Returns the position in the stream: valid at every data-parallel degree."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position that ``state_dict`` returned."""
+        """Continues from a position that ``state_dict`` returned."""
         self.step = state["step"]
 
     def _rows(self, microbatch: int) -> range:

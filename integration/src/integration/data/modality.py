@@ -1,4 +1,4 @@
-"""Which samples a model's modality means."""
+"""Selects the training data of a model's modality."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -11,36 +11,37 @@ from integration.errors import UsageError
 
 
 class Modality(StrEnum):
-    """What a model is trained on."""
+    """The kind of data that a model is trained on."""
 
     TEXT = "text"
     DIGITS = "digits"
 
 
 def require_source(modality: Modality, path: Path | None) -> None:
-    """Refuse a ``--data`` that cannot be what a modality needs; looks at names and sizes only.
+    """Refuses a ``--data`` that does not fit the modality; reads names and sizes only.
 
     Raises:
-        UsageError: the path does not do, or there is nothing to choose.
+        UsageError: the path is invalid, or the modality has no ``--data``.
     """
     if modality is Modality.TEXT:
         corpus_files(path)
     elif path is not None:
         raise UsageError(
-            f"--data {path} was given, and this model trains on {Digits.source}; leave it out"
+            f"--data: expected none, as this model trains on {Digits.source}, got {path};"
+            " leave it out"
         )
 
 
 def load_samples(
     modality: Modality, path: Path | None, *, sequence_length: int, seed: int
 ) -> Samples:
-    """Read the training data.
+    """Reads the training data.
 
     Args:
-        modality: of the model.
-        path: of text; None: the standard library's sources.
+        modality: modality of the model.
+        path: file or folder of text; None: the standard library's sources.
         sequence_length: tokens of a sample of text.
-        seed: of what is random in samples.
+        seed: seed of random values in samples.
 
     Raises:
         UsageError: as ``load_corpus``.

@@ -1,10 +1,10 @@
-"""What every kind of training data says of itself."""
+"""The interface of training data."""
 
 from typing import Protocol
 
 from torch import Tensor
 
-# Named tensors of one sample, or of a microbatch, whose first dim counts samples then.
+# Tensors by name, of one sample, or of a microbatch with a first dim of samples.
 Batch = dict[str, Tensor]
 
 
@@ -12,10 +12,10 @@ class Samples(Protocol):
     """A finite, ordered collection of samples.
 
     Attributes:
-        source: where it came from, for reports.
-        size: bytes of it, for reports.
-        fingerprint: SHA-256 of its content; a checkpoint resumes on the same content only.
-        tokens: that a model sees per sample.
+        source: description for reports.
+        size: size in bytes, for reports.
+        fingerprint: SHA-256 of the content; a checkpoint resumes on the same content only.
+        tokens: tokens of a sample.
     """
 
     source: str
@@ -27,15 +27,15 @@ class Samples(Protocol):
         """How many samples an epoch has."""
 
     def sample(self, slot: int, draw: int) -> Batch:
-        """Return the sample at ``slot``, the ``draw``-th that the run sees.
+        """Returns the sample at ``slot``, the run's sample number ``draw``.
 
-        What is random in a sample follows from ``draw`` alone, so that it is the same however
-        ranks share a batch and wherever a run resumes.
+        Random values of a sample depend on ``draw`` only, so that they are the same at every
+        data-parallel degree and after a resume.
         """
 
     def require(self, samples: int) -> None:
-        """Refuse a global batch of more samples than there are.
+        """Refuses a global batch of more samples than there are.
 
         Raises:
-            UsageError: says what there is and what is needed.
+            UsageError: names both numbers.
         """

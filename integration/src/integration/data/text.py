@@ -1,4 +1,4 @@
-"""Windows of a corpus of bytes, for language models."""
+"""Samples of language models: windows of a corpus of bytes."""
 
 from integration.data.corpus import Corpus
 from integration.data.samples import Batch
@@ -6,10 +6,10 @@ from integration.errors import UsageError
 
 
 class TextWindows:
-    """A corpus cut into windows of ``sequence_length`` bytes; what remains is left out.
+    """A corpus as consecutive windows of ``sequence_length`` bytes; an incomplete one is dropped.
 
-    A sample has ``input_ids`` and ``labels``, (sequence_length,) int64, which are the same: models
-    of transformers shift labels themselves.
+    A sample has ``input_ids`` and ``labels``, (sequence_length,) int64, which are equal:
+    transformers' models shift labels themselves.
     """
 
     def __init__(self, corpus: Corpus, sequence_length: int) -> None:
@@ -20,26 +20,26 @@ class TextWindows:
         self._windows = corpus.data[: count * sequence_length].view(count, sequence_length)
 
     def __len__(self) -> int:
-        """How many whole windows there are."""
+        """Number of windows."""
         return len(self._windows)
 
     def sample(self, slot: int, draw: int) -> Batch:
-        """Return the window at ``slot``; nothing in it is random."""
+        """Returns the window at ``slot``."""
         del draw
         tokens = self._windows[slot].long()
         return {"input_ids": tokens, "labels": tokens}
 
     def require(self, samples: int) -> None:
-        """Refuse a global batch of more windows than there are.
+        """Refuses a global batch of more windows than there are.
 
         Raises:
-            UsageError: with the bytes of both.
+            UsageError: names the bytes of both.
         """
         require_bytes(self.size, samples, self.tokens)
 
 
 def require_bytes(size: int, samples: int, sequence_length: int) -> None:
-    """Refuse a text of ``size`` bytes that has fewer windows than a global batch has samples.
+    """Refuses a text of ``size`` bytes that has fewer windows than a global batch has samples.
 
     Raises:
         UsageError: with the bytes of both.

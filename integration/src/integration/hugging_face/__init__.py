@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format: safetensors files, in a folder with config.json."""
+"""Reads and writes weights in Hugging Face's format: safetensors files and config.json."""
 
 from integration.hugging_face.folder import WeightsFolder, open_folder, require_fits
 from integration.hugging_face.reader import load_weights

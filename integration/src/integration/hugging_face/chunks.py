@@ -1,7 +1,7 @@
-"""Which tensors of files a parameter consists of.
+"""Maps parameters to the tensors in files that they consist of.
 
-Files keep an expert's matrices apart where transformers 5 has one parameter for all experts of a
-layer, with gate and up projection in one (transformers/conversion_mapping.py, "mixtral").
+Files have separate matrices for each expert, where transformers 5 has one parameter for all experts
+of a layer, with gate and up projection in one (transformers/conversion_mapping.py, "mixtral").
 """
 
 import re
@@ -18,13 +18,13 @@ _LAYER = "{layer}.block_sparse_moe."
 
 @dataclass(frozen=True)
 class ParameterChunk:
-    """A tensor of a file, and the box of a parameter that it is.
+    """A tensor in a file, and the box of a parameter that it contains.
 
     Attributes:
-        name: in the file.
-        shape: in the file: ``sizes``, or without a leading 1.
-        offsets: of the box in the parameter.
-        sizes: of the box.
+        name: name in the file.
+        shape: shape in the file: ``sizes``, or ``sizes`` without a leading 1.
+        offsets: offsets of the box in the parameter.
+        sizes: sizes of the box.
     """
 
     name: str
@@ -34,20 +34,20 @@ class ParameterChunk:
 
 
 def parameter_chunks(model: nn.Module) -> dict[str, list[ParameterChunk]]:
-    """Return the pieces of each parameter and kept buffer of a model, by name, in order.
+    """Returns the chunks of each parameter and persistent buffer of a model, by name, in order.
 
-    Of parameters that are tied, the first has them; files have no others.
+    Of tied parameters only the first has chunks, as files contain only that one.
     """
     mixture = getattr(getattr(model, "config", None), "model_type", None) == "mixtral"
-    pieces: dict[str, list[ParameterChunk]] = {}
+    chunks: dict[str, list[ParameterChunk]] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         shape = tuple(tensor.shape)
-        pieces[name] = _of_mixture(name, shape) if mixture else [_whole(name, shape)]
-    return pieces
+        chunks[name] = _of_mixture(name, shape) if mixture else [_whole(name, shape)]
+    return chunks
 
 
 def _of_mixture(name: str, shape: Shape) -> list[ParameterChunk]:

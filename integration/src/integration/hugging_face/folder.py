@@ -1,4 +1,4 @@
-"""A folder as `save_pretrained` writes it: what it holds, and whether that is a model's."""
+"""Reads the headers of a folder that `save_pretrained` wrote, and checks that a model fits."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file, not read yet."""
+    """The header of a tensor in a file."""
 
     file: Path
     shape: Shape
@@ -27,7 +27,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightsFolder:
-    """A folder of safetensors files, of which only the headers were read."""
+    """The headers of a folder of safetensors files, and its config.json."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -35,13 +35,15 @@ class WeightsFolder:
 
 
 def open_folder(path: Path) -> WeightsFolder:
-    """Read what a folder holds: the files of its index, or its only one.
+    """Reads the headers of a folder: of the files of its index, or of its only file.
 
     Raises:
         UsageError: there is no such folder, or a file is missing or damaged.
     """
     if not path.is_dir():
-        raise UsageError(f"--init-from {path} is no folder; give one that save_pretrained wrote")
+        raise UsageError(
+            f"--init-from: expected a folder that save_pretrained wrote, got {path}; give another"
+        )
     tensors: dict[str, StoredTensor] = {}
     for file in _files(path):
         tensors |= _header(file)
@@ -50,18 +52,18 @@ def open_folder(path: Path) -> WeightsFolder:
 
 
 def require_fits(
-    folder: WeightsFolder, pieces: Mapping[str, Iterable[ParameterChunk]], config: Mapping[str, Any]
+    folder: WeightsFolder, chunks: Mapping[str, Iterable[ParameterChunk]], config: Mapping[str, Any]
 ) -> None:
-    """Refuse a folder that does not hold the weights of a model.
+    """Refuses a folder that does not contain the weights of a model.
 
     Args:
-        folder: that was opened.
-        pieces: of the model's parameters.
-        config: values of the model's that must be those of the folder's config.json.
+        folder: the opened folder.
+        chunks: the chunks of the model's parameters.
+        config: values of the model's configuration; those in config.json must be equal.
 
     Raises:
-        UsageError: naming the first value that differs, or the first tensor that is missing, of
-            another shape, or not the model's.
+        UsageError: names the first value that differs, or the first tensor that is missing,
+            unexpected or of another shape.
     """
     for key, value in config.items():
         if key in folder.config and folder.config[key] != value:
@@ -70,22 +72,22 @@ def require_fits(
                 f" {folder.config[key]!r}, this model's is {value!r}; give another --model"
             )
     extra = dict.fromkeys(folder.tensors)
-    for piece in (piece for of_one in pieces.values() for piece in of_one):
-        stored = folder.tensors.get(piece.name)
+    for chunk in (chunk for parts in chunks.values() for chunk in parts):
+        stored = folder.tensors.get(chunk.name)
         if stored is None:
             raise UsageError(
-                f"--init-from {folder.path} lacks the tensor {piece.name}; give another --model"
+                f"--init-from {folder.path} lacks the tensor {chunk.name}; give another --model"
             )
-        if stored.shape != piece.shape:
+        if stored.shape != chunk.shape:
             raise UsageError(
-                f"--init-from {folder.path}: the shape of {piece.name} is {stored.shape}, this"
-                f" model's is {piece.shape}; give another --model"
+                f"--init-from {folder.path}: the shape of {chunk.name} is {stored.shape}, this"
+                f" model's is {chunk.shape}; give another --model"
             )
-        del extra[piece.name]
+        del extra[chunk.name]
     for name in extra:
         raise UsageError(
-            f"--init-from {folder.path} holds the tensor {name}, which this model does not have;"
-            " give another --model"
+            f"--init-from {folder.path} contains the tensor {name}, which this model does not"
+            " have; give another --model"
         )
 
 
@@ -93,7 +95,7 @@ def _files(path: Path) -> list[Path]:
     if not (path / INDEX).exists():
         if not (path / WEIGHTS).exists():
             raise UsageError(
-                f"--init-from {path} holds neither {WEIGHTS} nor {INDEX};"
+                f"--init-from: expected {WEIGHTS} or {INDEX} in {path}, got neither;"
                 " give a folder that save_pretrained wrote"
             )
         return [path / WEIGHTS]

@@ -1,4 +1,4 @@
-"""Write weights as Hugging Face's safetensors files, with an index."""
+"""Writes weights as Hugging Face's safetensors files, with an index."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,20 @@ FILE_BYTES = 5 * 10**9
 def write_weights(
     folder: Path,
     weights: Mapping[str, Tensor],
-    pieces: Mapping[str, Sequence[ParameterChunk]],
+    chunks: Mapping[str, Sequence[ParameterChunk]],
     *,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a model's weights, whole on this process, as files hold them.
+    """Writes the full weights of a model.
 
     Args:
-        folder: to write to.
-        weights: by the names of parameters.
-        pieces: of the parameters.
-        file_bytes: what a file holds at most, if no tensor is larger.
+        folder: folder to write.
+        weights: full tensors by parameter name.
+        chunks: chunks of the parameters.
+        file_bytes: largest size of a file, unless a single tensor is larger.
     """
     tensors = {
-        piece.name: _cut(weights[name], piece)
-        for name, of_one in pieces.items()
-        for piece in of_one
+        chunk.name: _cut(weights[name], chunk) for name, parts in chunks.items() for chunk in parts
     }
     files: dict[str, int] = {}
     index, used = 1, 0
@@ -46,6 +44,6 @@ def write_weights(
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
-def _cut(weight: Tensor, piece: ParameterChunk) -> Tensor:
-    box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-    return weight[box].reshape(piece.shape).contiguous()
+def _cut(weight: Tensor, chunk: ParameterChunk) -> Tensor:
+    box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+    return weight[box].reshape(chunk.shape).contiguous()

@@ -1,4 +1,4 @@
-"""``python -m integration.loc``: the table of lines of code."""
+"""``python -m integration.loc``: prints the table of lines of code."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,7 +7,7 @@ from integration.loc.table import loc_section
 
 
 def main() -> None:
-    """Print a row per model and way."""
+    """Prints a row per model and system."""
     section = loc_section()
     table = Table(*section.columns, box=None)
     for row in section.rows:

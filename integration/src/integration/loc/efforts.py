@@ -1,4 +1,4 @@
-"""Lines that are counted here, from the files that runs are made by, beside the veScale paper's."""
+"""Counts lines of code in the files that train, beside the counts of the veScale paper."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from integration.systems.torchtitan.system import APPLY_TP
 from testkit import fake_mesh
 from testkit.inspection.code_lines import body_lines, built_by, lines_run
 
-# Of the zoo, what refuses options and names placements.
+# Functions of the zoo that validate options or name placements.
 _NO_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
 _MODELS = {"llama": "llama-tiny", "mixtral": "mixtral-tiny", "dit": "dit-tiny"}
 
@@ -24,9 +24,9 @@ class LinesOfCode:
     """Lines of code.
 
     Attributes:
-        model: that are changed in the model.
-        plan: that say what is placed where.
-        runtime: that the library lacks.
+        model: changed lines of the model.
+        plan: lines that specify placements.
+        runtime: lines that the library lacks.
     """
 
     model: int
@@ -39,7 +39,7 @@ class LinesOfCode:
         return self.model + self.plan + self.runtime
 
 
-#: veScale, table 2, by system and model; its DiT is LI-DiT.
+#: Counts of veScale, table 2, by system and model; its DiT is LI-DiT.
 PAPER: Mapping[str, Mapping[str, LinesOfCode]] = {
     "veScale": {
         "llama": LinesOfCode(0, 29, 0),
@@ -66,14 +66,14 @@ PAPER: Mapping[str, Mapping[str, LinesOfCode]] = {
 
 @dataclass(frozen=True)
 class Effort:
-    """What training a model takes in one way.
+    """Lines of code of a model under one system.
 
     Attributes:
-        family: of the model.
-        system: that trains it here; the paper's where none does.
-        counted: here; None: it is not written here.
+        family: family of the model.
+        system: system that trains it here; the paper's system if there is none here.
+        counted: lines here; None if it is not implemented here.
         counterpart: the paper's system.
-        paper: its count.
+        paper: the paper's count.
     """
 
     family: str
@@ -84,10 +84,10 @@ class Effort:
 
 
 def count_efforts() -> tuple[Effort, ...]:
-    """Return every model's ways, ours first; no process group may exist.
+    """Returns the efforts of every model; no process group may exist.
 
     Models are on the meta device and meshes are fake: nothing is computed or sent. No line of a
-    model is changed by either way: all three are others' own files.
+    model is changed: all three are unmodified third-party code.
     """
     found = []
     for family, name in _MODELS.items():
@@ -109,10 +109,10 @@ def _lines_of_plan(name: str) -> int:
         def call() -> None:
             zoo.plan_of(model_shape(name), mesh, degrees)
 
-        own = built_by(call, _folder(plan_api.zoo), without=_NO_PLANS)
-        own += built_by(call, _folder(zoo), functions={"_fully_shard"})
-        own += built_by(call, _folder(testkit.models), functions={"with_noise_loss"})
-        return own.lines
+        plan = built_by(call, _folder(plan_api.zoo), without=_NO_PLANS)
+        plan += built_by(call, _folder(zoo), functions={"_fully_shard"})
+        plan += built_by(call, _folder(testkit.models), functions={"with_noise_loss"})
+        return plan.lines
 
 
 def _lines_of_titan(name: str) -> LinesOfCode:
@@ -127,7 +127,7 @@ def _lines_of_titan(name: str) -> LinesOfCode:
 
         plan = built_by(call, folder)
         styles = folder / "styles.py"
-        # What a style does in forward is not run here, and is needed as well.
+        # The forward hooks of styles do not run here, but they are needed as well.
         runtime = body_lines(styles.read_text()) if styles in lines_run(call, folder) else ()
     return LinesOfCode(0, plan.lines, len(runtime))
 

@@ -1,4 +1,4 @@
-"""The table of lines of code as it is shown."""
+"""The table of lines of code in the report."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _NONE = "\N{EN DASH}"
 
 @dataclass(frozen=True)
 class LocRow:
-    """One row, as text; a cell for each column."""
+    """One row: a cell of text per column."""
 
     cells: tuple[str, ...]
 
@@ -28,35 +28,36 @@ class LocSection:
 
     @property
     def rows(self) -> list[LocRow]:
-        """A row per model and way."""
+        """A row per model and system."""
         return [_row(effort) for effort in self.efforts]
 
     @property
     def subject(self) -> str:
-        """What was counted."""
+        """The paragraph above the table."""
         return (
-            "Lines that a user writes to train a model of one device with tensor, sequence and data"
-            " parallelism and shared parameters: changed in the model, saying what is placed where,"
-            " and added to the library. Counted are those lines of the files here that run, without"
-            " imports, docstrings, comments and blank lines (python -m integration.loc)."
+            "Lines of code that a user writes to train a single-device model with tensor, sequence"
+            " and data parallelism and sharded parameters: changes to the model, specifications of"
+            " placements (plan), and additions to the library (runtime). Lines of the files here"
+            " count if they run; imports, docstrings, comments and blank lines do not count"
+            " (python -m integration.loc)."
         )
 
     @property
     def note(self) -> str:
-        """What the numbers beside each other mean."""
+        """The paragraph below the table."""
         return (
             "The paper's count: veScale, table 2, as model + plan + runtime = total; its DiT is"
-            " LI-DiT. torchtitan-style is TorchTitan's way with the same models, of which none is"
-            " changed, in the fewest lines that the formatter allows. Mixtral's runtime lines are"
-            " styles that torch lacks. DiT's attention has all heads on every rank there, since"
-            " the model names their number; to cut them it is to be changed. A dash: not written"
-            " here."
+            " LI-DiT. torchtitan-style parallelizes the same unmodified models as TorchTitan does,"
+            " in the fewest lines that the formatter allows. Mixtral's runtime lines are parallel"
+            " styles that torch lacks. Under torchtitan-style every rank computes all attention"
+            " heads of the DiT, whose code contains the number of heads; sharding them requires a"
+            " change to the model. A dash: not implemented here."
         )
 
 
 @functools.cache
 def loc_section() -> LocSection:
-    """Return the section; what is counted does not change while a process runs."""
+    """Returns the section, cached for the process."""
     return LocSection(count_efforts())
 
 

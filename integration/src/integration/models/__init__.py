@@ -1,4 +1,4 @@
-"""The models that a run can name."""
+"""The models that ``--model`` names."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -39,10 +39,10 @@ __all__ = [
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the shape of the model called ``name``.
+    """Returns the shape of the model with this name.
 
     Raises:
-        UsageError: no model has that name.
+        UsageError: there is none.
     """
     if name not in _SHAPES:
         raise UsageError(f"unknown model {name!r}; choose one of: {', '.join(MODEL_NAMES)}")
@@ -50,38 +50,40 @@ def model_shape(name: str) -> ModelShape:
 
 
 def shape_from(values: Mapping[str, Any]) -> ModelShape:
-    """Return the shape whose fields, as ``asdict`` gives them, are these.
+    """Returns the shape with these fields, as from ``asdict``.
 
     Raises:
-        UsageError: no model has such fields.
+        UsageError: no shape has these fields.
     """
     for shape in {type(shape): None for shape in _SHAPES.values()}:
         if {field.name for field in fields(shape)} == values.keys():
             return shape(**values)
-    raise UsageError(f"no model is described by {', '.join(values)}; use the version that wrote it")
+    raise UsageError(
+        f"no model has the fields {', '.join(values)}; use the version of integration that wrote"
+        " the checkpoint"
+    )
 
 
 def build_model(shape: ModelShape, *, seed: int, dropout: float = 0.0) -> nn.Module:
-    """Build a model on the CPU, in fp32, with weights drawn from ``seed``.
+    """Builds a model on the CPU, in fp32, with weights drawn from ``seed``.
 
-    Every rank that calls this with one seed holds the same weights, so that the systems
-    differ in nothing but how they run.
+    Ranks that pass the same seed get the same weights, under every system.
     """
     torch.manual_seed(seed)
     return shape.build(dropout=dropout)
 
 
 def build_model_on_meta(shape: ModelShape, *, dropout: float = 0.0) -> nn.Module:
-    """Build a model without storage, to be sharded before ``draw_weights``."""
+    """Builds a model without storage, to be sharded before ``draw_weights``."""
     with torch.device("meta"):
         return shape.build(dropout=dropout)
 
 
 def draw_weights(model: nn.Module, *, seed: int) -> None:
-    """Give a model from ``build_model_on_meta`` its storage, and weights drawn from ``seed``.
+    """Allocates a model from ``build_model_on_meta`` and draws its weights from ``seed``.
 
-    The model's own initialiser runs on its parameters as they are, DTensors included; its shape's
-    ``redraws`` says whether it can.
+    The model's initialiser runs on its parameters, which may be DTensors; requires a shape with
+    ``can_reinitialize``.
     """
     model.to_empty(device="cpu")
     torch.manual_seed(seed)

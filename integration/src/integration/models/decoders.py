@@ -7,13 +7,13 @@ from torch import nn
 
 from integration.models.shape import ModelShape
 
-# A byte is a token: no tokenizer, nothing to download, any file is training data.
+# A token is a byte, so that no tokenizer is needed and any file is training data.
 BYTE_VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class DecoderShape(ModelShape):
-    """Fields have the names of ``transformers.LlamaConfig`` and ``MixtralConfig``."""
+    """Sizes of a decoder; fields are named as in ``transformers.LlamaConfig``."""
 
     tensor_parallel_sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -26,9 +26,9 @@ class DecoderShape(ModelShape):
     tie_word_embeddings: bool = False
 
     def options(self, *, dropout: float) -> dict[str, Any]:
-        """Return the config's arguments.
+        """Returns the arguments of the model's configuration.
 
-        With dropout attention is the eager one, whose mask is an ordinary tensor operation.
+        With dropout, attention is eager, so that its mask is an ordinary tensor operation.
         """
         return asdict(self) | {
             "max_position_embeddings": 2048,
@@ -45,8 +45,8 @@ class LlamaShape(DecoderShape):
     family: ClassVar[str] = "llama"
 
     def build(self, *, dropout: float) -> nn.Module:
-        """Return the model; ``dropout`` is of attention's weights."""
-        # Imported here: it takes seconds, and options are checked without a model.
+        """Returns the model; ``dropout`` is of attention's weights."""
+        # Imported on use, as it takes seconds and options are validated without a model.
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model: nn.Module = LlamaForCausalLM(LlamaConfig(**self.options(dropout=dropout)))
@@ -58,14 +58,14 @@ class MixtralShape(DecoderShape):
     """Sizes of a ``MixtralForCausalLM``."""
 
     family: ClassVar[str] = "mixtral"
-    # A router's choice between two experts that are nearly alike can fall the other way.
+    # Rounding can change the router's choice between two experts with nearly equal scores.
     tolerance: ClassVar[float] = 6e-5
 
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
 
     def build(self, *, dropout: float) -> nn.Module:
-        """Return the model; ``dropout`` is of attention's weights."""
+        """Returns the model; ``dropout`` is of attention's weights."""
         from transformers import MixtralConfig, MixtralForCausalLM
 
         options = self.options(dropout=dropout) | {"sliding_window": None}

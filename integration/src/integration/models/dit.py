@@ -1,4 +1,4 @@
-"""A diffusion transformer of images of handwritten digits; the model is testkit's DiT."""
+"""A diffusion transformer for images of handwritten digits: testkit's DiT."""
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -12,14 +12,14 @@ from integration.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class DiTShape(ModelShape):
-    """Sizes of a ``testkit.models.diffusion.DiT``, which the loss of predicted noise contains."""
+    """Sizes of a ``testkit.models.diffusion.DiT`` with the loss of predicted noise."""
 
     family: ClassVar[str] = "dit"
     modality: ClassVar[Modality] = Modality.DIGITS
     layers: ClassVar[str] = "model.blocks"
     tensor_parallel_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
     loss_unit: ClassVar[str] = "squared error per pixel"
-    # Positions are computed where the model is made.
+    # Position embeddings are computed when the model is constructed.
     can_reinitialize: ClassVar[bool] = False
 
     hidden_size: int
@@ -28,9 +28,9 @@ class DiTShape(ModelShape):
     patch_size: int = 2
 
     def build(self, *, dropout: float) -> nn.Module:
-        """Return the model with its loss; ``dropout`` is behind the linear layers of blocks.
+        """Returns the model with its loss; ``dropout`` follows the linear layers of blocks.
 
-        Which images lose their class is the data's to say, so that it is the same on all ranks.
+        The data drops classes, not the model, so that all ranks drop the same ones.
         """
         from testkit.models.diffusion import DiffusionLoss, DiT
 

@@ -1,4 +1,4 @@
-"""What every model says of itself: its sizes, its data, and where its repeated layers are."""
+"""The interface of model shapes: sizes, training data, and the repeated layers."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from integration.data import Modality
 
 @dataclass(frozen=True)
 class ModelShape(ABC):
-    """What decides a model's parameters; a frozen dataclass of sizes.
+    """The sizes that determine a model's parameters, as a frozen dataclass.
 
     Attributes:
-        family: models of one family take the same plans.
-        modality: what its batches are made of.
-        layers: path of the list of its repeated layers.
-        tensor_parallel_sizes: fields that tensor parallel ranks have to divide.
-        loss_unit: of what its loss counts.
-        tolerance: the largest difference of a loss from one device's that rounding explains,
-            within tens of steps.
-        redraws: whether its initialiser draws all parameters of a model that is there already.
+        family: models of one family have the same plans.
+        modality: kind of training data.
+        layers: path of the list of repeated layers.
+        tensor_parallel_sizes: fields that must be divisible by the tensor parallel degree.
+        loss_unit: unit of the loss.
+        tolerance: largest difference of a loss from one device's that rounding explains within
+            tens of steps.
+        can_reinitialize: whether the model's initialiser can draw all parameters of an existing
+            model.
     """
 
     family: ClassVar[str]
@@ -33,23 +34,23 @@ class ModelShape(ABC):
     can_reinitialize: ClassVar[bool] = True
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the repeated layers of a model of this shape, in order."""
+        """Returns the repeated layers of a model of this shape, in order."""
         return list(model.get_submodule(self.layers).children())
 
     @abstractmethod
     def build(self, *, dropout: float) -> nn.Module:
-        """Return the model for one device, in fp32, drawn from torch's generator.
+        """Returns the model for one device, in fp32, with weights from torch's generator.
 
-        It is called with a batch's tensors by name, and returns its mean loss, or an object whose
-        ``loss`` that is.
+        Its forward takes the tensors of a batch by name and returns the mean loss, or an object
+        with an attribute ``loss``.
 
         Args:
-            dropout: probability of a zero where the model drops out.
+            dropout: dropout probability.
         """
 
 
 def loss_of(output: Tensor | object) -> Tensor:
-    """Return the loss in what a model returned."""
+    """Returns the loss in the output of a model."""
     if isinstance(output, Tensor):
         return output
     loss: Tensor = output.loss  # type: ignore[attr-defined]  # Hugging Face's

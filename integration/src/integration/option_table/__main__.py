@@ -89,7 +89,7 @@ def of_plan() -> str:
 
 
 def _counted(text: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """A paragraph with the number of runs, and of those on two ranks."""
+    """Returns a paragraph with the number of runs, and of those on two ranks."""
     short = sum(options["ranks"] == 2 for options in runs)
     return text.format(runs=len(runs), short=short, long=len(runs) - short)
 

@@ -30,7 +30,7 @@ BASE: Mapping[str, Any] = {
 
 
 def _each(proof: Callable[[TrainingObservation], bool]) -> Callable[..., bool]:
-    """The proof that every rank's observation has to pass."""
+    """Returns the proof that every rank's observation has to pass."""
     return lambda ranks, options: all(proof(rank) for rank in ranks)
 
 
@@ -196,7 +196,7 @@ def _mixed(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -
 
 
 def _recomputes(share: float) -> Callable[..., bool]:
-    """The proof that this share of activation functions is computed again, on all ranks."""
+    """Returns the proof that this share of activation functions is computed again, on all ranks."""
 
     def proof(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
         once = sum(rank.recomputation[0] for rank in ranks)

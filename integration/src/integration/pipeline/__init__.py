@@ -1,1 +1,1 @@
-"""Pipeline parallelism through torch.distributed.pipelining, of models that know nothing of it."""
+"""Pipeline parallelism of unmodified models, through torch.distributed.pipelining."""

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did, in order, and how long each of it took them."""
+"""Records the forwards and backwards of a rank's pipeline stages, with their durations."""
 
 import time
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ class Action:
     """A forward or backward of one microbatch through one stage.
 
     Attributes:
-        seconds: of the processor, which neither waiting for other ranks nor for a turn on a busy
-            machine adds to.
+        seconds: CPU time of the thread, which excludes waiting for other ranks and processes.
     """
 
     kind: str
@@ -28,12 +27,12 @@ class Action:
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, which notes its actions in ``log``, a list that a rank's stages share."""
+    """A ``PipelineStage`` that appends its actions to ``log``, a list shared by a rank's stages."""
 
     log: list[Action]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run and note a forward."""
+        """Runs and records a forward."""
         started = time.thread_time()
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._note(FORWARD, fwd_chunk_id, started)
@@ -46,7 +45,7 @@ class TimedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Run and note a backward, of everything or of what the stage was given alone."""
+        """Runs and records a backward, either full or of the stage's inputs only."""
         started = time.thread_time()
         result = super().backward_one_chunk(
             bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
@@ -55,13 +54,13 @@ class TimedStage(PipelineStage):
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run and note a backward of weights."""
+        """Runs and records a backward of weights."""
         started = time.thread_time()
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._note(BACKWARD_OF_WEIGHTS, bwd_chunk_id, started)
         return result
 
     def _note(self, kind: str, microbatch: int, started: float) -> None:
-        # With one thread autograd's work is done by the thread that asks for it.
+        # On the CPU autograd runs in the calling thread.
         seconds = time.thread_time() - started
         self.log.append(Action(kind, self.stage_index, microbatch, seconds))

@@ -1,8 +1,8 @@
-"""``python -m integration.pipeline.bubble``: how long the ranks of each schedule wait.
+"""``python -m integration.pipeline.bubble``: measures the bubble of each pipeline schedule.
 
-Every rank notes the processor's time of each of its actions. Laid out in their order with a
-processor for each rank (`timeline`), they say what share of the ranks' time is idle; on 2 ranks the
-wall clock says it too, with sending and whatever else the machine does in it.
+Every rank records the CPU time of its actions. Replayed in their order with a processor for each
+rank and free communication (`timeline`), they give the idle share of the ranks' time. On 2 ranks
+the wall clock gives it too, including communication and other load of the machine.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from integration.pipeline.families import family_of
 from integration.pipeline.layout import PipelineOptions, make_layout
 from integration.pipeline.rank_pipeline import RankPipeline
 from integration.pipeline.schedules import SCHEDULES, PipelineSchedule
-from integration.pipeline.timeline import Timeline, replay, steady
+from integration.pipeline.timeline import Timeline, median_step, replay
 from integration.systems import get_system
 
-# Eight layers for at most eight stages, beside which embedding and head weigh little.
+# Eight layers for up to eight stages; embedding and head are small in comparison.
 SHAPE = LlamaShape(
     hidden_size=256,
     intermediate_size=1024,
@@ -48,9 +48,9 @@ class Bubble:
         ranks: K.
         microbatches: M.
         per_rank: V, the stages of a rank.
-        expected: by the schedule's paper, with equal stages.
-        measured: of the measured actions in their order, a processor for each rank.
-        wall: of the wall clock of a step.
+        expected: idle share by the schedule's paper, for equal stages.
+        measured: idle share of the replayed actions.
+        wall: idle share by the wall clock of a step.
     """
 
     schedule: str
@@ -64,7 +64,7 @@ class Bubble:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank did: its actions in each step, and the steps' seconds by the wall clock."""
+    """The actions of one rank in each step, and the wall-clock seconds of the steps."""
 
     steps: tuple[tuple[Action, ...], ...]
     walls: tuple[float, ...]
@@ -73,13 +73,13 @@ class RankLog:
 def measure(
     schedule: PipelineSchedule, ranks: int, microbatches: int, steps: int
 ) -> tuple[Bubble, Timeline]:
-    """Run a schedule on ``ranks`` gloo processes and return its bubble, and a step's timeline."""
+    """Runs a schedule on ``ranks`` gloo processes and returns its bubble, and a step's timeline."""
     from testkit import run_ranks
 
     logs: list[RankLog] = run_ranks(
         _run_rank, ranks, schedule.name, microbatches, steps, timeout=600
     )
-    timeline = replay([steady(log.steps) for log in logs])
+    timeline = replay([median_step(log.steps) for log in logs])
     busy = sum(action.seconds for log in logs for step in log.steps for action in step) / steps
     wall = median(max(walls) for walls in zip(*(log.walls for log in logs), strict=True))
     per_rank = schedule.stages_per_rank or 2
@@ -121,21 +121,21 @@ def _run_rank(name: str, microbatches: int, steps: int) -> RankLog:
         walls.append(time.perf_counter() - started)
         found.append(tuple(log))
         pipeline.model.zero_grad()
-    # The first step also finds out what stages send each other.
+    # In the first step stages also exchange the shapes that they send.
     return RankLog(tuple(found[1:]), tuple(walls[1:]))
 
 
 def expected_bubble(schedule: str, ranks: int, microbatches: int, per_rank: int) -> float | None:
-    """Return the share of the ranks' time that is idle, with stages that take equally long.
+    """Returns the idle share of the ranks' time for stages of equal duration.
 
-    Where a backward is split its halves take as long as a forward each; sending takes nothing.
+    The halves of a split backward take as long as a forward each; communication takes no time.
 
     Sources: GPipe (arXiv 1811.06965), section 2.3, and 1F1B; interleaved 1F1B of Megatron-LM (arXiv
     2104.04473), section 2.2; zero bubble (arXiv 2401.10241), table 2, ZB-H1, interleaved, and
     section 6, ZB-V; DualPipeV, the table in github.com/deepseek-ai/DualPipe.
 
     Args:
-        schedule: its name.
+        schedule: name of the schedule.
         ranks: K.
         microbatches: M.
         per_rank: V, the stages of a rank.
@@ -153,14 +153,14 @@ def expected_bubble(schedule: str, ranks: int, microbatches: int, per_rank: int)
 
 
 def table(bubbles: Sequence[Bubble]) -> str:
-    """Return the bubbles as a Markdown table."""
+    """Returns the bubbles as a Markdown table."""
     lines = [
         "| schedule | ranks K | stages each V | microbatches M | expected | measured | wall |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in bubbles:
         expected = "" if each.expected is None else f"{each.expected:.1%}"
-        wall = f"{each.wall:.1%}" if each.ranks <= 2 else ""  # more share this machine's cores
+        wall = f"{each.wall:.1%}" if each.ranks <= 2 else ""  # more ranks than cores
         lines.append(
             f"| {each.schedule} | {each.ranks} | {each.per_rank} | {each.microbatches} | {expected}"
             f" | {each.measured:.1%} | {wall} |"
@@ -169,16 +169,16 @@ def table(bubbles: Sequence[Bubble]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all schedules; print the table; write it and the timelines where asked."""
+    """Measures all schedules, prints the table, and writes it with the timelines to ``--out``."""
     parser = argparse.ArgumentParser(
         prog="python -m integration.pipeline.bubble",
-        description="The idle share of every pipeline schedule, measured beside its formula.",
+        description="Measures the idle share of every pipeline schedule beside its formula.",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[1, 2, 4])
     parser.add_argument("--microbatches", type=int, default=8, help="8 or a multiple of it")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
-    parser.add_argument("--out", type=Path, help="folder for bubble.json and pictures")
+    parser.add_argument("--out", type=Path, help="folder for bubble.json and figures")
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.microbatches < 8 or options.microbatches % 8:
         parser.error("--steps is at least 1, and --microbatches a multiple of 8")

@@ -1,10 +1,10 @@
-"""Which modules of a model a stage begins with.
+"""Splits a model into stages at split points.
 
 Note [units]
-    A model is a chain of *units*, modules called one after another: what embeds the inputs, the
-    repeated layers, what makes the outputs. A *split point* is the name of the unit that a further
-    stage begins with; a stage is the units from its own split point up to the next one's. Modules
-    that are no units and hold no parameters, such as rotary embeddings, are on every stage.
+    A model is a chain of *units*, modules that are called one after another: embeddings, repeated
+    layers, norm and head. A *split point* is the name of the first unit of each stage but the
+    first; a stage is the units from its split point up to the next one. Modules that are not units
+    and have no parameters, such as rotary embeddings, are on every stage.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Chain:
     """The names of a model's units, in the order of their calls.
 
     Attributes:
-        inputs: units before the layers; parameters outside of all units are the first stage's too.
-        layers: the repeated ones.
-        outputs: units behind the layers.
+        inputs: units before the layers; parameters outside of all units are on the first stage.
+        layers: repeated layers.
+        outputs: units after the layers.
     """
 
     inputs: tuple[str, ...]
@@ -37,25 +37,26 @@ class Chain:
 
 
 def even_split(chain: Chain, stages: int, *, ends: int = 1) -> tuple[str, ...]:
-    """Return the split points that give every stage about as many layers.
+    """Returns the split points of stages with about equal numbers of layers.
 
-    With a stage or two more than layers, the inputs have one of their own, then the outputs too.
+    With one or two stages more than layers, the inputs, and then the outputs, are stages too.
 
     Args:
-        chain: of the model.
-        stages: how many, 1 or more.
-        ends: how many layers the inputs weigh, and the outputs, each.
+        chain: units of the model.
+        stages: number of stages, at least 1.
+        ends: weight of the inputs, and of the outputs, in layers.
 
     Raises:
-        UsageError: there are more stages than that.
+        UsageError: there are too many stages.
     """
     layers = len(chain.layers)
     if layers < stages <= layers + 2:
         return (*chain.layers, chain.outputs[0])[: stages - 1]
     if layers < stages:
         raise UsageError(
-            f"{layers} layers are too few for {stages} pipeline stages; use fewer stages, or give"
-            " --pp-split-points, among which the modules around the layers may be"
+            f"pipeline: expected at most {layers + 2} stages for {layers} layers, got {stages};"
+            " use fewer stages, or give --pp-split-points, which may also name the modules around"
+            " the layers"
         )
     weight = layers + 2 * ends
     starts: list[int] = [0]
@@ -66,40 +67,40 @@ def even_split(chain: Chain, stages: int, *, ends: int = 1) -> tuple[str, ...]:
 
 
 def check_split(chain: Chain, points: Sequence[str]) -> None:
-    """Refuse split points that are no units, or out of order.
+    """Refuses split points that are not units, or out of order.
 
     Raises:
-        UsageError: naming the first that does not do.
+        UsageError: names the first invalid one.
     """
     units = chain.units
     at = 0
     for point in points:
         if point not in units:
             raise UsageError(
-                f"split point {point!r} is no module that a stage can begin with; those are"
-                f" {units[1]} to {units[-1]}"
+                f"--pp-split-points: expected names of modules from {units[1]} to {units[-1]}, got"
+                f" {point!r}; give one that a stage can begin with"
             )
         if units.index(point) <= at:
             before = "the first stage" if at == 0 else repr(units[at])
             raise UsageError(
-                f"split point {point!r} does not come behind {before}; give --pp-split-points in"
-                " the order of the model's calls"
+                f"--pp-split-points: expected the order of the model's calls, got {point!r} after"
+                f" {before}; sort them"
             )
         at = units.index(point)
 
 
 def stage_units(chain: Chain, points: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the units of each stage."""
+    """Returns the units of each stage."""
     units = chain.units
     bounds = [0, *map(units.index, points), len(units)]
     return tuple(units[start:end] for start, end in pairwise(bounds))
 
 
 def require_untied(model: nn.Module, chain: Chain) -> None:
-    """Refuse a model of which two units share a parameter.
+    """Refuses a model in which two units share a parameter.
 
     Raises:
-        UsageError: naming both.
+        UsageError: names both.
     """
     owners: dict[int, str] = {}
     for unit in chain.units:
@@ -107,7 +108,7 @@ def require_untied(model: nn.Module, chain: Chain) -> None:
             owner = owners.setdefault(id(parameter), f"{unit}.{name}")
             if not owner.startswith(f"{unit}."):
                 raise UsageError(
-                    f"{unit}.{name} is tied to {owner}, and a pipeline may keep the two on"
+                    f"{unit}.{name} is tied to {owner}, and a pipeline may place the two on"
                     " different ranks; use a model with tie_word_embeddings = False, or --pp-degree"
                     " 1"
                 )

@@ -1,4 +1,4 @@
-"""What a stage is given, what it hands on, and the loss, by kind of model.
+"""The inputs, outputs, forward and loss of pipeline stages, by family of models.
 
 The model's class is not changed. Where layers pass one tensor on, a stage runs the class's own
 forward (`DecoderFamily`); where they pass on a second one, the stage runs its lines of that forward
@@ -22,23 +22,23 @@ _EMBEDDERS = ("x_embedder", "t_embedder", "y_embedder")
 
 
 class ModelFamily(ABC):
-    """Models that are cut in the same way."""
+    """Models that are split into stages in the same way."""
 
     @abstractmethod
     def chain(self, model: nn.Module) -> Chain:
-        """Return the names of a model's units.
+        """Returns the names of a model's units.
 
         Raises:
-            UsageError: its loss needs more than what the last stage has.
+            UsageError: its loss needs more than the output of the last stage.
         """
 
     @abstractmethod
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return what the first stage is given, each tensor with the batch first."""
+        """Returns the inputs of the first stage, each with the batch as first dim."""
 
     @abstractmethod
     def target(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what the last stage compares its output with, the batch first."""
+        """Returns the target of the loss, with the batch as first dim."""
 
     @abstractmethod
     def forward_of(self, part: nn.Module) -> Callable[..., Tensor | tuple[Tensor, ...]]:
@@ -50,14 +50,14 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean loss of what the last part returned, as the whole model does."""
+        """Returns the mean loss of the last stage's output, as the unsplit model does."""
 
 
 class DecoderFamily(ModelFamily):
-    """Hugging Face's decoders of tokens: LLaMA, Mixtral and their relatives."""
+    """Hugging Face's decoders: LLaMA, Mixtral and similar ones."""
 
     def chain(self, model: nn.Module) -> Chain:
-        """Return the embedding, the layers, norm and head."""
+        """Returns embedding, layers, norm and head."""
         config: Any = model.config
         if getattr(config, "output_router_logits", False):
             raise UsageError(
@@ -68,23 +68,23 @@ class DecoderFamily(ModelFamily):
         return Chain(("model.embed_tokens",), layers, ("model.norm", "lm_head"))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the tokens, (batch, sequence) int64."""
+        """Returns the tokens, (batch, sequence) int64."""
         return (batch["input_ids"],)
 
     def target(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the labels, (batch, sequence) int64."""
+        """Returns the labels, (batch, sequence) int64."""
         return batch["labels"]
 
     def forward_of(self, part: nn.Module) -> Callable[..., Tensor]:
-        """Tokens or hidden states to logits, or to hidden states where the head is absent."""
+        """Returns the forward from tokens or hidden states to logits, or to hidden states."""
         model: Any = part
 
         def forward(input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            # With the names of the class's forward, for plans say what becomes of them.
+            # Arguments are named as in the class's forward, as plans refer to them.
             del labels
             if isinstance(model.lm_head, PassThrough):
-                # Not by the class's forward, which returns a view: zero-bubble schedules detach
-                # what a stage returns in place.
+                # The class's forward returns a view, which zero-bubble schedules cannot detach in
+                # place.
                 hidden: Tensor = model.lm_head(model.model(input_ids=input_ids).last_hidden_state)
                 return _plain(hidden)
             logits: Tensor = type(model).forward(model, input_ids=input_ids).logits
@@ -93,7 +93,7 @@ class DecoderFamily(ModelFamily):
         return forward
 
     def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross entropy of the next tokens."""
+        """Returns the mean cross entropy of the next tokens."""
         model: Any = part
         loss: Tensor = model.loss_function(
             logits=output, labels=target, vocab_size=model.config.vocab_size
@@ -102,24 +102,24 @@ class DecoderFamily(ModelFamily):
 
 
 class DiffusionFamily(ModelFamily):
-    """DiTs in the loss of predicted noise; blocks take the condition too, so stages hand it on."""
+    """DiTs with the loss of predicted noise; stages also pass on the condition of the blocks."""
 
     def chain(self, model: nn.Module) -> Chain:
-        """Return the embedders, the blocks and the final layer."""
+        """Returns the embedders, the blocks and the final layer."""
         blocks = model.get_submodule("model.blocks")
         names = tuple(f"model.blocks.{name}" for name, _ in blocks.named_children())
         return Chain(tuple(f"model.{name}" for name in _EMBEDDERS), names, ("model.final_layer",))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return images and noise (batch, channels, size, size), times and classes (batch,)."""
+        """Returns images and noise (batch, channels, size, size), times and classes (batch,)."""
         return batch["x"], batch["noise"], batch["t"], batch["y"]
 
     def target(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the noise."""
+        """Returns the noise."""
         return batch["noise"]
 
     def forward_of(self, part: nn.Module) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        """To the predicted noise, or to tokens and condition where the final layer is absent."""
+        """Returns the forward to the predicted noise, or to tokens and condition."""
         model: Any = part.model
 
         def forward(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -127,15 +127,15 @@ class DiffusionFamily(ModelFamily):
                 tokens, condition = given
             else:
                 images, noise, times, classes = given
-                kept = torch.cos(times / 1000 * math.pi / 2).view(-1, 1, 1, 1)
-                tokens = model.x_embedder(kept * images + (1 - kept**2).sqrt() * noise)
+                signal = torch.cos(times / 1000 * math.pi / 2).view(-1, 1, 1, 1)
+                tokens = model.x_embedder(signal * images + (1 - signal**2).sqrt() * noise)
                 tokens = tokens + model.pos_embed
                 condition = model.t_embedder(times) + model.y_embedder(classes, model.training)
             for block in model.blocks:
                 tokens = block(tokens, condition)
             if isinstance(model.final_layer, PassThrough):
-                # What is sent lies in one piece; and is made here, which torch looks for when it
-                # takes the gradients of inputs alone.
+                # Tensors are sent contiguous, and must be results of this stage for a backward of
+                # inputs only.
                 return tokens.contiguous(), condition.clone()
             predicted: Tensor = model._unpatchify(model.final_layer(tokens, condition))
             return predicted
@@ -143,17 +143,17 @@ class DiffusionFamily(ModelFamily):
         return forward
 
     def loss(self, part: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean squared error."""
+        """Returns the mean squared error."""
         model: Any = part
         loss: Tensor = model.criterion(output, target)
         return loss
 
 
 def family_of(model: nn.Module) -> ModelFamily:
-    """Return how a model is cut.
+    """Returns the family of a model.
 
     Raises:
-        UsageError: nobody knows.
+        UsageError: the model belongs to none.
     """
     names = {name for name, _ in model.named_modules()}
     if {"model.embed_tokens", "model.layers", "model.norm", "lm_head"} <= names:
@@ -161,15 +161,14 @@ def family_of(model: nn.Module) -> ModelFamily:
     if {f"model.{name}" for name in (*_EMBEDDERS, "blocks", "final_layer")} <= names:
         return DiffusionFamily()
     raise UsageError(
-        f"a pipeline cannot cut {type(model).__name__}: it knows Hugging Face's decoders"
-        " (model.embed_tokens, model.layers, model.norm, lm_head) and testkit's DiT; use"
-        " --pp-degree 1"
+        "pipeline: expected a Hugging Face decoder (model.embed_tokens, model.layers, model.norm,"
+        f" lm_head) or testkit's DiT, got {type(model).__name__}; use --pp-degree 1"
     )
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Between stages, and in the loss, tensors are plain: a plan leaves whole DTensors there.
+    """Returns a plain tensor for the next stage or the loss; plans leave replicated DTensors.
 
-    Copies of them: zero-bubble schedules detach what a stage returns in place, and no view can be.
+    It is a copy, as zero-bubble schedules detach a stage's outputs in place, which views forbid.
     """
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor

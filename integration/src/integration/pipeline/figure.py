@@ -1,4 +1,4 @@
-"""The timelines of several schedules below each other."""
+"""Draws the timelines of several schedules."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from integration.pipeline.actions import (
     FORWARD,
 )
 from integration.pipeline.timeline import Timeline
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.palette import Theme
 
 _NAMES = {
@@ -24,16 +24,16 @@ _NAMES = {
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], theme: Theme) -> Figure:
-    """Return the figure: a panel per schedule, in it a line per rank.
+    """Returns the figure: a panel per schedule, with a line per rank.
 
-    Stages behind a rank's first are lighter; numbers are of microbatches.
+    A rank's stages after its first are lighter; numbers are microbatches.
     """
     ranks = max(timeline.ranks for timeline in timelines.values())
     figure = new_figure(theme, len(timelines) * (0.62 + 0.27 * ranks) + 0.5)
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     colours = dict(zip(_NAMES, theme.series, strict=False))
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        dress(axes, theme, f"{name}: {timeline.bubble:.1%} idle", grid_axis="x")
+        style_axes(axes, theme, f"{name}: {timeline.bubble:.1%} idle", grid_axis="x")
         for span in timeline.spans:
             action, width = span.action, span.action.seconds * 1e3
             axes.barh(
@@ -48,7 +48,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], theme: Theme) -> Figure:
                 )  # fmt: skip
         axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
         axes.invert_yaxis()
-    panels[-1].set_xlabel("ms, with a processor for each rank")
+    panels[-1].set_xlabel("ms, with one processor per rank")
     figure.legend(
         handles=[Patch(color=colours[kind], label=label) for kind, label in _NAMES.items()],
         loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink, fontsize=9.5,

@@ -1,4 +1,4 @@
-"""The stages of a model under the options of a pipeline."""
+"""Splits a model into the stages of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from integration.pipeline.schedules import PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The options of a pipeline, as they are given.
+    """The options of a pipeline.
 
     Attributes:
-        degree: ranks that a microbatch passes through.
-        split_points: names of the modules that further stages begin with; None: even stages.
-        schedule: the order of forwards and backwards.
-        microbatches: into how many parts the schedule cuts what a rank is fed at once.
+        degree: pipeline parallel degree.
+        split_points: first module of each stage but the first; None: even stages.
+        schedule: order of forwards and backwards.
+        microbatches: microbatches of the schedule per microbatch of the trainer.
     """
 
     degree: int
@@ -29,7 +29,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """Options that were found to fit a model and a number of ranks.
+    """Validated options of a pipeline.
 
     Attributes:
         stages: the units of each stage.
@@ -41,16 +41,16 @@ class PipelineLayout:
     stages: tuple[tuple[str, ...], ...]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the indices of the stages of a rank of the pipeline."""
+        """Returns the indices of the stages of a rank of the pipeline."""
         return self.schedule.stages_of(rank, self.degree, len(self.stages))
 
 
 def make_layout(options: PipelineOptions, model: nn.Module) -> PipelineLayout:
-    """Cut a model, which may be on the meta device, into stages.
+    """Splits a model, which may be on the meta device, into stages.
 
     Raises:
-        UsageError: the schedule does not go with the stages or the microbatches; or
-            the model cannot be cut, or not there.
+        UsageError: the schedule does not support the number of stages or microbatches, or the
+            model cannot be split at the split points.
     """
     schedule = options.schedule
     stages = schedule.stages(options.degree, options.split_points)

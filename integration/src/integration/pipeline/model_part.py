@@ -1,4 +1,4 @@
-"""A part of a model: the same modules under the same names, without those of other stages."""
+"""Makes the part of a model on a stage: the same modules and names, without other stages' units."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -8,37 +8,36 @@ from torch import Tensor, nn
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage has a unit: hands through what the unit would be given first.
+    """Replaces a unit of another stage, and returns the unit's first argument.
 
-    So a model's own forward runs on any part of it: it finds all its layers, of which some do
-    nothing, and what it makes beside them (positions, rotary embeddings, causal masks) it makes
-    anew from the shapes.
+    The model's own forward thus runs on any part of it: replaced layers do nothing, and positions,
+    rotary embeddings and causal masks are computed on every stage from the shapes.
     """
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return ``hidden_states``."""
+        """Returns ``hidden_states``."""
         return hidden_states
 
 
-def model_part(model: nn.Module, keep: Collection[str], absent: Collection[str]) -> nn.Module:
-    """Return ``model`` with some units replaced, sharing all other modules with it.
+def model_part(model: nn.Module, present: Collection[str], absent: Collection[str]) -> nn.Module:
+    """Returns ``model`` with some units replaced, sharing all other modules with it.
 
-    Parameters keep their names, those of the whole model, and their identity. Modules that hold
-    both kinds are copied without what lies below them, hooks included: what is wrapped or hooked
-    afterwards is the part's alone.
+    Parameters have the same names as in ``model`` and are the same objects. Modules that contain
+    replaced units are copied shallowly, with their hooks, so that wrapping or hooking the part
+    does not change ``model``.
 
     Args:
-        model: which is left as it is.
-        keep: names of units that the part has; the part with the model's first unit has the
-            parameters outside of all units too.
-        absent: names of units that it has not.
+        model: the full model, which is not changed.
+        present: names of the part's units; the part with the model's first unit also has the
+            parameters outside of all units.
+        absent: names of the units to replace.
     """
-    return _part(model, "", frozenset(absent), owner=_first(model, keep, absent))
+    return _part(model, "", frozenset(absent), owner=_has_first_unit(model, present, absent))
 
 
-def _first(model: nn.Module, keep: Collection[str], absent: Collection[str]) -> bool:
-    names = [name for name, _ in model.named_modules() if name in keep or name in absent]
-    return names[0] in keep
+def _has_first_unit(model: nn.Module, present: Collection[str], absent: Collection[str]) -> bool:
+    names = [name for name, _ in model.named_modules() if name in present or name in absent]
+    return names[0] in present
 
 
 def _part(module: nn.Module, name: str, absent: frozenset[str], *, owner: bool) -> nn.Module:
@@ -58,7 +57,7 @@ def _part(module: nn.Module, name: str, absent: frozenset[str], *, owner: bool) 
 def _shallow(module: nn.Module) -> nn.Module:
     copy: nn.Module = type(module).__new__(type(module))
     for name, value in vars(module).items():
-        # Hooks, parameters, buffers and submodules are in dictionaries: each needs its own.
-        mine = type(value)(value) if isinstance(value, (dict, OrderedDict)) else value
-        object.__setattr__(copy, name, mine)
+        # Hooks, parameters, buffers and submodules are in dictionaries, which are copied.
+        own = type(value)(value) if isinstance(value, (dict, OrderedDict)) else value
+        object.__setattr__(copy, name, own)
     return copy

@@ -1,4 +1,4 @@
-"""The stages of one rank, what torch runs them with, and the loss that comes of it."""
+"""The stages of one rank, their schedule and their loss."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,21 +20,21 @@ from integration.systems.base import System
 
 
 class RankPipeline:
-    """The stages of one rank and what runs them.
+    """The pipeline stages of one rank.
 
     Args:
-        layout: of the model.
-        inner: what goes on within a stage.
-        model: the whole one, the same on all ranks; it is not needed afterwards.
-        shape: of the model.
-        mesh: pipeline first, then the ranks of a stage.
+        layout: stages of the model.
+        inner: system that parallelizes a stage.
+        model: the full model, the same on all ranks; not used after construction.
+        shape: shape of the model.
+        mesh: mesh of the pipeline axis and the axis of a stage's ranks.
         make_stage: torch's PipelineStage, or a subclass.
 
     Attributes:
-        model: this rank's part of the whole one, under its names; never called itself, it holds
-            the parameters of all stages of the rank for the optimizer and for checkpoints.
-        stages: of this rank, in the order of the model.
-        group: the ranks of this rank's pipeline.
+        model: this rank's part of the full model, with the same parameter names. It is not called;
+            it contains the parameters of the rank's stages for the optimizer and checkpoints.
+        stages: stages of this rank, in the order of the model.
+        group: process group of this rank's pipeline.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class RankPipeline:
         count = len(layout.stages)
         indices = layout.stages_of(mesh.get_local_rank("pp"))
         units = [unit for stage in layout.stages for unit in stage]
-        mine = [unit for index in indices for unit in layout.stages[index]]
-        self.model = model_part(model, mine, set(units) - set(mine))
+        own = [unit for index in indices for unit in layout.stages[index]]
+        self.model = model_part(model, own, set(units) - set(own))
         self._planned: list[nn.Module] = []
         self.stages: list[PipelineStage] = []
         for index in indices:
-            kept = layout.stages[index]
-            part = model_part(model, kept, set(units) - set(kept))
+            present = layout.stages[index]
+            part = model_part(model, present, set(units) - set(present))
             part.forward = self._family.forward_of(part)
-            layers = [name for name in kept if name.rpartition(".")[2].isdigit()]
-            inside = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
+            layers = [name for name in present if name.rpartition(".")[2].isdigit()]
+            stage_mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
             run = STAGE_SYSTEMS[inner.name](
-                part, StageContext(inside, layers, shape, inner.degrees)
+                part, StageContext(stage_mesh, layers, shape, inner.degrees)
             )
             self._last_part = part
             if inner.name == "plan" and layers:
@@ -74,16 +74,16 @@ class RankPipeline:
         self.schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
 
     def forward_backward(self, batch: Mapping[str, Tensor], parts: int) -> Tensor:
-        """Leave the gradients of one of ``parts`` microbatches of a step; return its loss."""
+        """Accumulates the gradients of one of ``parts`` microbatches; returns its loss."""
         self._share = 1.0 / (self._microbatches * parts)
-        given = self._family.inputs(batch) if self._is_first else ()
+        inputs = self._family.inputs(batch) if self._is_first else ()
         target = self._family.target(batch) if self._is_last else None
         losses: list[Tensor] = []
         with self._own_gradients():
-            self.schedule.step(*given, target=target, losses=losses, return_outputs=False)
+            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         if self._planned:
             _place_gradients(self.model)
-        # Only the last stage has it; the sum gives it to all.
+        # Only the last stage has losses; the sum sends them to all.
         loss = torch.zeros((), dtype=torch.float64)
         for each in losses:
             loss += each.detach()
@@ -94,7 +94,7 @@ class RankPipeline:
         return self._family.loss(self._last_part, output, target) * self._share
 
     def _own_gradients(self) -> ExitStack:
-        """Keep a plan from reducing the gradients of each of the schedule's microbatches."""
+        """Disables a plan's gradient reduction for the microbatches of the schedule."""
         stack = ExitStack()
         if self._planned:
             from plan_api import installed
@@ -105,19 +105,20 @@ class RankPipeline:
 
 
 def _place_gradients(model: nn.Module) -> None:
-    """Place gradients as their parameters, in few collectives."""
+    """Redistributes gradients to the placements of their parameters, in few collectives."""
     from fused_comm import redistribute_many
 
-    wrong: list[Any] = [
+    misplaced: list[Any] = [
         parameter
         for parameter in model.parameters()
         if isinstance(parameter.grad, DTensor)
         and isinstance(parameter, DTensor)
         and parameter.grad.placements != parameter.placements
     ]
-    if wrong:
+    if misplaced:
         placed = redistribute_many(
-            [parameter.grad for parameter in wrong], [parameter.placements for parameter in wrong]
+            [parameter.grad for parameter in misplaced],
+            [parameter.placements for parameter in misplaced],
         )
-        for parameter, gradient in zip(wrong, placed, strict=True):
+        for parameter, gradient in zip(misplaced, placed, strict=True):
             parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, and what each asks of stages and microbatches."""
+"""The schedules of torch.distributed.pipelining, and their requirements."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from integration.errors import UsageError
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """One way to order the forwards and backwards of microbatches.
+    """A pipeline schedule of torch.
 
     Attributes:
-        name: torch's, and the users'.
-        stages_per_rank: how many a rank has; None: two or more.
-        v_shaped: whether ranks are passed forwards and then backwards: rank 0 has the first stage
-            and the last. Otherwise they are passed again from the first.
-        splits_backward: whether gradients of inputs and of weights are taken apart.
-        fills: whether it needs as many microbatches as stages.
-        rounds: whether microbatches come in rounds of at least as many as there are ranks.
+        name: torch's name.
+        stages_per_rank: number of stages on each rank; None: two or more.
+        v_shaped: whether stages are placed in a V: rank 0 has the first stage and the last.
+            Otherwise stages are placed in a loop over the ranks.
+        splits_backward: whether gradients of inputs and of weights are computed separately.
+        fills: whether it needs at least as many microbatches as stages.
+        rounds: whether microbatches are run in rounds of at least the pipeline degree.
     """
 
     name: str
@@ -33,10 +33,10 @@ class PipelineSchedule:
     rounds: bool = False
 
     def stages(self, degree: int, split_points: Sequence[str] | None) -> int:
-        """Return the number of stages on ``degree`` ranks, by default as few as possible.
+        """Returns the number of stages on ``degree`` ranks, by default as few as possible.
 
         Raises:
-            UsageError: the split points make another number than the schedule can place.
+            UsageError: the schedule does not support the number of stages.
         """
         per_rank = self.stages_per_rank or 2
         if split_points is None:
@@ -47,34 +47,34 @@ class PipelineSchedule:
         else:
             fits = self.stages_per_rank in (None, stages // degree)
         if not fits:
-            wanted = f"{per_rank * degree - 1}" + ("" if self.stages_per_rank else " or more")
+            expected = f"{per_rank * degree - 1}" + ("" if self.stages_per_rank else " or more")
             raise UsageError(
                 f"{len(split_points)} split points make {stages} stages, and schedule {self.name}"
                 f" has {'' if self.stages_per_rank else 'a whole number of at least '}{per_rank} on"
-                f" each of {degree} ranks; give {wanted} split points"
+                f" each of {degree} ranks; give {expected} split points"
             )
         return stages
 
     def check_microbatches(self, microbatches: int, degree: int, stages: int) -> None:
-        """Refuse a number of microbatches that the schedule cannot order.
+        """Refuses a number of microbatches that the schedule does not support.
 
         Raises:
-            UsageError: with the number that it needs.
+            UsageError: names the number that it needs.
         """
         if self.fills and microbatches < stages:
             raise UsageError(
-                f"--pp-microbatches {microbatches} are too few for schedule {self.name} on {stages}"
-                f" stages; give at least {stages}"
+                f"--pp-microbatches: expected at least {stages} for schedule {self.name} on"
+                f" {stages} stages, got {microbatches}; give more"
             )
         rounds = max(1, microbatches // degree)
         if self.rounds and microbatches % rounds:
             raise UsageError(
-                f"--pp-microbatches {microbatches} do not divide into {rounds} equal rounds, which"
-                f" schedule {self.name} makes on {degree} ranks; give a multiple of {degree}"
+                f"--pp-microbatches: expected {rounds} equal rounds, which schedule {self.name}"
+                f" makes on {degree} ranks, got {microbatches}; give a multiple of {degree}"
             )
 
     def stages_of(self, rank: int, degree: int, stages: int) -> tuple[int, ...]:
-        """Return the indices of a rank's stages, in the order of their calls."""
+        """Returns the indices of a rank's stages, in the order of their calls."""
         if self.v_shaped:
             return rank, stages - 1 - rank
         return tuple(range(rank, stages, degree))
@@ -85,10 +85,10 @@ class PipelineSchedule:
         microbatches: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
     ) -> Any:
-        """Return torch's schedule of a rank's stages; gradients are summed over microbatches."""
-        made: Any = get_schedule_class(self.name)
-        given = stages[0] if self.stages_per_rank == 1 else stages
-        return made(given, microbatches, loss_fn=loss_fn, scale_grads=False)
+        """Returns torch's schedule of a rank's stages; gradients are summed over microbatches."""
+        make_schedule: Any = get_schedule_class(self.name)
+        own = stages[0] if self.stages_per_rank == 1 else stages
+        return make_schedule(own, microbatches, loss_fn=loss_fn, scale_grads=False)
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
@@ -105,7 +105,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 
 def get_schedule(name: str) -> PipelineSchedule:
-    """Return the schedule called ``name``.
+    """Returns the schedule with this name.
 
     Raises:
         UsageError: there is none.

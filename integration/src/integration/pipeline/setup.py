@@ -1,4 +1,4 @@
-"""From the options of a run to its system in a pipeline."""
+"""Makes a run's system pipeline parallel according to its options."""
 
 from __future__ import annotations
 
@@ -19,42 +19,44 @@ from integration.systems.base import System
 if TYPE_CHECKING:
     from integration.train.config import TrainConfig
 
-# What shares out a stage of a DiT without replacing its parameters.
-_WITH_DIT = ("single", "ddp")
+# Systems that parallelize a stage of a DiT without replacing its parameters.
+_DIT_SYSTEMS = ("single", "ddp")
 
 
 def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world: int) -> System:
-    """Return ``system`` in the pipeline that ``config`` asks for, or as it is.
+    """Returns the pipeline of ``config`` around ``system``, or ``system`` if there is none.
 
-    The model is built on the meta device: what a stage may begin with is what the model has.
+    The model is built on the meta device to find its split points.
 
     Raises:
-        UsageError: the options do not fit each other, the model, the system or ``world`` ranks.
+        UsageError: the options are incompatible with each other, the model, the system or the
+            number of ranks.
     """
     if config.pp_degree == 1:
         return system
     schedule = get_schedule(config.pp_schedule)
     if world % config.pp_degree:
         raise UsageError(
-            f"--pp-degree {config.pp_degree} does not divide {world} ranks; give a number of ranks"
-            " that is a multiple of it"
+            f"--pp-degree: expected a divisor of the {world} ranks, got {config.pp_degree};"
+            " give another, or another number of ranks"
         )
-    _check_partner(system.name, schedule)
-    if shape.family == "dit" and system.name not in _WITH_DIT:
+    _check_stage_system(system.name, schedule)
+    if shape.family == "dit" and system.name not in _DIT_SYSTEMS:
         raise UsageError(
-            f"system {system.name!r} does not support --pp-degree for a DiT, whose positions are a"
-            f" parameter that stages share; use --system {' or '.join(_WITH_DIT)}"
+            f"system {system.name!r} does not support --pp-degree for a DiT, whose stages share"
+            " the parameter of position embeddings; use --system"
+            f" {' or '.join(_DIT_SYSTEMS)}"
         )
     microbatches = config.pp_microbatches or config.micro_batch
     if config.micro_batch % microbatches:
         raise UsageError(
-            f"--pp-microbatches {microbatches} do not divide --micro-batch {config.micro_batch},"
-            " whose parts they are; make it a multiple of them"
+            f"--pp-microbatches: expected a divisor of --micro-batch {config.micro_batch}, got"
+            f" {microbatches}; give another, or another --micro-batch"
         )
     if config.fingerprint:
         raise UsageError(
-            "--fingerprint needs all weights on every rank, and a pipeline's have some; leave it"
-            " out, or use --pp-degree 1"
+            "--fingerprint: expected --pp-degree 1, as it needs all weights on every rank, got"
+            f" --pp-degree {config.pp_degree}; leave it out, or use --pp-degree 1"
         )
     points = config.pp_split_points
     options = PipelineOptions(
@@ -68,7 +70,7 @@ def with_pipeline(system: System, shape: ModelShape, config: TrainConfig, world:
     )
 
 
-def _check_partner(system: str, schedule: PipelineSchedule) -> None:
+def _check_stage_system(system: str, schedule: PipelineSchedule) -> None:
     if system not in STAGE_SYSTEMS:
         raise UsageError(
             f"system {system!r} does not support --pp-degree;"

@@ -1,8 +1,7 @@
-"""What may go on within a stage, on the ranks that share it, beside the pipeline between stages.
+"""Parallelizes a pipeline stage over the ranks that share it.
 
-Every function takes a part of a model, the names of its layers and the mesh of the stage's ranks,
-and returns the module that torch's PipelineStage is given. The parameters of the part keep their
-names; what a package does to them is seen by every part of the rank's model that shares them.
+Every function takes the part of a model on a stage and its `StageContext`, and returns the module
+for torch's PipelineStage. Parameters keep their names; parts that share parameters see the changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +22,13 @@ from integration.systems.dtensor_tp import layer_plan
 
 @dataclass(frozen=True)
 class StageContext:
-    """Where and of what a part is, for those who parallelize it.
+    """The mesh and the layers of a stage.
 
     Attributes:
-        mesh: of the ranks that share the stage, one axis.
-        layers: names of the part's layers.
-        shape: of the whole model.
-        degrees: as the system was given them.
+        mesh: one-dimensional mesh of the ranks that share the stage.
+        layers: names of the stage's layers.
+        shape: shape of the full model.
+        degrees: degrees of the system.
     """
 
     mesh: DeviceMesh
@@ -38,7 +37,7 @@ class StageContext:
     degrees: Degrees
 
 
-def _alone(part: nn.Module, context: StageContext) -> nn.Module:
+def _single(part: nn.Module, context: StageContext) -> nn.Module:
     del context
     return part
 
@@ -48,9 +47,9 @@ def _ddp(part: nn.Module, context: StageContext) -> nn.Module:
 
 
 def _fsdp2(part: nn.Module, context: StageContext) -> nn.Module:
-    # Schedules gather a stage's parameters before its forwards and let go of them after its last
-    # backward. Taken away in between, they are not those that a split backward looks for, which
-    # then loses their gradients without a word.
+    # Schedules unshard a stage's parameters before its forwards and reshard them after its last
+    # backward. If they were resharded in between, a split backward would not find its parameters
+    # and silently lose their gradients.
     for name in context.layers:
         fully_shard(part.get_submodule(name), mesh=context.mesh, reshard_after_forward=False)
     fully_shard(part, mesh=context.mesh, reshard_after_forward=False)
@@ -80,7 +79,7 @@ def _dtensor_tp(part: nn.Module, context: StageContext) -> nn.Module:
 
 def _plan(part: nn.Module, context: StageContext) -> nn.Module:
     if not context.layers:
-        return part  # a plan is of layers; what is around them is whole on all ranks
+        return part  # plans shard layers; the other modules are replicated
     from integration.systems.zoo import plan_of
     from plan_api import parallelize
 
@@ -88,7 +87,7 @@ def _plan(part: nn.Module, context: StageContext) -> nn.Module:
 
 
 STAGE_SYSTEMS: dict[str, Callable[[nn.Module, StageContext], nn.Module]] = {
-    "single": _alone,
+    "single": _single,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "fsdp": _fsdp,
@@ -99,45 +98,46 @@ STAGE_SYSTEMS: dict[str, Callable[[nn.Module, StageContext], nn.Module]] = {
 TENSOR_PARALLEL = ("dtensor-tp", "plan")
 
 _ALL = tuple(SCHEDULES)
-# The schedules with which each trains as one device does (tests/test_pipeline_training.py).
+# Schedules under which each trains as one device does (tests/test_pipeline_training.py).
 SUPPORTED_SCHEDULES: dict[str, tuple[str, ...]] = dict.fromkeys(STAGE_SYSTEMS, _ALL) | {
     "ddp": ("1F1B",)
 }
-# Why not with the others: what torch says, or does.
+# Why the other schedules are not supported.
 UNSUPPORTED_REASONS: dict[str, str] = {
     "ddp": (
-        "DDP's reducer rebuilds its buckets in the first backward, meets a parameter there once per"
-        " microbatch, and asserts that it is once"
+        "DDP's reducer rebuilds its buckets in the first backward and asserts that each parameter"
+        " is ready once there, not once per microbatch"
     ),
 }
 
 
 def check_degrees(degrees: Degrees, ranks: int) -> None:
-    """Refuse degrees of a plan that go beyond the model's own forward.
+    """Refuses degrees of a plan that a pipeline stage does not support.
 
     Raises:
-        UsageError: naming them.
+        UsageError: names them.
     """
     if degrees.dp_replicate * degrees.dp_shard > 1:
         raise UsageError(
-            "within a pipeline a plan has --tp only, for the loss, which data parallelism scales,"
-            " is not in a stage's forward; use --system fsdp2 or fsdp for data parallelism"
+            "--system plan with --pp-degree: expected only --tp, as data parallelism scales the"
+            " loss, which is not in a stage's forward, got --dp-replicate or --dp-shard; use"
+            " --system fsdp2 or fsdp for data parallelism"
         )
     if degrees.ep > 1 or degrees.cp > 1:
         raise UsageError(
-            "within a pipeline a plan has --tp only: --ep and --cp are of axes of data parallelism"
-            " and of sequences; leave them out"
+            "--system plan with --pp-degree: expected only --tp, got --ep or --cp, which need"
+            " other mesh axes; leave them out"
         )
     if degrees.loss_parallel or degrees.static:
         raise UsageError(
-            "within a pipeline a plan takes neither --loss-parallel nor --static: the loss is not"
-            " in a stage's forward; leave them out"
+            "--system plan with --pp-degree: expected neither --loss-parallel nor --static, as the"
+            " loss is not in a stage's forward; leave them out"
         )
     degrees.check(ranks)
 
 
 def schedule_table() -> str:
-    """Return which schedules go with which systems, as the Markdown table of the README."""
+    """Returns the schedules that each system supports, as the Markdown table of the README."""
     lines = [
         f"| schedule | {' | '.join(f'`{name}`' for name in STAGE_SYSTEMS)} |",
         "|---|" + "---|" * len(STAGE_SYSTEMS),

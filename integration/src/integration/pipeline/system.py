@@ -1,4 +1,4 @@
-"""A pipeline around a system: stages on groups of ranks, each of which the system shares out."""
+"""The system of a pipeline whose stages another system parallelizes."""
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,13 +13,14 @@ from integration.systems.clip import clip_gradients
 
 
 class PipelineSystem(System):
-    """Pipeline parallelism between stages, another system within each.
+    """Pipeline parallelism between stages, and another system within each stage.
 
-    Rank ``p * ranks + r`` is number ``r`` of the ``ranks`` that share the stages of place ``p``.
+    Rank ``p * ranks + r`` is rank ``r`` of the ``ranks`` that share the stages of pipeline rank
+    ``p``.
 
     Args:
-        inner: what goes on within a stage.
-        layout: of the model that will be trained.
+        inner: system that parallelizes a stage.
+        layout: stages of the model.
     """
 
     def __init__(self, inner: System, layout: PipelineLayout) -> None:
@@ -31,22 +32,22 @@ class PipelineSystem(System):
         self._running: RankPipeline | None = None
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse what the system within a stage refuses on the stage's ranks."""
+        """Validates the inner system on the ranks of a stage."""
         ranks = world_size // self._layout.degree
         if self._inner.name == "plan":
             check_degrees(self.degrees, ranks)
         self._inner.check(ranks, shape)
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Return whether it has within a stage; `parallelize_module` has attention on parts."""
+        """Returns whether it has under the inner system; only plans compute on DTensors."""
         return self._inner.name == "plan" and self._inner.dropout_on_dtensors(shape)
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Return how many of a stage's ranks see different data."""
+        """Returns the data parallel degree within a stage."""
         return self._inner.data_parallel_degree(world_size // self._layout.degree)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Return this rank's part of the model, whose parameters have the whole model's names."""
+        """Returns this rank's part of the model; parameters have the full model's names."""
         axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"
         mesh = init_device_mesh(
             "cpu",
@@ -57,12 +58,12 @@ class PipelineSystem(System):
         return self._running.model
 
     def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
-        """Run the schedule on a microbatch; return its loss, which all ranks of a pipeline get."""
+        """Runs the schedule on a microbatch; returns its loss on all ranks of the pipeline."""
         del model, last
         assert self._running is not None
         return self._running.forward_backward(batch, parts)
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Scale gradients by the norm of those of all stages."""
+        """Clips gradients by their total norm over all stages."""
         assert self._running is not None
         return clip_gradients(model.parameters(), most, group=self._running.group)

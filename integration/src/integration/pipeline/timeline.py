@@ -1,7 +1,7 @@
-"""When every action of a step would run, had each rank a processor of its own and sending no cost.
+"""Replays the actions of a step with a processor for each rank and free communication.
 
-The order is what the ranks did, the durations what they took; an action begins when its rank has
-ended the one before and the neighbouring stage has what it needs.
+Order and durations are the measured ones. An action starts when its rank has finished the previous
+action and the neighbouring stages have produced its inputs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from integration.pipeline.actions import BACKWARD_OF_WEIGHTS, FORWARD, Action
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """An action on a rank's line of time, in seconds from the step's beginning."""
+    """An action on the timeline of a rank, in seconds from the start of the step."""
 
     rank: int
     action: Action
@@ -21,7 +21,7 @@ class ActionSpan:
 
     @property
     def end(self) -> float:
-        """When the action has ended."""
+        """End of the action."""
         return self.start + self.action.seconds
 
 
@@ -34,18 +34,18 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes."""
+        """Duration of the step."""
         return max(span.end for span in self.spans)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they wait."""
+        """The idle share of the ranks' time."""
         busy = sum(span.action.seconds for span in self.spans)
         return 1 - busy / (self.ranks * self.seconds)
 
 
-def steady(steps: Sequence[Sequence[Action]]) -> list[Action]:
-    """Return a rank's actions of a step, each with the median of its kind on its stage.
+def median_step(steps: Sequence[Sequence[Action]]) -> list[Action]:
+    """Returns a rank's actions of a step, with the median duration of each kind and stage.
 
     Args:
         steps: the same actions in the same order, several times.
@@ -58,13 +58,13 @@ def steady(steps: Sequence[Sequence[Action]]) -> list[Action]:
 
 
 def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
-    """Lay the actions of all ranks out in time, each as early as it can run.
+    """Returns the timeline in which each action of each rank runs as early as it can.
 
     Args:
-        orders: by rank.
+        orders: actions by rank.
 
     Raises:
-        ValueError: actions wait for each other in a circle.
+        ValueError: the order is a deadlock.
     """
     stages = 1 + max(action.stage for order in orders for action in order)
     ended: dict[tuple[str, int, int], float] = {}
@@ -84,12 +84,15 @@ def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
                 ended[_key(action)] = free[rank]
                 at[rank] += 1
         if len(spans) == before:
-            raise ValueError("the order of actions cannot run: each rank waits for another")
+            raise ValueError(
+                "replay: expected an order that can run, got a deadlock, in which each rank waits"
+                " for another; record the actions of one step"
+            )
     return Timeline(tuple(spans), len(orders))
 
 
 def _key(action: Action) -> tuple[str, int, int]:
-    """What an action's end makes available: outputs, gradients of inputs, or of weights."""
+    """Returns the key of an action's result: outputs, gradients of inputs, or of weights."""
     kind = action.kind if action.kind in (FORWARD, BACKWARD_OF_WEIGHTS) else "gradient"
     return kind, action.stage, action.microbatch
 

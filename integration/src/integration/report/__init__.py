@@ -1,4 +1,4 @@
-"""Writes what a comparison found: report.md, report.html, results.json and the figures."""
+"""Writes the report of a comparison: report.md, report.html, results.json and the figures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from integration.compare.results import (
     OptimizerResult,
     Results,
     SystemResult,
-    of_models,
+    by_model,
     write_results,
 )
 from integration.compare.setup import Comparison
@@ -50,12 +50,12 @@ __all__ = ["write_report"]
 
 
 def write_report(comparison: Comparison, results: Results, arguments: Sequence[str]) -> Path:
-    """Write every file of the report into the comparison's folder.
+    """Writes every file of the report into the comparison's folder.
 
     Args:
-        comparison: what was asked for; its ``out`` exists.
-        results: what came out.
-        arguments: the command line as it was given.
+        comparison: the comparison, whose ``out`` exists.
+        results: its results.
+        arguments: the command line.
 
     Returns:
         The path of report.html.
@@ -96,7 +96,7 @@ def _model_sections(results: Sequence[SystemResult], figures: Path) -> list[Mode
             same,
             losses=_chart(
                 f"losses-{model}",
-                f"Loss of {model} by step under every system, and the difference from one device",
+                f"Loss of {model} by step under every system, and its difference from one device",
                 lambda theme: draw_losses(same, theme, styles(results, theme)),
                 figures,
             ),
@@ -108,7 +108,7 @@ def _model_sections(results: Sequence[SystemResult], figures: Path) -> list[Mode
             ),
         )
 
-    return [section(model, same) for model, same in of_models(results).items()]
+    return [section(model, same) for model, same in by_model(results).items()]
 
 
 def _random_section(results: Sequence[RandomResult], figures: Path) -> RandomSection | None:
@@ -142,13 +142,13 @@ def _parallel_section(results: Sequence[ParallelResult], figures: Path) -> Paral
         return None
     chart = _chart(
         "parallelism",
-        "Largest difference from one device of every way to train, a column per model",
+        "Largest difference from one device of every variant, a column per model",
         lambda theme: draw_parallelism(results, theme),
         figures,
     )
     curves = _chart(
         "cases",
-        "Difference from one device by step, of every way, in the three cases of random numbers",
+        "Difference from one device by step of every variant, in the three cases of random numbers",
         lambda theme: draw_cases(results, theme),
         figures,
     )
@@ -160,7 +160,7 @@ def _diffusion_section(result: DiffusionResult | None, figures: Path) -> Diffusi
         return None
     chart = _chart(
         "diffusion",
-        "Images of the data, and digits drawn by each run from the same noise; losses by step",
+        "Real images, and digits that each run generates from the same noise; losses by step",
         lambda theme: draw_diffusion(result, theme),
         figures,
     )

@@ -1,4 +1,4 @@
-"""How far every way to train is from one device, by step: a row per model, a panel per case."""
+"""Draws the difference of every variant from one device: a row per model, a column per case."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from integration.compare.parallel_jobs import ParallelCase
 from integration.compare.parallelism import ParallelResult
 from integration.report.difference_axes import draw_tolerance
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.formatting import loss_unit
 from integration.report.palette import Theme
 from integration.report.parallel_figure import FLOOR
@@ -21,19 +21,19 @@ _RANDOM_CASES = (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
 def draw_cases(results: Sequence[ParallelResult], theme: Theme) -> Figure:
-    """Return the figure: a thin line per way, native torch's in the other colour."""
+    """Returns the figure: a thin line per variant, those of native DTensor in another colour."""
     models = list(dict.fromkeys(result.model for result in results))
     figure = new_figure(theme, 0.8 + 2.4 * len(models))
     grid = figure.subplots(len(models), len(_RANDOM_CASES), sharex=True, sharey=True, squeeze=False)
     for cells, model in zip(grid, models, strict=True):
         cells[0].set_ylabel(f"|Δ|, {loss_unit(model)}")
         for axes, case in zip(cells, _RANDOM_CASES, strict=True):
-            dress(axes, theme, f"{model}: {TITLES[case]}", grid_axis="y")
+            style_axes(axes, theme, f"{model}: {TITLES[case]}", grid_axis="y")
             shown = [each for each in results if each.model == model and each.case is case]
             _draw_panel(axes, shown, theme)
     for axes in grid[-1]:
         axes.set_xlabel("optimizer step")
-    colours = {"with all packages, a line for each way": 0, "native torch": 1}
+    colours = {"with all packages, a line per variant": 0, "native DTensor": 1}
     figure.legend(
         handles=[
             Line2D([], [], color=theme.series[at], label=name) for name, at in colours.items()
@@ -68,7 +68,7 @@ def _draw_panel(axes: Axes, results: Sequence[ParallelResult], theme: Theme) -> 
         draw_tolerance(axes, tolerance, theme, below=True)
     if not results:
         axes.text(
-            *(0.5, 0.5, "not trained so"),
+            *(0.5, 0.5, "no runs"),
             transform=axes.transAxes,
             ha="center",
             color=theme.muted,

@@ -1,4 +1,4 @@
-"""Step time, memory and collectives of every system, as bars."""
+"""Draws step time, memory and collectives of every system as bars."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from integration.compare.cost import Cost
 from integration.compare.results import SystemResult
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.formatting import TIMES
 from integration.report.palette import Style, Theme, label, styles
 
@@ -18,18 +18,18 @@ _MIB = 2**20
 def draw_cost(
     results: Sequence[SystemResult], theme: Theme, drawn: Mapping[str, Style] | None = None
 ) -> Figure:
-    """Return the figure of one model's costs; systems that failed keep their place without a bar.
+    """Returns the figure of one model; systems that failed have a label instead of a bar.
 
     Args:
-        results: of the model.
-        theme: of the figure.
-        drawn: styles of systems, where other figures show them too.
+        results: results of the model.
+        theme: colours of the figure.
+        drawn: styles by system; by default those of ``results``.
     """
     figure = new_figure(theme, 1.2 + 0.5 * len(results))
     times, memory, collectives = figure.subplots(1, 3, sharey=True)
-    dress(times, theme, "Median step time, ms", grid_axis="x")
-    dress(memory, theme, "Peak memory per rank, MiB", grid_axis="x")
-    dress(collectives, theme, "Collectives of a step, MiB", grid_axis="x")
+    style_axes(times, theme, "Median step time, ms", grid_axis="x")
+    style_axes(memory, theme, "Peak memory per rank, MiB", grid_axis="x")
+    style_axes(collectives, theme, "Collectives of a step, MiB", grid_axis="x")
     drawn = drawn or styles(results, theme)
     for place, result in enumerate(results):
         if result.cost is None:
@@ -43,7 +43,7 @@ def draw_cost(
     times.tick_params(axis="y", labelcolor=theme.ink, labelsize=10.5)
     times.invert_yaxis()
     for axes in (times, memory, collectives):
-        # Room for the numbers behind the bars.
+        # Space for the numbers to the right of the bars.
         axes.set_xlim(0, max(axes.dataLim.x1, 1e-9) * 1.5)
     return figure
 

@@ -1,4 +1,4 @@
-"""Differences from the single device on a logarithmic scale, which has a place for zero."""
+"""Draws differences from the single device on a logarithmic axis that also shows zeros."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -9,15 +9,15 @@ from matplotlib.axes import Axes
 from integration.report.formatting import scientific
 from integration.report.palette import Style, Theme
 
-# Decades below the smallest difference in which each line with zeros gets a row.
+# Height in decades of the row in which a line's zeros are drawn, below the smallest difference.
 _ROW = 0.4
-# Decades above the largest number that keep it, and its label, off the title.
+# Space in decades above the largest value and its label.
 _HEADROOM = 0.6
 
 
 @dataclass(frozen=True)
 class DifferenceLine:
-    """One run: |loss - reference| of every step, the style, and its name in a legend."""
+    """The line of one run: |loss - reference| of every step, its style and its legend."""
 
     differences: tuple[float, ...]
     style: Style
@@ -26,21 +26,21 @@ class DifferenceLine:
 
 @dataclass(frozen=True)
 class DifferencePanel:
-    """Axes and what they show."""
+    """Axes and their lines."""
 
     axes: Axes
     lines: Sequence[DifferenceLine]
 
     @property
     def with_zeros(self) -> list[DifferenceLine]:
-        """The lines that are bitwise equal at some step."""
+        """The lines with a difference of zero at some step."""
         return [line for line in self.lines if 0.0 in line.differences]
 
 
 def draw_differences(
     panels: Sequence[DifferencePanel], tolerances: Collection[float], theme: Theme
 ) -> None:
-    """Draw every panel to one scale, with a dashed line at each tolerance."""
+    """Draws every panel on one scale, with a dashed line at each tolerance."""
     every = [value for panel in panels for line in panel.lines for value in line.differences]
     shown = [*(value for value in every if 0 < value < math.inf), *tolerances] or [1e-6]
     bottom = math.floor(math.log10(min(shown)))
@@ -87,7 +87,7 @@ def _name_decades(axes: Axes, bottom: int, top: float, *, zeros_at: float | None
 
 
 def _draw_one(axes: Axes, line: DifferenceLine, row: float | None) -> None:
-    """Draw one line's differences: zeros in their ``row``, what is not finite at the top."""
+    """Draws one line: zeros in their ``row``, values that are not finite at the top."""
     found = dict(enumerate(line.differences, start=1))
     style = line.style
     axes.plot(
@@ -103,17 +103,21 @@ def _draw_one(axes: Axes, line: DifferenceLine, row: float | None) -> None:
     zeros = [step for step, value in found.items() if value == 0]
     if row is not None:
         axes.plot(zeros, [10**row] * len(zeros), style.marker, color=style.colour, markersize=4)
-    lost = [step for step, value in found.items() if not math.isfinite(value)]
-    if lost:
+    infinite = [step for step, value in found.items() if not math.isfinite(value)]
+    if infinite:
         across = axes.get_xaxis_transform()
-        axes.plot(lost, [0.95] * len(lost), "x", color=style.colour, transform=across)
+        axes.plot(infinite, [0.95] * len(infinite), "x", color=style.colour, transform=across)
         axes.text(
-            lost[0], 0.9, "not finite", color=style.colour, fontsize=9, va="top", transform=across
+            *(infinite[0], 0.9, "not finite"),
+            color=style.colour,
+            fontsize=9,
+            va="top",
+            transform=across,
         )
 
 
 def draw_tolerance(axes: Axes, tolerance: float, theme: Theme, *, below: bool = False) -> None:
-    """Draw a dashed line, named above its right end, or ``below`` its left one."""
+    """Draws a dashed line, labelled above its right end, or ``below`` its left end."""
     axes.axhline(tolerance, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
     axes.annotate(
         f"tolerance {scientific(tolerance)}",

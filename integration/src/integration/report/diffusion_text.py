@@ -1,4 +1,4 @@
-"""The section on images: its sentences and rows, the same for every form."""
+"""The sentences and rows of the report's section on diffusion."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from integration.report.system_rows import SystemRow, rows
 
 @dataclass(frozen=True)
 class DiffusionText:
-    """What the section says above its figure, and below its table."""
+    """The paragraphs above the section's figure and below its table."""
 
     subject: str
     note: str
@@ -18,17 +18,17 @@ class DiffusionText:
 
 @dataclass(frozen=True)
 class DiffusionRow:
-    """One run: what a row says of a system, and how many of its images were recognised."""
+    """The row of one run: its system's row, and how many of its images were recognised."""
 
     run: SystemRow
     recognised: str
 
 
 def diffusion_finding(result: DiffusionResult | None) -> str:
-    """Return what was found: what is wrong first, then how close losses and images are."""
+    """Returns the findings: a sentence per failed comparison, then the differences."""
     if result is None:
         return ""
-    sentences = [_trouble(result, run) for run in result.runs if not run.verdict.passes]
+    sentences = [_failure(result, run) for run in result.runs if not run.verdict.passes]
     for run in result.runs[1:]:
         if run.verdict.passes:
             assert run.deviation is not None
@@ -41,14 +41,14 @@ def diffusion_finding(result: DiffusionResult | None) -> str:
             sentences.append(f"{result.model} by {run.system} {distance}.")
     if result.difference is not None:
         sentences.append(
-            "Images drawn by both from the same noise differ by at most"
-            f" {scientific(result.difference)} of a pixel's range of 2."
+            "Pixels of the images that both generate from the same noise differ by at most"
+            f" {scientific(result.difference)}, of a range of 2."
         )
     return " ".join(sentences)
 
 
 def diffusion_text(result: DiffusionResult) -> DiffusionText:
-    """Return the sentences around the figure and the table."""
+    """Returns the paragraphs around the figure and the table."""
     summary = next((run.summary for run in result.runs if run.summary is not None), None)
     model, steps, data = result.model, "", "images"
     if summary is not None:
@@ -58,29 +58,27 @@ def diffusion_text(result: DiffusionResult) -> DiffusionText:
     later = ""
     if result.whole is not None and result.difference is not None:
         later = (
-            " Later steps amplify rounding, up to"
-            f" {scientific(result.whole.maximum)} at step {result.whole.step}, and so the images"
-            f" differ, by at most {scientific(result.difference)} of a pixel's range from -1 to 1:"
-            " both are shown and not judged."
+            " Later steps amplify rounding: losses differ by up to"
+            f" {scientific(result.whole.maximum)} (step {result.whole.step}), and pixels, whose"
+            f" range is -1 to 1, by up to {scientific(result.difference)}. These differences are"
+            " shown without a verdict."
         )
     return DiffusionText(
         subject=(
             f"A diffusion transformer, {model}, was trained{steps} on {data}, on one device and by"
-            f" {result.runs[1].system} on {result.runs[1].ranks} ranks. By the last checkpoint of"
-            " each, digits were then drawn from the same noise, with DDIM and classifier-free"
-            " guidance."
+            f" {result.runs[1].system} on {result.runs[1].ranks} ranks. The last checkpoint of each"
+            " then generated digits from the same noise, by DDIM with classifier-free guidance."
         ),
         note=(
-            f"Δ: the loss of a step minus one device's, in squared error per pixel, over the"
-            f" first {result.judged} steps, which are judged.{later} An image is"
-            " recognised when the image of the data that it is nearest to is of the digit that was"
-            " asked for."
+            "Δ: the loss of a step minus one device's, in squared error per pixel, over the first"
+            f" {result.judged} steps, which decide the verdict.{later} A generated image counts as"
+            " recognised if the real image nearest to it shows the requested digit."
         ),
     )
 
 
 def diffusion_rows(result: DiffusionResult) -> list[DiffusionRow]:
-    """Return a printable row per run."""
+    """Returns a row per run."""
     recognised = {drawn.system: drawn.recognised for drawn in result.drawn}
     return [
         DiffusionRow(
@@ -93,12 +91,12 @@ def diffusion_rows(result: DiffusionResult) -> list[DiffusionRow]:
     ]
 
 
-def _trouble(result: DiffusionResult, run: SystemResult) -> str:
+def _failure(result: DiffusionResult, run: SystemResult) -> str:
     name = f"{result.model} by {run.system}"
     if run.failure is not None:
         return f"{name} {run.failure.reason}; see {run.failure.log.name}."
     if run.deviation is None:
-        return f"{name} has no single device to be compared with."
+        return f"{name} was not compared, as the run on one device failed."
     return out_of_tolerance(
         name, run.deviation, run.tolerance, unit=model_shape(result.model).loss_unit
     )

@@ -1,4 +1,4 @@
-"""Where and how a comparison ran, for whoever wants to run it again."""
+"""Describes the machine, the versions and the commands of a comparison."""
 
 import os
 import platform
@@ -23,14 +23,14 @@ _PROGRAM = ("python", "-m", "integration.compare")
 
 @dataclass(frozen=True)
 class Environment:
-    """Facts for the report's last section, each ready to print.
+    """Facts for the last section of the report, formatted.
 
     Attributes:
-        command: as it was given.
-        reproduce: the same with every option spelled out.
-        single_run: one system's run alone, the last one's.
-        git_commit: of the source tree this package runs from; None outside of one.
-        dist_rng: its version; None where random numbers were left out.
+        command: the command line as given.
+        reproduce: the command line with every option explicit.
+        single_run: the command line of the last system's run alone.
+        git_commit: commit of the source tree that this package runs from; None outside of one.
+        dist_rng: version of dist-rng; None if random numbers were not compared.
     """
 
     date: str
@@ -52,7 +52,7 @@ class Environment:
     data: str
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (label, value) pairs in the order of the report."""
+        """Returns (label, value) pairs in the order of the report."""
         versions = (
             ("integration", self.integration),
             ("torch", self.torch),
@@ -76,7 +76,7 @@ class Environment:
 
 
 def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> Environment:
-    """Return the facts of this process, this machine and this moment."""
+    """Returns the facts of this process and this machine."""
     run = ("python", "-m", "integration.train", *comparison.jobs[-1].arguments)
     fifteen_minutes = os.getloadavg()[2]
     return Environment(
@@ -104,7 +104,7 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
 
 
 def shell_lines(words: Sequence[str]) -> str:
-    """Return a command to paste into a shell, continued on lines that break before options."""
+    """Returns a shell command that is broken into lines before options."""
     lines = [""]
     for index, word in enumerate(words):
         quoted = shlex.quote(word)
@@ -116,16 +116,16 @@ def shell_lines(words: Sequence[str]) -> str:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name as the kernel gives it, else the machine's architecture."""
+    """Returns the processor's name from the kernel, and the machine's architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(names, 'unknown')} ({platform.machine()})"
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of this project's checkout around ``folder``; None if there is none.
+    """Returns the commit of this project's checkout that contains ``folder``, if any.
 
-    An environment may lie inside somebody else's checkout: that one's commit says nothing.
+    An environment may be inside the checkout of another project, whose commit is not returned.
     """
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "integration/src/integration").is_dir():

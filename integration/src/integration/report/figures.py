@@ -1,4 +1,4 @@
-"""The two figures' common frame: fonts, axes, and what they are saved as."""
+"""The common layout and file formats of the figures."""
 
 import io
 from pathlib import Path
@@ -15,7 +15,7 @@ _PNG_DPI = 180
 
 
 def new_figure(theme: Theme, height_inches: float) -> Figure:
-    """Return an empty figure that lays itself out."""
+    """Returns an empty figure with a constrained layout."""
     return Figure(
         figsize=(WIDTH_INCHES, height_inches),
         layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.05, wspace=0.04),
@@ -23,8 +23,8 @@ def new_figure(theme: Theme, height_inches: float) -> Figure:
     )
 
 
-def dress(axes: Axes, theme: Theme, title: str, *, grid_axis: str) -> None:
-    """Give ``axes`` a left-aligned title, a quiet grid along ``grid_axis`` and no box."""
+def style_axes(axes: Axes, theme: Theme, title: str, *, grid_axis: str) -> None:
+    """Sets a left-aligned title and a grid along ``grid_axis``, and removes the box."""
     axes.set_facecolor(theme.background)
     axes.set_title(title, loc="left", color=theme.ink, fontsize=11, fontweight="bold", pad=10)
     axes.grid(visible=True, axis="y" if grid_axis == "y" else "x", color=theme.grid, linewidth=0.8)
@@ -38,12 +38,12 @@ def dress(axes: Axes, theme: Theme, title: str, *, grid_axis: str) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a bitmap, twice as fine as a page shows it."""
+    """Writes a figure as PNG, with twice the resolution of the page."""
     figure.savefig(path, dpi=_PNG_DPI)
 
 
 def svg_of(figure: Figure) -> bytes:
-    """Return a figure as SVG: letters as paths, so that it looks the same everywhere."""
+    """Returns a figure as SVG, with letters as paths, which need no fonts."""
     buffer = io.BytesIO()
     with rc_context({"svg.fonttype": "path", "svg.hashsalt": "integration"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

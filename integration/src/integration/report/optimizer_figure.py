@@ -1,4 +1,4 @@
-"""Loss curves of each optimizer, unsharded and sharded, and how far they lie apart."""
+"""Draws the loss curves of each optimizer, unsharded and sharded, and their differences."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,23 @@ from matplotlib.ticker import MaxNLocator
 
 from integration.compare.results import OptimizerResult
 from integration.report.difference_axes import DifferencePanel, draw_differences
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.loss_figure import difference_lines, draw_curves
 from integration.report.optimizer_text import TITLES
 from integration.report.palette import Theme, styles
 
 
 def draw_optimizers(results: Sequence[OptimizerResult], theme: Theme) -> Figure:
-    """Return the figure: a column per optimizer, its curves above their differences."""
+    """Returns the figure: a column per optimizer, curves above differences."""
     figure = new_figure(theme, 7.0)
     cells = figure.subplots(2, len(results), sharex="col", squeeze=False, height_ratios=[5, 4])
     panels = []
     for losses, differences, result in zip(*cells, results, strict=True):
-        dress(losses, theme, f"{TITLES[result.optimizer]}: loss, nats per token", grid_axis="y")
+        style_axes(
+            losses, theme, f"{TITLES[result.optimizer]}: loss, nats per token", grid_axis="y"
+        )
         title = f"|loss - loss under {result.reference.system}|, nats per token"
-        dress(differences, theme, title, grid_axis="y")
+        style_axes(differences, theme, title, grid_axis="y")
         drawn = styles(result.runs, theme)
         draw_curves(losses, result.runs, drawn, theme)
         panels.append(DifferencePanel(differences, difference_lines(result.runs, drawn)))

@@ -1,4 +1,4 @@
-"""The section on optimizers: its sentences and rows, the same for every form."""
+"""The sentences and rows of the report's section on optimizers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TITLES = {ADAM_8BIT: "8-bit Adam", MUON: "Muon"}
 
 @dataclass(frozen=True)
 class OptimizerText:
-    """What the section says above its figure, and below its table."""
+    """The paragraphs above the section's figure and below its table."""
 
     subject: str
     note: str
@@ -21,20 +21,20 @@ class OptimizerText:
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """One run: its optimizer, and what a row says of a system."""
+    """The row of one run: its optimizer, and its system's row."""
 
     optimizer: str
     run: SystemRow
 
 
 def optimizer_finding(results: Sequence[OptimizerResult]) -> str:
-    """Return what was found: what is wrong first, then a sentence per optimizer."""
-    troubles = [_trouble(each, run) for each in results for run in each.runs if not _passes(run)]
-    return " ".join([*troubles, *(sentence for each in results for sentence in _good(each))])
+    """Returns the findings: a sentence per failed comparison, then one per optimizer."""
+    failed = [_failure(each, run) for each in results for run in each.runs if not _passes(run)]
+    return " ".join([*failed, *(sentence for each in results for sentence in _passed(each))])
 
 
 def optimizer_text(results: Sequence[OptimizerResult]) -> OptimizerText:
-    """Return the sentences around the figure and the table."""
+    """Returns the paragraphs around the figure and the table."""
     runs = [run for result in results for run in result.runs]
     summary = next((run.summary for run in runs if run.summary is not None), None)
     model, steps = "A small model", ""
@@ -44,20 +44,20 @@ def optimizer_text(results: Sequence[OptimizerResult]) -> OptimizerText:
     names = listed([TITLES[result.optimizer] for result in results])
     return OptimizerText(
         subject=(
-            f"{model} was trained{steps} on the same text with {names} of fsdp.optim, under DDP,"
-            " where every rank has whole parameters, and under fsdp, where each has its shard:"
-            " 8-bit Adam quantises blocks of 256 elements there, none of which is cut, as matrices"
-            " are sharded by 32 rows, and Muon sends each matrix of the layers to one rank."
+            f"{model} was trained{steps} on the same text with {names} of fsdp.optim: under DDP,"
+            " which replicates parameters, and under fsdp, which shards them. 8-bit Adam quantises"
+            " blocks of 256 elements, which fsdp keeps on one rank by sharding matrices in units of"
+            " 32 rows; Muon gathers each matrix of the layers on one rank."
         ),
         note=(
-            "Δ: the loss of a step minus that under DDP, in nats per token. The learning rates"
-            " are equal, Muon's updates scaled to the size of AdamW's."
+            "Δ: the loss of a step minus the loss under DDP, in nats per token. All optimizers"
+            " have the same learning rate; Muon's updates are scaled to the size of AdamW's."
         ),
     )
 
 
 def optimizer_rows(results: Sequence[OptimizerResult]) -> list[OptimizerRow]:
-    """Return a printable row per run."""
+    """Returns a row per run."""
     return [
         OptimizerRow(TITLES[result.optimizer], row)
         for result in results
@@ -69,8 +69,8 @@ def _passes(run: SystemResult) -> bool:
     return run.verdict.passes
 
 
-def _good(result: OptimizerResult) -> list[str]:
-    """At most one sentence, on the runs with one optimizer that came to something."""
+def _passed(result: OptimizerResult) -> list[str]:
+    """Returns at most one sentence, on the runs with one optimizer that passed."""
     clauses = []
     for run in result.runs[1:]:
         if run.verdict is Verdict.EQUAL:
@@ -84,11 +84,11 @@ def _good(result: OptimizerResult) -> list[str]:
     return [f"With {TITLES[result.optimizer]}, {'; '.join(clauses)}."] if clauses else []
 
 
-def _trouble(result: OptimizerResult, run: SystemResult) -> str:
+def _failure(result: OptimizerResult, run: SystemResult) -> str:
     name = f"{run.system} with {TITLES[result.optimizer]}"
     if run.failure is not None:
         return f"{name} {run.failure.reason}; see {run.failure.log.name}."
     if run.verdict is Verdict.UNCOMPARED:
-        return f"{name} has no {result.reference.system} to be compared with."
+        return f"{name} was not compared, as {result.reference.system} failed."
     assert run.deviation is not None
     return out_of_tolerance(name, run.deviation, run.tolerance)

@@ -1,4 +1,4 @@
-"""The report as Markdown and as one HTML file that needs nothing else."""
+"""Renders the report as Markdown and as one self-contained HTML file."""
 
 import base64
 import re
@@ -31,7 +31,7 @@ _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure: the bitmap ``figures/<name>.png``, and SVG for either background."""
+    """A figure: the file ``figures/<name>.png``, and SVG for light and dark backgrounds."""
 
     name: str
     alternative: str
@@ -39,14 +39,14 @@ class Chart:
     dark_svg: bytes
 
     def data_uri(self, *, dark: bool) -> str:
-        """Return the figure as a ``data:`` address, which loads nothing."""
+        """Returns the figure as a ``data:`` URI."""
         encoded = base64.b64encode(self.dark_svg if dark else self.light_svg)
         return f"data:image/svg+xml;base64,{encoded.decode()}"
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What the two sections on systems show of one model."""
+    """The contents of the two sections on systems for one model."""
 
     model: str
     results: Sequence[SystemResult]
@@ -55,12 +55,12 @@ class ModelSection:
 
     @property
     def unit(self) -> str:
-        """What its loss counts."""
+        """The unit of its loss."""
         return loss_unit(self.model)
 
     @property
     def rows(self) -> list[SystemRow]:
-        """A printable row per system."""
+        """A row per system."""
         return rows(self.results)
 
 
@@ -74,7 +74,7 @@ class RandomSection:
 
     @property
     def rows(self) -> list[RandomRow]:
-        """A printable row per run."""
+        """A row per run."""
         return random_rows(self.results)
 
 
@@ -88,11 +88,11 @@ class OptimizerSection:
 
     @property
     def rows(self) -> list[OptimizerRow]:
-        """A printable row per run."""
+        """A row per run."""
         return optimizer_rows(self.results)
 
     def colour(self, system: str, *, dark: bool) -> str:
-        """Return the colour that the figure gives a system."""
+        """Returns the colour that the figure gives a system."""
         return styles(self.results[0].runs, DARK if dark else LIGHT)[system].colour
 
 
@@ -107,18 +107,18 @@ class ParallelSection:
 
     @property
     def cases(self) -> list[str]:
-        """What each cell of a row is of."""
+        """The titles of the cells of a row."""
         return [TITLES[case] for case in ParallelCase]
 
     @property
     def rows(self) -> list[ParallelRow]:
-        """A printable row per model and way."""
+        """A row per model and variant."""
         return parallel_rows(self.results)
 
 
 @dataclass(frozen=True)
 class DiffusionSection:
-    """The section on pictures."""
+    """The section on diffusion."""
 
     text: DiffusionText
     result: DiffusionResult
@@ -126,24 +126,17 @@ class DiffusionSection:
 
     @property
     def rows(self) -> list[DiffusionRow]:
-        """A printable row per run."""
+        """A row per run."""
         return diffusion_rows(self.result)
 
     def colour(self, system: str, *, dark: bool) -> str:
-        """Return the colour that the figure gives a system."""
+        """Returns the colour that the figure gives a system."""
         return styles(self.result.runs, DARK if dark else LIGHT)[system].colour
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What both templates are filled from.
-
-    Attributes:
-        random: absent where random numbers were left out.
-        optimizers: absent where they were left out.
-        parallelism: absent where it was left out.
-        pictures: absent where they were left out.
-    """
+    """The values of both templates; sections that the options left out are None."""
 
     text: PageText
     results: Results
@@ -156,22 +149,22 @@ class ReportPage:
     environment: Environment
 
     def colour(self, system: str, *, dark: bool) -> str:
-        """Return the colour that the figures give a system."""
+        """Returns the colour that the figures give a system."""
         return styles(self.results.systems, DARK if dark else LIGHT)[system].colour
 
     def source_colour(self, source: str, *, dark: bool) -> str:
-        """Return the colour of whoever draws random numbers; that of one device where nobody."""
+        """Returns the colour of a source of random numbers, or of the reference for `ABSENT`."""
         theme = DARK if dark else LIGHT
         return theme.reference if source == ABSENT else source_colour(Source(source), theme)
 
 
 def render_markdown(page: ReportPage) -> str:
-    """Return report.md; its figures are the files ``figures/*.png``."""
+    """Returns the content of report.md, whose figures are the files ``figures/*.png``."""
     return _render("report.md.j2", page, escape=False)
 
 
 def render_html(page: ReportPage) -> str:
-    """Return report.html; everything is inside, in a light and a dark form."""
+    """Returns the content of report.html, with its figures in a light and a dark form."""
     return _render("report.html.j2", page, escape=True)
 
 
@@ -189,5 +182,5 @@ def _render(template: str, page: ReportPage, *, escape: bool) -> str:
 
 
 def _unbroken(text: str) -> Markup:
-    """Keep numbers such as 1e-4 on one line: a browser may break after the hyphen."""
+    """Prevents line breaks within numbers such as 1e-4, which a browser may break at the hyphen."""
     return Markup(_SMALL_NUMBER.sub(r'<span class="whole">\g<0></span>', str(escape(text))))

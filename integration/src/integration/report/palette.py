@@ -1,11 +1,11 @@
-"""Colours and marks of the systems, told apart without colour vision too."""
+"""Colours and markers of the systems, distinguishable without colour vision too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.compare.results import SystemResult, Verdict
 
-# More than the colours, so that no two systems share both.
+# Their number is coprime to that of the colours, so that no two systems share both.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 
 
@@ -14,8 +14,8 @@ class Theme:
     """The colours of one background.
 
     Attributes:
-        reference: of the single device's curve and bars.
-        series: of the other systems, in turn.
+        reference: colour of the reference's curve and bars.
+        series: colours of the other systems, in turn.
     """
 
     ink: str
@@ -47,14 +47,14 @@ DARK = Theme(
 
 @dataclass(frozen=True)
 class Style:
-    """How one system is drawn."""
+    """The colour and marker of one system."""
 
     colour: str
     marker: str
 
 
 def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
-    """Return the style of every system, by name; the first is the reference."""
+    """Returns the style of every system by name; the first is the reference."""
     reference, *others = dict.fromkeys(result.system for result in results)
     drawn = {reference: Style(theme.reference, "")}
     for index, system in enumerate(others):
@@ -64,5 +64,5 @@ def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
 
 
 def label(result: SystemResult) -> str:
-    """Return a system's name as a figure shows it."""
+    """Returns a system's label in a figure."""
     return f"{result.system} (failed)" if result.verdict is Verdict.FAILED else result.system

@@ -1,4 +1,4 @@
-"""How far each way to train lies from one device: a dot per case, a column per model."""
+"""Draws the largest difference of every variant from one device: a dot per case."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from integration.compare.parallel_jobs import ParallelCase
 from integration.compare.parallelism import ParallelResult
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.formatting import scientific
 from integration.report.palette import MARKERS, Theme
 from integration.report.parallel_text import TITLES
@@ -18,13 +18,13 @@ FLOOR = 1e-9
 
 
 def draw_parallelism(results: Sequence[ParallelResult], theme: Theme) -> Figure:
-    """Return the figure; ways that a model is not trained by have no dot."""
+    """Returns the figure, a column per model; variants that do not support it have no dot."""
     models = list(dict.fromkeys(result.model for result in results))
     ways = list(dict.fromkeys((result.way, result.native) for result in results))
     figure = new_figure(theme, 1.6 + 0.24 * len(ways))
     cells = figure.subplots(1, len(models), sharey=True, sharex=True, squeeze=False)[0]
     for axes, model in zip(cells, models, strict=True):
-        dress(axes, theme, f"{model}: largest |Δ|", grid_axis="x")
+        style_axes(axes, theme, f"{model}: largest |Δ|", grid_axis="x")
         of_model = [result for result in results if result.model == model]
         for case, marker in zip(ParallelCase, MARKERS, strict=False):
             _draw_case(axes, [each for each in of_model if each.case is case], ways, marker, theme)

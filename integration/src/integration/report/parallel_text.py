@@ -1,4 +1,4 @@
-"""The section on kinds of parallelism: its sentences and rows, the same for every form."""
+"""The sentences and rows of the report's section on parallelism."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from integration.report.formatting import (
 )
 from integration.report.system_rows import microbatches
 
-# What each case is called above a column.
+# Column titles of the cases.
 TITLES = {
     ParallelCase.INIT: "random init",
     ParallelCase.DROPOUT: "dropout",
@@ -27,7 +27,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class ParallelText:
-    """What the section says above its figure, and below its table."""
+    """The paragraphs above the section's figure and below its table."""
 
     subject: str
     note: str
@@ -35,7 +35,7 @@ class ParallelText:
 
 @dataclass(frozen=True)
 class Cell:
-    """One case of one row: the largest and the mean difference, ready to print."""
+    """One case of a row: the largest and the mean difference, formatted."""
 
     maximum: str
     mean: str
@@ -44,12 +44,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class ParallelRow:
-    """One model, trained one way: a cell per case, in the order of ``ParallelCase``.
+    """The row of a model and a variant, formatted: a cell per case, in the order of the enum.
 
     Attributes:
-        microbatches: local ones of a step, ready to print.
-        judged: whether it is ours, and has a verdict.
-        tolerance: what is accepted, ready to print.
+        microbatches: local microbatches of a step.
+        judged: whether the row has a verdict, which native ones do not have.
+        tolerance: largest accepted difference.
     """
 
     model: str
@@ -62,56 +62,55 @@ class ParallelRow:
 
     @property
     def passes(self) -> bool:
-        """Whether every case does."""
+        """Whether every case passes."""
         return all(cell.passes for cell in self.cells)
 
 
 def parallel_rows(results: Sequence[ParallelResult]) -> list[ParallelRow]:
-    """Return a printable row per model and way, those of a model together."""
+    """Returns a row per model and variant, grouped by model."""
     models = list(dict.fromkeys(result.model for result in results))
     ways = list(dict.fromkeys((result.way, result.native) for result in results))
 
-    def place(result: ParallelResult) -> tuple[int, int]:
+    def position(result: ParallelResult) -> tuple[int, int]:
         return models.index(result.model), ways.index((result.way, result.native))
 
-    together = groupby(sorted(results, key=place), key=place)
-    return [_row(list(group)) for _, group in together]
+    groups = groupby(sorted(results, key=position), key=position)
+    return [_row(list(group)) for _, group in groups]
 
 
 def parallel_finding(results: Sequence[ParallelResult]) -> str:
-    """Return what was found: what is wrong first, then how far plans are from one device."""
-    ours = [result for result in results if not result.native]
-    sentences = [_trouble(result) for result in results if not result.verdict.passes]
-    good = [result for result in ours if result.verdict is ParallelVerdict.SAME]
-    if good:
-        sentences.append(f"{_worst(good)}.")
+    """Returns the findings: a sentence per failed comparison, then the largest difference."""
+    sentences = [_failure(result) for result in results if not result.verdict.passes]
+    passed = [result for result in results if result.verdict is ParallelVerdict.SAME]
+    if passed:
+        sentences.append(f"{_largest_difference(passed)}.")
     return " ".join(sentences)
 
 
 def parallel_text(results: Sequence[ParallelResult]) -> ParallelText:
-    """Return the sentences around the figure and the table."""
+    """Returns the paragraphs around the figure and the table."""
     models = listed(list(dict.fromkeys(result.model for result in results)))
     drawn = [result for result in results if result.native and result.deviation is not None]
     native = ""
     if drawn:
         largest = max(result.deviation.maximum for result in drawn if result.deviation)
         native = (
-            f" Native torch's own numbers, up to {scientific(largest)} away, stand beside them"
-            " without a verdict."
+            f" Runs with the random numbers of native DTensor, which differ by up to"
+            f" {scientific(largest)}, are shown without a verdict."
         )
     return ParallelText(
         subject=(
-            f"{models} were trained by plans of every kind and product of parallelism: with weights"
-            " that ranks draw on their shards, with dropout, and with both; systems that draw"
-            " nothing on shards, and pipelines, with neither. Each run is compared with one"
-            f" device.{native}"
+            f"{models} were trained with every kind of parallelism that plan-api supports, and"
+            " their products: with weights that ranks draw on their shards, with dropout, and with"
+            " both. Systems that draw nothing on shards, and pipelines, were trained with neither."
+            f" Each run is compared with one device.{native}"
         ),
         note=(
-            "Each case: the largest difference of a loss from one device's, and the mean; in nats"
-            " per token, for a DiT in squared error per pixel. Local microbatches are those of a"
-            f" step on a rank {TIMES} the samples of each. Under a plan the data parallel ranks"
-            " together have the samples of one device's microbatch, for which dropout's masks are"
-            " drawn. Times are not compared here."
+            "Each case has the largest and the mean difference of the loss from one device's, in"
+            " nats per token, for a DiT in squared error per pixel. Local microbatches: number of"
+            f" microbatches of a step on a rank {TIMES} samples of each. Under a plan the"
+            " microbatches of all data parallel ranks together have the size of one device's, so"
+            " that dropout masks are comparable. Step times are not compared here."
         ),
     )
 
@@ -139,19 +138,19 @@ def _cell(result: ParallelResult | None) -> Cell:
     return Cell(scientific(found.maximum), scientific(found.mean), result.verdict.passes)
 
 
-def _trouble(result: ParallelResult) -> str:
+def _failure(result: ParallelResult) -> str:
     name = f"{result.model} by {result.way} ({TITLES[result.case]})"
     if result.failure is not None:
         return f"{name} {result.failure.reason}; see {result.failure.log.name}."
     if result.deviation is None:
-        return f"{name} has no single device to be compared with."
+        return f"{name} was not compared, as the run on one device failed."
     return out_of_tolerance(name, result.deviation, result.tolerance, loss_unit(result.model))
 
 
-def _worst(good: Iterable[ParallelResult]) -> str:
+def _largest_difference(results: Iterable[ParallelResult]) -> str:
     by_model: dict[str, float] = {}
     count = 0
-    for result in good:
+    for result in results:
         count += 1
         assert result.deviation is not None
         worst = max(by_model.get(result.model, 0.0), result.deviation.maximum)

@@ -1,4 +1,4 @@
-"""How far random numbers drawn on shards take a run from the single device's."""
+"""Draws the differences from the single device of runs that draw random numbers on shards."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from matplotlib.ticker import MaxNLocator
 from integration.compare.random_jobs import RANKS, RandomCase, Source
 from integration.compare.random_numbers import RandomResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.palette import MARKERS, Style, Theme
 from integration.report.random_text import CASES
 
 
 def draw_random(results: Sequence[RandomResult], theme: Theme) -> Figure:
-    """Return the figure: a panel per case, colours by who draws, marks by the ranks."""
+    """Returns the figure: a panel per case, a colour per source, a marker per number of ranks."""
     figure = new_figure(theme, 4.6)
     cells = figure.subplots(1, len(RandomCase), sharey=True)
     panels = []
     for axes, case in zip(cells, RandomCase, strict=True):
-        dress(axes, theme, f"{CASES[case].capitalize()} only", grid_axis="y")
+        style_axes(axes, theme, f"{CASES[case].capitalize()} only", grid_axis="y")
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         lines = [_line(each, theme) for each in results if each.case is case and each.deviation]
@@ -43,7 +43,7 @@ def draw_random(results: Sequence[RandomResult], theme: Theme) -> Figure:
 
 
 def source_colour(source: Source, theme: Theme) -> str:
-    """Return the colour of whoever draws random numbers on shards."""
+    """Returns the colour of a source of random numbers."""
     return theme.series[list(reversed(Source)).index(source)]
 
 

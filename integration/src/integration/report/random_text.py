@@ -1,4 +1,4 @@
-"""The section on random numbers: its sentences and rows, the same for every form."""
+"""The sentences and rows of the report's section on random numbers."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _DRAWN = {RandomCase.INIT: "initial weights", RandomCase.DROPOUT: "dropout masks
 
 @dataclass(frozen=True)
 class RandomText:
-    """What the section says above its figure, and below its table."""
+    """The paragraphs above the section's figure and below its table."""
 
     subject: str
     note: str
@@ -23,12 +23,12 @@ class RandomText:
 
 @dataclass(frozen=True)
 class RandomRow:
-    """One run, every cell ready to print.
+    """The row of one run, formatted.
 
     Attributes:
-        mark: in front of the verdict; none where nothing was judged.
+        mark: mark before the verdict; empty without a verdict.
         run: the system and its ranks.
-        source: who drew random numbers on shards; absent on one device, which has none.
+        source: source of the random numbers on shards; `ABSENT` on one device.
     """
 
     case: str
@@ -46,15 +46,15 @@ class RandomRow:
 
 
 def random_finding(results: Sequence[RandomResult]) -> str:
-    """Return what was found: what is wrong first, then a sentence per case."""
-    sentences = [_trouble(result) for result in results if not result.verdict.passes]
+    """Returns the findings: a sentence per failed comparison, then one per case."""
+    sentences = [_failure(result) for result in results if not result.verdict.passes]
     for case in RandomCase:
         sentences += _case_finding(case, [result for result in results if result.case is case])
     return " ".join(sentences)
 
 
 def random_text(results: Sequence[RandomResult]) -> RandomText:
-    """Return the sentences around the figure and the table."""
+    """Returns the paragraphs around the figure and the table."""
     summary = next((each.summary for each in results if each.summary is not None), None)
     model, steps = "A small model", ""
     if summary is not None:
@@ -63,41 +63,39 @@ def random_text(results: Sequence[RandomResult]) -> RandomText:
     ranks = listed([str(each) for each in RANKS])
     return RandomText(
         subject=(
-            f"{model} was trained{steps} on the same text, on a single device and cut by"
-            f" dtensor-tp over {ranks} ranks, where random numbers are drawn on shards. With random"
-            " init these are the weights: each rank draws its part of parameters that are sharded"
-            f" already. With dropout they are the masks of attention (p = {DROPOUT}), from equal"
-            " weights. Ranks take one device's microbatches. Each was done once as stock"
-            " DTensor draws and once with dist-rng installed."
-            " Where the numbers are equal, what remains of a difference is the order of reductions."
+            f"{model} was trained{steps} on the same text, on a single device and by dtensor-tp on"
+            f" {ranks} ranks, which draw random numbers on shards. With random init, each rank"
+            " draws its shards of the weights. With dropout, ranks draw the masks of attention"
+            f" (p = {DROPOUT}) and start from equal weights. Ranks take the microbatches of one"
+            " device. Each case ran once with native DTensor and once with dist-rng. Where the"
+            " numbers are equal, the remaining difference comes from the order of reductions."
         ),
         note=(
-            "Equal is bit for bit, by SHA-256: of all weights before the first step, and of the"
+            "Equal means bit for bit, by SHA-256 of all weights before the first step and of the"
             " mask of every dropout in the first step, both gathered from the ranks. Native DTensor"
-            " is shown for comparison and gets no verdict."
+            " is shown for comparison, without a verdict."
         ),
     )
 
 
 def random_rows(results: Sequence[RandomResult]) -> list[RandomRow]:
-    """Return a printable row per run."""
+    """Returns a row per run."""
     return [_row(result) for result in results]
 
 
 def _case_finding(case: RandomCase, results: Sequence[RandomResult]) -> list[str]:
-    """At most one sentence, on the runs of one case that came to something."""
+    """Returns at most one sentence, on the runs of one case that finished."""
     same = [each for each in results if each.verdict is RandomVerdict.SAME]
     clauses = []
     if same:
         ranks = listed([str(each.ranks) for each in same])
         clauses.append(
-            f"dist-rng gives {ranks} ranks the {_DRAWN[case]} of the single device, bit for bit,"
-            f" and losses within {scientific(_largest(same))} nats per token of its own"
+            f"dist-rng on {ranks} ranks draws the {_DRAWN[case]} of the single device, bit for bit,"
+            f" and its losses are within {scientific(_largest(same))} nats per token"
         )
     native = [each for each in results if each.verdict is RandomVerdict.UNJUDGED]
     if native:
-        whose = "native DTensor's" if same else "the losses of native DTensor"
-        clauses.append(f"{whose} differ by up to {scientific(_largest(native))}")
+        clauses.append(f"losses with native DTensor differ by up to {scientific(_largest(native))}")
     return [f"With {CASES[case]}, {'; '.join(clauses)}."] if clauses else []
 
 
@@ -106,17 +104,17 @@ def _largest(results: Sequence[RandomResult]) -> float:
     return max(maxima, key=lambda value: (math.isnan(value), value))
 
 
-def _trouble(result: RandomResult) -> str:
+def _failure(result: RandomResult) -> str:
     if result.failure is not None:
         return f"{result.name} {result.failure.reason}; see {result.failure.log.name}."
     if result.verdict is RandomVerdict.UNCOMPARED:
-        return f"{result.name} has no single device to be compared with."
+        return f"{result.name} was not compared, as the run on one device failed."
     if result.verdict is RandomVerdict.OUTSIDE:
         assert result.deviation is not None
         return out_of_tolerance(result.name, result.deviation, result.tolerance)
     kinds = {"initial weights": result.same_weights, "dropout masks": result.same_masks}
     other = [kind for kind, same in kinds.items() if same is False]
-    return f"{result.name} has other {listed(other)} than the single device."
+    return f"The {listed(other)} of {result.name} differ from the single device's."
 
 
 def _row(result: RandomResult) -> RandomRow:

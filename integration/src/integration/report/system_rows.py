@@ -1,4 +1,4 @@
-"""The rows of the tables of systems, the same for every form."""
+"""The rows of the tables of systems."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class SystemRow:
-    """One system and model as both tables show it, every number ready to print."""
+    """The row of a system and a model in both tables, formatted."""
 
     system: str
     verdict: Verdict
@@ -35,7 +35,7 @@ class SystemRow:
 
 
 def rows(results: Sequence[SystemResult]) -> list[SystemRow]:
-    """Return a printable row per system."""
+    """Returns a row per system."""
     return [_row(result) for result in results]
 
 
@@ -65,7 +65,7 @@ def _row(result: SystemResult) -> SystemRow:
 
 
 def microbatches(work: LocalWork | None) -> str:
-    """Return how many microbatches a rank computes in a step, times the samples of each."""
+    """Returns a rank's number of microbatches in a step, times the samples of each."""
     return ABSENT if work is None else f"{work.microbatches} {TIMES} {work.samples}"
 
 

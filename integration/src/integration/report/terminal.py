@@ -1,4 +1,4 @@
-"""The short tables that end the command."""
+"""Prints short tables of the results at the end of the command."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from integration.compare.results import (
     OptimizerResult,
     Results,
     SystemResult,
-    of_models,
+    by_model,
 )
 from integration.report.diffusion_text import diffusion_rows
 from integration.report.formatting import ABSENT, TIMES
@@ -27,9 +27,9 @@ from integration.report.system_rows import rows
 
 
 def print_results(results: Results, report: Path, console: Console) -> None:
-    """Print a line per run, what was found, and where the report lies."""
+    """Prints a row per run, the findings, and the path of the report."""
     console.print()
-    for model, same in of_models(results.systems).items():
+    for model, same in by_model(results.systems).items():
         console.print(Text(model, "bold"))
         console.print(_systems_table(same))
         console.print()
@@ -73,7 +73,7 @@ def _systems_table(results: Sequence[SystemResult]) -> Table:
 
 def _random_table(results: Sequence[RandomResult]) -> Table:
     table = _table("on shards", "drawn by", "verdict", "weights", "masks", numbers=("max |Δ|",))
-    # A reference that finished has nothing to tell here.
+    # A reference that finished has nothing to show here.
     shown = [result for result in results if result.verdict is not RandomVerdict.REFERENCE]
     for row in random_rows(shown):
         judged = row.verdict is not RandomVerdict.UNJUDGED

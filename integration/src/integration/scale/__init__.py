@@ -1,7 +1,9 @@
-"""What training would take on up to 16,384 ranks: measured on one of them, counted, predicted.
+"""Simulates training on up to 16,384 ranks in one process.
 
-Note: one process plays rank 0 of a *world* of ranks over torch's fake process group. A *way* is how
-the ranks share the work (`ways`). *Traffic* is what a way sends in a step along one axis of its
-mesh, counted as it reaches the process group (`fake_step`, `traffic`); the time that it takes is
-predicted from it by a cost model with a handful of constants (`cost`).
+Note [terminology of the simulation]
+    world: the ranks, of which the process is rank 0, over torch's fake process group.
+    strategy: the kinds of parallelism and their mesh (`strategies`).
+    traffic: the collectives of a step along one mesh axis, counted where they reach the process
+        group (`fake_step`, `traffic`).
+    prediction: the time of a step, by a cost model with few constants (`cost`).
 """

@@ -1,4 +1,4 @@
-"""``python -m integration.scale``: simulate training on up to 16,384 ranks, and report."""
+"""``python -m integration.scale``: simulates training on up to 16,384 ranks."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from integration.scale.options import parse_options, prepare
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 when the options are wrong."""
+    """Runs the command; returns its exit code: 0, or 2 when the options are wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         setup = prepare(parse_options(arguments))

@@ -1,15 +1,16 @@
-"""The time of a step, by a model with few constants; what is counted is its input.
+"""Predicts the time of a step from its counted work and traffic.
 
-Note: the model. A rank computes at `efficiency` of its peak. A collective of n ranks on m nodes
-goes round a ring: each of its n - 1 steps, twice that of an all-reduce, takes the latency of the
-link that it crosses, of which m - 1 lead to another node, as NCCL's own tuning has it
-(https://github.com/NVIDIA/nccl, src/graph/tuning.cc), and bytes pass at the bandwidth of the
-narrowest link. Between nodes a ring uses the network cards of all its ranks in a node, so that with
-k of them there it has k times a card's bandwidth; other groups of the same node use other cards.
+Note [cost model]
+    A rank computes at `efficiency` of its peak FLOP/s. A collective of n ranks on m nodes uses a
+    ring with n - 1 steps, an all-reduce with twice as many. Each step takes the latency of its
+    link, of which m - 1 are between nodes, as in NCCL's tuning (https://github.com/NVIDIA/nccl,
+    src/graph/tuning.cc); bytes are sent at the bandwidth of the slowest link. Between nodes a ring
+    uses the network cards of all its ranks in a node: with k of them, k times the bandwidth of a
+    card. Other groups of the node use other cards.
 
-Collectives along "tp" are waited for. Those of fully_shard run beside what the same layer computes,
-and what is longer than that is waited for; the root's have nothing beside them. Gradients that a
-plan reduces are sent at the end of backward, when nothing is computed.
+    Collectives along "tp" are exposed. Collectives of fully_shard overlap with the compute of the
+    same layer, and are exposed as far as they take longer; those of the root are exposed. Gradients
+    of a plan are reduced after backward, without overlap.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """How ranks reach each other.
+    """A link between ranks.
 
     Attributes:
         bandwidth: bytes per second of one rank, in one direction.
-        latency: seconds of a step of a ring.
+        latency: seconds of one step of a ring.
     """
 
     bandwidth: float
@@ -44,16 +45,16 @@ class NetworkLink:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster; the defaults are round figures of H100s, given and not measured.
+    """A cluster; the defaults are round figures for H100s, assumed and not measured.
 
     Attributes:
-        peak: FLOP/s of a rank.
-        efficiency: share of it that computing reaches.
-        node: ranks of a node.
+        peak: peak FLOP/s of a rank.
+        efficiency: share of the peak that compute reaches.
+        node: ranks per node.
         inside: link within a node.
-        between: link of a rank's own network card to other nodes.
-        overlap: share of a layer's computing beside which its collectives can run.
-        memory: bytes of a rank.
+        between: link of a rank's network card to other nodes.
+        overlap: share of a layer's compute time that can overlap with its collectives.
+        memory: bytes of memory of a rank.
     """
 
     peak: float = 989e12
@@ -72,24 +73,31 @@ class Machine:
         }  # fmt: skip
         for name, share in shares.items():
             if not 0 <= share <= 1 or (name == "efficiency" and share == 0):
-                raise ValueError(f"Machine: {name} is {share!r}; wants a share, at most 1")
+                raise ValueError(
+                    f"Machine: {name}: expected a share of at most 1, got {share!r}; give another"
+                )
         for name, rate in rates.items():
             if not 0 < rate < math.inf:
-                raise ValueError(f"Machine: {name} is {rate!r}; wants a number above 0")
+                raise ValueError(
+                    f"Machine: {name}: expected a number above 0, got {rate!r}; give another"
+                )
         for name, link in (("inside", self.inside), ("between", self.between)):
             if not 0 <= link.latency < math.inf:
-                raise ValueError(f"Machine: {name}.latency is {link.latency!r}; wants 0 or more")
+                raise ValueError(
+                    f"Machine: {name}.latency: expected 0 or more, got {link.latency!r};"
+                    " give another"
+                )
 
 
 @dataclass(frozen=True)
 class PredictedStepTime:
-    """Seconds of a step.
+    """The predicted seconds of a step.
 
     Attributes:
-        compute: of forward and backward.
-        tensor: of collectives along "tp", waited for.
-        data: of the others, as far as they are waited for.
-        hidden: of the others, beside computing; no part of the total.
+        compute: forward and backward.
+        tensor: collectives along "tp", which are exposed.
+        data: other collectives, as far as they are exposed.
+        hidden: other collectives, as far as they overlap; not in the total.
     """
 
     compute: float
@@ -99,12 +107,12 @@ class PredictedStepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Seconds of the step."""
         return self.compute + self.tensor + self.data
 
 
 def collective_seconds(traffic: AxisTraffic, machine: Machine) -> float:
-    """Seconds of collectives along one axis, one after another."""
+    """Returns the seconds of collectives along one axis, one after another."""
     axis = traffic.axis
     in_node = max(1, min(axis.size, machine.node // axis.stride))
     nodes = math.ceil(axis.size / in_node)
@@ -121,19 +129,19 @@ def collective_seconds(traffic: AxisTraffic, machine: Machine) -> float:
 def step_time(
     counted: CountedStep, machine: Machine, tokens: float | None = None
 ) -> PredictedStepTime:
-    """Seconds of a step.
+    """Returns the predicted time of a step.
 
     Args:
-        counted: what a step of ``counted.tokens`` takes.
-        machine: it runs on.
-        tokens: of a rank's own data; FLOPs and what is sent along "tp" grow with them.
+        counted: work and traffic of a step of ``counted.tokens``.
+        machine: the cluster.
+        tokens: tokens of a rank; FLOPs and traffic along "tp" are proportional to them.
     """
     more = 1.0 if tokens is None else tokens / counted.tokens
     parts = [(counted.root, 1, 0.0)]
-    # Gradients of a plan without fully_shard are reduced behind all layers.
-    beside = machine.overlap if any(axis.name == "shard" for axis in counted.axes) else 0.0
+    # Gradients of a plan without fully_shard are reduced after all layers.
+    overlap = machine.overlap if any(axis.name == "shard" for axis in counted.axes) else 0.0
     parts += [
-        (layer, times, beside) for layer, times in zip(counted.layers, counted.times, strict=True)
+        (layer, times, overlap) for layer, times in zip(counted.layers, counted.times, strict=True)
     ]
     compute = tensor = data = hidden = 0.0
     for part, times, share in parts:
@@ -144,7 +152,7 @@ def step_time(
 
 
 def throughput(counted: CountedStep, time: PredictedStepTime, tokens: float | None = None) -> float:
-    """Tokens per second of all ranks."""
+    """Returns the tokens per second of all ranks."""
     own = counted.tokens if tokens is None else tokens
     return own * counted.ranks / counted.sharing / time.total
 

@@ -1,7 +1,4 @@
-"""Predicted throughput: with more ranks for more data, for the same data, and for larger models.
-
-The three of veScale-FSDP's section 6.2.
-"""
+"""Predicts weak, strong and model scaling, as in veScale-FSDP, section 6.2."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ class CurvePoint:
     """A predicted step.
 
     Attributes:
-        x: ranks, or parameters of the model.
-        tokens: of a rank in a step, its share where ranks have the same data.
-        seconds: of the step.
+        x: number of ranks, or of parameters of the model.
+        tokens: tokens of a rank in a step; its share where ranks have the same data.
+        seconds: seconds of the step.
         throughput: tokens per second of all ranks.
-        mfu: FLOP/s of the ranks over their peak; what ranks compute twice counts twice.
+        mfu: FLOP/s of the ranks over their peak; redundant compute counts.
     """
 
     x: float
@@ -37,13 +34,13 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one line of a picture.
+    """One line of a figure.
 
     Attributes:
-        model: its name.
-        way: its name.
-        label: what the line is of.
-        points: ascending.
+        model: name of the model.
+        way: name of the strategy.
+        label: label of the line.
+        points: points, ascending.
     """
 
     model: str
@@ -54,12 +51,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Sized:
-    """A model of other depth and width than the published one.
+    """A model with another depth and width than the published one.
 
     Attributes:
-        parameters: of it.
-        depth: its layers.
-        width: by what inner sizes of its MLPs are multiplied.
+        parameters: number of parameters.
+        depth: number of layers.
+        width: factor of the inner sizes of its MLPs.
     """
 
     parameters: int
@@ -68,12 +65,12 @@ class Sized:
 
 
 def weak_scaling(counts: Iterable[CountedStep], machine: Machine, tokens: int) -> list[Curve]:
-    """The same tokens for each rank: a curve for each model and way."""
+    """Returns a curve per model and strategy, with constant tokens per rank."""
     return _curves(counts, machine, lambda _: tokens, lambda one: one.way)
 
 
 def strong_scaling(counts: Iterable[CountedStep], machine: Machine, batch: int) -> list[Curve]:
-    """The same tokens for all ranks together: a curve for each model and way."""
+    """Returns a curve per model and strategy, with a constant global batch."""
     label = f"{batch / 2**20:,.0f} M tokens"
     return _curves(counts, machine, lambda one: batch / one.ranks, lambda _: label)
 
@@ -82,16 +79,16 @@ def model_scaling(
     shape: Shape, strategies: Sequence[ParallelStrategy], ranks: int, sizes: Sequence[float],
     machine: Machine, tokens: int, counted: Callable[..., CountedStep] = count,
 ) -> list[Curve]:  # fmt: skip
-    """A model that grows in depth and in width alike, on the same ranks.
+    """Returns a curve per strategy of a model that grows in depth and width, on the same ranks.
 
     Args:
-        shape: what it grows from.
-        strategies: that are compared.
-        ranks: of the world.
-        sizes: of depth and width each, over the published.
-        machine: it runs on.
-        tokens: of a rank.
-        counted: what counts, as `count`.
+        shape: the published model.
+        strategies: strategies to compare.
+        ranks: size of the world.
+        sizes: factors of depth and width.
+        machine: the cluster.
+        tokens: tokens of a rank.
+        counted: function that counts a step, by default `count`.
     """
     curves = []
     models = [sized(shape, size) for size in sizes]
@@ -105,7 +102,10 @@ def model_scaling(
 
 
 def sized(shape: Shape, size: float) -> Sized:
-    """A model of so many times the layers and the inner sizes; its dense layers stay."""
+    """Returns a model with ``size`` times the layers and inner sizes.
+
+    In a model with experts, the number of dense layers does not change.
+    """
     depth = shape.depth
     if depth.experts:
         made = Depth(depth.dense, max(1, round(depth.experts * size)))
@@ -138,7 +138,7 @@ def _curves(
 
 
 def _point(one: CountedStep, machine: Machine, tokens: float, x: float) -> CurvePoint:
-    own = tokens * one.sharing  # ranks with the same data have it together
+    own = tokens * one.sharing  # of all ranks with the same data
     time = step_time(one, machine, own)
     flops = one.whole.flops * own / one.tokens
     return CurvePoint(

@@ -1,7 +1,7 @@
-"""What a layer costs the host beside its operators: hooks, placements, collectives that return.
+"""Measures the host time that a strategy adds to a layer: hooks, placements, collectives.
 
-Real steps of the model with tiny widths, so that operators take next to nothing, on rank 0 of a
-fake world; what the same layer takes without any way is taken off.
+Runs real steps of the model with tiny widths, so that operators take almost no time, on rank 0 of a
+fake world, and subtracts the time of the same layer on one device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SEQUENCE = 8
 
 @dataclass(frozen=True)
 class DispatchTime:
-    """Processor time of the host.
+    """CPU time of a layer, forward and backward.
 
     Attributes:
-        model: its name.
-        way: its name.
-        ranks: of the world.
-        plain: seconds of a layer, forward and backward, on one device.
-        layer: seconds of it by the way.
+        model: name of the model.
+        way: name of the strategy.
+        ranks: size of the world.
+        plain: seconds on one device.
+        layer: seconds under the strategy.
     """
 
     model: str
@@ -47,33 +47,35 @@ class DispatchTime:
 
     @property
     def cost(self) -> float:
-        """Seconds that the way adds to a layer."""
+        """Seconds that the strategy adds to a layer."""
         return self.layer - self.plain
 
 
 def measure_dispatch(
-    shape: Shape, way: ParallelStrategy, ranks: int, rounds: int = 7
+    shape: Shape, strategy: ParallelStrategy, ranks: int, rounds: int = 7
 ) -> DispatchTime:
-    """Measures the least of some rounds, of two depths in turns; a layer is their difference.
+    """Measures two depths in turns and returns the difference of their minima, per layer.
 
     Args:
-        shape: a model without experts, whose loops depend on numbers.
-        way: how ranks share it.
-        ranks: of the world.
-        rounds: of each depth.
+        shape: a model without experts, whose loops depend on data.
+        strategy: the strategy.
+        ranks: size of the world.
+        rounds: number of measurements of each depth.
 
     Raises:
-        ValueError: a model with experts.
+        ValueError: the model has experts.
     """
     if shape.depth.experts:
-        raise ValueError(f"measure_dispatch: {shape.name} has experts; wants a model without")
-    axes = axes_of(way, ranks)
-    # A plan is given the whole batch and cuts it.
-    batch = math.prod(axis.size for axis in axes if axis.name != "tp") if way.tensor else 1
+        raise ValueError(
+            f"measure_dispatch: expected a model without experts, got {shape.name}; give another"
+        )
+    axes = axes_of(strategy, ranks)
+    # A plan takes the global batch and shards it.
+    batch = math.prod(axis.size for axis in axes if axis.name != "tp") if strategy.tensor else 1
     plain = _layer(shape, None, 1, rounds)
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
-        made = _layer(shape, lambda model: distribute(model, shape, way, mesh), batch, rounds)
-    return DispatchTime(shape.name, way.name, ranks, plain, made)
+        made = _layer(shape, lambda model: distribute(model, shape, strategy, mesh), batch, rounds)
+    return DispatchTime(shape.name, strategy.name, ranks, plain, made)
 
 
 def _layer(

@@ -1,9 +1,9 @@
-"""Steps without numbers: tensors that hold data have shapes alone, and everything else is real.
+"""Runs training steps on tensors without data and records their compute and collectives.
 
 Parameters, activations and buffers of collectives are FakeTensors, which need no memory and compute
-nothing. What code looks at, such as meshes, splits and hashes of plans (integers), is real: under
-torch's own FakeTensorMode a DeviceMesh could not be read. So the packages run their own code, and
-collectives reach the process group that they would reach; this mode sees them pass.
+nothing. Integer tensors that code reads, such as meshes, splits and hashes of plans, are real:
+under torch's FakeTensorMode a DeviceMesh could not be read. The packages run their own code, and
+collectives reach their process group, where this mode records them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from testkit.comm_log import Op
 __all__ = ["FakeStepRecord", "fake_step"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-# They make of an operator what is recorded.
-_LATER = (DTensor, AsyncCollectiveTensor)
+# Their operators are recorded after they have been desugared to local ones.
+_DESUGARED = (DTensor, AsyncCollectiveTensor)
 
 
 class FakeStepRecord:
-    """What a step did on this rank.
+    """The recorded compute and collectives of this rank.
 
     Attributes:
-        collectives: in the order in which they were issued, those of one rank left out.
-        flops: of matrix products and attention.
-        operators: that ran on local tensors.
+        collectives: collectives in the order of issue; those of a single rank are left out.
+        flops: FLOPs of matrix products and attention.
+        operators: number of operators on local tensors.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class FakeStepRecord:
 
 @contextmanager
 def fake_step() -> Iterator[FakeStepRecord]:
-    """Makes tensors without data within the block, and records what is computed and sent.
+    """Creates tensors without data within the context, and records compute and collectives.
 
     Yields:
-        the record, which grows while the block runs.
+        The record, which grows within the context.
     """
     record = FakeStepRecord()
     with catch_warnings():
-        # Buffers look whether their memory is aligned; a FakeTensor's address is 0, which is.
+        # Buffers check the alignment of their memory; a FakeTensor's address is 0.
         filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         with _FakeStepMode(record):
             yield record
@@ -73,9 +73,9 @@ class _FakeStepMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(one, _LATER) for one in types):
+        if any(issubclass(one, _DESUGARED) for one in types):
             return NotImplemented
-        if active_fake_mode() is not None:  # DTensor asks for shapes alone
+        if active_fake_mode() is not None:  # DTensor infers shapes
             return func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             result = func(*args, **kwargs)
@@ -95,26 +95,26 @@ class _FakeStepMode(TorchDispatchMode):
         group = get_process_group(func, args)
         if group is None or group.size() == 1 or name == "barrier":
             return
-        ours = _tensors(args)
-        self._record.collectives.append(_read(name, func, args, result, group, ours))
+        tensors = _tensors(args)
+        self._record.collectives.append(_read(name, func, args, result, group, tensors))
 
 
 def _read(
-    op: Op, func: Any, args: tuple[Any, ...], result: Any, group: Any, ours: list[torch.Tensor]
+    op: Op, func: Any, args: tuple[Any, ...], result: Any, group: Any, tensors: list[torch.Tensor]
 ) -> Collective:
-    """A collective as `testkit.CommLog` would have it."""
-    ranks, sizes = group.size(), [tensor.nbytes for tensor in ours]
+    """Returns a collective as `testkit.CommLog` would record it."""
+    ranks, sizes = group.size(), [tensor.nbytes for tensor in tensors]
     if func.namespace == "c10d" and op in ("all_gather", "reduce_scatter"):  # both are arguments
         large, small = max(sizes), min(sizes)
     elif func.namespace == "c10d" or op in ("all_reduce", "all_to_all"):
         large = small = sizes[0]
     else:
         large, small = sorted((sum(sizes), sum(one.nbytes for one in _tensors(result))))[::-1]
-    given, taken = (small, large) if op == "all_gather" else (large, small)
-    splits = (given // ranks,) * ranks if op == "all_to_all" else ()
-    dtype = str(ours[0].dtype).removeprefix("torch.")
+    sent, received = (small, large) if op == "all_gather" else (large, small)
+    splits = (sent // ranks,) * ranks if op == "all_to_all" else ()
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
     return Collective(
-        op, given, taken, dtype, group.group_name, ranks, group.rank(),
+        op, sent, received, dtype, group.group_name, ranks, group.rank(),
         input_splits=splits, output_splits=splits,
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _makes_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator makes a new tensor of data: floating, or bytes of a buffer."""
+    """Returns whether an operator creates a tensor of data: floating point, or a buffer's bytes."""
     if not any(argument.name == "device" for argument in func._schema.arguments):
         return False
     given = _tensors((args, kwargs))

@@ -1,4 +1,4 @@
-"""The pictures: throughput by ranks and by size, what is sent, and what beginning takes."""
+"""Draws throughput by ranks and by model size, traffic, padding, and initialisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from integration.report.figures import dress, new_figure
+from integration.report.figures import new_figure, style_axes
 from integration.report.palette import MARKERS, Theme
 from integration.scale.curves import Curve
 from integration.scale.dispatch import DispatchTime
@@ -21,15 +21,15 @@ from integration.scale.traffic import CountedStep
 __all__ = ["draw_beginning", "draw_growth", "draw_padding", "draw_strong", "draw_traffic",
            "draw_weak"]  # fmt: skip
 
-_PLACES = {way.name: place for place, way in enumerate(STRATEGIES)}
+_PLACES = {strategy.name: place for place, strategy in enumerate(STRATEGIES)}
 
 
 def draw_weak(curves: Sequence[Curve], theme: Theme) -> Figure:
-    """Tokens per second of one rank, by ranks: a panel for each model, a line for each way."""
+    """Draws tokens per second and rank, by ranks: a panel per model, a line per strategy."""
     models = _models(curves)
     figure, panels = _row(theme, len(models))
     for axes, model in zip(panels, models, strict=True):
-        dress(axes, theme, model, grid_axis="y")
+        style_axes(axes, theme, model, grid_axis="y")
         for curve in (one for one in curves if one.model == model):
             _line(
                 axes, theme, _PLACES[curve.way], [point.x for point in curve.points],
@@ -37,17 +37,17 @@ def draw_weak(curves: Sequence[Curve], theme: Theme) -> Figure:
             )  # fmt: skip
         _ranks(axes, [point.x for point in curves[0].points])
         axes.set_ylim(0, None)
-    panels[0].set_ylabel("tokens / s of a rank")
+    panels[0].set_ylabel("tokens / s per rank")
     _legend(figure, theme, {curve.way: _PLACES[curve.way] for curve in curves})
     return figure
 
 
 def draw_strong(curves: Sequence[Curve], theme: Theme) -> Figure:
-    """Tokens per second by ranks, each batch by the way that is fastest; dashed: in proportion."""
+    """Draws tokens per second by ranks, a line per batch with its fastest strategy."""
     models, labels = _models(curves), list(dict.fromkeys(curve.label for curve in curves))
     figure, panels = _row(theme, len(models))
     for axes, model in zip(panels, models, strict=True):
-        dress(axes, theme, model, grid_axis="y")
+        style_axes(axes, theme, model, grid_axis="y")
         for place, label in enumerate(labels):
             ranks, best = fastest([c for c in curves if (c.model, c.label) == (model, label)])
             _line(axes, theme, place, ranks, best)
@@ -61,40 +61,40 @@ def draw_strong(curves: Sequence[Curve], theme: Theme) -> Figure:
 
 
 def fastest(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
-    """At each number of ranks, the most tokens per second of any curve."""
+    """Returns the numbers of ranks, and the most tokens per second of any curve at each."""
     ranks = [point.x for point in curves[0].points]
     best = [max(curve.points[at].throughput for curve in curves) for at in range(len(ranks))]
     return ranks, best
 
 
 def draw_growth(curves: Sequence[Curve], theme: Theme) -> Figure:
-    """MFU by the model's parameters, a line for each way."""
+    """Draws MFU by the number of parameters, a line per strategy."""
     figure, (axes,) = _row(theme, 1)
-    dress(axes, theme, f"{curves[0].model}, deeper and wider", grid_axis="y")
+    style_axes(axes, theme, f"{curves[0].model}, deeper and wider", grid_axis="y")
     for curve in curves:
         _line(
             axes, theme, _PLACES[curve.way], [point.x / 1e9 for point in curve.points],
             [100 * point.mfu for point in curve.points],
         )  # fmt: skip
     axes.set_ylim(0, None)
-    axes.set_xlabel("parameters, in thousand millions")
+    axes.set_xlabel("parameters, in billions")
     axes.set_ylabel("MFU, %")
     _legend(figure, theme, {curve.way: _PLACES[curve.way] for curve in curves})
     return figure
 
 
 def draw_traffic(counts: Sequence[CountedStep], theme: Theme) -> Figure:
-    """Bytes that a rank sends in a step, by ranks: a panel for each model, a line for each way."""
+    """Draws the bytes that a rank sends in a step, by ranks: a panel per model."""
     models = list(dict.fromkeys(one.model for one in counts))
     figure, panels = _row(theme, len(models))
     for axes, model in zip(panels, models, strict=True):
-        dress(axes, theme, model, grid_axis="y")
-        for way, place in _PLACES.items():
-            found = [one for one in counts if (one.model, one.way) == (model, way)]
+        style_axes(axes, theme, model, grid_axis="y")
+        for strategy, place in _PLACES.items():
+            found = [one for one in counts if (one.model, one.way) == (model, strategy)]
             sent = [sum(each.nbytes for each in one.whole.traffic) / 1e9 for one in found]
             _line(axes, theme, place, [one.ranks for one in found], sent)
         _log(axes)
-        low, high = axes.get_ylim()  # ways that differ by little are not to look far apart
+        low, high = axes.get_ylim()  # a wider range, so that small differences do not look large
         axes.set_ylim(low / 3, high * 3)
         _ranks(axes, [one.ranks for one in counts])
     panels[0].set_ylabel("GB sent by a rank in a step")
@@ -103,12 +103,12 @@ def draw_traffic(counts: Sequence[CountedStep], theme: Theme) -> Figure:
 
 
 def draw_padding(paddings: Sequence[Padding], theme: Theme) -> Figure:
-    """Share of padding by ranks: a panel for each model, a line for each number of rows."""
+    """Draws the share of padding by ranks: a panel per model, a line per block size."""
     models = list(dict.fromkeys(one.model for one in paddings))
     rows = list(dict.fromkeys(one.rows for one in paddings))
     figure, panels = _row(theme, len(models))
     for axes, model in zip(panels, models, strict=True):
-        dress(axes, theme, model, grid_axis="y")
+        style_axes(axes, theme, model, grid_axis="y")
         for place, count in enumerate(rows):
             found = [one for one in paddings if (one.model, one.rows) == (model, count)]
             _line(
@@ -118,29 +118,29 @@ def draw_padding(paddings: Sequence[Padding], theme: Theme) -> Figure:
         _log(axes)
         _ranks(axes, [one.ranks for one in paddings])
     panels[0].set_ylabel("padding, %")
-    _legend(figure, theme, {f"rows uncut: {count}": place for place, count in enumerate(rows)})
+    _legend(figure, theme, {f"block of {count} rows": place for place, count in enumerate(rows)})
     return figure
 
 
 def draw_beginning(
     begun: Sequence[Initialisation], dispatched: Sequence[DispatchTime], theme: Theme
 ) -> Figure:
-    """Seconds and memory until the first step, and dispatch of a layer, by ranks."""
+    """Draws seconds until the first step, and the dispatch time of a layer, by ranks."""
     panels_of = []
     for model in dict.fromkeys(one.model for one in begun):
-        panels_of.append((model, "s to begin", [
+        panels_of.append((model, "s of initialisation", [
             (one.way, one.ranks, one.mesh + one.model_on_meta + one.distribute)
             for one in begun if one.model == model
         ]))  # fmt: skip
     if dispatched:
         costs = [(one.way, one.ranks, 1e3 * one.cost) for one in dispatched]
-        panels_of.append((dispatched[0].model, "ms of the host for a layer", costs))
+        panels_of.append((dispatched[0].model, "ms of host time per layer", costs))
     figure, panels = _row(theme, len(panels_of))
     for axes, (title, label, values) in zip(panels, panels_of, strict=True):
-        dress(axes, theme, title, grid_axis="y")
+        style_axes(axes, theme, title, grid_axis="y")
         axes.set_ylabel(label)
-        for way, place in _PLACES.items():
-            drawn = [one for one in values if one[0] == way]
+        for strategy, place in _PLACES.items():
+            drawn = [one for one in values if one[0] == strategy]
             _line(axes, theme, place, [one[1] for one in drawn], [one[2] for one in drawn])
         _log(axes)
         _ranks(axes, [one[1] for one in values])

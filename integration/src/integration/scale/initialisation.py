@@ -1,4 +1,4 @@
-"""How long a rank takes to begin, and with how much memory: each in a process of its own."""
+"""Measures time and memory of a rank's initialisation, in separate processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Initialisation", "initialise", "measure"]
 
 @dataclass(frozen=True)
 class Initialisation:
-    """What rank 0 takes until its first step; nothing is sent, so nobody is waited for.
+    """Time and memory of rank 0 until its first step; nothing is sent.
 
     Attributes:
-        model: its name.
-        way: its name.
-        ranks: of the world.
-        mesh: seconds, process groups included.
-        model_on_meta: seconds.
+        model: name of the model.
+        way: name of the strategy.
+        ranks: size of the world.
+        mesh: seconds to construct the mesh and its process groups.
+        model_on_meta: seconds to construct the model on the meta device.
         distribute: seconds of the plan and of fully_shard.
-        memory: bytes of the process that all of that takes at its peak.
+        memory: growth of the process's peak memory, in bytes.
     """
 
     model: str
@@ -38,36 +38,36 @@ class Initialisation:
     memory: int
 
 
-def measure(model: str, way: str, ranks: int, depth: Depth | None = None) -> Initialisation:
-    """Measures in a new process, which has imported everything before.
+def measure(model: str, strategy: str, ranks: int, depth: Depth | None = None) -> Initialisation:
+    """Measures in a new process, which has imported everything.
 
     Args:
-        model: name of a shape.
-        way: name of a way of it.
-        ranks: of the world.
-        depth: layers, by default all.
+        model: name of the model.
+        strategy: name of the strategy.
+        ranks: size of the world.
+        depth: number of layers, by default the published model's.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["integration.scale.preload"])
     with context.Pool(1, maxtasksperchild=1) as pool:
-        return pool.apply(initialise, (model, way, ranks, depth))
+        return pool.apply(initialise, (model, strategy, ranks, depth))
 
 
-def initialise(model: str, way: str, ranks: int, depth: Depth | None) -> Initialisation:
-    """Measures in this process; for the arguments see `measure`."""
-    shape, chosen = shape_named(model), strategy_named(way)
+def initialise(model: str, strategy: str, ranks: int, depth: Depth | None) -> Initialisation:
+    """Measures in this process; see `measure`."""
+    shape, chosen = shape_named(model), strategy_named(strategy)
     axes = axes_of(chosen, ranks, NODE)
     before = _peak()
-    moments = [time.perf_counter()]
+    times = [time.perf_counter()]
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
-        moments.append(time.perf_counter())
+        times.append(time.perf_counter())
         built = shape.build(depth or shape.depth)
-        moments.append(time.perf_counter())
+        times.append(time.perf_counter())
         distribute(built, shape, chosen, mesh)
-        moments.append(time.perf_counter())
+        times.append(time.perf_counter())
         memory = _peak() - before
-    on_mesh, on_meta, distributed = (after - earlier for earlier, after in pairwise(moments))
-    return Initialisation(model, way, ranks, on_mesh, on_meta, distributed, memory)
+    on_mesh, on_meta, distributed = (after - earlier for earlier, after in pairwise(times))
+    return Initialisation(model, strategy, ranks, on_mesh, on_meta, distributed, memory)
 
 
 def _peak() -> int:

@@ -1,4 +1,4 @@
-"""What the simulation is told on the command line."""
+"""The command line of the simulation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from integration.scale.strategies import STRATEGIES, axes_of, strategies_of, str
 
 _DESCRIPTION = """Simulate training on up to 16,384 ranks.
 
-Plays one rank of worlds of that many: measures how long it takes to begin and what dispatch costs,
-counts what it sends in a step, and predicts throughput from that by a stated cost model. Writes
-OUT/report.md, OUT/report.html and OUT/scale.json. Exit code: 0, or 2 when the options are wrong."""
+Simulates rank 0 of each world: measures initialisation and dispatch, counts the collectives of a
+step, and predicts throughput by a documented cost model. Writes OUT/report.md, OUT/report.html and
+OUT/scale.json. Exit code: 0, or 2 if the options are invalid."""
 
 
 @dataclass(frozen=True)
@@ -30,53 +30,53 @@ class ScaleOptions:
     """Folder of the report."""
     models: str = ",".join(shape.name for shape in SHAPES)
     """Models, separated by commas."""
-    ways: str = ",".join(way.name for way in STRATEGIES)
-    """Ways to share the work, separated by commas; those without a plan of the zoo for a model are
-    left out."""
+    ways: str = ",".join(strategy.name for strategy in STRATEGIES)
+    """Strategies, separated by commas; those that need a plan are left out for models without one
+    in the zoo."""
     ranks: str = "64,256,1024,4096,16384"
     """Sizes of the world, separated by commas."""
     initialisation: bool = True
-    """Measure how long rank 0 takes to begin, and with how much memory."""
+    """Measure time and memory of rank 0's initialisation."""
     dispatch: bool = True
-    """Measure what dispatch costs a layer of LLaMA."""
+    """Measure the dispatch time of a layer of LLaMA."""
     model_scaling: str = "deepseek-v3"
-    """The model that grows from 0.8 to 2 times its depth and width, or nothing."""
+    """Model whose depth and width grow from 0.8 to 2 times the published ones, or nothing."""
     weak_tokens: int = 8192
-    """Tokens of each rank in a step, of weak and of model scaling."""
+    """Tokens per rank and step, for weak and model scaling."""
     strong_tokens: str = "16,64,128"
-    """Millions (2^20) of tokens of all ranks in a step, of strong scaling, separated by commas."""
+    """Millions (2^20) of tokens per step of all ranks, for strong scaling, separated by commas."""
     efficiency: float = 0.5
-    """Share of the peak FLOP/s that computing reaches."""
+    """Share of the peak FLOP/s that compute reaches."""
     peak_flops: float = 989e12
-    """FLOP/s of a rank."""
+    """Peak FLOP/s of a rank."""
     inside_bandwidth: float = 360e9
     """Bytes per second of a rank within a node."""
     between_bandwidth: float = 40e9
-    """Bytes per second of a rank's own network card."""
+    """Bytes per second of a rank's network card."""
     inside_latency: float = 3.4e-6
-    """Seconds of a step of a ring within a node; NCCL's constant of its Simple protocol."""
+    """Seconds of a ring step within a node: NCCL's constant for its Simple protocol."""
     between_latency: float = 9.6e-6
-    """Seconds of such a step between nodes; likewise."""
+    """Seconds of a ring step between nodes, likewise."""
     overlap: float = 1.0
-    """Share of computing beside which collectives of fully_shard can run."""
+    """Share of compute time that can overlap with collectives of fully_shard."""
 
     def command_line(self) -> list[str]:
-        """Return every option spelled out."""
+        """Returns every option explicitly."""
         return option_arguments({field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True)
 class ScaleSetup:
-    """Options, looked at.
+    """Validated options.
 
     Attributes:
-        options: as given.
-        shapes: of the models.
-        worlds: sizes, ascending.
-        ways: names of ways.
-        grows: the model of model scaling, or None.
-        batches: tokens of strong scaling.
-        machine: of the cost model.
+        options: the options.
+        shapes: shapes of the models.
+        worlds: sizes of the worlds, ascending.
+        ways: names of the strategies.
+        grows: model of model scaling, or None.
+        batches: tokens per step of strong scaling.
+        machine: constants of the cost model.
     """
 
     options: ScaleOptions
@@ -89,10 +89,10 @@ class ScaleSetup:
 
 
 def parse_options(arguments: Sequence[str]) -> ScaleOptions:
-    """Return what ``arguments`` (without the program's name) ask for.
+    """Parses ``arguments``, without the program's name.
 
     Raises:
-        SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
+        SystemExit: after ``--help`` (0), or with 2 after tyro has named the invalid argument.
     """
     return tyro.cli(
         ScaleOptions,
@@ -103,10 +103,10 @@ def parse_options(arguments: Sequence[str]) -> ScaleOptions:
 
 
 def prepare(options: ScaleOptions) -> ScaleSetup:
-    """Look at the options; nothing is written.
+    """Validates the options; nothing is written.
 
     Raises:
-        UsageError: one is wrong.
+        UsageError: an option is invalid.
     """
     require_folder(options.out)
     try:
@@ -124,11 +124,13 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
     worlds = tuple(sorted(set(_numbers(options.ranks, "--ranks"))))
     for ranks in worlds:
         for shape in shapes:
-            for way in strategies_of(shape):
-                if way.name in ways:
-                    axes_of(way, ranks)
+            for strategy in strategies_of(shape):
+                if strategy.name in ways:
+                    axes_of(strategy, ranks)
     if options.weak_tokens < 1:
-        raise UsageError(f"--weak-tokens {options.weak_tokens} is too few; give at least 1")
+        raise UsageError(
+            f"--weak-tokens: expected at least 1, got {options.weak_tokens}; give more"
+        )
     batches = tuple(2**20 * one for one in _numbers(options.strong_tokens, "--strong-tokens"))
     return ScaleSetup(options, shapes, worlds, ways, grows, batches, machine)
 
@@ -136,12 +138,15 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
 def _words(given: str, option: str) -> list[str]:
     words = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
     if not words:
-        raise UsageError(f"{option} {given!r} names nothing; leave it out for all")
+        raise UsageError(f"{option}: expected names, got {given!r}; leave it out for all")
     return words
 
 
 def _numbers(given: str, option: str) -> list[int]:
     words = _words(given, option)
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"{option} {given!r} wants whole numbers above 0, separated by commas")
+        raise UsageError(
+            f"{option}: expected whole numbers above 0, separated by commas, got {given!r};"
+            " give others"
+        )
     return [int(word) for word in words]

@@ -1,4 +1,4 @@
-"""The planner's padding of each model, by how many ranks fully_shard cuts it over."""
+"""Computes the planner's padding of each model, by the number of ranks of fully_shard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Padding:
     """Padding of one model.
 
     Attributes:
-        model: the preset's name.
-        rows: of experts' matrices, or of all where there are no experts, that are never cut.
-        ranks: that the groups are cut over.
+        model: name of the preset.
+        rows: rows per block, of experts' matrices or, without experts, of all matrices.
+        ranks: number of ranks that parameter groups are sharded over.
         share: padding over the model's elements.
     """
 
@@ -32,10 +32,10 @@ class Padding:
 
 
 def paddings(model: str, ranks: Sequence[int], rows: Sequence[int] = ROWS) -> list[Padding]:
-    """Plans every group of a preset, a group per layer, tensors as they are published.
+    """Plans every parameter group of a preset, one per layer, with the published tensors.
 
     Raises:
-        ValueError: as of the planner.
+        ValueError: as in the planner.
     """
     planned = preset_model(model)
     settings = Settings(resolve_target(planned, None))

@@ -1,4 +1,4 @@
-"""What a process that measures has imported before it begins."""
+"""Imports of a measuring process, before it starts to measure."""
 
 import transformers.models.deepseek_v3.modeling_deepseek_v3
 import transformers.models.gpt_oss.modeling_gpt_oss

@@ -1,4 +1,4 @@
-"""Writes what a simulation found: report.md, report.html, scale.json and the figures."""
+"""Writes the report of a simulation: report.md, report.html, scale.json and the figures."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from integration.scale.tables import ReportTable, tables_of
 __all__ = ["LIMITS", "write_report"]
 
 LIMITS = (
-    "Predicted, not measured: of a cost model whose constants are given. It knows no activation "
-    "checkpointing, no memory of activations, no optimizer's step, no switches that are shared, no "
-    "slow rank, and no time of the host; computing has one efficiency whatever its shapes; all "
-    "collectives go round rings, at full bandwidth whatever their size; a layer's forward and "
-    "backward share what they hide. FLOPs and what TP sends grow with the tokens in proportion, "
-    "attention among them. Experts get tokens in equal parts. Plans of the zoo are there for LLaMA "
-    "and Mixtral alone; GPT-OSS and DeepSeek-V3 have fully_shard's ways."
+    "Predicted, not measured, by a cost model with assumed constants. The model leaves out "
+    "activation checkpointing, activation memory, the optimizer step, shared switches, slow ranks "
+    "and host time. Compute has one efficiency for all shapes; all collectives use rings, at full "
+    "bandwidth for every size; forward and backward of a layer hide their collectives together. "
+    "FLOPs, including those of attention, and TP traffic are proportional to the tokens. Experts "
+    "get equal numbers of tokens. The zoo has plans for LLaMA and Mixtral only; GPT-OSS and "
+    "DeepSeek-V3 are simulated with fully_shard."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """A picture and its heading."""
+    """A figure with its heading."""
 
     title: str
     text: str
@@ -51,7 +51,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ScalePage:
-    """What both templates are filled from."""
+    """The values of both templates."""
 
     title: str
     subject: str
@@ -63,7 +63,7 @@ class ScalePage:
 
 
 def write_report(setup: ScaleSetup, scale: Scale) -> Path:
-    """Write every file of the report into ``--out``, which exists.
+    """Writes every file of the report into ``--out``, which exists.
 
     Returns:
         The path of report.html.
@@ -75,15 +75,15 @@ def write_report(setup: ScaleSetup, scale: Scale) -> Path:
     page = ScalePage(
         title=f"Training on up to {max(setup.worlds):,} ranks, simulated",
         subject=(
-            f"One process plays rank 0 of worlds of {', '.join(f'{n:,}' for n in setup.worlds)} "
-            "ranks over torch's fake process group. Collectives are counted as fsdp and plan-api "
-            "issue them, on tensors without data. The cost model: "
+            f"One process simulates rank 0 of {', '.join(f'{n:,}' for n in setup.worlds)} ranks "
+            "over torch's fake process group. Collectives are counted as fsdp and plan-api issue "
+            "them, on tensors without data. The cost model: "
             f"{machine.efficiency:.0%} of {machine.peak / 1e12:,.0f} TFLOP/s; within a node of "
-            f"{machine.node}, {machine.inside.bandwidth / 1e9:,.0f} GB/s and "
-            f"{machine.inside.latency * 1e6:.1f} us a step of a ring; between nodes, "
-            f"{machine.between.bandwidth / 1e9:,.0f} GB/s of each rank's network card and "
-            f"{machine.between.latency * 1e6:.1f} us; collectives of fully_shard run beside "
-            f"{machine.overlap:.0%} of their layer's computing, the others are waited for."
+            f"{machine.node} ranks, {machine.inside.bandwidth / 1e9:,.0f} GB/s and "
+            f"{machine.inside.latency * 1e6:.1f} us per ring step; between nodes, "
+            f"{machine.between.bandwidth / 1e9:,.0f} GB/s per network card of a rank and "
+            f"{machine.between.latency * 1e6:.1f} us; collectives of fully_shard overlap with "
+            f"{machine.overlap:.0%} of their layer's compute, others are exposed."
         ),
         limits=LIMITS,
         sections=tuple(_sections(setup, scale, out / "figures")),
@@ -107,13 +107,13 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
 
     made = [
         section(
-            "weak", "Weak scaling", f"{tokens:,} tokens of each rank; predicted.",
+            "weak", "Weak scaling", f"{tokens:,} tokens per rank; predicted.",
             lambda theme: draw_weak(scale.weak, theme),
         ),
         section(
             "strong", "Strong scaling",
-            "The same tokens for all ranks together, by the fastest of the ways at each number of "
-            "ranks; dashed: in proportion to ranks; predicted.",
+            "A constant global batch, with the fastest strategy at each number of ranks; dashed: "
+            "linear scaling; predicted.",
             lambda theme: draw_strong(scale.strong, theme),
         ),
     ]  # fmt: skip
@@ -121,26 +121,27 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
         made.append(
             section(
                 "growth", "Model scaling",
-                f"{GROWS_ON:,} ranks, {tokens:,} tokens of each; predicted.",
+                f"{GROWS_ON:,} ranks, {tokens:,} tokens per rank; predicted.",
                 lambda theme: draw_growth(scale.grown, theme),
             )
         )  # fmt: skip
     made += [
         section(
-            "traffic", "What is sent",
-            "In a step, for one sequence of each rank with data of its own; counted.",
+            "traffic", "Traffic",
+            "Bytes that a rank sends in a step of one sequence per data parallel rank; counted.",
             lambda theme: draw_traffic(scale.counts, theme),
         ),
         section(
-            "padding", "Padding", "Below 0.001 % is drawn there; planned.",
+            "padding", "Padding", "Values below 0.001 % are drawn at 0.001 %; planned.",
             lambda theme: draw_padding(scale.paddings, theme),
         ),
     ]  # fmt: skip
     if scale.initialisations or scale.dispatches:
         made.append(
             section(
-                "beginning", "The host", "Until the first step, and what a way adds to a layer of "
-                "LLaMA; measured.",
+                "beginning", "Host time",
+                "Initialisation until the first step, and the time that a strategy adds to a layer "
+                "of LLaMA; measured.",
                 lambda theme: draw_beginning(scale.initialisations, scale.dispatches, theme),
             )
         )  # fmt: skip
@@ -148,7 +149,7 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
 
 
 def _style() -> str:
-    """That of the comparison's page."""
+    """Returns the style sheet of the comparison's page."""
     page = files("integration.report").joinpath("report.html.j2").read_text()
     return page.partition("<style>")[2].partition("</style>")[0]
 

@@ -1,4 +1,4 @@
-"""The public models whose shapes are simulated, as transformers' own classes, on meta."""
+"""The published models that are simulated, as transformers' classes on the meta device."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ __all__ = ["SHAPES", "Depth", "Shape", "shape_named"]
 
 @dataclass(frozen=True)
 class Depth:
-    """How many layers a model has: those whose MLP is dense, and those with experts."""
+    """The number of layers of a model with dense MLPs, and with experts."""
 
     dense: int
     experts: int
 
     @property
     def layers(self) -> int:
-        """All of them."""
+        """Number of all layers."""
         return self.dense + self.experts
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A public model.
+    """A published model.
 
     Attributes:
-        name: of the planner's preset, which holds the sizes of the published configuration.
-        config: name of transformers' class of its configuration.
-        model: name of that of the model.
-        depth: of the published model.
+        name: name of the planner's preset, which has the sizes of the published configuration.
+        config: name of transformers' configuration class.
+        model: name of transformers' model class.
+        depth: number of layers of the published model.
         zoo: name of its plan in `plan_api.zoo`; None if there is none.
-        extra: what of the configuration does not decide parameters, and so is not in the preset.
+        extra: values of the configuration that do not determine parameters and are not in the
+            preset.
     """
 
     name: str
@@ -49,15 +50,15 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of the published model."""
+        """Number of parameters of the published model."""
         return PRESETS[self.name].parameters
 
     def values(self, depth: Depth, width: float = 1.0) -> dict[str, Any]:
-        """The configuration with other layers.
+        """Returns the values of the configuration with another depth and width.
 
         Args:
-            depth: how many layers of each kind.
-            width: by what the inner sizes of the MLPs are multiplied, to multiples of 64.
+            depth: number of layers of each kind.
+            width: factor of the inner sizes of the MLPs, which are rounded to multiples of 64.
         """
         values = dict(PRESETS[self.name].values) | self.extra
         values.pop("model_type")
@@ -70,7 +71,7 @@ class Shape:
         return values
 
     def build(self, depth: Depth, width: float = 1.0) -> nn.Module:
-        """The model on meta; experts are computed for the tokens that have chosen them alone."""
+        """Returns the model on meta; experts compute only the tokens that are routed to them."""
         import transformers
 
         config = getattr(transformers, self.config)(use_cache=False, **self.values(depth, width))
@@ -78,7 +79,7 @@ class Shape:
         with torch.device("meta"):
             model = make(config)
         if self.depth.experts:
-            # The others look which experts are hit, and so need numbers.
+            # Other implementations find the selected experts, and so need data.
             model.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
         return model
 
@@ -101,7 +102,7 @@ SHAPES = (
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of that name.
+    """Returns the shape with this name.
 
     Raises:
         ValueError: there is none.
@@ -109,4 +110,5 @@ def shape_named(name: str) -> Shape:
     for shape in SHAPES:
         if shape.name == name:
             return shape
-    raise ValueError(f"no model {name!r}; there are {', '.join(one.name for one in SHAPES)}")
+    names = ", ".join(one.name for one in SHAPES)
+    raise ValueError(f"--models: expected some of {names}, got {name!r}; give another")

@@ -1,4 +1,4 @@
-"""All that a report shows: what is measured, what is counted, what is predicted."""
+"""Runs the measurements, counts and predictions of a report."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ GROWS_ON = 1024
 
 @dataclass(frozen=True)
 class Scale:
-    """What came out.
+    """The results of a simulation.
 
     Attributes:
-        counts: of each model, way and world.
-        times: predicted, of the counts, of so many tokens a rank as weak scaling has.
-        paddings: of the planner.
-        initialisations: measured, or none.
-        dispatches: measured, or none.
-        weak: throughput, by ranks.
-        strong: throughput, by ranks.
-        grown: MFU, by parameters.
+        counts: counted step of each model, strategy and world.
+        times: predicted times of ``counts``, with the tokens of weak scaling.
+        paddings: padding of the planner.
+        initialisations: measured initialisations, if any.
+        dispatches: measured dispatch times, if any.
+        weak: predicted throughput by ranks, weak scaling.
+        strong: predicted throughput by ranks, strong scaling.
+        grown: predicted MFU by parameters.
     """
 
     counts: tuple[CountedStep, ...]
@@ -49,33 +49,37 @@ class Scale:
 
 
 def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
-    """Measure, count and predict; one thread.
+    """Measures, counts and predicts, with one thread.
 
     Args:
-        setup: what is asked for.
-        log: gets a line of text for each thing that begins.
+        setup: the validated options.
+        log: called with a line of text when a measurement or count starts.
     """
     torch.set_num_threads(1)
     options, machine = setup.options, setup.machine
-    cases = [(shape, way) for shape in setup.shapes for way in _chosen(setup, shape)]
+    cases = [(shape, strategy) for shape in setup.shapes for strategy in _chosen(setup, shape)]
     counts, begun, dispatched = [], [], []
-    for shape, way in cases:
+    for shape, strategy in cases:
         for ranks in setup.worlds:
-            log(f"{shape.name}, {way.name}, {ranks:,} ranks: counting")
-            counts.append(count(shape, way, ranks))
-    for shape, way in cases if options.initialisation else []:
+            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: counting")
+            counts.append(count(shape, strategy, ranks))
+    for shape, strategy in cases if options.initialisation else []:
         for ranks in setup.worlds:
-            log(f"{shape.name}, {way.name}, {ranks:,} ranks: beginning")
-            begun.append(measure(shape.name, way.name, ranks))
-    for shape, way in cases if options.dispatch else []:
+            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: initialising")
+            begun.append(measure(shape.name, strategy.name, ranks))
+    for shape, strategy in cases if options.dispatch else []:
         for ranks in setup.worlds if not shape.depth.experts else ():
-            log(f"{shape.name}, {way.name}, {ranks:,} ranks: dispatching")
-            dispatched.append(measure_dispatch(shape, way, ranks))
-    log("planning, and growing a model")
+            log(f"{shape.name}, {strategy.name}, {ranks:,} ranks: dispatching")
+            dispatched.append(measure_dispatch(shape, strategy, ranks))
+    log("padding and model scaling")
     padded = [one for shape in setup.shapes for one in paddings(shape.name, setup.worlds)]
     grown = []
     if setup.grows is not None:
-        sharded = [way for way in _chosen(setup, setup.grows) if way.sharded and not way.tensor]
+        sharded = [
+            strategy
+            for strategy in _chosen(setup, setup.grows)
+            if strategy.sharded and not strategy.tensor
+        ]
         grown = model_scaling(setup.grows, sharded, GROWS_ON, SIZES, machine, options.weak_tokens)
     own = [one.sharing * options.weak_tokens for one in counts]
     return Scale(
@@ -91,4 +95,4 @@ def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
 
 
 def _chosen(setup: ScaleSetup, shape: Shape) -> list[ParallelStrategy]:
-    return [way for way in strategies_of(shape) if way.name in setup.ways]
+    return [strategy for strategy in strategies_of(shape) if strategy.name in setup.ways]

@@ -1,4 +1,4 @@
-"""How ranks share the work: the mesh of each way, and how a model on meta is put onto it."""
+"""The simulated strategies: their meshes, and the distribution of a model on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 NODE = 8
-"""Ranks of a node, and of tensor parallelism, which is kept within one."""
+"""Ranks per node, which is also the tensor parallel degree."""
 
 _LAYERS = r"model\.layers\.\d+"
 _MIXED = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -37,8 +37,8 @@ class WorldAxis:
 
     Attributes:
         name: "replicate", "shard" or "tp".
-        size: its ranks.
-        stride: how far in global ranks they are from each other.
+        size: number of ranks.
+        stride: difference of global ranks between neighbours.
     """
 
     name: str
@@ -48,14 +48,15 @@ class WorldAxis:
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """How ranks share the work.
+    """A combination of kinds of parallelism.
 
     Attributes:
-        name: as it is shown.
-        tensor: whether a plan of the zoo cuts the model over the ranks of a node.
-        sequence: whether it cuts sequences too.
-        sharded: whether fully_shard cuts parameters over the other ranks; else they are replicated.
-        group: over how many ranks it does, at most; None: over all that are left.
+        name: name in the report.
+        tensor: whether a plan of the zoo makes the ranks of a node tensor parallel.
+        sequence: whether the plan includes sequence parallelism.
+        sharded: whether fully_shard shards parameters over the other ranks, which otherwise
+            replicate them.
+        group: largest number of ranks to shard over; None: all other ranks.
     """
 
     name: str
@@ -75,72 +76,77 @@ STRATEGIES = (
 
 
 def strategies_of(shape: Shape) -> tuple[ParallelStrategy, ...]:
-    """Those that a model can be trained by: without a plan of the zoo, fully_shard's alone."""
-    return tuple(way for way in STRATEGIES if shape.zoo is not None or not way.tensor)
+    """Returns the strategies that a model supports; tensor parallelism needs a plan of the zoo."""
+    return tuple(
+        strategy for strategy in STRATEGIES if shape.zoo is not None or not strategy.tensor
+    )
 
 
 def strategy_named(name: str) -> ParallelStrategy:
-    """The way of that name.
+    """Returns the strategy with this name.
 
     Raises:
         ValueError: there is none.
     """
-    for way in STRATEGIES:
-        if way.name == name:
-            return way
-    raise ValueError(f"no way {name!r}; there are {', '.join(one.name for one in STRATEGIES)}")
+    for strategy in STRATEGIES:
+        if strategy.name == name:
+            return strategy
+    names = ", ".join(one.name for one in STRATEGIES)
+    raise ValueError(f"--ways: expected some of {names}, got {name!r}; give another")
 
 
-def axes_of(way: ParallelStrategy, ranks: int, node: int = NODE) -> tuple[WorldAxis, ...]:
-    """The axes of a way's mesh, outermost first.
+def axes_of(strategy: ParallelStrategy, ranks: int, node: int = NODE) -> tuple[WorldAxis, ...]:
+    """Returns the axes of a strategy's mesh, outermost first.
 
     Args:
-        way: it is.
-        ranks: of the world.
-        node: ranks of a node.
+        strategy: the strategy.
+        ranks: size of the world.
+        node: ranks per node.
 
     Raises:
-        UsageError: the world does not divide.
+        UsageError: the size of the world is not divisible by the strategy's groups.
     """
-    tp = node if way.tensor else 1
+    tp = node if strategy.tensor else 1
     if ranks < 1 or ranks % tp:
         raise UsageError(
-            f"{way.name} cuts the model over the {tp} ranks of a node, which do not divide a "
-            f"world of {ranks}; give a multiple of {tp}"
+            f"--ranks: expected a multiple of the {tp} ranks of a node, over which {strategy.name} "
+            f"shards the model, got {ranks}; give another number"
         )
     rest = ranks // tp
-    shard = min(rest, way.group or rest) if way.sharded else 1
+    shard = min(rest, strategy.group or rest) if strategy.sharded else 1
     if rest % shard:
         raise UsageError(
-            f"{way.name} shards over groups of {shard} ranks, which do not divide a world of "
-            f"{ranks}; give a multiple of {shard * tp}"
+            f"--ranks: expected a multiple of {shard * tp}, as {strategy.name} shards over groups of "
+            f"{shard} ranks, got {ranks}; give another number"
         )
     sizes = [("replicate", rest // shard, shard * tp), ("shard", shard, tp), ("tp", tp, 1)]
     return tuple(WorldAxis(*one) for one in sizes if one[1] > 1) or (WorldAxis("shard", 1, 1),)
 
 
 def distribute(
-    model: nn.Module, shape: Shape, way: ParallelStrategy, mesh: DeviceMesh
+    model: nn.Module, shape: Shape, strategy: ParallelStrategy, mesh: DeviceMesh
 ) -> nn.Module:
-    """Puts a model on meta onto a mesh of `axes_of`; matrix products are in bfloat16.
+    """Parallelizes a model on the meta device over a mesh of `axes_of`; it computes in bfloat16.
 
     Raises:
-        ValueError: as of plan-api and fsdp.
+        ValueError: as in plan-api and fsdp.
     """
-    if way.tensor:  # plans know no mixed precision: weights and gradients are bfloat16
-        return parallelize(model.to(torch.bfloat16), _plan(shape, way, mesh), src_data_rank=None)
+    if strategy.tensor:  # plans have no mixed precision: weights and gradients are bfloat16
+        return parallelize(
+            model.to(torch.bfloat16), _plan(shape, strategy, mesh), src_data_rank=None
+        )
     for layer in model.get_submodule("model.layers").children():
         fsdp.fully_shard(layer, mesh=mesh, mp_policy=_MIXED, strategy="native")
     fsdp.fully_shard(model, mesh=mesh, mp_policy=_MIXED, strategy="native")
     return model
 
 
-def _plan(shape: Shape, way: ParallelStrategy, mesh: DeviceMesh) -> Plan:
+def _plan(shape: Shape, strategy: ParallelStrategy, mesh: DeviceMesh) -> Plan:
     assert shape.zoo is not None
     data = [axis for axis in mesh.mesh_dim_names or () if axis != "tp"]
     make = getattr(zoo, shape.zoo)
-    plan: Plan = make(mesh, tp="tp", dp=data or None, sp=way.sequence, loss_parallel=True)
-    if way.sharded and data:
+    plan: Plan = make(mesh, tp="tp", dp=data or None, sp=strategy.sequence, loss_parallel=True)
+    if strategy.sharded and data:
         plan.fully_shard(_LAYERS, data)
         plan.fully_shard("", data)
     return plan

@@ -1,4 +1,4 @@
-"""What the report's tables say, as text."""
+"""The tables of the report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ReportTable", "tables_of"]
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table.
+    """A table of text.
 
     Attributes:
-        title: above it.
-        columns: their heads.
-        rows: cells, the first of each a name.
-        note: below it.
+        title: heading.
+        columns: column titles.
+        rows: cells; the first is a name.
+        note: paragraph below the table.
     """
 
     title: str
@@ -31,7 +31,7 @@ class ReportTable:
 
 
 def tables_of(scale: Scale, machine: Machine) -> list[ReportTable]:
-    """The tables of a report, those of what was left out left out."""
+    """Returns the tables of a report; measurements that the options leave out have none."""
     tables = [_steps(scale, machine), _paddings(scale)]
     if scale.initialisations:
         tables.append(_beginnings(scale))
@@ -55,12 +55,12 @@ def _steps(scale: Scale, machine: Machine) -> ReportTable:
         )  # fmt: skip
     return ReportTable(
         "A step of a rank, counted and predicted",
-        ("model", "way", "ranks", *_OPS.values(), "TFLOP", "states, GB", "computes, s",
-         "waits for TP, s", "waits for the rest, s"),
+        ("model", "strategy", "ranks", *_OPS.values(), "TFLOP", "states, GB", "compute, s",
+         "exposed TP, s", "exposed other, s"),
         tuple(rows),
-        "Collectives of one sequence for each rank with data of its own: how many, and the GB that "
-        "the rank sends to others. States: parameters, gradients and AdamW's two moments, without "
-        "activations. Seconds are predicted, of as many tokens as weak scaling has.",
+        "Collectives of a step of one sequence per data parallel rank: their number, and the GB "
+        "that a rank sends. States: parameters, gradients and AdamW's two moments, without "
+        "activations. Seconds are predicted, for the tokens of weak scaling.",
     )  # fmt: skip
 
 
@@ -86,40 +86,41 @@ def _paddings(scale: Scale) -> ReportTable:
     names = list(dict.fromkeys((one.model, one.rows) for one in scale.paddings))
     return ReportTable(
         "Padding of the planner",
-        ("model", "rows uncut", *(f"{ranks:,} ranks" for ranks in worlds)),
+        ("model", "rows per block", *(f"{ranks:,} ranks" for ranks in worlds)),
         tuple(
             (model, str(rows), *(f"{found[model, rows, ranks]:.3%}" for ranks in worlds))
             for model, rows in names
         ),
-        "A group per layer, cut over all ranks; tensors as they are published, so that "
-        "DeepSeek-V3 has one for each expert. Rows of experts' matrices, or of all.",
+        "A parameter group per layer, sharded over all ranks, with the published tensors: "
+        "DeepSeek-V3 has one for each expert. Blocks of rows of experts' matrices, or of all "
+        "matrices.",
     )
 
 
 def _beginnings(scale: Scale) -> ReportTable:
     return ReportTable(
-        "Until the first step",
-        ("model", "way", "ranks", "mesh, s", "model on meta, s", "plan and fully_shard, s",
+        "Initialisation",
+        ("model", "strategy", "ranks", "mesh, s", "model on meta, s", "plan and fully_shard, s",
          "memory, MiB"),
         tuple(
             (one.model, one.way, f"{one.ranks:,}", f"{one.mesh:.2f}", f"{one.model_on_meta:.2f}",
              f"{one.distribute:.1f}", f"{one.memory / 2**20:,.0f}")
             for one in scale.initialisations
         ),
-        "Rank 0's wall clock and the growth of its process's memory, parameters on meta; nothing "
-        "is sent, so rendezvous and the making of communicators are not in it.",
+        "Wall-clock time of rank 0 and the growth of its process's memory, with parameters on the "
+        "meta device; nothing is sent, so that rendezvous and communicators are not included.",
     )  # fmt: skip
 
 
 def _dispatches(scale: Scale) -> ReportTable:
     return ReportTable(
         "Dispatch of a layer",
-        ("model", "way", "ranks", "one device, ms", "by the way, ms", "added, ms"),
+        ("model", "strategy", "ranks", "one device, ms", "strategy, ms", "added, ms"),
         tuple(
             (one.model, one.way, f"{one.ranks:,}", f"{1e3 * one.plain:.1f}",
              f"{1e3 * one.layer:.1f}", f"{1e3 * one.cost:.1f}")
             for one in scale.dispatches
         ),
-        "Processor time of forward and backward with tiny widths, so that operators take next to "
-        "nothing. On a GPU the host's time runs beside the device's.",
+        "CPU time of forward and backward with tiny widths, so that operators take almost no time. "
+        "On a GPU host time overlaps with device time.",
     )  # fmt: skip

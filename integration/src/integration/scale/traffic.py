@@ -1,7 +1,7 @@
-"""What one rank computes, holds and sends in a training step, counted on rank 0 of a fake world.
+"""Counts the compute, memory and traffic of a training step, on rank 0 of a fake world.
 
-Layers of a kind are alike, so models are run with one and with two of each; what the second adds is
-taken for each further one.
+Layers of a kind are identical, so that models are run with one and with two of each kind, and the
+difference is taken as the work of every further layer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SEQUENCE = 4096
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Collectives of a kind along an axis.
+    """The collectives of one kind along one axis.
 
     Attributes:
-        op: the kind.
-        axis: of the mesh, or several joined by "+".
-        calls: how many.
-        nbytes: that this rank sends to others in all of them, as `testkit.Collective.wire_bytes`.
+        op: kind of collective.
+        axis: axis of the mesh, or several joined by "+".
+        calls: number of collectives.
+        nbytes: bytes that this rank sends, as `testkit.Collective.wire_bytes`.
     """
 
     op: Op
@@ -46,13 +46,13 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a part of a model takes of a rank in a step, forward and backward.
+    """The work of a rank for a part of a model in a step, forward and backward.
 
     Attributes:
-        flops: of matrix products and attention.
-        operators: that run on local tensors.
-        parameters: bytes of them that the rank holds between steps.
-        traffic: collectives, by kind and axis.
+        flops: FLOPs of matrix products and attention.
+        operators: number of operators on local tensors.
+        parameters: bytes of the rank's parameters between steps.
+        traffic: collectives by kind and axis.
     """
 
     flops: int = 0
@@ -61,7 +61,7 @@ class StepWork:
     traffic: tuple[AxisTraffic, ...] = ()
 
     def plus(self, other: StepWork, times: int = 1) -> StepWork:
-        """The sum of this part and so many of the other; less, with fewer than none."""
+        """Returns the sum of this work and ``times`` the other; ``times`` may be negative."""
         found = {(one.op, one.axis): one for one in self.traffic}
         for one in other.traffic:
             before = found.get((one.op, one.axis), replace(one, calls=0, nbytes=0))
@@ -76,17 +76,17 @@ class StepWork:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step of one rank, of one sequence for each rank that has its own data.
+    """The work of one rank in a step of one sequence per data parallel rank.
 
     Attributes:
-        model: its name.
-        way: its name.
-        ranks: of the world.
-        tokens: that a rank's own data has in a step; with tensor parallelism a node's.
-        axes: of the mesh.
-        root: what is in no layer.
-        layers: of each kind, one layer.
-        times: how many layers of each kind there are.
+        model: name of the model.
+        way: name of the strategy.
+        ranks: size of the world.
+        tokens: tokens of a data parallel rank in a step.
+        axes: axes of the mesh.
+        root: work outside of all layers.
+        layers: work of one layer of each kind.
+        times: number of layers of each kind.
     """
 
     model: str
@@ -100,7 +100,7 @@ class CountedStep:
 
     @property
     def whole(self) -> StepWork:
-        """The model."""
+        """Work of the whole model."""
         made = self.root
         for layer, times in zip(self.layers, self.times, strict=True):
             made = made.plus(layer, times)
@@ -108,7 +108,7 @@ class CountedStep:
 
     @property
     def sharing(self) -> int:
-        """How many ranks have the same data."""
+        """Number of ranks with the same data."""
         return next((axis.size for axis in self.axes if axis.name == "tp"), 1)
 
 
@@ -116,19 +116,19 @@ def count(
     shape: Shape, strategy: ParallelStrategy, ranks: int, *, depth: Depth | None = None,
     width: float = 1.0, node: int = NODE, sequence: int = SEQUENCE,
 ) -> CountedStep:  # fmt: skip
-    """Counts a step of a model by a way.
+    """Counts a step of a model under a strategy.
 
     Args:
         shape: the model.
         strategy: how it is parallelized.
-        ranks: of the world.
-        depth: layers, by default the published model's.
-        width: as of `Shape.build`.
-        node: ranks of a node.
-        sequence: tokens of a sequence, one for each rank that has its own data.
+        ranks: size of the world.
+        depth: number of layers, by default the published model's.
+        width: see `Shape.values`.
+        node: ranks per node.
+        sequence: tokens of a sequence, of which each data parallel rank has one.
 
     Raises:
-        UsageError: the world does not divide.
+        UsageError: the size of the world is not divisible by the strategy's groups.
     """
     depth = depth or shape.depth
     axes = axes_of(strategy, ranks, node)
@@ -156,16 +156,16 @@ def count_at(
     shape: Shape, strategy: ParallelStrategy, ranks: int, depth: Depth, *, width: float = 1.0,
     node: int = NODE, sequence: int = SEQUENCE,
 ) -> StepWork:  # fmt: skip
-    """Counts a step of a model with so many layers, whole; for the arguments see `count`."""
+    """Counts a step of a model with exactly ``depth`` layers; see `count`."""
     axes = axes_of(strategy, ranks, node)
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
         model = distribute(shape.build(depth, width), shape, strategy, mesh)
         with fake_step() as record:
             model.to_empty(device="cpu")
             data = ranks // next((axis.size for axis in axes if axis.name == "tp"), 1)
-            # A plan is given the whole batch and cuts it, fully_shard a rank's own.
+            # A plan takes the global batch and shards it; fully_shard takes a rank's batch.
             tokens = torch.zeros(data if strategy.tensor else 1, sequence, dtype=torch.long)
-            _step(model, tokens)  # the first also compares plans across ranks
+            _step(model, tokens)  # the first step also compares plans across ranks
             before = _Sizes(len(record.collectives), record.flops, record.operators)
             _step(model, tokens)
         return _part(record, before, axes, mesh, model)
@@ -205,9 +205,12 @@ def _part(
 
 
 def _axis(one: Collective, of_group: Mapping[str, WorldAxis], ranks: int) -> WorldAxis:
-    """The axis of a collective; fused-comm joins axes, and those of a world are all of them."""
+    """Returns the axis of a collective; a collective of the whole world is of all axes joined."""
     if one.group is not None and one.group in of_group:
         return of_group[one.group]
     if one.group_size != ranks:
-        raise RuntimeError(f"{one} is along no axis of {list(of_group.values())}, nor along all")
+        raise RuntimeError(
+            f"expected a collective along one axis of {list(of_group.values())}, or along all,"
+            f" got {one}; count a strategy of `strategies`"
+        )
     return WorldAxis("+".join(axis.name for axis in of_group.values()), ranks, 1)

@@ -1,4 +1,4 @@
-"""``python -m integration.soak``: disturb a run over and over; its losses must stay the same."""
+"""``python -m integration.soak``: injects faults into a run and compares its losses."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Note = Callable[[Incident], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 where losses differ, 2 for wrong options."""
+    """Runs the command; returns 0, 1 if losses differ, 2 if the options are invalid."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = parse_options(arguments)

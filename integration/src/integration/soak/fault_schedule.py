@@ -1,22 +1,22 @@
-"""Which rank is disturbed when, and how."""
+"""Draws which rank gets which fault after which step."""
 
 import random
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# `rank.py` has ranks raise at SIGUSR1, whose default would end them without a word.
+# `rank.py` raises on SIGUSR1, which by default ends a process without a message.
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR1}
 KINDS = tuple(SIGNALS)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls a rank.
+    """A fault of one rank.
 
     Attributes:
-        step: completed steps behind which it comes.
-        rank: whom.
+        step: number of completed steps after which it is injected.
+        rank: the rank.
         kind: one of ``KINDS``.
     """
 
@@ -28,10 +28,10 @@ class Fault:
 def draw_fault_schedule(
     *, steps: int, every: int, ranks: int, kinds: Sequence[str], seed: int
 ) -> list[Fault]:
-    """Return a fault for each multiple of ``every`` before ``steps``, in order.
+    """Returns a fault for each multiple of ``every`` before ``steps``, in order.
 
-    Ranks are drawn one by one; kinds without replacement until all have been, so that none is left
-    out by chance.
+    Ranks are drawn independently; kinds are drawn without replacement until all have occurred, so
+    that none is left out by chance.
     """
     generator = random.Random(seed)
     fault_schedule: list[Fault] = []

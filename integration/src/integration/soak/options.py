@@ -1,4 +1,4 @@
-"""What a soak is told on the command line."""
+"""The command line of the soak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ DISTURBED = "disturbed"
 
 _DESCRIPTION = """Train twice under torchrun: once undisturbed, once with a fault every so often.
 
-Each time a random rank is killed, stopped or made to raise; torchrun restarts the ranks and they
+Each fault kills or stops a random rank, or makes it raise; torchrun restarts the ranks, which
 resume from the newest complete checkpoint. Writes OUT/soak.md, OUT/soak.json and both runs. Exit
-code: 0, 1 when a loss differs in any bit or a fault was not got over, 2 when the options are
-wrong."""
+code: 0, 1 if a loss differs in any bit or the run does not recover from a fault, 2 if the options
+are invalid."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class SoakOptions:
     kinds: str = ",".join(KINDS)
     """Kinds of faults, separated by commas."""
     timeout: float = 20.0
-    """Seconds within which a rank that stands still must be noticed."""
+    """Seconds within which a hanging rank must be detected."""
     ranks: int = 2
-    """Ranks, on this machine."""
+    """Number of ranks, on this machine."""
     system: str = "ddp"
-    """How to run them: as of integration.train."""
+    """System, as in integration.train."""
     model: str = "llama-tiny"
-    """As of integration.train."""
+    """Model, as in integration.train."""
     seed: int = 0
-    """Of the faults, and of the weights and the data."""
+    """Seed of the faults, the weights and the data."""
 
     def train_arguments(self, run: str) -> list[str]:
-        """Return what integration.train is given for one of the two runs."""
+        """Returns the arguments of integration.train for one of the two runs."""
         return [
             *("--out", str(self.out / run), "--system", self.system, "--model", self.model),
             *("--steps", str(self.steps), "--checkpoint-every", str(self.checkpoint_every)),
@@ -59,10 +59,10 @@ class SoakOptions:
 
 
 def parse_options(arguments: Sequence[str]) -> SoakOptions:
-    """Return what ``arguments`` (without the program's name) ask for.
+    """Parses ``arguments``, without the program's name.
 
     Raises:
-        SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
+        SystemExit: after ``--help`` (0), or with 2 after tyro has named the invalid argument.
     """
     return tyro.cli(
         SoakOptions, prog="python -m integration.soak", description=_DESCRIPTION, args=arguments
@@ -70,7 +70,7 @@ def parse_options(arguments: Sequence[str]) -> SoakOptions:
 
 
 def prepare(options: SoakOptions) -> list[Fault]:
-    """Look at the options, and return the faults; nothing is written.
+    """Looks at the options, and returns the faults; nothing is written.
 
     Raises:
         UsageError: one is wrong.
@@ -78,19 +78,19 @@ def prepare(options: SoakOptions) -> list[Fault]:
     require_folder(options.out)
     if options.ranks < 2:
         raise UsageError(
-            f"--ranks {options.ranks} leaves nobody to notice a rank that stands still; give at"
-            " least 2"
+            f"--ranks: expected at least 2, so that one detects the hang of another, got"
+            f" {options.ranks}; give more"
         )
     if not 0 < options.checkpoint_every < options.every < options.steps:
         raise UsageError(
-            f"--checkpoint-every {options.checkpoint_every}, --every {options.every} and --steps"
-            f" {options.steps} must grow in this order: a fault needs a checkpoint before it and a"
-            " step behind it"
+            "expected --checkpoint-every < --every < --steps, as a fault needs a checkpoint before"
+            f" it and a step after it, got {options.checkpoint_every}, {options.every} and"
+            f" {options.steps}; give others"
         )
     kinds = list(dict.fromkeys(word.strip() for word in options.kinds.split(",")))
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UsageError(
-            f"--kinds {options.kinds!r} has {unknown[0]!r}; choose of {', '.join(KINDS)}"
+            f"--kinds: expected some of {', '.join(KINDS)}, got {unknown[0]!r}; give others"
         )
     for run in (UNDISTURBED, DISTURBED):
         config = parse_config([*options.train_arguments(run), "--resume", "never"])

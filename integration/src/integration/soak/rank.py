@@ -1,4 +1,4 @@
-"""``python -m integration.soak.rank``: integration.train, which SIGUSR1 makes raise."""
+"""``python -m integration.soak.rank``: integration.train with a handler of SIGUSR1 that raises."""
 
 import signal
 from types import FrameType
@@ -8,7 +8,7 @@ from integration.train.world import exit_process
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise RuntimeError("the soak told this rank to raise")
+    raise RuntimeError("integration.soak made this rank raise")
 
 
 if __name__ == "__main__":

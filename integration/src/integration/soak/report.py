@@ -1,4 +1,4 @@
-"""The log of a soak: every fault and what came of it, and the comparison of the losses."""
+"""Writes the log of a soak: every incident, and the comparison of the losses."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from integration.soak.supervisor import Incident
 
 @dataclass(frozen=True)
 class LossComparison:
-    """The losses of the disturbed run beside those of the undisturbed one.
+    """The comparison of the losses of the disturbed and the undisturbed run.
 
     Attributes:
-        steps: that were wanted of both.
-        differing: those whose losses differ in any bit, or are missing or there twice.
+        steps: number of steps of each run.
+        differing: steps whose losses differ in any bit, are missing, or are recorded twice.
     """
 
     steps: int
@@ -37,34 +37,34 @@ class LossComparison:
 
 @dataclass(frozen=True)
 class Soak:
-    """What a soak came to.
+    """The result of a soak.
 
     Attributes:
-        command: that gives it again.
-        faults: that were planned.
-        incidents: those of them that the run got over.
-        comparison: None where a run did not come to its end.
+        command: the command line.
+        planned: number of planned faults.
+        incidents: faults that the run recovered from.
+        comparison: None if a run did not finish.
         failure: a sentence in that case.
     """
 
     command: str
     torch: str
     cores: int
-    fault_schedule: int
+    planned: int
     incidents: tuple[Incident, ...]
     comparison: LossComparison | None
     failure: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every fault left the losses as they were."""
+        """Whether both runs finished with equal losses."""
         return self.comparison is not None and not self.comparison.differing
 
 
 def compare(
     undisturbed: Sequence[StepRecord], disturbed: Sequence[StepRecord], steps: int
 ) -> LossComparison:
-    """Compare the bits of the losses of steps 1 to ``steps``."""
+    """Compares the losses of steps 1 to ``steps`` bit for bit."""
     first, second = _losses(undisturbed), _losses(disturbed)
     differing = (
         step
@@ -76,22 +76,20 @@ def compare(
 
 def soak_of(
     arguments: Sequence[str],
-    fault_schedule: int,
+    planned: int,
     incidents: Sequence[Incident],
     outcome: LossComparison | str,
 ) -> Soak:
-    """Return the log of a soak whose ``outcome`` is a comparison, or why there is none."""
+    """Returns the log of a soak; ``outcome`` is a comparison, or the reason why there is none."""
     command = shlex.join(["python", "-m", "integration.soak", *arguments])
     compared = outcome if isinstance(outcome, LossComparison) else None
     failure = outcome if isinstance(outcome, str) else None
     cores = os.cpu_count() or 1
-    return Soak(
-        command, torch.__version__, cores, fault_schedule, tuple(incidents), compared, failure
-    )
+    return Soak(command, torch.__version__, cores, planned, tuple(incidents), compared, failure)
 
 
 def row(incident: Incident) -> str:
-    """Return an incident as a row of a Markdown table."""
+    """Returns an incident as a row of a Markdown table."""
     fault = incident.fault
     return (
         f"| {incident.at_step} | {fault.rank} | {fault.kind} | {incident.noticed:.1f} s, by"
@@ -101,13 +99,13 @@ def row(incident: Incident) -> str:
 
 
 HEADER = (
-    "| step | rank | fault | noticed after | ranks restarted after | resumed from |"
-    " trained on after |\n|---:|---:|---|---|---:|---|---:|"
+    "| step | rank | fault | detected after | ranks restarted after | resumed from |"
+    " next step after |\n|---:|---:|---|---|---:|---|---:|"
 )
 
 
 def write_report(soak: Soak, out: Path) -> Path:
-    """Write ``soak.md`` and ``soak.json`` into ``out``; return the path of the first."""
+    """Writes ``soak.md`` and ``soak.json`` into ``out``; returns the path of the first."""
     verdict = soak.failure or str(soak.comparison)
     lines = [
         f"`{soak.command}`, torch {soak.torch}, {soak.cores} cores:",
@@ -115,7 +113,7 @@ def write_report(soak: Soak, out: Path) -> Path:
         HEADER,
         *map(row, soak.incidents),
         "",
-        f"{len(soak.incidents)} of {soak.fault_schedule} faults got over; {verdict}.",
+        f"Recovered from {len(soak.incidents)} of {soak.planned} faults; {verdict}.",
     ]
     path = out / "soak.md"
     path.write_text("\n".join(lines) + "\n")

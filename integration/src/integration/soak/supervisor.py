@@ -1,4 +1,4 @@
-"""Disturbs a run, and notes what comes of it."""
+"""Injects faults into a run and records their effects."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,29 +11,29 @@ from integration.soak.fault_schedule import SIGNALS, Fault
 from integration.soak.torchrun import Torchrun
 
 _POLL_SECONDS = 0.02
-# Python drops an exception that comes up in a destructor: a rank that does not raise is told again.
+# Python ignores an exception that is raised in a destructor: the signal is then sent again.
 _AGAIN_SECONDS = 5.0
 # torchrun gives a rank 30 s to end before it kills it; then the ranks import torch.
 _RESTART_SECONDS = 180.0
 
 
 class FaultError(Exception):
-    """A run did not get over a fault; the message says which and how far it came."""
+    """A run did not recover from a fault; the message names the fault and the missing event."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A fault and what came of it; times are seconds since its signal was sent.
+    """A fault and its effects; times are seconds since its signal was sent.
 
     Attributes:
-        fault: as planned.
-        at_step: completed when the signal was sent.
-        noticed: until somebody knew of it.
-        noticed_by: whose report says so: the watchdog's of a rank, or torchrun.
-        restarted: until all ranks were new processes.
-        checkpoint: the name of what they went on from.
-        from_step: its step.
-        went_on: until the first step behind it.
+        fault: the planned fault.
+        at_step: completed steps when the signal was sent.
+        noticed: time until it was detected.
+        noticed_by: what detected it: the watchdog of a rank, or torchrun.
+        restarted: time until all ranks were new processes.
+        checkpoint: name of the checkpoint that the run resumed from.
+        from_step: step of that checkpoint.
+        went_on: time until the first step after it.
     """
 
     fault: Fault
@@ -53,16 +53,16 @@ def disturb(
     timeout: float,
     say: Callable[[Incident], None],
 ) -> list[Incident]:
-    """Send each fault behind its step, and wait until the run is over it; then for its end.
+    """Injects each fault after its step and waits for the recovery, then for the end of the run.
 
     Args:
-        run: under way.
-        fault_schedule: in the order of their steps.
-        timeout: of the watchdog, in seconds.
-        say: is given each incident.
+        run: the running torchrun.
+        fault_schedule: faults in the order of their steps.
+        timeout: timeout of the watchdog, in seconds.
+        say: called with each incident.
 
     Raises:
-        FaultError: a fault was not noticed in time or not got over, or the run ended wrongly.
+        FaultError: a fault was not detected in time, or the run did not recover or failed.
     """
     incidents = []
     for fault in fault_schedule:
@@ -74,7 +74,7 @@ def disturb(
 
 
 class _FaultObserver:
-    """Follows one fault."""
+    """Injects one fault and observes its effects."""
 
     def __init__(self, run: Torchrun, timeout: float) -> None:
         self._run = run
@@ -92,11 +92,11 @@ class _FaultObserver:
             _wait(run, condition, f"{what} after {fault}", seconds=seconds)
             return time.monotonic() - started
 
-        told = _SignalledRank(before[fault.rank], fault.kind)
+        signalled = _SignalledRank(before[fault.rank], fault.kind)
         noticed_by: list[str] = []
 
         def is_noticed() -> bool:
-            told.again()
+            signalled.resend()
             grown = {rank for rank, size in run.reports().items() if size > reports.get(rank, 0)}
             noticed_by.extend(f"watchdog of rank {rank}" for rank in sorted(grown))
             if not noticed_by and any(not psutil.pid_exists(one.pid) for one in before.values()):
@@ -125,8 +125,8 @@ class _SignalledRank:
         self._process, self._kind = process, kind
         self._send()
 
-    def again(self) -> None:
-        """Send it once more where a rank should have raised and lives on."""
+    def resend(self) -> None:
+        """Sends the signal again if the rank should have raised and still runs."""
         late = time.monotonic() - self._sent > _AGAIN_SECONDS
         if late and self._kind == "raise" and self._process.is_running():
             self._send()

@@ -1,4 +1,4 @@
-"""A run under torchrun, seen from outside: its ranks' processes, its progress, what it says."""
+"""Starts a run under torchrun and observes its processes, progress and log."""
 
 import json
 import os
@@ -14,21 +14,21 @@ from integration.metrics import METRICS_FILE
 from integration.soak.options import SoakOptions
 from integration.train.watchdog import FOLDER
 
-# Otherwise torchrun (2.11 to 2.15) keeps one store through all restarts, without a prefix for each
+# Otherwise torchrun (2.11 to 2.15) uses one store for all restarts, without a prefix for each
 # (torch/distributed/rendezvous.py, elastic/rendezvous/dynamic_rendezvous.py): gloo's ranks find the
-# addresses of those that are dead, and do not come together.
+# addresses of dead ranks and fail to connect.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 _RESUMED = re.compile(r"resumed from (.+) at step (\d+)\n")
 
 
 class Torchrun:
-    """torchrun on this machine, which ends with the context.
+    """torchrun on this machine, for the length of a context.
 
     Args:
-        options: of the soak.
-        run: name of the run, and of its folder.
-        restarts: that torchrun may make.
+        options: options of the soak.
+        run: name of the run and of its folder.
+        restarts: ``--max-restarts`` of torchrun.
     """
 
     def __init__(self, options: SoakOptions, run: str, *, restarts: int) -> None:
@@ -42,7 +42,7 @@ class Torchrun:
         ]
 
     def __enter__(self) -> Self:
-        """Start it."""
+        """Starts torchrun."""
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -59,39 +59,39 @@ class Torchrun:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End what is left of it; ranks end with torchrun."""
+        """Kills torchrun; ranks end with it."""
         self._process.kill()
         self._process.wait()
 
     def exit_code(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Returns the exit code, or None while it runs."""
         return self._process.poll()
 
     def workers(self) -> dict[int, psutil.Process]:
-        """Return the processes of the ranks that run."""
+        """Returns the processes of the running ranks."""
         found: dict[int, psutil.Process] = {}
         try:
             for child in psutil.Process(self._process.pid).children():
                 if (rank := child.environ().get("RANK")) is not None:
                     found[int(rank)] = child
-        except psutil.Error:  # one has just ended: of this attempt there is nobody to rely on
+        except psutil.Error:  # one has just ended, and others may end too
             return {}
         return found
 
     def step(self) -> int:
-        """Return the number of steps completed, as the run folder tells."""
+        """Returns the number of completed steps, from the run folder."""
         path = self.folder / METRICS_FILE
         if not path.exists():
             return 0
         lines = path.read_bytes().splitlines(keepends=True)[-2:]
-        whole = [line for line in lines if line.endswith(b"\n")]  # the last may be half written
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        complete = [line for line in lines if line.endswith(b"\n")]  # the last may be incomplete
+        return int(json.loads(complete[-1])["step"]) if complete else 0
 
     def reports(self) -> dict[int, int]:
-        """Return the size of each rank's report by the watchdog, where there is one."""
+        """Returns the sizes of the watchdogs' reports, by rank."""
         reports = (self.folder / FOLDER).glob("report-rank*.txt")
         return {int(path.stem.removeprefix("report-rank")): path.stat().st_size for path in reports}
 
     def resumes(self) -> list[tuple[str, int]]:
-        """Return from which checkpoint and at which step the ranks have gone on, each time."""
+        """Returns the checkpoint and the step of each resume."""
         return [(path, int(step)) for path, step in _RESUMED.findall(self.log.read_text())]

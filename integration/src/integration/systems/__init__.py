@@ -34,7 +34,7 @@ __all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
 def get_system(
     name: str, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
 ) -> System:
-    """Return the system called ``name``.
+    """Returns the system called ``name``.
 
     Args:
         name: of the system.

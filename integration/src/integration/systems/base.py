@@ -63,11 +63,11 @@ class System(ABC):
         return None
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Return how many ranks see different data; the others repeat it."""
+        """Returns how many ranks see different data; the others repeat it."""
         return world_size
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Return which of the data parallel ranks ``rank`` is."""
+        """Returns which of the data parallel ranks ``rank`` is."""
         return rank % self.data_parallel_degree(world_size)
 
     @property
@@ -76,12 +76,12 @@ class System(ABC):
         return self.accepts_deferred_init or self.accepts_meta_model
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Return whether the dropout of a model's layers has DTensors as inputs."""
+        """Returns whether the dropout of a model's layers has DTensors as inputs."""
         del shape
         return False
 
     def check(self, world_size: int, shape: ModelShape) -> None:  # noqa: B027
-        """Refuse a world size or a model that the system cannot run, before anything starts.
+        """Refuses a world size or a model that the system cannot run, before anything starts.
 
         Raises:
             UsageError: naming the size that does not fit.
@@ -89,13 +89,13 @@ class System(ABC):
 
     @abstractmethod
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Return ``model``, of ``shape``, ready for training on the default process group.
+        """Returns ``model``, of ``shape``, ready for training on the default process group.
 
         Every rank passes the same weights.
         """
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Return what steps a model of ``parallelize``; ``optimizer`` is of its parameters."""
+        """Returns what steps a model of ``parallelize``; ``optimizer`` is of its parameters."""
         del model
         return optimizer
 
@@ -105,12 +105,12 @@ class System(ABC):
             model.forward = torch.autocast("cpu", self.compute_dtype)(model.forward)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Return the context of one microbatch; gradients are reduced in the ``last`` one."""
+        """Returns the context of one microbatch; gradients are reduced in the ``last`` one."""
         del model, last
         return nullcontext()
 
     def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
-        """Leave the gradients of one of ``parts`` microbatches of a step.
+        """Leaves the gradients of one of ``parts`` microbatches of a step.
 
         Returns:
             its loss, divided by ``parts``, without a graph.
@@ -121,12 +121,12 @@ class System(ABC):
         return loss.detach()
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Scale gradients down to the norm ``most`` where theirs is larger; return theirs."""
+        """Scales gradients down to the norm ``most`` where theirs is larger; returns theirs."""
         return clip_gradients(model.parameters(), most)
 
 
 def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
-    """Refuse a ``degree`` that does not divide ``shape.field``.
+    """Refuses a ``degree`` that does not divide ``shape.field``.
 
     Raises:
         UsageError: naming the field, its value and the degree.
@@ -139,7 +139,7 @@ def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
 
 
 def require_vocabulary(shape: ModelShape, degrees: Degrees) -> None:
-    """Refuse to cut logits of a model that has none.
+    """Refuses to cut logits of a model that has none.
 
     Raises:
         UsageError: naming the option and the family.

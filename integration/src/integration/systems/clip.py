@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 def clip_gradients(
     parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale gradients down to a norm of ``most``, if theirs is larger.
+    """Scales gradients down to a norm of ``most``, if theirs is larger.
 
     Args:
         parameters: of a model, plain tensors and DTensors of several meshes among them.

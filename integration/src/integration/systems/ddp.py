@@ -18,13 +18,13 @@ class DataParallel(System):
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Wrap the model over the default group."""
+        """Wraps the model over the default group."""
         del world_size
         self.autocast(model)
         return DistributedDataParallel(model)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Keep gradients local until the last microbatch."""
+        """Keeps gradients local until the last microbatch."""
         assert isinstance(model, DistributedDataParallel)
         context: AbstractContextManager[object] = nullcontext() if last else model.no_sync()
         return context

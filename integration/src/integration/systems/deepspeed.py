@@ -43,12 +43,12 @@ class ZeroThree(System):
         return "not installed: pip install --no-deps deepspeed hjson einops msgpack"
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Return a model whose engine starts when it has an optimizer."""
+        """Returns a model whose engine starts when it has an optimizer."""
         del shape, world_size
         return EngineModel(model)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Start the engine, which cuts the model and the optimizer; return what steps it."""
+        """Starts the engine, which cuts the model and the optimizer; returns what steps it."""
         assert isinstance(model, EngineModel)
         return model.start(optimizer)
 
@@ -74,7 +74,7 @@ class EngineModel(nn.Module):
         self.model = model
 
     def start(self, optimizer: Optimizer) -> Optimizer:
-        """Make the engine; return an optimizer whose step is the engine's."""
+        """Makes the engine; returns an optimizer whose step is the engine's."""
         # What its launcher would say; it must know the accelerator when it is imported.
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size}
@@ -92,7 +92,7 @@ class EngineModel(nn.Module):
         return _EngineOptimizer(engine)
 
     def forward(self, **batch: Tensor) -> Any:
-        """Run the engine's forward, which gathers parameters."""
+        """Runs the engine's forward, which gathers parameters."""
         return self.engine(**batch)
 
 
@@ -115,9 +115,9 @@ class _EngineOptimizer(Optimizer):
         self._engine = engine
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from what backward has left, and forget the gradients."""
+        """Updates the parameters from what backward has left, and forget the gradients."""
         assert closure is None
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: ``step`` has."""
+        """Does nothing: ``step`` has."""

@@ -68,7 +68,7 @@ class Degrees:
         return words
 
     def check(self, world_size: int) -> None:
-        """Refuse degrees that do not go together, or do not make up the world.
+        """Refuses degrees that do not go together, or do not make up the world.
 
         Raises:
             UsageError: naming them.

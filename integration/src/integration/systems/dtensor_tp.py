@@ -19,7 +19,7 @@ from integration.systems.base import System, require_divisible
 
 
 def layer_plan(family: str, *, local_attention: bool) -> dict[str, ParallelStyle]:
-    """Return the Megatron cut of one layer, as far as torch's styles go: columns in, rows out.
+    """Returns the Megatron cut of one layer, as far as torch's styles go: columns in, rows out.
 
     Mixtral's experts are parameters of three dimensions, for which there is no style: every rank
     computes all of them, and the router. A DiT's query, key and value are one matrix, whose columns
@@ -69,21 +69,21 @@ class DTensorTensorParallel(System):
     families = tuple(_CUT)
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Return 1: every rank sees the whole batch."""
+        """Returns 1: every rank sees the whole batch."""
         del world_size
         return 1
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Return whether attention drops out; between a DiT's styles tensors are plain."""
+        """Returns whether attention drops out; between a DiT's styles tensors are plain."""
         return shape.modality is Modality.TEXT
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse a degree that cuts a head, a matrix or the vocabulary unevenly."""
+        """Refuses a degree that cuts a head, a matrix or the vocabulary unevenly."""
         for field in _CUT[shape.family]:
             require_divisible(shape, field, world_size)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Distribute the weights in place and install the hooks."""
+        """Distributes the weights in place and install the hooks."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         for layer in shape.layers_of(model):
             plan = layer_plan(shape.family, local_attention=_is_fused(model))
@@ -97,12 +97,12 @@ class DTensorTensorParallel(System):
         return parallelize_module(model, mesh, ends)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Let attention on DTensors meet the model's own plain tensors: cosines and masks."""
+        """Lets attention on DTensors meet the model's own plain tensors: cosines and masks."""
         del last
         return nullcontext() if _is_fused(model) else implicit_replication()
 
 
 def _is_fused(model: nn.Module) -> bool:
-    """Whether attention is on plain tensors; a DiT's always is."""
+    """Returns whether attention is on plain tensors; a DiT's always is."""
     config = getattr(model, "config", None)
     return bool(getattr(config, "_attn_implementation", None) != "eager")

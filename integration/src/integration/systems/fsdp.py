@@ -31,7 +31,7 @@ class FullyShardedBuffers(System):
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Shard the model in place."""
+        """Shards the model in place."""
         from fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -47,14 +47,14 @@ class FullyShardedBuffers(System):
         return model
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Reduce-scatter in the last microbatch only."""
+        """Reduce-scatters in the last microbatch only."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
 
 def granularity(parameter: nn.Parameter) -> Any:
-    """Return what of a parameter is never cut: blocks of 32 rows of a matrix."""
+    """Returns what of a parameter is never cut: blocks of 32 rows of a matrix."""
     from fsdp import Rows
 
     return Rows(_ROWS) if parameter.ndim == 2 else None

@@ -21,7 +21,7 @@ class FullyShardedOne(System):
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Wrap every layer and the root."""
+        """Wraps every layer and the root."""
         # With a mesh its state dicts hold DTensors, as FSDP2's do, and not ShardedTensors.
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         layer_types = {type(layer) for layer in shape.layers_of(model)}
@@ -41,7 +41,7 @@ class FullyShardedOne(System):
         )
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Keep gradients local, and unsharded, until the last microbatch."""
+        """Keeps gradients local, and unsharded, until the last microbatch."""
         assert isinstance(model, FullyShardedDataParallel)
         return nullcontext() if last else model.no_sync()
 

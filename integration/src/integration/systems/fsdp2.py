@@ -21,7 +21,7 @@ class FullyShardedTwo(System):
     mixed_precision = True
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Shard the model in place."""
+        """Shards the model in place."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
         for layer in shape.layers_of(model):
@@ -30,7 +30,7 @@ class FullyShardedTwo(System):
         return model
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Reduce-scatter in the last microbatch only."""
+        """Reduce-scatters in the last microbatch only."""
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()

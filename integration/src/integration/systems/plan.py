@@ -27,17 +27,17 @@ class PlanSystem(System):
     shards_batches = True
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Return the data parallel ranks, among which the plan shards what each rank passes."""
+        """Returns the data parallel ranks, among which the plan shards what each rank passes."""
         del world_size
         return self.degrees.data
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Return True: everything in a layer is a DTensor, or drawn as one by static mode."""
+        """Returns True: everything in a layer is a DTensor, or drawn as one by static mode."""
         del shape
         return True
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse degrees that do not make up the world, or cut a head or an MLP unevenly."""
+        """Refuses degrees that do not make up the world, or cut a head or an MLP unevenly."""
         self.degrees.check(world_size)
         require_vocabulary(shape, self.degrees)
         if self.degrees.ep > 1:
@@ -54,7 +54,7 @@ class PlanSystem(System):
             require_divisible(shape, field, self.degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Apply the plan, fully_shard included where parameters are shared along ``dp_shard``."""
+        """Applies the plan, fully_shard included where parameters are shared along ``dp_shard``."""
         del world_size
         from integration.systems.zoo import plan_of
         from plan_api import parallelize
@@ -65,7 +65,7 @@ class PlanSystem(System):
         return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Reduce gradients in the last microbatch only."""
+        """Reduces gradients in the last microbatch only."""
         from plan_api import installed
 
         if isinstance(model, FSDPModule):

@@ -22,7 +22,7 @@ class SingleDevice(System):
         return False
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse more than one rank."""
+        """Refuses more than one rank."""
         del shape
         if world_size != 1:
             raise UsageError(
@@ -30,7 +30,7 @@ class SingleDevice(System):
             )
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Return the model as it is."""
+        """Returns the model as it is."""
         del shape, world_size
         self.autocast(model)
         return model

@@ -16,7 +16,7 @@ _GRANULARITY = "rows(32)"
 
 
 def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
-    """Return the plan of a model of ``shape``.
+    """Returns the plan of a model of ``shape``.
 
     Args:
         shape: of a family that the zoo knows.

@@ -24,7 +24,7 @@ from integration.train.world import declared_world, exit_process, has_agent, pro
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
+    """Runs the command and returns its exit code.
 
     0; 2 for a user's mistake; 143 after SIGTERM; 1 where other ranks are gone.
     """
@@ -88,7 +88,7 @@ def _run_rank(config: TrainConfig) -> int:
 
 
 def _refuse(sentence: str) -> None:
-    """Say it once: to the launcher if there is one, otherwise from the first rank."""
+    """Says it once: to the launcher if there is one, otherwise from the first rank."""
     world = declared_world()
     if report_status("refused", sentence):
         return

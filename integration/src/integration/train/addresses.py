@@ -25,7 +25,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Return the endpoint that ``NAME:PORT`` names.
+        """Returns the endpoint that ``NAME:PORT`` names.
 
         Raises:
             UsageError: it has another form.
@@ -43,7 +43,7 @@ class Endpoint:
 
 
 def address_towards(endpoint: Endpoint) -> str | None:
-    """Return this host's address on the way to ``endpoint``; None where there is no way or name.
+    """Returns this host's address on the way to ``endpoint``; None where there is no way or name.
 
     Nothing is sent: connecting a datagram socket only chooses its route.
     """
@@ -56,7 +56,7 @@ def address_towards(endpoint: Endpoint) -> str | None:
 
 
 def is_local_address(name: str) -> bool:
-    """Return whether a name or address is this host's: the kernel binds to no other."""
+    """Returns whether a name or address is this host's: the kernel binds to no other."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         try:
             probe.bind((name, 0))
@@ -74,7 +74,7 @@ def choose_interface(endpoint: Endpoint) -> None:
 
 
 def wait_for_listener(endpoint: Endpoint, timeout: float) -> str | None:
-    """Wait until someone listens at ``endpoint``.
+    """Waits until someone listens at ``endpoint``.
 
     Args:
         endpoint: where.

@@ -21,7 +21,7 @@ from integration.train.store_client import StoreUnreachableError, connect, first
 
 
 def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
-    """Return this host's address towards the rendezvous, and whether that is here.
+    """Returns this host's address towards the rendezvous, and whether that is here.
 
     Args:
         rendezvous: ``NAME:PORT``.
@@ -46,7 +46,7 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Meet the other hosts and run this one's ranks.
+    """Meets the other hosts and runs this one's ranks.
 
     Args:
         options: of `main`.
@@ -92,7 +92,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code: 2 for a mistake, which is one sentence then."""
+    """Runs the command; returns its exit code: 2 for a mistake, which is one sentence then."""
     parser = _Parser(prog="integration.train.agent", description=__doc__)
     parser.add_argument("--hosts", type=_positive, default=1, metavar="HOSTS")
     parser.add_argument("--ranks", type=_positive, default=1, metavar="RANKS", help="of this host")

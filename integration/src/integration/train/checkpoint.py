@@ -66,7 +66,7 @@ class Manifest:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort as steps do."""
+    """Returns the name of a step's checkpoint; names sort as steps do."""
     return f"step-{step:08d}"
 
 
@@ -85,7 +85,7 @@ class CheckpointDraft:
         self._identity, self._world = identity, world
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Clear what a killed run left, and return the state to write; all ranks call it."""
+        """Clears what a killed run left, and returns the state to write; all ranks call it."""
         if self._world.is_main and self.partial.exists():
             shutil.rmtree(self.partial)
         dist.barrier()
@@ -93,7 +93,7 @@ class CheckpointDraft:
         return _training_state(model, optimizer) | {"rng": rng}
 
     def commit(self, checksums: Mapping[str, str]) -> None:
-        """Make a checkpoint of what all ranks have written; rank 0 calls it.
+        """Makes a checkpoint of what all ranks have written; rank 0 calls it.
 
         Args:
             checksums: of all files, by name.
@@ -107,12 +107,12 @@ class CheckpointDraft:
         _sync_folder(self.final.parent)
 
     def discard(self) -> None:
-        """Remove what there is of one that could not be written; rank 0 calls it."""
+        """Removes what there is of one that could not be written; rank 0 calls it."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Return the content of a manifest's file: JSON that ends with a checksum of all before."""
+    """Returns the content of a manifest's file: JSON that ends with a checksum of all before."""
     values = asdict(manifest)
     own = checksum(json.dumps(values, indent=2).encode())
     return json.dumps(values | {_OWN_CHECKSUM: own}, indent=2)
@@ -123,17 +123,17 @@ Verification = Callable[[Path, Manifest], str | None]
 
 
 def unverified(path: Path, manifest: Manifest) -> None:
-    """Verify no more than sizes and the manifest, which is all that a quick look needs."""
+    """Verifies no more than sizes and the manifest, which is all that a quick look needs."""
     del path, manifest
 
 
 def verify(path: Path, manifest: Manifest) -> str | None:
-    """Return which file of a checkpoint does not have its checksum; this process reads all."""
+    """Returns which file of a checkpoint does not have its checksum; this process reads all."""
     return _find_damage(path, manifest, list(manifest.checksums))
 
 
 def verify_together(world: World) -> Verification:
-    """Return a verification in which each rank reads a part of the files; all ranks call it."""
+    """Returns a verification in which each rank reads a part of the files; all ranks call it."""
 
     def verification(path: Path, manifest: Manifest) -> str | None:
         mine = list(manifest.checksums)[world.rank :: world.size]
@@ -166,7 +166,7 @@ def load(
     *,
     verified: bool = False,
 ) -> None:
-    """Read a complete checkpoint into the model, the optimizer and the generator.
+    """Reads a complete checkpoint into the model, the optimizer and the generator.
 
     The random generator continues where it stood when as many ranks load as have saved;
     otherwise it keeps the run's seed.
@@ -200,7 +200,7 @@ def load(
 
 
 def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Read a complete checkpoint's weights into tensors by name, in this process alone.
+    """Reads a complete checkpoint's weights into tensors by name, in this process alone.
 
     Raises:
         UsageError: a file is missing or damaged.
@@ -212,7 +212,7 @@ def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def read_manifest(path: Path, verification: Verification = unverified) -> Manifest:
-    """Return the manifest of the checkpoint at ``path`` after checking that all of it is there.
+    """Returns the manifest of the checkpoint at ``path`` after checking that all of it is there.
 
     Args:
         path: of the checkpoint.
@@ -260,7 +260,7 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder is a checkpoint with all its files."""
+    """Returns whether a folder is a checkpoint with all its files."""
     try:
         _complete_manifest(path, unverified)
     except _IncompleteError:
@@ -269,7 +269,7 @@ def is_complete(path: Path) -> bool:
 
 
 def require_same(manifest: Manifest, identity: Identity, path: Path) -> None:
-    """Refuse a checkpoint that was written for another model, other data or other batches.
+    """Refuses a checkpoint that was written for another model, other data or other batches.
 
     Raises:
         UsageError: naming the first thing that differs, with both values.
@@ -298,7 +298,7 @@ class CheckpointSearch:
 
 
 def newest_complete(folder: Path, verification: Verification = unverified) -> CheckpointSearch:
-    """Return a run folder's newest complete checkpoint, and why newer ones were passed over.
+    """Returns a run folder's newest complete checkpoint, and why newer ones were passed over.
 
     Args:
         folder: of the run.

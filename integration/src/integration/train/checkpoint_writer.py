@@ -40,7 +40,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.fs = ChecksumFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, without torch's CRC32, which their checksums replace.
+        """Writes this rank's files, without torch's CRC32, which their checksums replace.
 
         Raises:
             OSError: it could not.
@@ -69,7 +69,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and collect the checksums; the coordinator calls it."""
+        """Writes the metadata and collect the checksums; the coordinator calls it."""
         self.checksums = {
             each.storage_data.relative_path: each.checksum
             for rank in results
@@ -94,7 +94,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """Return the newest ``OSError`` among an exception and those that it was raised from."""
+    """Returns the newest ``OSError`` among an exception and those that it was raised from."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError):

@@ -18,12 +18,12 @@ _CHUNK = 2**24
 
 
 def checksum(data: bytes) -> str:
-    """Return the checksum of bytes, 16 hexadecimal digits."""
+    """Returns the checksum of bytes, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def file_checksum(path: Path) -> str:
-    """Return the checksum of a file's bytes; at most 16 MiB of them are in memory at once."""
+    """Returns the checksum of a file's bytes; at most 16 MiB of them are in memory at once."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -43,7 +43,7 @@ class ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file; what is written to it is hashed."""
+        """Opens a file; what is written to it is hashed."""
         with super().create_stream(path, mode) as file:
             if "w" not in mode:
                 yield file

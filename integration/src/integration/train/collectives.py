@@ -27,7 +27,7 @@ class CollectiveCounter:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Enclose a part of the step of this number; a step may have several."""
+        """Encloses a part of the step of this number; a step may have several."""
         if number != self._step:
             yield
             return

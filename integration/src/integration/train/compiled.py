@@ -15,7 +15,7 @@ Backend = Literal["none", "aot_eager", "inductor"]
 
 
 def compile_layers(layers: Sequence[nn.Module], backend: Backend) -> None:
-    """Compile the `forward` of layers, each as one graph; after `recompute_activations`.
+    """Compiles the `forward` of layers, each as one graph; after `recompute_activations`.
 
     A layer that is no single graph raises torch's error in the first step.
     """

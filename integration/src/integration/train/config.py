@@ -148,12 +148,12 @@ class TrainConfig:
 
 
 def degrees_of(config: TrainConfig) -> Degrees:
-    """Return what a configuration says of the ranks along each axis."""
+    """Returns what a configuration says of the ranks along each axis."""
     return Degrees(**{field.name: getattr(config, field.name) for field in fields(Degrees)})
 
 
 def parse_config(arguments: Sequence[str]) -> TrainConfig:
-    """Return the configuration that ``arguments`` (without the program's name) ask for.
+    """Returns the configuration that ``arguments`` (without the program's name) ask for.
 
     Raises:
         UsageError: an option or a TOML key is unknown, or a value does not fit its type.
@@ -177,7 +177,7 @@ def parse_config(arguments: Sequence[str]) -> TrainConfig:
 
 
 def read_toml(path: Path) -> TrainConfig:
-    """Return the configuration written in a TOML file; keys are the field names.
+    """Returns the configuration written in a TOML file; keys are the field names.
 
     Raises:
         UsageError: the file cannot be read or parsed, or holds an unknown key or a bad value.

@@ -25,7 +25,7 @@ class DropoutMasks(TorchFunctionMode):
         self._calls = self._zeroed = self._eligible = 0
 
     def hexdigest(self) -> str | None:
-        """Return the SHA-256 of the masks and their shapes; None where nothing was dropped out."""
+        """Returns the SHA-256 of the masks and their shapes; None where nothing was dropped out."""
         return self._digest.hexdigest() if self._calls else None
 
     @property
@@ -40,7 +40,7 @@ class DropoutMasks(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, and look at what it did if it is dropout."""
+        """Calls ``func``, and looks at what it did if it is dropout."""
         del types
         kwargs = kwargs or {}
         # What activation checkpointing repeats is not noted again: Tensor.backward comes by here

@@ -46,7 +46,7 @@ class LockOwner:
 
     @staticmethod
     def this_process() -> "LockOwner":
-        """Return what this process writes into a lock."""
+        """Returns what this process writes into a lock."""
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         # torchrun's default for all jobs that were not given an id.
         job = "" if job == "none" else job
@@ -58,7 +58,7 @@ class LockOwner:
 
 @contextmanager
 def folder_lock(out: Path, world: World) -> Iterator[None]:
-    """Keep other jobs from writing ``out`` for the length of the context; all ranks enter it.
+    """Keeps other jobs from writing ``out`` for the length of the context; all ranks enter it.
 
     Raises:
         UsageError: on every rank: another job writes it, or may on another host, or the file system
@@ -121,7 +121,7 @@ def _own(file: TextIO, out: Path, path: Path) -> None:
 
 
 def _owner(file: TextIO) -> LockOwner | None:
-    """Return whom a lock names: nobody if it was released, or is just being taken."""
+    """Returns whom a lock names: nobody if it was released, or is just being taken."""
     file.seek(0)
     text = file.read()
     try:

@@ -31,7 +31,7 @@ class Hosts:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Hosts | None":
-        """Return the hosts of a validated ``config``; None where it names no rendezvous.
+        """Returns the hosts of a validated ``config``; None where it names no rendezvous.
 
         Raises:
             UsageError: the rendezvous has another form, or someone else has started the ranks.
@@ -51,7 +51,7 @@ class Hosts:
         return cls(config.hosts, config.host_rank, Endpoint.parse(config.rendezvous))
 
     def declare(self, local: World) -> None:
-        """Set the environment of a rank among all hosts.
+        """Sets the environment of a rank among all hosts.
 
         Args:
             local: its place among the ranks of this host; every host has as many.

@@ -16,28 +16,28 @@ class InitialWeights:
     """A folder of weights that was found to be of a run's model."""
 
     folder: WeightsFolder
-    pieces: Mapping[str, Sequence[ParameterChunk]]
+    chunks: Mapping[str, Sequence[ParameterChunk]]
 
     @staticmethod
     def open(config: TrainConfig, shape: ModelShape) -> "InitialWeights":
-        """Look at ``--init-from``; only headers are read.
+        """Looks at ``--init-from``; only headers are read.
 
         Raises:
             UsageError: the folder cannot be read, or is another model's.
         """
         assert config.init_from is not None
         folder = open_folder(config.init_from)
-        pieces = parameter_chunks(build_model_on_meta(shape))
-        require_fits(folder, pieces, asdict(shape))
-        return InitialWeights(folder, pieces)
+        chunks = parameter_chunks(build_model_on_meta(shape))
+        require_fits(folder, chunks, asdict(shape))
+        return InitialWeights(folder, chunks)
 
     def allocate(self, model: nn.Module) -> None:
-        """Give a Hugging Face model on meta its memory: buffers computed, parameters not drawn."""
+        """Gives a Hugging Face model on meta its memory: buffers computed, parameters not drawn."""
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # its initialiser's
         model.init_weights()  # type: ignore[operator]
 
     def load(self, model: nn.Module) -> None:
-        """Set the weights of a model as its system wraps it; all ranks call it."""
-        load_weights(model, self.folder, self.pieces)
+        """Sets the weights of a model as its system wraps it; all ranks call it."""
+        load_weights(model, self.folder, self.chunks)

@@ -21,12 +21,12 @@ STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
 
 
 def started_by_launcher() -> bool:
-    """Whether this process is a rank that ``launch`` has started."""
+    """Returns whether this process is a rank that ``launch`` has started."""
     return STATUS_VARIABLE in os.environ
 
 
 def report_status(kind: str, text: str = "") -> bool:
-    """Tell the launcher, if there is one, that this rank has ``started`` or was ``refused``."""
+    """Tells the launcher, if there is one, that this rank has ``started`` or was ``refused``."""
     folder = os.environ.get(STATUS_VARIABLE)
     if folder is None:
         return False
@@ -42,7 +42,7 @@ def launch(
     module: str = "integration.train",
     python: str = sys.executable,
 ) -> int:
-    """Run ``python -m module`` with ``arguments`` on ``ranks`` local ranks.
+    """Runs ``python -m module`` with ``arguments`` on ``ranks`` local ranks.
 
     The first rank writes to this terminal; all others write below ``log_folder``.
 

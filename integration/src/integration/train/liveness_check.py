@@ -52,7 +52,7 @@ class LivenessCheck:
         dist.all_gather_object(self._places, Place(world.rank, socket.gethostname(), address, port))
 
     def explain(self, error: BaseException) -> LostRanksError | None:
-        """Return who is gone if ``error`` is of a collective and someone is."""
+        """Returns who is gone if ``error`` is of a collective and someone is."""
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return None
         missing = self._missing()
@@ -75,7 +75,7 @@ class LivenessCheck:
 
 
 def _absence(places: Sequence[Place]) -> str | None:
-    """Say which of the ranks of one host are gone, if any."""
+    """Says which of the ranks of one host are gone, if any."""
     ended = []
     for place in places:
         try:

@@ -109,13 +109,13 @@ class Trainer:
         return self._loader.step
 
     def train_step(self) -> Tensor:
-        """Run one step and return this rank's mean loss, a float64 scalar, before the update."""
+        """Runs one step and returns this rank's mean loss, a float64 scalar, before the update."""
         loss = self._backward()
         self._update()
         return loss
 
     def _backward(self) -> Tensor:
-        """Leave the gradients of the next step and return its loss."""
+        """Leaves the gradients of the next step and returns its loss."""
         fingerprint = self._setup.config.fingerprint and self.step == 0
         microbatches = next(self._loader)
         masks = DropoutMasks()
@@ -126,7 +126,7 @@ class Trainer:
         return total
 
     def _update(self) -> float | None:
-        """Step the optimizer; return the norm of the gradients where they are clipped."""
+        """Steps the optimizer; returns the norm of the gradients where they are clipped."""
         most, norm = self._setup.config.clip_grad_norm, None
         if most is not None:
             norm = float(self._setup.system.clip(self.model, most))
@@ -136,7 +136,7 @@ class Trainer:
         return norm
 
     def _accumulate(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Leave the gradients of a step in the parameters and return its mean loss."""
+        """Leaves the gradients of a step in the parameters and returns its mean loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
@@ -153,11 +153,11 @@ class Trainer:
         return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
 
     def finish_saving(self) -> None:
-        """Wait until a checkpoint that is written in the background is complete."""
+        """Waits until a checkpoint that is written in the background is complete."""
         self._saver.finish()
 
     def run(self, stop: StopRequest) -> bool:
-        """Train to the end, writing the run folder; return False when asked to stop before."""
+        """Trains to the end, writing the run folder; returns False when asked to stop before."""
         config, is_main = self._setup.config, self._world.is_main
         dist.barrier()  # others may still look whether the folder that we write now is free
         outputs = _Outputs(config, done=self.step, enabled=is_main)
@@ -221,7 +221,7 @@ class Trainer:
         return record, bool(shared[1])
 
     def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
-        """Save what there was before the present step, whose loss is not finite."""
+        """Saves what there was before the present step, whose loss is not finite."""
         config, step = self._setup.config, self.step
         last = step * config.global_batch - 1
         whose = f"(the step's are samples {last - config.global_batch + 1} to {last})"
@@ -286,7 +286,7 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
 
 
 def _whole(loss: Tensor) -> Tensor:
-    """Return a loss as a plain tensor; that of a model on DTensors is the same on all ranks."""
+    """Returns a loss as a plain tensor; that of a model on DTensors is the same on all ranks."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

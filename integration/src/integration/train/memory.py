@@ -8,14 +8,14 @@ _KIB = 1024
 
 
 def reset_peak_rss() -> None:
-    """Give back what earlier work has left behind, and count the peak from here (man 5 proc)."""
+    """Gives back what earlier work has left behind, and counts the peak from here (man 5 proc)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident set of this process, in bytes.
+    """Returns the peak resident set of this process, in bytes.
 
     From ``VmHWM``, which starts anew with the program: ``getrusage`` would report the
     memory of the launcher that forked this process, where that was larger.

@@ -27,7 +27,7 @@ class ParallelModel:
 
 
 def parallel_model(setup: Setup, world: World) -> ParallelModel:
-    """Build the model, hand it to its system and draw its weights; all ranks call it."""
+    """Builds the model, hand it to its system and draws its weights; all ranks call it."""
     config = setup.config
     if config.random == DIST_RNG_RANDOM:
         import dist_rng  # torch's own random numbers must remain when nobody asked for others
@@ -64,7 +64,7 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return the SHA-256 of all weights, in the order of their names; gathers them all."""
+    """Returns the SHA-256 of all weights, in the order of their names; gathers them all."""
     digest = hashlib.sha256()
     # Without cpu_offload, by which FSDP1 of parameters on the CPU frees what it has just gathered.
     options = StateDictOptions(full_state_dict=True)

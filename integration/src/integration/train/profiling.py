@@ -28,7 +28,7 @@ class StepRange:
 
     @staticmethod
     def parse(text: str) -> "StepRange":
-        """Return what ``FIRST:LAST`` or ``STEP`` says.
+        """Returns what ``FIRST:LAST`` or ``STEP`` says.
 
         Raises:
             UsageError: it is neither, or holds no step.
@@ -66,7 +66,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Enclose the step of this number, counted from 1."""
+        """Encloses the step of this number, counted from 1."""
         if self._steps is None or not self._steps.first <= number <= self._steps.last:
             yield
             return
@@ -78,7 +78,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was seen, if the run ends before the range does."""
+        """Writes what was seen, if the run ends before the range does."""
         profiler, self._profiler = self._profiler, None  # it cannot be stopped a second time
         if profiler is None:
             return
@@ -101,7 +101,7 @@ class StepProfiler:
 
 
 def live_tensors() -> str:
-    """Return a table of the memory that Python's tensors hold on this rank, the largest first.
+    """Returns a table of the memory that Python's tensors hold on this rank, the largest first.
 
     Tensors of one shape and dtype are a row. Memory that several tensors share counts once, for
     the first that is found, at its full size; of DTensors it is this rank's part.

@@ -32,11 +32,11 @@ class ProgressDisplay(LiveDisplay):
         super().__init__(bars)
 
     def say(self, sentence: str) -> None:
-        """Print one sentence."""
+        """Prints one sentence."""
         self._console.print(sentence, markup=False)
 
     def show(self, record: StepRecord) -> None:
-        """Show that a step is done."""
+        """Shows that a step is done."""
         speed = f"{record.tokens / record.seconds:,.0f} tokens/s"
         if record.mfu is not None:
             speed += f"  MFU {record.mfu:.1%}"

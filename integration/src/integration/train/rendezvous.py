@@ -22,7 +22,7 @@ _WAYS = "MASTER_ADDR and MASTER_PORT, or --rendezvous,"
 
 
 def rendezvous_endpoint() -> Endpoint:
-    """Return where the environment says that ranks meet.
+    """Returns where the environment says that ranks meet.
 
     Raises:
         UsageError: it does not say, or not where.
@@ -37,7 +37,7 @@ def rendezvous_endpoint() -> Endpoint:
 
 
 def join_ranks(rank: int, size: int, timeout: float) -> dist.Store:
-    """Return the store of ``size`` ranks after all of them have signed in.
+    """Returns the store of ``size`` ranks after all of them have signed in.
 
     Args:
         rank: of this process; 0 holds the store, at MASTER_ADDR:MASTER_PORT.
@@ -67,7 +67,7 @@ def join_ranks(rank: int, size: int, timeout: float) -> dist.Store:
 
 
 def _sign_in(store: dist.Store, rank: int, size: int, timeout: float) -> list[int]:
-    """Wait for all ranks; return those that have not come when time is over."""
+    """Waits for all ranks; returns those that have not come when time is over."""
     deadline = time.monotonic() + timeout
     names = [f"signed-in/{each}" for each in range(size)]
     store.set(names[rank], "")
@@ -107,6 +107,6 @@ def _reach(endpoint: Endpoint, rank: int, size: int, timeout: float) -> dist.Sto
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``."""
+    """Returns ``rank 3`` or ``ranks 1, 3``."""
     listed = sorted(numbers)
     return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

@@ -61,7 +61,7 @@ class CheckpointSaver:
             self._commits = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, step: int, model: nn.Module, optimizer: Any, *, wait: bool = True) -> Path:
-        """Write the checkpoint of ``step`` and return its path.
+        """Writes the checkpoint of ``step`` and returns its path.
 
         Args:
             step: steps completed.
@@ -87,7 +87,7 @@ class CheckpointSaver:
         return draft.final
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete.
+        """Waits until the checkpoint that is being written is complete.
 
         Raises:
             UnwrittenError: the file system did not take it.
@@ -99,7 +99,7 @@ class CheckpointSaver:
         self._settle(draft, pending.result)
 
     def _settle(self, draft: CheckpointDraft, complete: Callable[[], None]) -> None:
-        """Wait for a checkpoint, and for rank 0, whose word it is whether it was written."""
+        """Waits for a checkpoint, and for rank 0, whose word it is whether it was written."""
         refused: OSError | None = None
         try:
             complete()

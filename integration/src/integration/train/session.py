@@ -34,12 +34,12 @@ _UNDO = {
 
 
 def write_session(path: Path, runs: Sequence[Sequence[str]]) -> None:
-    """Write the command lines of ``runs``, each as ``python -m integration.train`` takes them."""
+    """Writes the command lines of ``runs``, each as ``python -m integration.train`` takes them."""
     path.write_text(json.dumps([list(arguments) for arguments in runs], indent=1))
 
 
 def read_session(path: Path) -> list[TrainConfig]:
-    """Return the configurations of a session, all for one number of ranks.
+    """Returns the configurations of a session, all for one number of ranks.
 
     Raises:
         UsageError: the file cannot be read, holds no runs, or runs that cannot share processes.
@@ -67,7 +67,7 @@ def read_session(path: Path) -> list[TrainConfig]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the session in the file that ``arguments`` names; return the exit code as a run does."""
+    """Runs the session in the file that ``arguments`` names; returns a run's exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         (path,) = arguments
@@ -94,7 +94,7 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
 
 
 def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
-    """Whether the run has finished; of its own, so that nothing of it is left when it returns."""
+    """Runs one configuration and returns whether it finished; frees its memory on return."""
     from integration.train.loop import Trainer
 
     reset_peak_rss()
@@ -104,7 +104,7 @@ def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
 
 
 def restore_torch() -> None:
-    """Take back what an earlier run has changed in torch for the whole process."""
+    """Takes back what an earlier run has changed in torch for the whole process."""
     gc.collect()  # a placement that its model still has could not be taken back
     for package, undo in _UNDO.items():
         if module := sys.modules.get(package):

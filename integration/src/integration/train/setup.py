@@ -46,7 +46,7 @@ def prepare(
     world_size: int,
     verification: checkpoint.Verification = checkpoint.unverified,
 ) -> Setup:
-    """Check ``config`` for ``world_size`` ranks, reading only; nothing is written.
+    """Checks ``config`` for ``world_size`` ranks, reading only; nothing is written.
 
     Args:
         config: of the run.
@@ -84,7 +84,7 @@ def prepare(
 
 @contextmanager
 def locked_setup(config: TrainConfig, world: World) -> Iterator[Setup]:
-    """Keep the run folder of ``config`` to this job for the length of the context.
+    """Keeps the run folder of ``config`` to this job for the length of the context.
 
     All ranks enter it. A mistake is found before anything is written, and looked at is what there
     is once other jobs have ended.

@@ -23,7 +23,7 @@ class StoreUnreachableError(Exception):
 
 
 def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
-    """Return a client of the store that someone holds at ``endpoint``, or will within ``timeout``.
+    """Returns a client of the store that someone holds at ``endpoint``, or will within ``timeout``.
 
     Args:
         endpoint: where.
@@ -51,7 +51,7 @@ def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
 
 
 def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
-    """Return what ``question`` returns, or raise what it raises.
+    """Returns what ``question`` returns, or raise what it raises.
 
     Args:
         question: of a store; it is left to itself when time is over.
@@ -64,5 +64,5 @@ def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
+    """Returns the first line of what an error says."""
     return (str(error).splitlines() or [type(error).__name__])[0]

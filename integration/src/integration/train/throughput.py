@@ -41,7 +41,7 @@ class Throughput:
 
     @staticmethod
     def of(setup: Setup, sample: Mapping[str, Tensor]) -> "Throughput":
-        """Return a run's, of such samples; all ranks call it, and measure their peaks together."""
+        """Returns the throughput constants of a run; all ranks call it and measure their peaks."""
         config = setup.config
         build = partial(setup.shape.build, dropout=config.dropout)
         flops = count_flops(build, {name: tensor[None] for name, tensor in sample.items()})
@@ -50,12 +50,12 @@ class Throughput:
         return Throughput(flops * config.global_batch, float(peak))
 
     def mfu(self, seconds: float) -> float:
-        """Return the share of the peak that a step of so many seconds reached."""
+        """Returns the share of the peak that a step of so many seconds reached."""
         return self.flops / seconds / self.peak
 
 
 def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> int:
-    """Return the FLOPs of forward and backward of a batch, a multiply-add being two.
+    """Returns the FLOPs of forward and backward of a batch, a multiply-add being two.
 
     Those of matrix products, convolutions and attention; what activation checkpointing repeats is
     not in it, as MFU counts what the model needs (PaLM, arXiv 2204.02311, appendix B). Attention
@@ -82,7 +82,7 @@ def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> 
 
 
 def peak_flops() -> float:
-    """Return the FLOP/s of this process at best: those of its GPU, or measured on its threads.
+    """Returns the FLOP/s of this process at best: those of its GPU, or measured on its threads.
 
     Raises:
         ValueError: the GPU is not known.

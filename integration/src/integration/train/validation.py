@@ -47,7 +47,7 @@ class OptionRule:
     remedy: str
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse an option that would have no effect.
+        """Refuses an option that would have no effect.
 
         Raises:
             UsageError: naming both options, with their values, and the remedy.
@@ -75,7 +75,7 @@ def _option(field: str) -> str:
 
 
 def _spelled(config: TrainConfig, field: str) -> str:
-    """The option of a field with its value, as the command line has it."""
+    """Returns the option of a field with its value, as the command line has it."""
     value = getattr(config, field)
     if isinstance(value, bool):
         return _option(field) if value else f"--no-{field.replace('_', '-')}"
@@ -197,7 +197,7 @@ def _trains_on_text(config: TrainConfig) -> bool:
 
 
 def _meet_by_environment() -> bool:
-    """Whether something else than torchrun and `launch` has started the ranks, which then meet."""
+    """Returns whether the environment declares ranks that neither torchrun nor `launch` started."""
     return "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -212,7 +212,7 @@ class ValidatedRun:
 
 
 def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun:
-    """Refuse options that do not go together or have no effect; no process, file or model is made.
+    """Refuses options that do not go together or have no effect; no process, file or model is made.
 
     An option with its default value counts as not given. Paths are not looked at: `prepare`, which
     calls this first, does that. The command calls it before it starts ranks.
@@ -289,7 +289,7 @@ def _unsupported(config: TrainConfig, option: str, default: str, fit: Sequence[s
 
 
 def _require_plain(config: TrainConfig) -> None:
-    """Refuse what reads or writes the weights and gradients that a system keeps to itself."""
+    """Refuses what reads or writes the weights and gradients that a system keeps to itself."""
     asked = {
         "--pp-degree": config.pp_degree > 1,
         "--init-from": config.init_from is not None,

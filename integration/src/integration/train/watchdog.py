@@ -44,5 +44,5 @@ class Watchdog(Watch):
             (run / FOLDER).mkdir(parents=True, exist_ok=True)  # it makes none
 
     def reports(self, error: BaseException) -> bool:
-        """Whether an error that ends the run is reported: those that are not the user's."""
+        """Returns whether an error that ends the run is reported: those that are not the user's."""
         return not isinstance(error, UsageError)

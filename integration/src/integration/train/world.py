@@ -34,18 +34,18 @@ class World:
 
 
 def declared_world() -> World:
-    """Return the world that torchrun's environment declares; one rank without torchrun."""
+    """Returns the world that torchrun's environment declares; one rank without torchrun."""
     return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def has_agent() -> bool:
-    """Whether torchrun, or our launcher, has started this process and looks after it."""
+    """Returns whether torchrun, or our launcher, has started this process and looks after it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @contextmanager
 def process_group(timeout_seconds: float, *, join_seconds: float | None = None) -> Iterator[World]:
-    """Join the ranks for the length of the context; a lone process is a group of one.
+    """Joins the ranks for the length of the context; a lone process is a group of one.
 
     Args:
         timeout_seconds: to wait for other ranks in collectives.
@@ -71,7 +71,7 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """End this process with ``exit_code``, without Python's own finalization.
+    """Ends this process with ``exit_code``, without Python's own finalization.
 
     gloo's threads let go of a tensor some time after its collective has ended, and take the GIL for
     that. Once the interpreter finalizes, Python up to 3.13 ends a thread that asks for the GIL, and

@@ -1,4 +1,4 @@
-"""The options of `fsdp.fully_shard` and its modules' methods, each with its proof."""
+"""The options of `fsdp.fully_shard` and of its modules' methods, each with its proof."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from testkit import Collective, fake_mesh
 _MATRICES = [f"blocks.{i}.{of}.weight" for i in range(BLOCKS) for of in ("up", "down")]
 _ELEMENTS = 2 * WIDTH * WIDTH  # of each
 _HALF = torch.float16
-_MOST = 10  # choices of a run, so that what fails is found
+_MAX_CHOICES = 10  # of a run, so that the cause of a failure can be found
 
 
 def _each(proof: Callable[[FullyShardObservation, Mapping[str, Any]], bool]) -> Callable[..., bool]:
-    """The proof that every rank's observation has to pass."""
+    """Returns the proof that every rank's observation has to pass."""
     return lambda ranks, options: all(proof(rank, options) for rank in ranks)
 
 
@@ -59,7 +59,7 @@ def _copies(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]
 
 
 def _blocks(size: int) -> Callable[..., bool]:
-    """The proof that all ranks hold a multiple of a size of the matrices."""
+    """Returns the proof that all ranks hold a multiple of a size of the matrices."""
     return lambda seen, options: not any(seen.local_numel[name] % size for name in _MATRICES)
 
 
@@ -76,7 +76,7 @@ def _is_exchange(seen: FullyShardObservation, options: Mapping[str, Any]) -> boo
 
 
 def _factor(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> float:
-    """By which gradients are larger than the mean's."""
+    """Returns the factor by which gradients exceed the mean over ranks."""
     found = len(ranks) / FACTOR if "set_gradient_divide_factor" in options else 1.0
     return found * HOOK_SCALE if "set_all_reduce_hook" in options else found
 
@@ -84,7 +84,7 @@ def _factor(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]
 def gradients_are_right(
     ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]
 ) -> bool:
-    """Whether gradients are one device's, as far as the dtypes allow, times what was asked for."""
+    """Returns whether gradients are one device's, within the dtypes' precision and set factors."""
     wanted = _factor(ranks, options)
     rounded = any(name in options for name in ("quantize_fn", "param_dtype"))
     rounded = rounded or options.get("parameters") == "extension"
@@ -149,7 +149,7 @@ ARGUMENTS: tuple[Choice, ...] = (
     ),
     _choice(
         "quantize_fn: Tiles(2, 4)",
-        "what is gathered are bytes",
+        "all-gathers are of bytes",
         lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
         quantize_fn="tiles",
     ),
@@ -207,7 +207,7 @@ ARGUMENTS: tuple[Choice, ...] = (
     ),
     _choice(
         "a parameter with fsdp_pre_all_gather",
-        "what is gathered are bytes",
+        "all-gathers are of bytes",
         lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
         parameters="extension",
     ),
@@ -240,25 +240,25 @@ METHODS: tuple[Choice, ...] = (
     ),
     _choice(
         "set_modules_to_forward_prefetch",
-        "the first block's forward finds the last one gathered, or about to be",
+        "in the first block's forward the last one is unsharded, or its gather in flight",
         lambda seen, options: 3 in seen.ahead_in_forward,
         set_modules_to_forward_prefetch=True,
     ),
     _choice(
         "set_modules_to_backward_prefetch",
-        "the last block's backward finds the first one gathered, or about to be",
+        "in the last block's backward the first one is unsharded, or its gather in flight",
         lambda seen, options: 1 in seen.ahead_in_backward,
         set_modules_to_backward_prefetch=True,
     ),
     _method(
         "set_is_last_backward",
         "False",
-        "a reduction is under way after backward, where one was begun",
+        "a reduction is in flight after backward, if one was issued",
         lambda seen, options: seen.waiting > 0 or "set_requires_gradient_sync" in options,
     ),
     _choice(
         "set_manual_backward_finalization(True)",
-        "a reduction is under way after backward, and none after `finalize_backward`",
+        "a reduction is in flight after backward, and none after `finalize_backward`",
         lambda seen, options: seen.waiting_at_end > 0,
         set_manual_backward_finalization=True,
     ),
@@ -289,20 +289,20 @@ METHODS: tuple[Choice, ...] = (
     ),
     _choice(
         "set_force_sum_reduction_for_comms(True)",
-        "collectives are asked for sums",
+        "reductions are sums",
         lambda seen, options: not any(one.average for one in seen.reductions),
         set_force_sum_reduction_for_comms=True,
     ),
     _method(
         "set_reduce_scatter_unused_params",
         "True",
-        "a parameter that was not used has a gradient",
+        "an unused parameter has a gradient",
         lambda seen, options: seen.unused_grad,
     ),
     _method(
         "set_reduce_scatter_max_input_buffers",
         "2",
-        "two reductions are under way at once",
+        "two reductions are in flight at once",
         lambda seen, options: seen.in_flight == 2,
     ),
     Choice(
@@ -325,7 +325,7 @@ METHODS: tuple[Choice, ...] = (
     ),
     _choice(
         "set_allocate_memory_from_process_group_for_comm(True)",
-        "the process group is asked for memory",
+        "buffers are allocated from the process group",
         lambda seen, options: seen.allocations > 0,
         set_allocate_memory_from_process_group_for_comm=True,
     ),
@@ -347,7 +347,7 @@ def _bytes(calls: tuple[Collective, ...]) -> int:
 
 
 def _ignored(options: Mapping[str, Any]) -> int:
-    """Parameters whose gradients nobody reduces."""
+    """Returns the number of parameters whose gradients are not reduced."""
     return 1 if "ignored_params" in options else 0
 
 
@@ -371,7 +371,7 @@ def completed(choices: Run) -> Completion:
 
 @functools.cache
 def pairs() -> tuple[Pair, ...]:
-    """Returns every two choices that can be given together, with what they are refused with."""
+    """Returns every compatible pair of choices, with its refusal if any."""
     return pairwise.pairs(CHOICES, completed)
 
 
@@ -382,9 +382,9 @@ def covering_runs() -> tuple[Run, ...]:
 
 
 def _can_be_observed(run: Run) -> bool:
-    """Whether a run is small, and a strategy has something to do beside a user's collectives."""
+    """Returns whether a run is small, and leaves a strategy at least one collective to issue."""
     options = merged(run) or {}
-    if len(run) > _MOST:
+    if len(run) > _MAX_CHOICES:
         return False
     custom = {"set_custom_all_gather", "set_custom_reduce_scatter"}
     return "strategy" not in options or not custom <= set(options)

@@ -182,7 +182,7 @@ class _FullyShardHooks:
         return int(local.untyped_storage().size())
 
     def is_sharded(self) -> bool:
-        """Whether the first block has its sharded parameters."""
+        """Returns whether the first block has its sharded parameters."""
         return _is_sharded(self.parts[1].down.weight)
 
 
@@ -369,7 +369,7 @@ def _sent(log: CommLog) -> tuple[Collective, ...]:
 
 
 def _is_sharded(param: Tensor) -> bool:
-    """Whether it is a parameter of `fully_shard`'s between steps."""
+    """Returns whether it is a parameter of `fully_shard`'s between steps."""
     return isinstance(param, DTensor) and "shard" in (param.device_mesh.mesh_dim_names or ())
 
 

@@ -19,7 +19,7 @@ from plan_api import uninstall
 from testkit import Collective, fake_mesh
 
 _MOST_RANKS = 4
-_MOST = 16  # choices of a run, so that what fails is found
+_MAX_CHOICES = 16  # of a run, so that the cause of a failure can be found
 _TOLERANCE = 1e-5
 _SMALL = 0.0005  # megabytes of gradients, of which the model has more
 _MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
@@ -28,14 +28,14 @@ _Proof = Callable[[PlanObservation, Mapping[str, Any]], bool]
 
 
 def _choice(name: str, evidence: str, proof: _Proof, **options: Any) -> Choice:
-    """A choice that every rank's observation has to show."""
+    """Returns a choice that every rank's observation has to show."""
     return Choice(
         name, evidence, lambda ranks, given: all(proof(one, given) for one in ranks), options
     )
 
 
 def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> bool:
-    """Whether gradients and weights after three steps are one device's."""
+    """Returns whether gradients and weights after three steps are one device's."""
     return all(rank.error < _TOLERANCE for rank in ranks)
 
 
@@ -48,12 +48,12 @@ def _reductions(seen: PlanObservation) -> int:
 
 
 def _of_matrix(seen: PlanObservation, options: Mapping[str, Any]) -> int:
-    """Elements of a matrix of the MLP that a rank has where nothing else cuts it."""
+    """Returns the elements of the MLP's matrix on a rank if only tensor parallelism shards it."""
     return _MATRIX // 2 if options.get("tp") == "weights" else _MATRIX
 
 
 def _halved(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
-    """Whether this rank has half of a matrix of the MLP."""
+    """Returns whether data parallelism leaves this rank half of the MLP's matrix."""
     return seen.local_numel["mlp.up.weight"] * 2 == _of_matrix(seen, options)
 
 
@@ -66,13 +66,13 @@ def _whole_at_rest(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
 
 
 def _share(seen: PlanObservation) -> float:
-    """The elements that this rank has, of all but the experts', which it may have by itself."""
+    """Returns this rank's share of the elements of all parameters but the experts'."""
     names = [name for name in seen.sizes if "experts" not in name]
     return sum(seen.local_numel[name] for name in names) / sum(seen.sizes[name] for name in names)
 
 
 def _are_named(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
-    """Whether dtensor-rules and fused-comm are used where ``use=`` names them, and only there."""
+    """Returns whether exactly those packages are used that ``use=`` names."""
     rules = (seen.rules > 0) == bool(options.get("dtensor-rules"))
     if "dp" not in options or "fully_shard" in options or "fused-comm" in options:
         return rules
@@ -275,9 +275,10 @@ def run_options(choices: Run) -> dict[str, Any]:
 
 
 def _covering_runs() -> tuple[Run, ...]:
-    """Runs on two ranks of all that one axis of the mesh is enough for, and then the others.
+    """Returns runs on two ranks of the pairs that need one mesh axis, then runs of the others.
 
-    A run of more than two choices is taken for accepted: making it shows.
+    Runs of more than two choices count as accepted; the test that executes them shows whether they
+    are.
     """
 
     def assumed(run: Run) -> Completion:
@@ -286,28 +287,28 @@ def _covering_runs() -> tuple[Run, ...]:
     runs: tuple[Run, ...] = ()
     for other in ("tp", "dp", None):
         choices = tuple(one for one in CHOICES if other not in one.options)
-        runs += pairwise.covering_runs(choices, assumed, lambda run: len(run) <= _MOST, runs)
+        runs += pairwise.covering_runs(choices, assumed, lambda run: len(run) <= _MAX_CHOICES, runs)
     return runs
 
 
 @dataclass(frozen=True)
 class OptionPairs:
-    """What `parallelize` says of the choices on a mesh without processes.
+    """Which choices and pairs `parallelize` accepts on a mesh without processes.
 
     Attributes:
-        alone: each choice with what it is refused with.
-        pairs: every two choices that can be given together, with what they are refused with.
-        runs: runs in which each accepted pair of choices occurs, and so each choice.
+        refusals: each choice with its refusal, if any.
+        pairs: every compatible pair of choices, with its refusal if any.
+        runs: runs in which each accepted pair of choices occurs.
     """
 
-    alone: Mapping[Choice, str | None]
+    refusals: Mapping[Choice, str | None]
     pairs: tuple[Pair, ...]
     runs: tuple[Run, ...]
 
 
 @functools.cache
 def table() -> OptionPairs:
-    """Returns the table, which is made once: one mesh for all runs keeps torch's caches."""
+    """Returns the pairs, cached; a single mesh for all runs preserves torch's caches."""
     with fake_mesh((_MOST_RANKS,)):
         try:
             return OptionPairs(
@@ -321,7 +322,7 @@ def table() -> OptionPairs:
 
 
 def sentence_of(refusal: str | None) -> str | None:
-    """Returns the first line of an error that says more than its heading, without values."""
+    """Returns the first line of an error after its heading, without values."""
     if refusal is None:
         return None
     lines = [line for line in refusal.splitlines() if not line.endswith(":")]

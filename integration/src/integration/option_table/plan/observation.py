@@ -196,7 +196,7 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
 
 
 def _alone(options: Mapping[str, Any]) -> PlanModel:
-    """The model of one device, after the same steps."""
+    """Returns the model of one device, after the same steps."""
     source = options.get("src_data_rank") or 0
     torch.manual_seed(seed_of(options, source))
     model = PlanModel(options)
@@ -215,7 +215,7 @@ def _batch(step: int) -> Tensor:
 
 
 def _loss(out: Tensor) -> Any:
-    """A sum, so that the parts of plain tensors add up to it."""
+    """Returns a sum, so that the parts of plain tensors add up to it."""
     return out.square().sum() / (BATCH * TOKENS)
 
 

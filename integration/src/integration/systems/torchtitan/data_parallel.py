@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def apply_fsdp(model: nn.Module, layers: str, mesh: DeviceMesh) -> None:
-    """Share parameters: a group for each layer, and one for all that is in none.
+    """Shares parameters: a group for each layer, and one for all that is in none.
 
     TorchTitan has groups for embedding, norm and output as well. An embedding that is cut returns a
     view, of which FSDP2 warns where it ends a group.

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def parallelize_ends(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Cut embedding and output along the vocabulary, and hidden states between them.
+    """Cuts embedding and output along the vocabulary, and hidden states between them.
 
     Args:
         model: a ``LlamaForCausalLM`` or ``MixtralForCausalLM``.
@@ -41,7 +41,7 @@ def parallelize_ends(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool)
 
 
 def attention() -> dict[str, ParallelStyle]:
-    """Return the styles of a layer's attention and of both its norms."""
+    """Returns the styles of a layer's attention and of both its norms."""
     return {
         "input_layernorm": SequenceParallel(use_local_output=True),
         "self_attn": PrepareModuleInput(

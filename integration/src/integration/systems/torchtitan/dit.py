@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut weights by columns and rows, and tokens between them.
+    """Cuts weights by columns and rows, and tokens between them.
 
     Args:
         model: a ``testkit.models.diffusion.DiffusionLoss``.

@@ -15,7 +15,7 @@ from integration.systems.torchtitan.decoder import attention, parallelize_ends
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
-    """Cut weights by columns and rows, and hidden states between them along the sequence.
+    """Cuts weights by columns and rows, and hidden states between them along the sequence.
 
     Args:
         model: a ``LlamaForCausalLM``.

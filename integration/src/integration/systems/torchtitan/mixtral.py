@@ -19,7 +19,7 @@ from integration.systems.torchtitan.styles import ExpertSharding, NoParallel
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
-    """Cut attention as LLaMA's, and divide experts.
+    """Cuts attention as LLaMA's, and divide experts.
 
     Args:
         model: a ``MixtralForCausalLM``; the size of ``mesh`` divides its number of experts.

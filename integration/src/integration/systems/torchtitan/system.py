@@ -40,21 +40,21 @@ class TorchTitanStyle(System):
     families = tuple(APPLY_TP)
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Return the data parallel ranks."""
+        """Returns the data parallel ranks."""
         del world_size
         return self.degrees.data
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Return which of the data parallel ranks this is; those of ``tp`` are side by side."""
+        """Returns which of the data parallel ranks this is; those of ``tp`` are side by side."""
         del world_size
         return rank // self.degrees.tp
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Return whether outputs of attention and MLP drop out; attention itself is on parts."""
+        """Returns whether outputs of attention and MLP drop out; attention itself is on parts."""
         return shape.family == "dit" and self.degrees.tp > 1
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuse degrees that TorchTitan's plan does not have, or that the model's sizes lack."""
+        """Refuses degrees that TorchTitan's plan does not have, or that the model's sizes lack."""
         degrees = self.degrees
         known = Degrees(
             dp_replicate=degrees.dp_replicate,
@@ -86,7 +86,7 @@ class TorchTitanStyle(System):
             require_divisible(shape, field, degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Distribute the weights in place and install the hooks."""
+        """Distributes the weights in place and install the hooks."""
         del world_size
         degrees = self.degrees
         sizes = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
@@ -102,7 +102,7 @@ class TorchTitanStyle(System):
 
     @contextlib.contextmanager
     def microbatch(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Reduce-scatter in the last microbatch only, and take a loss of cut logits."""
+        """Reduce-scatters in the last microbatch only, and takes a loss of cut logits."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         with loss_parallel() if self.degrees.loss_parallel else contextlib.nullcontext():
