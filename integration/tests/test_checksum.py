@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_not_loaded(world, tmp_path):
         lambda: checkpoint.load(path, model, optimizer, world),
         lambda: checkpoint.load_weights(path, dict(model.state_dict())),
     ):
-        with pytest.raises(UsageError, match=rf"damaged: {shard.name} has checksum .* instead of"):
+        with pytest.raises(UsageError, match=rf"damaged: {shard.name}: expected checksum .*, got"):
             load()
 
 
@@ -145,7 +145,7 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
             dist.barrier()
             search = newest_complete(Path(folder), verify_together(world))
             assert search.path == older
-            found.append((name, search.passed_over))
+            found.append((name, search.skipped))
             dist.barrier()
             if world.is_main:
                 (newer / name).write_bytes(whole)
@@ -155,4 +155,4 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
     assert first == second
     assert sum(name.endswith(".distcp") for name, _ in first) == 2
     for name, (sentence,) in first:
-        assert f"step-00000002 is damaged: {name} has checksum " in sentence
+        assert f"step-00000002 is damaged: {name}: expected checksum " in sentence

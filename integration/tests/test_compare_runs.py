@@ -183,10 +183,10 @@ def test_a_curve_that_leaves_its_tolerance_does_not_pass(script, options, by):
     ("what", "reason"),
     [
         ({"exit": 3}, "ended with exit code 3"),
-        ({"killed": True}, "was ended by SIGKILL"),
-        ({"losses": LOSSES[:3]}, "ended well but recorded 3 of 5 steps"),
-        ({"losses": []}, "ended well but recorded 0 of 5 steps"),
-        ({"forgetful": True}, "ended well but left unreadable files: .*summary.json"),
+        ({"killed": True}, "was killed by SIGKILL"),
+        ({"losses": LOSSES[:3]}, "exited with code 0 but recorded 3 of 5 steps"),
+        ({"losses": []}, "exited with code 0 but recorded 0 of 5 steps"),
+        ({"forgetful": True}, "exited with code 0 but wrote unreadable files: .*summary.json"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -258,7 +258,7 @@ def test_the_command_passes_and_leaves_every_file(script, options, command, caps
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": shifted(3, 5e-6)})
     assert command() == 0
     printed = capsys.readouterr()
-    assert "passes: With llama-tiny, fsdp2 stays within 1e-5" in printed.out
+    assert "passes: With llama-tiny, fsdp2 is within 1e-5" in printed.out
     assert f"report: {options.out / 'report.html'}" in printed.out
     assert "llama-tiny-ddp: done in" in printed.err
     results = json.loads((options.out / "results.json").read_text())
@@ -289,7 +289,7 @@ def test_the_command_fails_clearly_and_still_reports(script, options, command, c
     assert f"llama-tiny-fsdp2 ended with exit code 9; its log is {log}" in printed.err
     assert "training fsdp2" in printed.err
     assert "DOES NOT PASS" in printed.out
-    assert "ddp with llama-tiny has no finite loss to compare from step 5 on." in printed.out
+    assert "The loss of ddp with llama-tiny is not finite from step 5 on." in printed.out
     html = (options.out / "report.html").read_text()
     assert "llama-tiny-fsdp2 ended with exit code 9" in html
     assert "training fsdp2" in html
@@ -323,7 +323,7 @@ def test_the_command_compares_random_numbers_after_the_systems(script, options, 
     drawn += [f"dtensor-tp-{n}-{source}" for n in (2, 4) for source in ("native", "dist-rng")]
     # Those that share processes are together.
     assert started[3:] == [f"{case}-{each}" for each in drawn for case in ("init", "dropout")]
-    assert "With random init, dist-rng gives 2 and 4 ranks the initial weights" in printed.out
+    assert "With random init, dist-rng on 2 and 4 ranks draws the initial weights" in printed.out
     out = options.out
     results = json.loads((out / "results.json").read_text())
     assert results["passes"] is True
@@ -341,7 +341,9 @@ def test_other_random_numbers_fail_the_command_though_every_loss_is_right(
     entry = {"losses": LOSSES, "weights": "w", "masks": "other"}
     script(**random_script(**{name: entry}))
     assert command(random_numbers=True, random_steps=STEPS) == 1
-    assert f"{name} has other dropout masks than the single device." in capsys.readouterr().out
+    assert (
+        f"The dropout masks of {name} differ from the single device's." in capsys.readouterr().out
+    )
 
 
 def test_a_second_comparison_replaces_the_first(script, options, command):

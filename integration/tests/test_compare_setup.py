@@ -206,10 +206,10 @@ def test_the_spelled_out_command_line_means_the_same(options):
     ("change", "message"),
     [
         ({"systems": "ddp,fsdp9"}, r"unknown system 'fsdp9'; choose one of: single, ddp"),
-        ({"systems": "single"}, r"--systems 'single' names nothing to compare"),
-        ({"systems": ""}, r"add some of: ddp, fsdp1"),
-        ({"models": ","}, r"--models ',' names nothing to train"),
-        ({"models": "dit-tiny", "systems": "ddp,plan-ep"}, r"'plan-ep' trains none of"),
+        ({"systems": "single"}, r"--systems: expected a system to compare .*, got 'single'"),
+        ({"systems": ""}, r"add one or more of: ddp, fsdp1"),
+        ({"models": ","}, r"--models: expected the name of a model, got ','"),
+        ({"models": "dit-tiny", "systems": "ddp,plan-ep"}, r"'plan-ep' supports none of"),
         (
             {"models": "mixtral-tiny,dit-tiny", "systems": "plan-ep"},
             r"no system of .* trains model 'dit-tiny'",
@@ -274,7 +274,9 @@ def test_somebody_elses_files_are_not_replaced(options):
     options["out"].mkdir()
     kept = options["out"] / "thesis.tex"
     kept.write_text("years of work")
-    with pytest.raises(UsageError, match=r"--out .* holds files that no comparison wrote"):
+    with pytest.raises(
+        UsageError, match=r"--out: expected .* contains files that no comparison wrote"
+    ):
         prepare(CompareOptions(**options))
     assert kept.read_text() == "years of work"
 

@@ -55,7 +55,7 @@ def test_a_second_job_is_refused_while_the_first_lives_and_not_after_however_it_
     owner = json.loads((tmp_path / LOCK_FILE).read_text())
     refused = (
         f"another job writes {tmp_path} \\(process {holder.pid} on {owner['host']}, since"
-        f" {owner['since']}\\); wait for its end, or give another --out"
+        f" {owner['since']}\\); wait until it ends, or give another --out"
     )
     for _ in range(2):  # a refusal changes nothing
         with pytest.raises(UsageError, match=refused), folder_lock(tmp_path, world):

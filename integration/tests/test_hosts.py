@@ -124,7 +124,9 @@ def test_torchrun_says_in_a_sentence_that_a_host_does_not_come(hosts, tmp_path):
     )
     assert codes([process], within=60) == [2]
     message = sentence(tmp_path / "host0")
-    assert message.startswith(f"error: not all of 2 hosts came to {address} within 3 s; start the")
+    assert message.startswith(
+        f"error: expected 2 hosts to join {address} within 3 s, got fewer; start the"
+    )
 
 
 def test_a_slow_link_delays_and_changes_nothing(hosts, one_host, tmp_path):
@@ -153,7 +155,7 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
         other = hosts.addresses[1 - host]
         assert re.search(
             rf"error: rank {host} of 2 stopped: the host of rank {1 - host}, {other} \(.*\),"
-            r" does not answer \(.*gloo.*\); start all ranks again",
+            r" does not answer \(.*gloo.*\); restart all ranks",
             sentence(log),
         )
 
@@ -191,7 +193,7 @@ def test_a_host_that_does_not_come_is_one_sentence(hosts, tmp_path):
     processes, logs = start(hosts, tmp_path / "run", "--join-timeout", "3", ranks=1, only=[0])
     assert codes(processes) == [2]
     assert sentence(logs[0]).startswith(
-        f"error: rank 1 of 2 did not come to {hosts.addresses[0]}:{PORT} within 3 s; start them"
+        f"error: rank 1 of 2 did not join {hosts.addresses[0]}:{PORT} within 3 s; start them"
     )
     assert not (tmp_path / "run").exists()
 
@@ -202,14 +204,16 @@ def test_a_wrong_rendezvous_is_one_sentence(hosts, tmp_path):
     assert codes(processes) == [2]
     message = sentence(logs[1])
     where = f"nowhere.invalid:{PORT}"
-    assert re.match(rf"error: rank 1 of 2 met nobody at {where} within 3 s \(.*name.*\)", message)
+    assert re.match(
+        rf"error: rank 1 of 2 could not join rank 0 at {where} within 3 s \(.*name.*\)", message
+    )
 
 
 def test_a_wrong_interface_is_one_sentence(hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     processes, logs = start(hosts, tmp_path / "run")
     assert codes(processes) == [2, 2]
-    assert "could not connect to them over interface none0" in sentence(logs[0])
+    assert "could not connect to the others over interface none0" in sentence(logs[0])
 
 
 def test_a_world_that_the_model_cannot_use_is_refused_by_each_host_alone(tmp_path):

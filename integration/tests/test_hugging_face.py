@@ -220,7 +220,7 @@ NORM = "model.norm.weight"
         ),
         (
             lambda d: edit(d, lambda t: t.update(more=torch.ones(1))),
-            "holds the tensor more, which this model does not have",
+            "contains the tensor more, which this model does not",
         ),
         (
             lambda d: (d / "config.json").write_text(json.dumps({"num_attention_heads": 8})),
@@ -255,7 +255,9 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_written(
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     config = TrainConfig(model="llama-tiny", out=tmp_path / "run", init_from=tmp_path / "no")
-    with pytest.raises(UsageError, match=r"no is no folder; give one that save_pretrained wrote"):
+    with pytest.raises(
+        UsageError, match=r"expected a folder that save_pretrained wrote, got .*no;"
+    ):
         prepare(config, 1)
 
 

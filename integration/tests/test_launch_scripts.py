@@ -206,11 +206,14 @@ def expected(tmp_path_factory):
     [
         (
             "nowhere.invalid:29500",
-            r"no agent is at nowhere\.invalid:29500 within 1 s \(.*ame",
+            r"expected an agent at nowhere\.invalid:29500 within 1 s, got none \(.*ame",
         ),
         # Of a net for documentation (RFC 5737): there is nobody, or no way to it.
-        ("192.0.2.1:29500", r"no agent is at 192\.0\.2\.1:29500 within 1 s \(.+\); start the"),
-        ("node0", "rendezvous 'node0' is not NAME:PORT"),
+        (
+            "192.0.2.1:29500",
+            r"expected an agent at 192\.0\.2\.1:29500 within 1 s, got none \(.+\); start the",
+        ),
+        ("node0", "rendezvous: expected NAME:PORT, got 'node0'"),
     ],
 )
 def test_torchrun_is_not_started_towards_a_rendezvous_where_nobody_is(
@@ -245,8 +248,8 @@ def test_a_host_that_does_not_come_to_torchrun_is_one_sentence(tmp_path):
     result = torchrun(tmp_path / "run", **given)
     assert result.returncode == 2
     assert result.stderr == (
-        f"error: not all of 2 hosts came to {address} within 2 s; start the same command on each"
-        " of them, or correct HOSTS\n"
+        f"error: expected 2 hosts to join {address} within 2 s, got fewer; start the same command"
+        " on each of them, or correct HOSTS\n"
     )
 
 
@@ -255,7 +258,7 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path):
         address = f"localhost:{taken.getsockname()[1]}"
         result = torchrun(tmp_path / "run", HOSTS="2", RENDEZVOUS=address, JOIN_TIMEOUT="5")
     assert result.returncode == 2
-    sentence = rf"error: there is no meeting at {address} \(.*EADDRINUSE.*\); correct .*\n"
+    sentence = rf"error: expected a rendezvous at {address}, got .*EADDRINUSE.*; correct .*\n"
     assert re.fullmatch(sentence, result.stderr)
 
 

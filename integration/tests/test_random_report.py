@@ -63,11 +63,11 @@ def failed(out):
 
 def test_the_finding_has_a_sentence_per_case(tmp_path):
     assert random_finding(made_up(tmp_path)) == (
-        "With random init, dist-rng gives 2 and 4 ranks the initial weights of the single device,"
-        " bit for bit, and losses within 8e-7 nats per token of its own; native DTensor's differ by"
-        " up to 0.05. With dropout, dist-rng gives 2 and 4 ranks the dropout masks of the single"
-        " device, bit for bit, and losses within 8e-7 nats per token of its own; native DTensor's"
-        " differ by up to 0.05."
+        "With random init, dist-rng on 2 and 4 ranks draws the initial weights of the single device,"
+        " bit for bit, and its losses are within 8e-7 nats per token; losses with native DTensor"
+        " differ by up to 0.05. With dropout, dist-rng on 2 and 4 ranks draws the dropout masks of"
+        " the single device, bit for bit, and its losses are within 8e-7 nats per token; losses"
+        " with native DTensor differ by up to 0.05."
     )
 
 
@@ -76,24 +76,24 @@ def test_the_finding_has_a_sentence_per_case(tmp_path):
     [
         (
             {"verdict": RandomVerdict.OTHER, "same_masks": False},
-            f"{DIST_RNG_RUN} has other dropout masks than the single device.",
+            f"The dropout masks of {DIST_RNG_RUN} differ from the single device's.",
         ),
         (
             {"verdict": RandomVerdict.OTHER, "same_masks": False, "same_weights": False},
-            f"{DIST_RNG_RUN} has other initial weights and dropout masks than the single device.",
+            f"The initial weights and dropout masks of {DIST_RNG_RUN} differ from the single device's.",
         ),
         (
             {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([5.0, 4.5, 3.5], REFERENCE)},
-            f"{DIST_RNG_RUN} leaves its tolerance: it differs by 0.5 nats per token at step 2,"
-            " where 1e-5 is accepted.",
+            f"{DIST_RNG_RUN} exceeds its tolerance: it differs by 0.5 nats per token at step 2,"
+            " and the tolerance is 1e-5.",
         ),
         (
             {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([math.nan] * 3, REFERENCE)},
-            f"{DIST_RNG_RUN} has no finite loss to compare from step 1 on.",
+            f"The loss of {DIST_RNG_RUN} is not finite from step 1 on.",
         ),
         (
             {"verdict": RandomVerdict.UNCOMPARED, "deviation": None},
-            f"{DIST_RNG_RUN} has no single device to be compared with.",
+            f"{DIST_RNG_RUN} was not compared, as the run on one device failed.",
         ),
     ],
     ids=["masks", "both", "outside", "nan", "uncompared"],
@@ -103,7 +103,7 @@ def test_the_finding_names_trouble_first_and_claims_no_more_than_was_seen(
 ):
     found = random_finding(made_up(tmp_path, **{DIST_RNG_RUN: change}))
     assert found.startswith(sentence)
-    assert "With dropout, dist-rng gives 2 ranks the dropout masks" in found
+    assert "With dropout, dist-rng on 2 ranks draws the dropout masks" in found
 
 
 def test_the_rows_leave_out_what_does_not_apply(tmp_path):
@@ -177,7 +177,7 @@ def test_the_pages_hold_the_section_and_only_where_it_ran(tmp_path):
     html = write_report(*comparison(tmp_path, made_up(tmp_path)), []).read_text()
     page = (tmp_path / "report.md").read_text()
     assert "<h2>Random numbers</h2>" in html
-    assert "With dropout, dist-rng gives 2 and 4 ranks" in html
+    assert "With dropout, dist-rng on 2 and 4 ranks" in html
     assert "<dt>dist-rng</dt>" in html
     assert len(re.findall(r"<td>(?:random init|dropout)</td>", html)) == 10
     assert html.count("✓ same numbers") == 4
@@ -209,4 +209,4 @@ def test_the_terminal_table_fits_eighty_columns(tmp_path, capsys):
         *("dropout,", "4", "ranks", "dist-rng", "same", "numbers", "equal", "equal", "8e-7")
     ]
     assert any(line.startswith("passes: With llama-tiny, ddp is bitwise equal") for line in printed)
-    assert any("With dropout, dist-rng gives 2 and 4 ranks" in line for line in printed)
+    assert any("With dropout, dist-rng on 2 and 4 ranks" in line for line in printed)

@@ -20,7 +20,7 @@ from integration.train.addresses import (
     choose_interface,
     wait_for_listener,
 )
-from integration.train.agent import place
+from integration.train.agent import resolve_rendezvous
 from integration.train.config import TrainConfig
 from integration.train.hosts import Hosts
 from integration.train.rendezvous import join_ranks, ranks
@@ -51,11 +51,11 @@ def meet_in_threads(numbers, size, seconds):
 
 
 def test_an_agent_is_told_its_address_and_whether_the_rendezvous_is_on_its_host(port):
-    assert place(f"localhost:{port}", 0) == ("127.0.0.1", True)
+    assert resolve_rendezvous(f"localhost:{port}", 0) == ("127.0.0.1", True)
     # 127.0.1.1 is what many distributions give a machine's own name.
-    assert place(f"127.0.1.1:{port}", 0)[1]
-    with pytest.raises(UsageError, match=r"no agent is at 192\.0\.2\.1:"):
-        place(f"192.0.2.1:{port}", 0.2)
+    assert resolve_rendezvous(f"127.0.1.1:{port}", 0)[1]
+    with pytest.raises(UsageError, match=r"expected an agent at 192\.0\.2\.1:"):
+        resolve_rendezvous(f"192.0.2.1:{port}", 0.2)
 
 
 def test_all_ranks_get_one_store(port):
@@ -66,17 +66,17 @@ def test_all_ranks_get_one_store(port):
 
 def test_those_who_came_say_who_did_not(port):
     first, other = meet_in_threads([0, 2], 4, 2)
-    assert first.startswith(f"ranks 1, 3 of 4 did not come to 127.0.0.1:{port} within 2 s; start")
+    assert first.startswith(f"ranks 1, 3 of 4 did not join 127.0.0.1:{port} within 2 s; start")
     # Whoever gives up first says it; with rank 0 its store goes.
     assert other.startswith(
-        ("ranks 1, 3 of 4 did not come", "rank 0 of 4 ended or stood still while rank 2")
+        ("ranks 1, 3 of 4 did not join", "rank 0 of 4 ended or hung while rank 2")
     )
 
 
 def test_a_rank_without_a_first_one_says_where_it_looked(port):
     (message,) = meet_in_threads([1], 2, 0.5)
     assert message.startswith(
-        f"rank 1 of 2 met nobody at 127.0.0.1:{port} within 0.5 s (Connection refused); start"
+        f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{port} within 0.5 s (Connection refused); start"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_service_that_is_no_store_is_no_rendezvous(stranger, monkeypatch):
     began = time.monotonic()
     (message,) = meet_in_threads([1], 2, 1.5)
     assert message.startswith(
-        f"rank 1 of 2 met nobody at 127.0.0.1:{stranger} within 1.5 s (someone"
+        f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{stranger} within 1.5 s (a process"
     )
     assert time.monotonic() - began < 10
 
@@ -136,7 +136,7 @@ def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, p
             first.send_signal(blow)
             (message,) = waiting.result()
         first.kill()
-    assert message.startswith("rank 0 of 2 ended or stood still while rank 1 waited for others at ")
+    assert message.startswith("rank 0 of 2 ended or hung while rank 1 waited for others at ")
     assert time.monotonic() - began < within
 
 
@@ -152,18 +152,18 @@ def test_a_first_rank_that_comes_later_is_waited_for(port):
 def test_a_port_that_is_taken_is_named(port):
     with socket.create_server(("", port)):
         (message,) = meet_in_threads([0], 2, 5)
-    assert message.startswith(f"rank 0 of 2 cannot use port {port} for the rendezvous: ")
+    assert message.startswith(f"rank 0 of 2 cannot listen at port {port} of the rendezvous: ")
 
 
 def test_an_environment_without_an_address_is_refused(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UsageError, match="RANK is set and MASTER_ADDR is not; set RANK, "):
+    with pytest.raises(UsageError, match="expected MASTER_ADDR in the environment, as RANK is set"):
         join_ranks(0, 2, 1)
 
 
 @pytest.mark.parametrize("text", ["node0", ":29500", "node0:", "node0:x", "node0:0", "node0:65536"])
 def test_a_rendezvous_of_another_form_is_refused(text):
-    with pytest.raises(UsageError, match=f"^rendezvous '{text}' is not NAME:PORT; give"):
+    with pytest.raises(UsageError, match=f"^rendezvous: expected NAME:PORT, got '{text}'; give"):
         Endpoint.parse(text)
 
 
@@ -187,8 +187,11 @@ def of(**options):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"hosts": 2, "rendezvous": "node0:7"}, "--hosts 2 needs the number of ranks of each host"),
-        ({"hosts": 2, "ranks": 1, "rendezvous": "node0"}, "rendezvous 'node0' is not NAME:PORT"),
+        ({"hosts": 2, "rendezvous": "node0:7"}, "--hosts 2: expected --ranks"),
+        (
+            {"hosts": 2, "ranks": 1, "rendezvous": "node0"},
+            "rendezvous: expected NAME:PORT, got 'node0'",
+        ),
     ],
     ids=["ranks", "form"],
 )
@@ -200,7 +203,7 @@ def test_hosts_that_do_not_go_together_are_refused(options, sentence, monkeypatc
 
 def test_hosts_are_refused_where_another_has_started_the_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="--rendezvous node0:7 was given and RANK is set by what"):
+    with pytest.raises(UsageError, match="--rendezvous: expected none .* got node0:7"):
         of(hosts=2, rendezvous="node0:7")
 
 

@@ -95,7 +95,7 @@ def bad(tmp_path):
 
 def test_the_finding_of_a_comparison_that_passes(good):
     assert finding(good[1]) == (
-        "With llama-tiny, fsdp2 stays within 1e-4 of the single device; the largest difference is"
+        "With llama-tiny, fsdp2 is within 1e-4 of the single device; the largest difference is"
         " 2e-5 nats per token (step 2). With llama-tiny, ddp and fsdp1 are bitwise equal to the"
         " single device at every step."
     )
@@ -103,17 +103,17 @@ def test_the_finding_of_a_comparison_that_passes(good):
 
 def test_the_finding_of_one_that_does_not_names_every_trouble(bad):
     assert finding(bad[1]) == (
-        "ddp with llama-tiny leaves its tolerance: it differs by 0.5 nats per token at step 2,"
-        " where 1e-4 is accepted. fsdp1 with llama-tiny ended with exit code 7; see fsdp1.log."
-        " fsdp2 with llama-tiny has no finite loss to compare from step 3 on."
+        "ddp with llama-tiny exceeds its tolerance: it differs by 0.5 nats per token at step 2,"
+        " and the tolerance is 1e-4. fsdp1 with llama-tiny ended with exit code 7; see fsdp1.log."
+        " The loss of fsdp2 with llama-tiny is not finite from step 3 on."
     )
 
 
 def test_without_a_reference_the_finding_is_that(tmp_path):
     _, results = made_up(tmp_path, single=None, ddp=LOSSES)
     assert finding(results) == (
-        "The reference run of llama-tiny, single, ended with exit code 7, so that no curve of it"
-        " could be compared."
+        "The reference run of llama-tiny, single, ended with exit code 7; its other runs"
+        " were not compared."
     )
 
 
@@ -232,7 +232,7 @@ def test_the_markdown_refers_to_figures_that_exist(good):
     assert figures == ["figures/losses-llama-tiny.png", "figures/cost-llama-tiny.png"]
     for figure in figures:
         assert (out / figure).read_bytes().startswith(b"\x89PNG")
-    assert "**Passes.** With llama-tiny, fsdp2 stays within" in page
+    assert "**Passes.** With llama-tiny, fsdp2 is within" in page
     for result in results:
         assert len(re.findall(rf"^\| {result.system} \|", page, re.MULTILINE)) == 2
     assert "python -m integration.compare --steps 5" in page
@@ -335,7 +335,7 @@ def test_models_have_figures_and_tables_of_their_own_and_systems_one_colour(tmp_
     assert "in squared error per pixel." in markdown
     assert "zero is not installed: do that." in markdown
     assert "zero is not installed: do that." in text
-    assert "With dit-tiny, fsdp2 stays within 1e-4 of the single device" in markdown
+    assert "With dit-tiny, fsdp2 is within 1e-4 of the single device" in markdown
     assert styles(results.systems, LIGHT) == styles(llama, LIGHT)
     colours = [
         bar.get_facecolor() for bar in draw_cost(dit, LIGHT, styles(llama, LIGHT)).axes[0].patches

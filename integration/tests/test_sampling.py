@@ -109,11 +109,11 @@ def test_the_seed_decides_and_torchs_generator_does_not():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "0 sampling steps were given; give from 1 to 999"),
-        ({"steps": 1000}, "1000 sampling steps were given"),
-        ({"guidance": -1.0}, "guidance is -1.0; give a finite number"),
-        ({"guidance": float("nan")}, "guidance is nan"),
-        ({"seed": -1}, "the seed is -1"),
+        ({"steps": 0}, "sampling steps: expected 1 to 999, .* got 0"),
+        ({"steps": 1000}, "sampling steps: expected 1 to 999, .* got 1000"),
+        ({"guidance": -1.0}, "guidance: expected a finite number of at least 0, got -1.0"),
+        ({"guidance": float("nan")}, "guidance: .* got nan"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
     ],
     ids=["no steps", "too many", "negative", "nan", "seed"],
 )
@@ -168,9 +168,13 @@ def test_the_command_draws_a_row_per_sample(checkpoints, tmp_path):
     [
         ("text", [], "expected a DiT, got a llama model"),
         ("nowhere", [], "is not a complete checkpoint"),
-        ("one", ["--samples", "0"], "--samples is 0"),
-        ("one", ["--steps", "1000"], "1000 sampling steps were given"),
-        ("one", ["--out", "picture.gif"], "--out picture.gif is no name of a PNG"),
+        ("one", ["--samples", "0"], "--samples: expected at least 1, got 0"),
+        ("one", ["--steps", "1000"], "sampling steps: expected 1 to 999"),
+        (
+            "one",
+            ["--out", "picture.gif"],
+            "--out: expected a name that ends in .png, got picture.gif",
+        ),
     ],
     ids=["language model", "absent", "no samples", "steps", "format"],
 )
@@ -192,7 +196,7 @@ def test_folders_and_files_in_the_way_and_damage_are_refused(checkpoints, tmp_pa
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").touch()
     for out, message in (
-        (tmp_path / "folder.png", "is a folder; give the name of a file"),
+        (tmp_path / "folder.png", "--out: expected a file, got the folder"),
         (tmp_path / "file" / "picture.png", "is a file, not a folder"),
     ):
         assert main([str(checkpoints["one"]), "--out", str(out)]) == EXIT_USAGE

@@ -94,7 +94,7 @@ def test_the_next_save_waits_for_the_one_before_and_says_if_it_failed(world, tmp
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", no_space)
     background.save(3, model, optimizer, wait=False)
     newest = tmp_path / checkpoint.FOLDER / "step-00000002"
-    sentence = rf"the checkpoint of step 3 .* \(No space left on device\); .* one is {newest}: mend"
+    sentence = rf"the checkpoint of step 3 .* \(No space left on device\); .* one is {newest}: correct that"
     with pytest.raises(UnwrittenError, match=sentence):
         background.save(4, model, optimizer, wait=False)
     assert checkpoint.newest_complete(tmp_path).path == newest
@@ -128,7 +128,9 @@ def test_one_that_the_disk_does_not_take_leaves_those_before(
         saves.save(2, model, optimizer, wait=False)
         saves.finish()
 
-    with pytest.raises(UnwrittenError, match=rf"No space left on device.* one is {before}: mend"):
+    with pytest.raises(
+        UnwrittenError, match=rf"No space left on device.* one is {before}: correct that"
+    ):
         save()
     assert names(tmp_path) == [before.name]
     checkpoint.read_manifest(before)
@@ -176,10 +178,10 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
     files = sorted(path.iterdir())
     assert [file.name for file in files] == [".metadata", "__0_0.distcp", checkpoint.MANIFEST]
 
-    def passed_over():
+    def skipped():
         found = checkpoint.newest_complete(tmp_path)
         assert found.path == before
-        (sentence,) = found.passed_over
+        (sentence,) = found.skipped
         return sentence
 
     for file in files:
@@ -190,19 +192,19 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
                 expected = f"{path} is not a complete checkpoint: its manifest.json cannot be read"
             else:
                 expected = (
-                    f"checkpoint {path} is truncated: {file.name} has {length} bytes instead of"
-                    f" {len(whole)}"
+                    f"checkpoint {path} is truncated: {file.name}: expected {len(whole)} bytes, got"
+                    f" {length}"
                 )
-            assert passed_over() == expected
+            assert skipped() == expected
         file.unlink()
-        assert str(path) in passed_over()
+        assert str(path) in skipped()
         file.write_bytes(whole)
     assert checkpoint.newest_complete(tmp_path) == checkpoint.CheckpointSearch(path, ())
     manifest = path / checkpoint.MANIFEST
     size = f'"__0_0.distcp": {(path / "__0_0.distcp").stat().st_size}'
     flipped = size[:-1] + str(9 - int(size[-1]))
     manifest.write_text(manifest.read_text().replace(size, flipped))
-    assert "manifest.json does not have its own checksum" in passed_over()
+    assert "manifest.json does not have its own checksum" in skipped()
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -29,7 +29,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert found["grown"] == found["initialisations"] == []
     markdown = (tmp_path / "report.md").read_text()
     assert "| llama3-70b | FSDP | 128 | 161: " in markdown
-    assert "It knows no activation checkpointing" in markdown
+    assert "The model leaves out activation checkpointing" in markdown
     for name in ("weak", "strong", "traffic", "padding"):
         assert f"figures/{name}.png" in markdown
         assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -42,15 +42,18 @@ def test_the_command_writes_a_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--ranks", "60"], "do not divide a world of 60; give a multiple of 8"),
-        (["--ranks", "64,x"], "--ranks '64,x' wants whole numbers above 0"),
-        (["--ranks", ","], "--ranks ',' names nothing"),
-        (["--models", "gpt-2"], "no model 'gpt-2'"),
-        (["--ways", "DDP"], "no way 'DDP'"),
-        (["--model-scaling", "gpt-2"], "no model 'gpt-2'"),
-        (["--efficiency", "1.5"], "efficiency is 1.5"),
-        (["--weak-tokens", "0"], "--weak-tokens 0 is too few"),
-        (["--strong-tokens", "0"], "--strong-tokens '0' wants whole numbers"),
+        (["--ranks", "60"], "--ranks: expected a multiple of the 8 ranks of a node"),
+        (
+            ["--ranks", "64,x"],
+            "--ranks: expected whole numbers above 0, separated by commas, got '64,x'",
+        ),
+        (["--ranks", ","], "--ranks: expected names, got ','"),
+        (["--models", "gpt-2"], "got 'gpt-2'"),
+        (["--ways", "DDP"], "got 'DDP'"),
+        (["--model-scaling", "gpt-2"], "got 'gpt-2'"),
+        (["--efficiency", "1.5"], "efficiency: expected a share of at most 1, got 1.5"),
+        (["--weak-tokens", "0"], "--weak-tokens: expected at least 1, got 0"),
+        (["--strong-tokens", "0"], "--strong-tokens: expected whole numbers above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -121,11 +121,11 @@ def test_weak_scaling_keeps_tokens_of_a_rank_and_strong_scaling_those_of_all():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"efficiency": 0.0}, "efficiency is 0.0"),
-        ({"efficiency": 1.5}, "efficiency is 1.5"),
+        ({"efficiency": 0.0}, "efficiency: expected a share of at most 1, got 0.0"),
+        ({"efficiency": 1.5}, "efficiency: expected a share of at most 1, got 1.5"),
         ({"overlap": -0.1}, "overlap is -0.1"),
-        ({"peak": 0.0}, "peak is 0.0"),
-        ({"inside": NetworkLink(0.0, 1.0)}, "inside.bandwidth is 0.0"),
+        ({"peak": 0.0}, "peak: expected a number above 0, got 0.0"),
+        ({"inside": NetworkLink(0.0, 1.0)}, "inside.bandwidth: expected a number above 0, got 0.0"),
         ({"between": NetworkLink(1.0, -1.0)}, "between.latency is -1.0"),
     ],
 )

@@ -30,7 +30,9 @@ def test_a_session_is_read_back(tmp_path):
 def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
     path = tmp_path / "session.json"
     write_session(path, [arguments(tmp_path, "--ranks", ranks) for ranks in ("1", "2")])
-    with pytest.raises(UsageError, match=r"runs on \[1, 2\] ranks; give one number for all"):
+    with pytest.raises(
+        UsageError, match=r"expected one number of ranks for all runs, got \[1, 2\]"
+    ):
         read_session(path)
     with pytest.raises(UsageError, match=r"cannot read the session .*nowhere"):
         read_session(tmp_path / "nowhere")

@@ -36,7 +36,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
     [
         ({"system": "nope"}, 1, "unknown system 'nope'; choose one of: single, ddp"),
         ({"model": "nope"}, 1, "unknown model 'nope'; choose one of: llama-10m"),
-        ({"system": "single"}, 2, "runs on 1 rank, not 2"),
+        ({"system": "single"}, 2, "expected 1 rank, got 2"),
         ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
         ({"system": "dtensor-tp"}, 3, "3 ranks do not divide num_attention_heads"),
         ({"system": "fsdp1", "optimizer": "muon"}, 2, "'fsdp1' trains with --optimizer adamw only"),
@@ -45,35 +45,51 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             2,
             "'ddp' does not take --tp 2; leave it out, or use one of: torchtitan-style, plan",
         ),
-        ({"system": "plan", "tp": 2}, 4, "tp 2 makes 2 ranks and there are 4; give degrees whose"),
+        ({"system": "plan", "tp": 2}, 4, "number of ranks, 4, got 2 .tp 2."),
         (
             {"system": "plan", "tp": 3},
             3,
             "3 ranks do not divide num_attention_heads",
         ),
-        ({"system": "plan", "sp": True}, 1, "--sp cuts along --tp, which is 1; give --tp as well"),
-        ({"system": "plan", "loss_parallel": True}, 1, "--loss-parallel cuts along --tp"),
-        ({"system": "plan", "ep": 2, "dp_shard": 2}, 2, "and a llama has none; leave it out"),
+        ({"system": "plan", "sp": True}, 1, "--sp: expected --tp of at least 2, got 1"),
+        (
+            {"system": "plan", "loss_parallel": True},
+            1,
+            "--loss-parallel: expected --tp of at least 2",
+        ),
+        (
+            {"system": "plan", "ep": 2, "dp_shard": 2},
+            2,
+            "--ep: expected a model with experts, got a llama",
+        ),
         (
             {"system": "plan", "model": "mixtral-tiny", "ep": 3, "dp_shard": 3, "micro_batch": 3},
             3,
             "3 ranks do not divide num_local_experts = 4",
         ),
-        ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "tp": 2}, 2, "of --tp, which is 2;"),
-        ({"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2}, 2, "does not divide"),
+        (
+            {"system": "plan", "model": "mixtral-tiny", "ep": 4, "tp": 2},
+            2,
+            "expected the value of --tp, 2",
+        ),
+        (
+            {"system": "plan", "model": "mixtral-tiny", "ep": 4, "dp_shard": 2},
+            2,
+            "expected a divisor of",
+        ),
         ({"system": "plan", "cp": 2, "sequence_length": 66}, 2, "multiple of 4"),
-        ({"system": "plan", "cp": 2, "static": True}, 2, "--static does not know --cp 2"),
-        ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp is for models of family llama"),
-        ({"system": "plan", "zero3": True}, 1, "--zero3 shares parameters among all data par"),
+        ({"system": "plan", "cp": 2, "static": True}, 2, "--static: expected --cp 1"),
+        ({"system": "plan", "cp": 2, "model": "dit-tiny"}, 2, "--cp: expected a llama"),
+        ({"system": "plan", "zero3": True}, 1, "--zero3: expected --dp-shard of at least 2"),
         (
             {"system": "plan", "zero3": True, "dp_shard": 2, "dp_replicate": 2},
             4,
-            "give --dp-shard, and no --dp-replicate",
+            "--dp-shard 2 and --dp-replicate 2",
         ),
         (
             {"system": "plan", "zero3": True, "dp_shard": 2, "ep": 2, "model": "mixtral-tiny"},
             2,
-            "--zero3 shares experts too",
+            "--zero3: expected --ep 1",
         ),
         ({"system": "plan", "dp_shard": 2, "static": True}, 2, "use --dp-replicate 2, or leave"),
         (
@@ -106,7 +122,7 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
             2,
             "'plan' does not support --dtype bf16; use --dtype fp32, or one of the systems single",
         ),
-        ({"profile_steps": "3-4"}, 1, "--profile-steps 3-4 is no range of steps"),
+        ({"profile_steps": "3-4"}, 1, "--profile-steps: expected a range such as 10:13, got 3-4"),
         ({"data": Path("/no/such")}, 1, "data path /no/such does not exist"),
         ({"data": Path("/dev/null")}, 1, "data path /dev/null is neither a file nor a folder"),
         ({"resume": "/no/such"}, 1, "/no/such is not a complete checkpoint"),
@@ -142,14 +158,14 @@ def test_a_run_folder_inside_the_data_is_refused(tmp_path, out):
     # Its files would be training data from the next start on, and a resume another run's.
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text" * 200)
-    with pytest.raises(UsageError, match=r"--out .* lies inside --data .*; give another --out"):
+    with pytest.raises(UsageError, match=r"--out .* is inside --data .*; give another --out"):
         prepare(TrainConfig(out=tmp_path / out, data=tmp_path / "text"), 1)
     assert prepare(TrainConfig(out=tmp_path / "text2", data=tmp_path / "text"), 1).notices == ()
 
 
 def test_never_resuming_refuses_a_folder_that_holds_a_run(tmp_path):
     (tmp_path / METRICS_FILE).write_text("")
-    with pytest.raises(UsageError, match="already holds a run"):
+    with pytest.raises(UsageError, match="already contains a run"):
         prepare(TrainConfig(out=tmp_path, resume="never"), 1)
 
 
@@ -157,11 +173,11 @@ def test_a_finished_run_without_checkpoints_is_kept(tmp_path):
     (tmp_path / METRICS_FILE).write_text("")
     assert prepare(TrainConfig(out=tmp_path), 1).resume_from is None
     (tmp_path / SUMMARY_FILE).write_text("{}")
-    with pytest.raises(UsageError, match="holds a finished run without a checkpoint"):
+    with pytest.raises(UsageError, match="contains a finished run without a checkpoint"):
         prepare(TrainConfig(out=tmp_path), 1)
 
 
-def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_passed_over(
+def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_skipped(
     tmp_path,
 ):
     write_checkpoint(tmp_path, 9, payload=b"1234567")
@@ -170,7 +186,7 @@ def test_automatic_resume_takes_the_newest_complete_checkpoint_and_says_what_it_
     setup = prepare(TrainConfig(out=tmp_path), 1)
     assert setup.resume_from == expected
     notice, _ = setup.notices
-    assert notice.endswith("step-00000009 is truncated: __0_0.distcp has 7 bytes instead of 8")
+    assert notice.endswith("step-00000009 is truncated: __0_0.distcp: expected 8 bytes, got 7")
 
 
 def test_a_checkpoint_from_before_checksums_is_resumed_and_said_to_be_unverified(tmp_path):
@@ -182,7 +198,7 @@ def test_a_checkpoint_from_before_checksums_is_resumed_and_said_to_be_unverified
         setup = prepare(TrainConfig(out=tmp_path, resume=resume), 1, checkpoint.verify)
         assert setup.resume_from == path
         (notice,) = setup.notices
-        assert notice == f"{path} was written without checksums; its contents are not verified"
+        assert notice == f"{path} has no checksums; its contents are not verified"
 
 
 def test_automatic_resume_does_not_start_over_where_every_checkpoint_is_damaged(tmp_path):
@@ -198,7 +214,7 @@ def test_automatic_resume_does_not_start_over_where_every_checkpoint_is_damaged(
 def test_a_truncated_checkpoint_asked_for_by_name_is_refused(tmp_path, cut):
     path = write_checkpoint(tmp_path, 9, payload=b"12345678"[:cut])
     with pytest.raises(
-        UsageError, match=f"is truncated: __0_0.distcp has {cut} bytes instead of 8"
+        UsageError, match=f"is truncated: __0_0.distcp: expected 8 bytes, got {cut}"
     ):
         prepare(TrainConfig(out=tmp_path, resume=str(path)), 1)
 
@@ -219,7 +235,7 @@ def test_a_named_checkpoint_of_another_folder_does_not_overwrite_a_run(tmp_path)
     named = TrainConfig(out=tmp_path / "b", resume=str(path))
     assert prepare(named, 1).resume_from == path
     (tmp_path / "b" / METRICS_FILE).write_text("")
-    with pytest.raises(UsageError, match="already holds another run"):
+    with pytest.raises(UsageError, match="already contains another run"):
         prepare(named, 1)
 
 
@@ -228,7 +244,7 @@ def test_a_checkpoint_of_another_model_is_named_by_what_differs(tmp_path):
     manifest = checkpoint.read_manifest(path)
     checkpoint.require_same(manifest, IDENTITY, path)
     other = replace(IDENTITY, model={"name": "llama-tiny", "hidden_size": 96})
-    with pytest.raises(UsageError, match=r"its model\.hidden_size is 64, this run's is 96"):
+    with pytest.raises(UsageError, match=r"model\.hidden_size: expected 96, .* got 64"):
         checkpoint.require_same(manifest, other, path)
 
 

@@ -50,12 +50,12 @@ def test_losses_are_compared_by_their_bits_and_by_their_number():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--ranks", "1"], "--ranks 1 leaves nobody to notice a rank that stands still"),
-        (["--every", "20"], "--checkpoint-every 20, --every 20 and --steps 500 must grow"),
-        (["--steps", "50"], "--every 50 and --steps 50 must grow"),
-        (["--kinds", "kill,trip"], "--kinds 'kill,trip' has 'trip'; choose of kill, stop, raise"),
+        (["--ranks", "1"], "--ranks: expected at least 2"),
+        (["--every", "20"], "got 20, 20 and 500"),
+        (["--steps", "50"], "got 20, 50 and 50"),
+        (["--kinds", "kill,trip"], "--kinds: expected some of kill, stop, raise, got 'trip'"),
         (["--model", "gpt"], "unknown model 'gpt'"),
-        (["--system", "single"], "runs on 1 rank, not 2"),
+        (["--system", "single"], "expected 1 rank, got 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -98,10 +98,12 @@ def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
     assert [[each.step for each in run] for run in runs] == [list(range(1, 41))] * 2
     text = (out / "soak.md").read_text()
     assert text.count(" | step-000000") == 3
-    assert "3 of 3 faults got over; the losses of all 40 steps are equal, bit for bit." in text
+    assert (
+        "Recovered from 3 of 3 faults; the losses of all 40 steps are equal, bit for bit." in text
+    )
     # What is there is neither written over nor taken for a soak.
     assert main([*short, "--out", str(out)]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.ranks
@@ -118,4 +120,4 @@ def test_a_run_that_does_not_get_over_a_fault_is_exit_code_1(tmp_path, capsys, m
     options = ["--steps", "12", "--every", "10", "--checkpoint-every", "9", "--kinds", "kill"]
     assert main([*options, "--out", str(out)]) == 1
     assert "torchrun ended with exit code 1 and did not " in capsys.readouterr().out
-    assert "0 of 1 faults got over; torchrun ended" in (out / "soak.md").read_text()
+    assert "Recovered from 0 of 1 faults; torchrun ended" in (out / "soak.md").read_text()

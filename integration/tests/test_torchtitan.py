@@ -99,15 +99,15 @@ def test_others_resume_its_checkpoints(one_device, train_runs, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "options", "sentence"),
     [
-        (2, {"tp": 2}, "cuts sequences wherever it cuts weights, by one plan; give --sp beside"),
-        (2, {"dp_replicate": 2}, "copies parameters along --dp-replicate 2 beside --dp-shard only"),
+        (2, {"tp": 2}, "expected --sp with --tp 2"),
+        (2, {"dp_replicate": 2}, "expected --dp-shard with --dp-replicate 2"),
         (2, {"cp": 2}, "system 'torchtitan-style' does not take --cp 2; leave it out, or use"),
         (2, {"dp_shard": 2, "static": True}, "does not take --static; leave it out, or use"),
-        (4, {"dp_shard": 2, "sp": True, "tp": 1}, "makes 2 ranks and there are 4"),
+        (4, {"dp_shard": 2, "sp": True, "tp": 1}, "number of ranks, 4, got 2"),
         (3, {"tp": 3, "sp": True}, "3 ranks do not divide num_attention_heads = 4"),
         (2, {"tp": 2, "sp": True, "sequence_length": 33}, "--sequence-length is 33; give a multip"),
         (3, {"tp": 3, "sp": True, "model": "dit-tiny"}, "3 ranks do not divide hidden_size = 32"),
-        (2, TEXT_ONLY, "--loss-parallel cuts logits along the vocabulary, and a dit has none"),
+        (2, TEXT_ONLY, "--loss-parallel: expected a model with logits"),
         (2, {"tp": 2, "sp": True, "pp_degree": 2}, "does not support --pp-degree; use one of"),
     ],
     ids=[

@@ -108,8 +108,8 @@ def test_a_second_job_in_a_run_folder_is_refused_and_the_first_goes_on(tmp_path)
     before = losses(tmp_path)[-1][0]
     message = train(tmp_path, *options, check=2)
     assert re.fullmatch(
-        rf"error: another job writes {tmp_path} \(process \d+ on \S+, since [\d :-]+\); wait for"
-        r" its end, or give another --out\n",
+        rf"error: another job writes {tmp_path} \(process \d+ on \S+, since [\d :-]+\); wait"
+        r" until it ends, or give another --out\n",
         message,
     )
     process.terminate()
@@ -153,7 +153,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(und
     shutil.copytree(undisturbed, out)
     message = train(out, "--model", "llama-10m", check=2)
     assert message.count("\n") == 1
-    assert "belongs to another run: its model.hidden_size is 64, this run's is 384" in message
+    assert (
+        "belongs to another run: model.hidden_size: expected 384, as in this run, got 64" in message
+    )
     assert losses(out) == losses(undisturbed)
 
 
@@ -164,9 +166,9 @@ def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undistur
     shard = next(newest.glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size - 1)
     named = train(out, "--system", "ddp", "--ranks", "2", "--resume", str(newest), check=2)
-    assert f"{shard.name} has" in named
+    assert f"{shard.name}: expected" in named
     automatic = train(out, "--system", "ddp", "--ranks", "2")
-    assert f"passed over: checkpoint {newest} is truncated" in automatic
+    assert f"skipped: checkpoint {newest} is truncated" in automatic
     assert f"at step {STEPS - 4}" in automatic
     assert losses(out) == losses(undisturbed)
 
@@ -183,9 +185,9 @@ def test_a_flipped_bit_is_named_and_automatic_resume_takes_the_checkpoint_before
     shard.write_bytes(content)
     options = ["--system", "ddp", "--ranks", "2"]
     named = train(out, *options, "--resume", str(newest), check=2)
-    assert f"checkpoint {newest} is damaged: {shard.name} has checksum" in named
+    assert f"checkpoint {newest} is damaged: {shard.name}: expected checksum" in named
     automatic = train(out, *options)
-    assert f"passed over: checkpoint {newest} is damaged: {shard.name}" in automatic
+    assert f"skipped: checkpoint {newest} is damaged: {shard.name}" in automatic
     assert f"at step {STEPS - 4}" in automatic
     assert losses(out) == losses(undisturbed)
 
@@ -243,7 +245,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
     path = newest_complete(tmp_path).path
     assert path.name == f"step-{step - 1:08d}"
     assert f"the checkpoint of step {step - 1} is {path}: resume" in sentence
-    assert f"(the step's are samples {8 * step - 8} to {8 * step - 1})" in sentence
+    assert f"(the step has samples {8 * step - 8} to {8 * step - 1})" in sentence
     assert [number for number, _ in losses(tmp_path)] == list(range(1, step))
     # The checkpoint is from before the step: going on comes to it again.
     again = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)

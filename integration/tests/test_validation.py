@@ -163,7 +163,7 @@ def test_the_number_of_ranks_is_that_of_all_hosts_or_the_environments(monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert validate(TrainConfig(**hosts)).batch_plan.degree == 2
     assert validate(TrainConfig(system="ddp"), 2).batch_plan.degree == 2
-    with pytest.raises(UsageError, match="runs on 1 rank, not 2"):
+    with pytest.raises(UsageError, match="expected 1 rank, got 2"):
         validate(TrainConfig(ranks=2))
 
 

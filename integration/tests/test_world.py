@@ -7,14 +7,14 @@ ENDS = """
 import sys
 import torch
 import torch.distributed as dist
-from integration.train.world import leave, process_group
+from integration.train.world import exit_process, process_group
 
 with process_group(60):
     held = dist.group.WORLD  # as torch's caches of DTensor hold it
     for _ in range(500):  # more than gloo's threads can have let go of at the end
         dist.all_reduce(torch.ones(1000), async_op=True)
-print("said", end="")
-leave(7)
+print("done", end="")
+exit_process(7)
 """
 
 

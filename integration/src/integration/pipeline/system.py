@@ -63,7 +63,7 @@ class PipelineSystem(System):
         assert self._running is not None
         return self._running.forward_backward(batch, parts)
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clips gradients by their total norm over all stages."""
         assert self._running is not None
-        return clip_gradients(model.parameters(), most, group=self._running.group)
+        return clip_gradients(model.parameters(), max_norm, group=self._running.group)

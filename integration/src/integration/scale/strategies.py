@@ -116,8 +116,8 @@ def axes_of(strategy: ParallelStrategy, ranks: int, node: int = NODE) -> tuple[W
     shard = min(rest, strategy.group or rest) if strategy.sharded else 1
     if rest % shard:
         raise UsageError(
-            f"--ranks: expected a multiple of {shard * tp}, as {strategy.name} shards over groups of "
-            f"{shard} ranks, got {ranks}; give another number"
+            f"--ranks: expected a multiple of {shard * tp}, as {strategy.name} shards over groups"
+            f" of {shard} ranks, got {ranks}; give another number"
         )
     sizes = [("replicate", rest // shard, shard * tp), ("shard", shard, tp), ("tp", tp, 1)]
     return tuple(WorldAxis(*one) for one in sizes if one[1] > 1) or (WorldAxis("shard", 1, 1),)

@@ -1,4 +1,4 @@
-"""The systems that a run can name; add one by adding its class to ``_ALL``."""
+"""The systems that ``--system`` names; ``_ALL`` lists their classes."""
 
 import torch
 
@@ -34,15 +34,15 @@ __all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
 def get_system(
     name: str, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
 ) -> System:
-    """Returns the system called ``name``.
+    """Returns the system with this name.
 
     Args:
-        name: of the system.
-        degrees: of one that composes several kinds of parallelism.
-        compute_dtype: of one with mixed precision; None: that of the weights.
+        name: name of the system.
+        degrees: degrees of a system that composes several kinds of parallelism.
+        compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
 
     Raises:
-        UsageError: no system has that name, or it has one kind of parallelism only.
+        UsageError: there is no such system, or it does not take degrees.
     """
     for system in _ALL:
         if system.name == name:

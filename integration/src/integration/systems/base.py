@@ -1,4 +1,4 @@
-"""What every system says of itself: how it cuts the work and how it wraps the model."""
+"""The interface of systems, with which the trainer parallelizes and runs a model."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -15,39 +15,39 @@ from integration.systems.degrees import Degrees
 
 
 class System(ABC):
-    """One way to train a model on ``world_size`` ranks.
+    """An implementation of distributed training.
 
     Attributes:
-        name: how users choose it.
-        degrees: of its axes, for systems that compose several.
-        compute_dtype: what is computed in, where it is not the dtype of the weights.
+        name: its name on the command line.
+        degrees: degrees of its mesh axes, for systems that compose several kinds of parallelism.
+        compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
     """
 
     name: str
-    # Whether parallelize() takes a model on the meta device, whose weights are drawn later.
+    # Whether parallelize() takes a model on the meta device, whose weights are drawn afterwards.
     accepts_meta_model: bool = False
-    # Whether its shards are of placements in which torch draws nothing, and dist-rng does.
+    # Whether torch cannot draw on the placements of its shards, and dist-rng can.
     needs_dist_rng_for_init: bool = False
-    # Whether it takes a model of plan_api.deferred_init, whose weights it draws itself.
+    # Whether it takes a model from plan_api.deferred_init and draws the weights itself.
     accepts_deferred_init: bool = False
-    # Whether its degrees say how many ranks each kind of parallelism has.
+    # Whether it composes several kinds of parallelism by degrees.
     accepts_degrees: bool = False
-    # Whether it trains with optimizers of blocks and matrices too, which need parameters that keep
-    # their shapes, whole or as DTensors.
+    # Whether it supports block-wise and matrix optimizers, which need parameters with their
+    # original shapes, unsharded or as DTensors.
     supports_all_optimizers: bool = False
-    # Whether its layers can be compiled, each as one graph.
+    # Whether each layer can be compiled as one graph.
     supports_compile: bool = False
-    # Whether it can compute in another dtype than that of the weights.
+    # Whether it supports mixed precision.
     mixed_precision: bool = False
-    # Whether ranks of tensor parallelism have equal parts of a sequence, or it is refused.
+    # Whether its tensor parallel degree has to divide the sequence length.
     needs_even_sequences: bool = False
-    # Whether it shards microbatches itself: every rank passes those of all data parallel ranks.
+    # Whether it shards batches itself: every rank passes the samples of all data parallel ranks.
     shards_batches: bool = False
-    # Whether no package of this repository has a part in it.
+    # Whether it uses no package of this repository.
     native: bool = True
-    # Whether its weights and gradients can be saved, loaded, clipped and looked at.
+    # Whether the trainer can save, load and clip its weights and gradients.
     supports_checkpoints: bool = True
-    # Families of the models that it has been written for; None: any.
+    # Families of models that it supports; None: all.
     families: tuple[str, ...] | None = None
 
     def __init__(
@@ -59,77 +59,77 @@ class System(ABC):
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot run here, and what to do: a clause behind its name; None: it can."""
+        """Why it cannot run here, and the remedy, as a clause after its name; None: it can."""
         return None
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Returns how many ranks see different data; the others repeat it."""
+        """Returns the data parallel degree: the number of ranks with different data."""
         return world_size
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Returns which of the data parallel ranks ``rank`` is."""
+        """Returns the data parallel rank of ``rank``."""
         return rank % self.data_parallel_degree(world_size)
 
     @property
     def init_on_dtensors(self) -> bool:
-        """Whether weights of ``--init sharded`` are DTensors when they are drawn."""
+        """Whether ``--init sharded`` draws DTensors."""
         return self.accepts_deferred_init or self.accepts_meta_model
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether the dropout of a model's layers has DTensors as inputs."""
+        """Returns whether dropout in a model's layers runs on DTensors."""
         del shape
         return False
 
     def check(self, world_size: int, shape: ModelShape) -> None:  # noqa: B027
-        """Refuses a world size or a model that the system cannot run, before anything starts.
+        """Refuses a world size or a model that the system does not support.
 
         Raises:
-            UsageError: naming the size that does not fit.
+            UsageError: names the size that does not fit.
         """
 
     @abstractmethod
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Returns ``model``, of ``shape``, ready for training on the default process group.
+        """Parallelizes ``model``, of ``shape``, on the default process group, and returns it.
 
         Every rank passes the same weights.
         """
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Returns what steps a model of ``parallelize``; ``optimizer`` is of its parameters."""
+        """Returns the optimizer of a parallelized model, which may wrap ``optimizer``."""
         del model
         return optimizer
 
     def autocast(self, model: nn.Module) -> None:
-        """Have ``forward`` run under autocast in the compute dtype, if there is one."""
+        """Makes ``forward`` run under autocast in the compute dtype, if there is one."""
         if self.compute_dtype is not None:
             model.forward = torch.autocast("cpu", self.compute_dtype)(model.forward)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Returns the context of one microbatch; gradients are reduced in the ``last`` one."""
+        """Returns the context of one microbatch; gradients are reduced in the ``last`` only."""
         del model, last
         return nullcontext()
 
     def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
-        """Leaves the gradients of one of ``parts`` microbatches of a step.
+        """Accumulates the gradients of one of ``parts`` microbatches of a step.
 
         Returns:
-            its loss, divided by ``parts``, without a graph.
+            The loss divided by ``parts``, detached.
         """
         with self.microbatch(model, last=last):
             loss = loss_of(model(**batch)) / parts
             loss.backward()
         return loss.detach()
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Scales gradients down to the norm ``most`` where theirs is larger; returns theirs."""
-        return clip_gradients(model.parameters(), most)
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clips gradients to the total norm ``max_norm``; returns the norm before."""
+        return clip_gradients(model.parameters(), max_norm)
 
 
 def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
     """Refuses a ``degree`` that does not divide ``shape.field``.
 
     Raises:
-        UsageError: naming the field, its value and the degree.
+        UsageError: names the field, its value and the degree.
     """
     size = getattr(shape, field)
     if size % degree:
@@ -139,13 +139,13 @@ def require_divisible(shape: ModelShape, field: str, degree: int) -> None:
 
 
 def require_vocabulary(shape: ModelShape, degrees: Degrees) -> None:
-    """Refuses to cut logits of a model that has none.
+    """Refuses ``--loss-parallel`` for a model without logits.
 
     Raises:
-        UsageError: naming the option and the family.
+        UsageError: names the option and the family.
     """
     if degrees.loss_parallel and shape.modality is not Modality.TEXT:
         raise UsageError(
-            f"--loss-parallel cuts logits along the vocabulary, and a {shape.family} has none;"
-            " leave it out"
+            f"--loss-parallel: expected a model with logits, which are sharded along the"
+            f" vocabulary, got a {shape.family}; leave it out"
         )

@@ -1,6 +1,6 @@
-"""Clipping of gradients by their norm, whatever kinds of tensors they are.
+"""Clips gradients of plain tensors and DTensors by their total norm.
 
-As `fsdp.clip_grad_norm_`, without which most systems here run.
+It does what `fsdp.clip_grad_norm_` does, for systems that do not use fsdp.
 """
 
 from collections.abc import Iterable
@@ -13,20 +13,20 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup | None = None
+    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scales gradients down to a norm of ``most``, if theirs is larger.
+    """Clips gradients to the total norm ``max_norm``.
 
     Args:
-        parameters: of a model, plain tensors and DTensors of several meshes among them.
-        most: the largest 2-norm of all gradients together that is left as it is.
-        group: of ranks that have other parameters of the same model, each some; None: there are
-            none.
+        parameters: parameters of a model, plain tensors and DTensors of several meshes.
+        max_norm: largest total 2-norm that is not scaled.
+        group: process group whose ranks have different parameters of the same model; None if
+            there are none.
 
     Returns:
-        the norm before, a plain scalar, the same on all ranks.
+        The total norm before clipping, a plain scalar, the same on all ranks.
     """
-    # torch's own norm takes tensors of one mesh, or none.
+    # torch's norm takes tensors of one mesh only.
     kinds: dict[object, list[Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
@@ -39,7 +39,7 @@ def clip_gradients(
         dist.all_reduce(square, group=group)
         norm = square.sqrt()
     for same in kinds.values():
-        clip_grads_with_norm_(same, most, norm)
+        clip_grads_with_norm_(same, max_norm, norm)
     return norm
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the model whole on every rank, gradients averaged in buckets."""
+"""DistributedDataParallel: replicates the model and averages gradients in buckets."""
 
 from contextlib import AbstractContextManager, nullcontext
 

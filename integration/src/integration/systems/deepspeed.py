@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO-3: parameters, gradients and optimizer states in parts, by its engine.
+"""DeepSpeed's ZeRO-3: its engine shards parameters, gradients and optimizer states.
 
-It is imported where it is used, and need not be installed: the other systems do without it.
+It is imported on use and need not be installed for the other systems.
 """
 
 import importlib
@@ -21,10 +21,10 @@ from integration.models import ModelShape, loss_of
 from integration.systems.base import System
 
 _CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,  # which it only reports; sizes are the batches' own
-    "managed_gradient_accumulation": False,  # the training loop says when a step is whole
+    "train_micro_batch_size_per_gpu": 1,  # only for its reports
+    "managed_gradient_accumulation": False,  # the training loop accumulates
     "zero_optimization": {"stage": 3},
-    "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as of every system
+    "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as under every system
     "gradient_clipping": 0.0,  # its default is 1
 }
 
@@ -37,18 +37,18 @@ class ZeroThree(System):
 
     @property
     def missing(self) -> str | None:
-        """Whether it is not installed, and how to."""
+        """Whether it is missing, and the command to install it."""
         if importlib.util.find_spec("deepspeed") is not None:
             return None
         return "not installed: pip install --no-deps deepspeed hjson einops msgpack"
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Returns a model whose engine starts when it has an optimizer."""
+        """Returns a model whose engine is created with the optimizer."""
         del shape, world_size
         return EngineModel(model)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Starts the engine, which cuts the model and the optimizer; returns what steps it."""
+        """Creates the engine, which shards the model and the optimizer; returns its optimizer."""
         assert isinstance(model, EngineModel)
         return model.start(optimizer)
 
@@ -56,7 +56,7 @@ class ZeroThree(System):
         """Have the engine reduce and keep the gradients, in each microbatch."""
         del last
         assert isinstance(model, EngineModel)
-        # With the linear operator that keeps no gathered weight for backward, as its default is.
+        # With the engine's linear operator, which does not save gathered weights for backward.
         with _linear(model.linear):
             loss = loss_of(model(**batch)) / parts
             model.engine.backward(loss)
@@ -64,7 +64,7 @@ class ZeroThree(System):
 
 
 class EngineModel(nn.Module):
-    """A model, and the engine that runs it once there is an optimizer."""
+    """A model with the engine that runs it, which is created with the optimizer."""
 
     engine: Any = None
     linear: Callable[..., Tensor]
@@ -74,20 +74,20 @@ class EngineModel(nn.Module):
         self.model = model
 
     def start(self, optimizer: Optimizer) -> Optimizer:
-        """Makes the engine; returns an optimizer whose step is the engine's."""
-        # What its launcher would say; it must know the accelerator when it is imported.
+        """Creates the engine; returns an optimizer whose step is the engine's."""
+        # As its launcher sets them; the accelerator must be set before the import.
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size}
         os.environ["DS_ACCELERATOR"] = "cpu"
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
-        # It replaces torch's linear operator for all models of the process, and for good.
+        # It replaces torch's linear operator for the whole process; the context restores it.
         with _linear(functional.linear):
             engine, *_ = deepspeed.initialize(
                 model=self.model, optimizer=optimizer, dist_init_required=False, config=_CONFIG
             )
             self.linear = functional.linear
-        # Not a child: its parameters are the model's.
+        # Not registered as a submodule, as its parameters are the model's.
         object.__setattr__(self, "engine", engine)
         return _EngineOptimizer(engine)
 
@@ -108,16 +108,16 @@ def _linear(operator: Callable[..., Tensor]) -> Iterator[None]:
 
 
 class _EngineOptimizer(Optimizer):
-    """Steps the engine; its groups, of which a schedule sets learning rates, are the engine's."""
+    """An optimizer that steps the engine; its parameter groups are the engine's."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.optimizer.param_groups, {})
         self._engine = engine
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates the parameters from what backward has left, and forget the gradients."""
+        """Updates the parameters and frees the gradients."""
         assert closure is None
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: ``step`` has."""
+        """Does nothing, as ``step`` has freed the gradients."""

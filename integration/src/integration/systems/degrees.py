@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism has, for systems that compose several."""
+"""The degrees of each kind of parallelism, for systems that compose several."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,19 +8,19 @@ from integration.errors import UsageError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis of the mesh, and what goes on along them.
+    """The degrees of a mesh, and the options of each kind of parallelism.
 
     Attributes:
-        dp_replicate: data parallel ranks with copies of parameters.
-        dp_shard: data parallel ranks that share parameters (FSDP); beside copies, HSDP.
-        ep: of the data parallel ranks, those that divide experts and send each other tokens; or
-            ``tp`` itself.
-        cp: context parallel ranks, which cut sequences.
-        cp_method: of attention over them: ring, all-gather or ulysses.
-        tp: tensor parallel ranks.
-        sp: whether hidden states between attention and MLP are cut along the sequence, by ``tp``.
-        loss_parallel: whether logits stay cut along the vocabulary, by ``tp``, up to the loss.
-        zero3: whether parameters are shared by phases of the plan instead of by package fsdp.
+        dp_replicate: data parallel degree with replicated parameters.
+        dp_shard: data parallel degree with sharded parameters (FSDP; HSDP with ``dp_replicate``).
+        ep: expert parallel degree, of the data parallel ranks, which exchange tokens by all-to-all;
+            or equal to ``tp``.
+        cp: context parallel degree.
+        cp_method: context parallel attention: ring, all-gather or ulysses.
+        tp: tensor parallel degree.
+        sp: whether ``tp`` includes sequence parallelism.
+        loss_parallel: whether logits are sharded along the vocabulary, by ``tp``, up to the loss.
+        zero3: whether phases of the plan shard parameters, instead of the package fsdp.
         static: whether operators run on local tensors, by plan-api's static mode.
     """
 
@@ -37,10 +37,10 @@ class Degrees:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh and their sizes, the outermost first; those of one rank are left out.
+        """Axes of the mesh and their sizes, the outermost first; axes of one rank are left out.
 
-        The ranks of ``ep`` are some of the data parallel ones, whose axis is then two: the experts'
-        mesh is the others', reshaped.
+        Expert parallelism among data parallel ranks splits their axis into two: the experts' mesh
+        is a reshaped view of the same ranks.
         """
         experts = self.ep if self.sends_tokens else 1
         sizes = {"dp": self.data // experts, "ep": experts, "cp": self.cp, "tp": self.tp}
@@ -48,17 +48,17 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Data parallel ranks."""
+        """Data parallel degree."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether experts are divided among data parallel ranks."""
+        """Whether experts are sharded over data parallel ranks, which exchange tokens."""
         return self.ep > 1 and self.data > 1
 
     @property
     def options(self) -> list[str]:
-        """What is not the default, as the trainer's command line has it."""
+        """Options of the trainer's command line that are not at their defaults."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -68,59 +68,65 @@ class Degrees:
         return words
 
     def check(self, world_size: int) -> None:
-        """Refuses degrees that do not go together, or do not make up the world.
+        """Refuses degrees that are incompatible, or whose product is not the world size.
 
         Raises:
-            UsageError: naming them.
+            UsageError: names them.
         """
         if self.sends_tokens and min(self.dp_replicate, self.dp_shard) > 1:
             raise UsageError(
-                f"--ep {self.ep} divides experts among data parallel ranks of one kind; give"
-                " --dp-replicate or --dp-shard, not both"
+                f"--ep {self.ep}: expected --dp-replicate or --dp-shard, whose ranks share the"
+                " experts, got both; give one of them"
             )
         if self.sends_tokens and self.data % self.ep:
             raise UsageError(
-                f"--ep {self.ep} does not divide the {self.data} data parallel ranks, some of which"
-                " are the experts'; give one that does"
+                f"--ep: expected a divisor of the {self.data} data parallel ranks, got {self.ep};"
+                " give another"
             )
         if self.ep > 1 and not self.sends_tokens and self.ep != self.tp:
             raise UsageError(
-                f"--ep {self.ep} without data parallelism divides experts among the ranks of --tp,"
-                f" which is {self.tp}; give the same number"
+                f"--ep without data parallelism: expected the value of --tp, {self.tp}, whose ranks"
+                f" share the experts, got {self.ep}; give the same number"
             )
         degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
         total = math.prod(degrees.values())
         if total != world_size:
-            given = [f"{name} {size}" for name, size in degrees.items() if size > 1]
-            product = " x ".join(given) or "no degree"
+            factors = [f"{name} {size}" for name, size in degrees.items() if size > 1]
+            product = " x ".join(factors) or "no degree"
             raise UsageError(
-                f"{product} makes {total} ranks and there are {world_size}; give degrees whose"
-                " product is the number of ranks"
+                f"expected degrees whose product is the number of ranks, {world_size}, got {total}"
+                f" ({product}); give others"
             )
         for name in ("sp", "loss_parallel"):
             if getattr(self, name) and self.tp == 1:
                 option = name.replace("_", "-")
-                raise UsageError(f"--{option} cuts along --tp, which is 1; give --tp as well")
+                raise UsageError(
+                    f"--{option}: expected --tp of at least 2, got 1; give --tp as well"
+                )
         if self.cp_method != "ring" and self.cp == 1:
             raise UsageError(
-                f"--cp-method {self.cp_method} is of context parallelism, and --cp is 1; give --cp"
-                " as well, or leave --cp-method out"
+                f"--cp-method {self.cp_method}: expected --cp of at least 2, got 1; give --cp as"
+                " well, or leave --cp-method out"
             )
         if self.static and self.cp > 1:
             raise UsageError(
-                f"--static does not know --cp {self.cp}, context parallelism; leave one out"
+                f"--static: expected --cp 1, as static mode does not support context parallelism,"
+                f" got --cp {self.cp}; leave one out"
             )
         if self.zero3 and (self.dp_shard == 1 or self.dp_replicate > 1):
             raise UsageError(
-                "--zero3 shares parameters among all data parallel ranks; give --dp-shard, and no"
-                " --dp-replicate"
+                "--zero3: expected --dp-shard of at least 2 without --dp-replicate, as it shards"
+                f" parameters over all data parallel ranks, got --dp-shard {self.dp_shard} and"
+                f" --dp-replicate {self.dp_replicate}; give --dp-shard only"
             )
         if self.zero3 and self.sends_tokens:
             raise UsageError(
-                f"--zero3 shares experts too, which --ep {self.ep} divides; leave one out"
+                f"--zero3: expected --ep 1, as it shards experts too, got --ep {self.ep};"
+                " leave one out"
             )
         if self.static and self.dp_shard > 1:
             raise UsageError(
-                f"--static trains with whole parameters, not with --dp-shard {self.dp_shard};"
-                f" use --dp-replicate {self.dp_shard}, or leave --static out"
+                "--static: expected --dp-shard 1, as it trains with replicated parameters, got"
+                f" --dp-shard {self.dp_shard}; use --dp-replicate {self.dp_shard}, or leave"
+                " --static out"
             )

@@ -1,4 +1,4 @@
-"""Tensor parallelism as native torch does it: parallelize_module with a plan per layer."""
+"""Tensor parallelism of torch: parallelize_module with a plan per layer."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,16 +19,17 @@ from integration.systems.base import System, require_divisible
 
 
 def layer_plan(family: str, *, local_attention: bool) -> dict[str, ParallelStyle]:
-    """Returns the Megatron cut of one layer, as far as torch's styles go: columns in, rows out.
+    """Returns Megatron's column- and row-wise plan of one layer, as far as torch's styles go.
 
-    Mixtral's experts are parameters of three dimensions, for which there is no style: every rank
-    computes all of them, and the router. A DiT's query, key and value are one matrix, whose columns
-    are cut across the three: its output is gathered again, and every rank attends with all heads.
+    Mixtral's experts are parameters of three dims, for which torch has no style: every rank
+    computes all of them, and the router. A DiT's query, key and value are one matrix, whose column
+    shards do not align with the three: its output is gathered, and every rank computes all heads.
 
     Args:
-        family: of the model.
-        local_attention: attention runs on each rank's heads as plain tensors, which the fused
-            CPU kernel needs; otherwise on DTensors, so that dropout is one global operation.
+        family: family of the model.
+        local_attention: whether attention runs on each rank's heads as plain tensors, which the
+            fused CPU kernel needs; otherwise it runs on DTensors, so that dropout is one global
+            operation.
     """
     if family == "dit":
         return {
@@ -53,8 +54,8 @@ def layer_plan(family: str, *, local_attention: bool) -> dict[str, ParallelStyle
     }
 
 
-# Fields of the models' sizes that what is cut has to divide.
-_CUT = {
+# Fields of the models' shapes that the degree has to divide.
+_DIVISIBLE = {
     "llama": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
     "mixtral": ("num_attention_heads", "num_key_value_heads", "vocab_size"),
     "dit": ("hidden_size",),
@@ -62,24 +63,24 @@ _CUT = {
 
 
 class DTensorTensorParallel(System):
-    """``torch.distributed.tensor.parallel`` on what its styles can cut of a model."""
+    """``torch.distributed.tensor.parallel`` on the modules that its styles support."""
 
     name = "dtensor-tp"
     accepts_meta_model = True
-    families = tuple(_CUT)
+    families = tuple(_DIVISIBLE)
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Returns 1: every rank sees the whole batch."""
+        """Returns 1, as every rank takes the global batch."""
         del world_size
         return 1
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether attention drops out; between a DiT's styles tensors are plain."""
+        """Returns whether it has in attention; between a DiT's styles tensors are plain."""
         return shape.modality is Modality.TEXT
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuses a degree that cuts a head, a matrix or the vocabulary unevenly."""
-        for field in _CUT[shape.family]:
+        """Refuses a degree that does not divide heads, matrices or the vocabulary evenly."""
+        for field in _DIVISIBLE[shape.family]:
             require_divisible(shape, field, world_size)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
@@ -97,7 +98,7 @@ class DTensorTensorParallel(System):
         return parallelize_module(model, mesh, ends)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Lets attention on DTensors meet the model's own plain tensors: cosines and masks."""
+        """Lets attention on DTensors take the model's plain tensors: cosines and masks."""
         del last
         return nullcontext() if _is_fused(model) else implicit_replication()
 

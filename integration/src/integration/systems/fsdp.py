@@ -1,6 +1,6 @@
-"""fsdp's fully_shard: every parameter a RaggedShard of what no optimizer's block is cut by.
+"""fsdp's fully_shard: parameters are RaggedShard, in units of whole optimizer blocks.
 
-It is imported where it is used: the other systems are torch alone.
+It is imported on use, as the other systems need only torch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from integration.models import ModelShape
 from integration.systems.base import System
 
-# Of every matrix, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
+# Rows of a block, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
 _ROWS = 32
 
 
@@ -54,7 +54,7 @@ class FullyShardedBuffers(System):
 
 
 def granularity(parameter: nn.Parameter) -> Any:
-    """Returns what of a parameter is never cut: blocks of 32 rows of a matrix."""
+    """Returns the granularity of a parameter: 32 rows for a matrix."""
     from fsdp import Rows
 
     return Rows(_ROWS) if parameter.ndim == 2 else None

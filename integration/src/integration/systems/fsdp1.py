@@ -22,7 +22,7 @@ class FullyShardedOne(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wraps every layer and the root."""
-        # With a mesh its state dicts hold DTensors, as FSDP2's do, and not ShardedTensors.
+        # With a mesh its state dicts contain DTensors, as FSDP2's do, instead of ShardedTensors.
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         layer_types = {type(layer) for layer in shape.layers_of(model)}
         return FullyShardedDataParallel(
@@ -45,7 +45,7 @@ class FullyShardedOne(System):
         assert isinstance(model, FullyShardedDataParallel)
         return nullcontext() if last else model.no_sync()
 
-    def clip(self, model: nn.Module, most: float) -> Tensor:
-        """Its parameters are plain tensors of a part each, which only it knows to sum."""
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clips with FSDP1's method, as its parameters are plain local shards."""
         assert isinstance(model, FullyShardedDataParallel)
-        return model.clip_grad_norm_(most)
+        return model.clip_grad_norm_(max_norm)

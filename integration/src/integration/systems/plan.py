@@ -1,6 +1,6 @@
-"""plan-api: the unmodified model, cut by a plan of the zoo, with all packages that it finds.
+"""plan-api: the unmodified model, parallelized by a plan of the zoo, with all installed packages.
 
-It is imported where it is used: the other systems are torch alone.
+It is imported on use, as the other systems need only torch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +15,9 @@ from integration.systems.base import System, require_divisible, require_vocabula
 
 
 class PlanSystem(System):
-    """The zoo's plan of a model, by degrees; every rank passes the microbatches of all.
+    """A plan of the zoo with given degrees; every rank passes the microbatches of all ranks.
 
-    In float64 losses are the single device's to 2e-15 (llama-tiny, 30 steps).
+    In float64 losses are within 2e-15 of the single device's (llama-tiny, 30 steps).
     """
 
     name = "plan"
@@ -27,34 +27,35 @@ class PlanSystem(System):
     shards_batches = True
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Returns the data parallel ranks, among which the plan shards what each rank passes."""
+        """Returns the data parallel degree; the plan shards the batch that each rank passes."""
         del world_size
         return self.degrees.data
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns True: everything in a layer is a DTensor, or drawn as one by static mode."""
+        """Returns True: layers compute on DTensors, or static mode draws as if on them."""
         del shape
         return True
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuses degrees that do not make up the world, or cut a head or an MLP unevenly."""
+        """Refuses degrees whose product is not the world size, or that do not divide the model."""
         self.degrees.check(world_size)
         require_vocabulary(shape, self.degrees)
         if self.degrees.ep > 1:
             if shape.family != "mixtral":
                 raise UsageError(
-                    f"--ep divides experts, and a {shape.family} has none; leave it out"
+                    f"--ep: expected a model with experts, got a {shape.family}; leave it out"
                 )
             require_divisible(shape, "num_local_experts", self.degrees.ep)
         if self.degrees.cp > 1 and shape.family != "llama":
             raise UsageError(
-                f"--cp is for models of family llama, whose attention it knows, not {shape.family}"
+                f"--cp: expected a llama, whose attention it supports, got a {shape.family};"
+                " leave it out"
             )
         for field in shape.tensor_parallel_sizes:
             require_divisible(shape, field, self.degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Applies the plan, fully_shard included where parameters are shared along ``dp_shard``."""
+        """Applies the plan, including fully_shard for ``dp_shard``."""
         del world_size
         from integration.systems.zoo import plan_of
         from plan_api import parallelize

@@ -1,4 +1,4 @@
-"""One device: what every other system is compared with."""
+"""One device: the reference that every other system is compared with."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from integration.systems.base import System
 
 
 class SingleDevice(System):
-    """The unmodified model, no process group used."""
+    """The unmodified model; no process group is used."""
 
     name = "single"
     accepts_meta_model = True
@@ -18,7 +18,7 @@ class SingleDevice(System):
 
     @property
     def init_on_dtensors(self) -> bool:
-        """No: parameters are plain tensors."""
+        """False: parameters are plain tensors."""
         return False
 
     def check(self, world_size: int, shape: ModelShape) -> None:
@@ -26,7 +26,7 @@ class SingleDevice(System):
         del shape
         if world_size != 1:
             raise UsageError(
-                f"system 'single' runs on 1 rank, not {world_size}; choose 'ddp' or 'fsdp2'"
+                f"system 'single': expected 1 rank, got {world_size}; use 'ddp' or 'fsdp2'"
             )
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:

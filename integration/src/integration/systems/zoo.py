@@ -1,4 +1,4 @@
-"""Plans of the zoo for the models here, by degrees."""
+"""Makes plans of the zoo for the models here, by degrees."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from integration.systems.degrees import Degrees
 from plan_api import Phase, Plan, zoo
 from testkit.models import with_noise_loss
 
-# Of every matrix that fsdp shards, as the paper's 8-bit Adam has it (veScale-FSDP, section 6.3).
+# Granularity of matrices, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
 _GRANULARITY = "rows(32)"
 
 
@@ -19,9 +19,9 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
     """Returns the plan of a model of ``shape``.
 
     Args:
-        shape: of a family that the zoo knows.
-        mesh: with the axes of ``degrees``.
-        degrees: checked already.
+        shape: shape of a model whose family the zoo has.
+        mesh: mesh with the axes of ``degrees``.
+        degrees: validated degrees.
     """
     names = mesh.mesh_dim_names or ()
     data = [axis for axis in names if axis in ("dp", "ep")]
@@ -34,7 +34,7 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
     if degrees.ep > 1:
         options["ep"] = "ep" if degrees.sends_tokens else "tp"
     make = getattr(zoo, shape.family)
-    # Several are Mixtral's alone, some of whose data parallel ranks divide experts.
+    # Only Mixtral takes several data parallel axes, one of which shards experts.
     plan: Plan = make(mesh, dp=data if len(data) > 1 else next(iter(data), None), **options)
     if shape.family == "dit":
         plan = with_noise_loss(plan, *data)
@@ -47,7 +47,7 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
 
 
 def _fully_shard(plan: Plan, shape: ModelShape, data: list[str], degrees: Degrees) -> None:
-    """Shards layers and root; experts, where they are divided, along what divides them not."""
+    """Adds fully_shard of layers and root; expert parallel experts are sharded along "dp" only."""
     layers = re.escape(shape.layers) + r"\.\d+"
     flat = len(data) > 1
     if flat:

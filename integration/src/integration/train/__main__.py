@@ -1,4 +1,4 @@
-"""``python -m integration.train``: on one rank, on ``--ranks N``, or under torchrun."""
+"""``python -m integration.train``: trains on one rank, on ``--ranks N``, or under torchrun."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ from integration.train.world import declared_world, exit_process, has_agent, pro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code.
 
-    0; 2 for a user's mistake; 143 after SIGTERM; 1 where other ranks are gone.
+    The code is 0, 2 for a usage error, 143 after SIGTERM, or 1 if other ranks are lost.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hosts = Hosts.of(config)
         if config.ranks is not None and "RANK" in os.environ:
             raise UsageError(
-                f"--ranks {config.ranks} was given under torchrun, which starts the ranks;"
-                " leave it out"
+                "--ranks: expected none under torchrun, which starts the ranks, got"
+                f" {config.ranks}; leave it out"
             )
         if config.ranks is None or config.ranks == 1:
             if hosts is not None:
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         inner = [*arguments, "--ranks", "None"]
         return launch(inner, config.ranks, log_folder=config.out / "logs")
     except UsageError as error:
-        _refuse(str(error))
+        _report_error(str(error))
         return EXIT_USAGE
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _refuse(
-            f"{config.out} cannot be written ({error.strerror}); make space there and give the same"
-            " command again to go on from the newest complete checkpoint"
+        _report_error(
+            f"{config.out} cannot be written ({error.strerror}); free space there and run the same"
+            " command again to resume from the newest complete checkpoint"
         )
         return EXIT_USAGE
 
@@ -64,8 +64,8 @@ def _run_rank(config: TrainConfig) -> int:
     record_collectives(config.out)
     with process_group(config.timeout, join_seconds=config.join_timeout) as world:
         report_status("started")
-        roll_call = LivenessCheck(world) if world.size > 1 else None
-        # Imported late: a mistake in the options should not wait for TensorBoard's imports.
+        liveness = LivenessCheck(world) if world.size > 1 else None
+        # Imported after validation, as importing TensorBoard takes seconds.
         from integration.train.loop import Trainer
 
         with locked_setup(config, world) as setup:
@@ -73,13 +73,13 @@ def _run_rank(config: TrainConfig) -> int:
             if world.is_main and world.size * config.threads > cores:
                 warnings.warn(
                     f"{world.size} ranks x {config.threads} threads share {cores} cores:"
-                    " step times say little",
+                    " step times are not meaningful",
                     stacklevel=1,
                 )
             try:
                 finished = Trainer(setup, world).run(stop)
             except (RuntimeError, CheckpointException) as error:
-                lost = roll_call.explain(error) if roll_call else None
+                lost = liveness.explain(error) if liveness else None
                 if lost is None:
                     raise
                 print(f"error: {lost}", file=sys.stderr)
@@ -87,16 +87,16 @@ def _run_rank(config: TrainConfig) -> int:
     return 0 if finished else EXIT_TERMINATED
 
 
-def _refuse(sentence: str) -> None:
-    """Says it once: to the launcher if there is one, otherwise from the first rank."""
+def _report_error(sentence: str) -> None:
+    """Reports an error once: to the launcher if there is one, otherwise from the first rank."""
     world = declared_world()
     if report_status("refused", sentence):
         return
     if not world.is_main and has_agent():
-        # torchrun ends the other ranks as soon as the first has exited: by SIGTERM, which must not
-        # be noted any more. Speak only if it has not.
+        # torchrun ends the other ranks by SIGTERM when the first has exited. Only a rank that is
+        # not ended prints the error.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)  # a machine under load takes its time for that
+        time.sleep(10)  # torchrun may be slow on a loaded machine
     print(f"error: {sentence}", file=sys.stderr)
 
 

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what the backward of a layer needs is computed again, not kept.
+"""Activation checkpointing: recomputes the activations of layers in backward.
 
-The modes are torchtitan's (torchtitan/distributed/activation_checkpoint.py); the work is torch's
-(torch/utils/checkpoint.py). Layers keep their modules and names, as only `forward` is replaced:
-hooks of `fully_shard`, of a plan and of `parallelize_module` find what they look for.
+The modes are torchtitan's (torchtitan/distributed/activation_checkpoint.py), implemented by torch
+(torch/utils/checkpoint.py). Only `forward` of the layers is replaced, so that `fully_shard`, plans
+and `parallelize_module` find the same modules and names.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 Recompute = Literal["none", "full", "selective-op", "selective-layer"]
 
 _aten = torch.ops.aten
-# What costs most to compute for each byte that it leaves: matrix products and attention.
+# Operators with the most FLOPs per byte of output: matrix products and attention.
 SAVED_OPERATORS = frozenset(
     {
         _aten.mm.default,
@@ -37,26 +37,26 @@ SAVED_OPERATORS = frozenset(
 
 
 def recompute_activations(layers: Sequence[nn.Module], mode: Recompute, *, every: int) -> None:
-    """Have layers keep less for their backward; to be called before they are parallelised.
+    """Makes layers recompute activations in backward; call it before parallelizing them.
 
     Args:
-        layers: of a model, in order; their `forward` is replaced.
-        mode: ``full``, all that is inside a layer is computed again; ``selective-op``, all but
-            matrix products and attention; ``selective-layer``, all of every so-manieth layer.
-        every: of how many layers one is computed again by ``selective-layer``.
+        layers: layers of a model, in order; their `forward` is replaced.
+        mode: ``full`` recomputes each layer; ``selective-op`` recomputes all operators but matrix
+            products and attention; ``selective-layer`` recomputes one of ``every`` layers.
+        every: see ``selective-layer``.
     """
     if mode == "none":
         return
-    # Under torch.compile no context at all is other than torch's own empty one.
+    # Under torch.compile, passing no context differs from passing torch's empty one.
     options = {"context_fn": _selective_contexts} if mode == "selective-op" else {}
     for layer in layers[:: every if mode == "selective-layer" else 1]:
         forward = _recomputed(type(layer).forward, options)
-        # Bound as methods are, so that a copy of the layer runs its own.
+        # Bound as a method, so that a copy of the layer does not call the original.
         layer.forward = MethodType(forward, layer)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)  # plans look the names of arguments up
+    @functools.wraps(forward)  # plans look up the names of arguments
     def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, layer, *args, use_reentrant=False, **options, **kwargs)
 

@@ -1,4 +1,4 @@
-"""By which of its addresses, over which interface, other hosts reach this one."""
+"""Finds the address and the network interface by which other hosts reach this one."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ import psutil  # type: ignore[import-untyped]
 
 from integration.errors import UsageError
 
-# What gloo reads: without it, it listens where this machine's name resolves to, which on many
-# distributions is the loopback interface.
+# Read by gloo. Without it gloo listens at the address of the host name, which on many distributions
+# is the loopback interface.
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RETRY_SECONDS = 0.2
 
@@ -25,16 +25,16 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Returns the endpoint that ``NAME:PORT`` names.
+        """Parses ``NAME:PORT``.
 
         Raises:
-            UsageError: it has another form.
+            UsageError: the text has another form.
         """
         name, _, port = text.rpartition(":")
         if not name or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise UsageError(
-                f"rendezvous {text!r} is not NAME:PORT; give a name or address of the first host"
-                " and a free port of it, as in node0:29500"
+                f"rendezvous: expected NAME:PORT, got {text!r}; give a name or address of the first"
+                " host and a free port of it, as in node0:29500"
             )
         return cls(name, int(port))
 
@@ -43,9 +43,9 @@ class Endpoint:
 
 
 def address_towards(endpoint: Endpoint) -> str | None:
-    """Returns this host's address on the way to ``endpoint``; None where there is no way or name.
+    """Returns this host's address on the route to ``endpoint``; None if there is no route or name.
 
-    Nothing is sent: connecting a datagram socket only chooses its route.
+    Nothing is sent: connecting a datagram socket only selects the route.
     """
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         try:
@@ -56,7 +56,7 @@ def address_towards(endpoint: Endpoint) -> str | None:
 
 
 def is_local_address(name: str) -> bool:
-    """Returns whether a name or address is this host's: the kernel binds to no other."""
+    """Returns whether a name or address is this host's; the kernel binds to no other."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         try:
             probe.bind((name, 0))
@@ -66,7 +66,7 @@ def is_local_address(name: str) -> bool:
 
 
 def choose_interface(endpoint: Endpoint) -> None:
-    """Have gloo connect over the interface towards ``endpoint``, unless the environment says."""
+    """Selects gloo's interface by the route to ``endpoint``, unless the environment names one."""
     address = address_towards(endpoint)
     for name, addresses in psutil.net_if_addrs().items():
         if address is not None and address in (each.address for each in addresses):
@@ -74,19 +74,19 @@ def choose_interface(endpoint: Endpoint) -> None:
 
 
 def wait_for_listener(endpoint: Endpoint, timeout: float) -> str | None:
-    """Waits until someone listens at ``endpoint``.
+    """Waits until a process listens at ``endpoint``.
 
     Args:
-        endpoint: where.
-        timeout: in seconds.
+        endpoint: the address.
+        timeout: seconds.
 
     Returns:
-        None, or why not when the time was over.
+        None, or the reason of the last failure when the time is over.
     """
     deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            socket.create_connection((endpoint.name, endpoint.port), timeout=left).close()
+            socket.create_connection((endpoint.name, endpoint.port), timeout=remaining).close()
             return None
         except OSError as error:
             why = error.strerror or str(error)

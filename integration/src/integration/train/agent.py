@@ -1,8 +1,8 @@
 """``python -m integration.train.agent``: torchrun's agent of one host, for ``launch/torchrun.sh``.
 
-By itself torchrun hands out this machine's name, and decides by it who holds the store; here both
-follow from the way to the rendezvous. Of a mistake, and of a host that does not come, it only has a
-traceback.
+torchrun by itself publishes the host name, and decides by it which host has the store. This agent
+derives both from the route to the rendezvous. It also reports wrong options and missing hosts in a
+sentence, where torchrun shows a traceback.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from integration.train.addresses import Endpoint, address_towards, is_local_addr
 from integration.train.store_client import StoreUnreachableError, connect, first_line
 
 
-def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
-    """Returns this host's address towards the rendezvous, and whether that is here.
+def resolve_rendezvous(rendezvous: str, timeout: float) -> tuple[str, bool]:
+    """Returns this host's address on the route to the rendezvous, and whether it is this host.
 
     Args:
         rendezvous: ``NAME:PORT``.
-        timeout: seconds to wait for an agent there, where it is on another host.
+        timeout: seconds to wait for the agent of another host.
 
     Raises:
-        UsageError: another form, or nobody there.
+        UsageError: the text has another form, or there is no agent.
     """
     endpoint = Endpoint.parse(rendezvous)
     here = is_local_address(endpoint.name)
@@ -37,8 +37,8 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
             connect(endpoint, timeout)
         except StoreUnreachableError as why:
             raise UsageError(
-                f"no agent is at {endpoint} within {timeout:g} s ({why}); start the host of that"
-                " address, or correct RENDEZVOUS, on all hosts"
+                f"expected an agent at {endpoint} within {timeout:g} s, got none ({why}); start the"
+                " host of that address, or correct RENDEZVOUS, on all hosts"
             ) from None
     address = address_towards(endpoint)
     assert address is not None, f"{endpoint} has answered"
@@ -46,20 +46,20 @@ def place(rendezvous: str, timeout: float) -> tuple[str, bool]:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Meets the other hosts and runs this one's ranks.
+    """Joins the other hosts and runs this host's ranks.
 
     Args:
-        options: of `main`.
+        options: the options of `main`.
 
     Returns:
-        0; the exit code of the first rank that failed; or 128 and the signal that ended this host.
+        0, the exit code of the first rank that failed, or 128 plus the signal that ended this host.
 
     Raises:
-        UsageError: nobody is at the rendezvous, or not all hosts came in time.
+        UsageError: the rendezvous is unreachable, or not all hosts joined in time.
     """
     seconds, address, here = options.join_timeout, "127.0.0.1", True
     if options.hosts > 1:
-        address, here = place(options.rendezvous, seconds)
+        address, here = resolve_rendezvous(options.rendezvous, seconds)
     times = f"join_timeout={seconds},read_timeout={seconds}"
     words = [
         *("--nnodes", str(options.hosts), "--nproc-per-node", str(options.ranks)),
@@ -72,16 +72,17 @@ def launch(options: argparse.Namespace) -> int:
         run.main(words)
     except RendezvousTimeoutError:
         raise UsageError(
-            f"not all of {options.hosts} hosts came to {options.rendezvous} within {seconds} s;"
-            " start the same command on each of them, or correct HOSTS"
+            f"expected {options.hosts} hosts to join {options.rendezvous} within {seconds} s, got"
+            " fewer; start the same command on each of them, or correct HOSTS"
         ) from None
     except RendezvousConnectionError as error:
         raise UsageError(
-            f"there is no meeting at {options.rendezvous} ({first_line(error.__cause__ or error)});"
-            " correct RENDEZVOUS, or give another port, on all hosts"
+            f"expected a rendezvous at {options.rendezvous}, got"
+            f" {first_line(error.__cause__ or error)}; correct RENDEZVOUS, or give another port, on"
+            " all hosts"
         ) from None
     except SignalException as error:
-        # Its ranks have been told, and waited for.
+        # torchrun has signalled its ranks and waited for them.
         return 128 + int(error.sigval)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
@@ -92,15 +93,17 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 2 for a mistake, which is one sentence then."""
-    parser = _Parser(prog="integration.train.agent", description=__doc__)
+    """Runs the command; returns its exit code, which is 2 for a usage error."""
+    parser = _AgentParser(prog="integration.train.agent", description=__doc__)
     parser.add_argument("--hosts", type=_positive, default=1, metavar="HOSTS")
     parser.add_argument("--ranks", type=_positive, default=1, metavar="RANKS", help="of this host")
     parser.add_argument("--rendezvous", default="localhost:0", metavar="NAME:PORT")
     parser.add_argument("--join-timeout", type=_positive, default=300, metavar="SECONDS")
     parser.add_argument("--restarts", type=_count, default=0, metavar="TIMES")
     parser.add_argument("--job", default="spmd", metavar="NAME")
-    parser.add_argument("options", nargs="*", help="behind --, of python -m integration.train")
+    parser.add_argument(
+        "options", nargs="*", help="after --: options of python -m integration.train"
+    )
     try:
         return launch(parser.parse_args(arguments))
     except UsageError as error:
@@ -108,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
 
 
-class _Parser(argparse.ArgumentParser):
+class _AgentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -121,7 +124,7 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> int:
     if _count(text) < 1:
-        raise argparse.ArgumentTypeError("0 is too few; give 1 or more")
+        raise argparse.ArgumentTypeError("expected at least 1, got 0")
     return int(text)
 
 

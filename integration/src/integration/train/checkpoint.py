@@ -1,12 +1,11 @@
-"""Checkpoints that are complete or absent, in torch's distributed checkpoint (DCP) format.
+"""Atomic checkpoints in the format of torch's distributed checkpoint (DCP).
 
-Note [complete]
-    DCP writes into ``checkpoints/.step-N.partial``. When every rank is done, rank 0 adds
-    ``manifest.json``, which names every file with its size and checksum, and renames the
-    folder to ``step-N``: the rename is the moment a checkpoint exists. A folder whose files
-    do not have the sizes and checksums of its manifest was damaged later, and is refused
-    before anything is read from it. The manifest has a checksum of its own. Ranks compute
-    checksums while they write, and divide the files among them to verify them.
+Note [complete checkpoints]
+    DCP writes to ``checkpoints/.step-N.partial``. When every rank has finished, rank 0 writes
+    ``manifest.json``, which lists every file with its size and checksum, and renames the folder to
+    ``step-N``: a checkpoint exists from the rename on. A folder whose files do not match its
+    manifest was damaged afterwards, and is refused before anything is loaded. The manifest has its
+    own checksum. Ranks compute checksums while they write, and each verifies some of the files.
 """
 
 import json
@@ -31,31 +30,31 @@ from integration.train.world import World
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 _OWN_CHECKSUM = "checksum"
-# Flat keys are parameter names: they load into any system, whatever its optimizer's groups.
+# Flat keys are parameter names, which load into any system, whatever its parameter groups.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint must share with the run that loads it, or the losses mean nothing."""
+    """The properties that a checkpoint and the run that loads it must have in common."""
 
     model: dict[str, Any]
     data_fingerprint: str
     sequence_length: int
     global_batch: int
     seed: int
-    optimizer: str = "adamw"  # what checkpoints without a name of it are of
+    optimizer: str = "adamw"  # the default of older checkpoints, which do not name it
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description that makes a folder a checkpoint.
+    """The manifest of a complete checkpoint.
 
     Attributes:
-        step: steps completed.
-        world_size: ranks that wrote it.
+        step: number of completed steps.
+        world_size: number of ranks that wrote it.
         files: size in bytes by file name.
-        checksums: by file name; none in checkpoints that were written before there were any.
+        checksums: checksum by file name; empty in older checkpoints, which have none.
     """
 
     step: int
@@ -71,11 +70,11 @@ def folder_name(step: int) -> str:
 
 
 class CheckpointDraft:
-    """A checkpoint that is being written: absent until ``commit``.
+    """A checkpoint that is being written, and does not exist until ``commit``.
 
     Attributes:
-        partial: the folder that DCP writes to.
-        final: the folder that it becomes.
+        partial: folder that DCP writes to.
+        final: folder after ``commit``.
     """
 
     def __init__(self, run: Path, step: int, identity: Identity, world: World) -> None:
@@ -85,7 +84,7 @@ class CheckpointDraft:
         self._identity, self._world = identity, world
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Clears what a killed run left, and returns the state to write; all ranks call it."""
+        """Removes a killed run's partial folder and returns the state; all ranks call it."""
         if self._world.is_main and self.partial.exists():
             shutil.rmtree(self.partial)
         dist.barrier()
@@ -93,10 +92,10 @@ class CheckpointDraft:
         return _training_state(model, optimizer) | {"rng": rng}
 
     def commit(self, checksums: Mapping[str, str]) -> None:
-        """Makes a checkpoint of what all ranks have written; rank 0 calls it.
+        """Completes the checkpoint that all ranks have written; rank 0 calls it.
 
         Args:
-            checksums: of all files, by name.
+            checksums: checksums of all files, by name.
         """
         sizes = {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())}
         ordered = {name: checksums[name] for name in sizes}
@@ -107,38 +106,38 @@ class CheckpointDraft:
         _sync_folder(self.final.parent)
 
     def discard(self) -> None:
-        """Removes what there is of one that could not be written; rank 0 calls it."""
+        """Removes a checkpoint that could not be written; rank 0 calls it."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Returns the content of a manifest's file: JSON that ends with a checksum of all before."""
+    """Returns the content of a manifest's file: JSON with a checksum of the other values."""
     values = asdict(manifest)
     own = checksum(json.dumps(values, indent=2).encode())
     return json.dumps(values | {_OWN_CHECKSUM: own}, indent=2)
 
 
-# Returns what is wrong with the files of a complete checkpoint, as a sentence; None: nothing.
+# Returns a sentence on the damage to a checkpoint's files; None: they are undamaged.
 Verification = Callable[[Path, Manifest], str | None]
 
 
 def unverified(path: Path, manifest: Manifest) -> None:
-    """Verifies no more than sizes and the manifest, which is all that a quick look needs."""
+    """Verifies no checksums; sizes and the manifest are always verified."""
     del path, manifest
 
 
 def verify(path: Path, manifest: Manifest) -> str | None:
-    """Returns which file of a checkpoint does not have its checksum; this process reads all."""
+    """Verifies the checksums of all files in this process."""
     return _find_damage(path, manifest, list(manifest.checksums))
 
 
 def verify_together(world: World) -> Verification:
-    """Returns a verification in which each rank reads a part of the files; all ranks call it."""
+    """Returns a verification in which each rank reads some of the files; all ranks call it."""
 
     def verification(path: Path, manifest: Manifest) -> str | None:
-        mine = list(manifest.checksums)[world.rank :: world.size]
+        own = list(manifest.checksums)[world.rank :: world.size]
         found: list[str | None] = [None] * world.size
-        dist.all_gather_object(found, _find_damage(path, manifest, mine))
+        dist.all_gather_object(found, _find_damage(path, manifest, own))
         return next((sentence for sentence in found if sentence is not None), None)
 
     return verification
@@ -152,8 +151,8 @@ def _find_damage(path: Path, manifest: Manifest, names: Sequence[str]) -> str | 
             return f"checkpoint {path} is damaged: {name} cannot be read ({error.strerror})"
         if found != manifest.checksums[name]:
             return (
-                f"checkpoint {path} is damaged: {name} has checksum {found} instead of"
-                f" {manifest.checksums[name]}"
+                f"checkpoint {path} is damaged: {name}: expected checksum"
+                f" {manifest.checksums[name]}, got {found}"
             )
     return None
 
@@ -166,17 +165,17 @@ def load(
     *,
     verified: bool = False,
 ) -> None:
-    """Reads a complete checkpoint into the model, the optimizer and the generator.
+    """Loads a complete checkpoint into the model, the optimizer and the random generator.
 
-    The random generator continues where it stood when as many ranks load as have saved;
-    otherwise it keeps the run's seed.
+    The generator's state is restored if the number of ranks is the one that saved; otherwise it
+    keeps the run's seed.
 
     Args:
-        path: of the checkpoint.
-        model: as its system wraps it.
-        optimizer: of its parameters.
-        world: this rank's place.
-        verified: whether its checksums have been verified; otherwise they are here.
+        path: the checkpoint.
+        model: the model as its system has wrapped it.
+        optimizer: optimizer of its parameters.
+        world: this rank and the world size.
+        verified: whether its checksums have been verified; otherwise this verifies them.
 
     Raises:
         UsageError: a file is missing or damaged.
@@ -200,7 +199,7 @@ def load(
 
 
 def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Reads a complete checkpoint's weights into tensors by name, in this process alone.
+    """Loads a complete checkpoint's weights into tensors by name, in this process only.
 
     Raises:
         UsageError: a file is missing or damaged.
@@ -212,11 +211,11 @@ def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def read_manifest(path: Path, verification: Verification = unverified) -> Manifest:
-    """Returns the manifest of the checkpoint at ``path`` after checking that all of it is there.
+    """Returns the manifest of a checkpoint after checking that it is complete.
 
     Args:
-        path: of the checkpoint.
-        verification: of the files' contents.
+        path: the checkpoint.
+        verification: verification of the files' contents.
 
     Raises:
         UsageError: there is no checkpoint, or a file is missing, has another size or is damaged.
@@ -224,11 +223,11 @@ def read_manifest(path: Path, verification: Verification = unverified) -> Manife
     try:
         return _complete_manifest(path, verification)
     except _IncompleteError as error:
-        raise UsageError(f"{error}; name another one, or use --resume auto") from error
+        raise UsageError(f"{error}; give another checkpoint, or use --resume auto") from error
 
 
 class _IncompleteError(Exception):
-    """Says of a folder why it is no complete checkpoint."""
+    """The folder is not a complete checkpoint; the message says why."""
 
 
 def _complete_manifest(path: Path, verification: Verification) -> Manifest:
@@ -242,7 +241,7 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
         raise _IncompleteError(
             f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read"
         ) from error
-    # Older ones have neither checksum.
+    # Older manifests have no checksums.
     if (own is not None or "checksums" in values) and text != manifest_text(manifest):
         raise _IncompleteError(
             f"checkpoint {path} is damaged: {MANIFEST} does not have its own checksum"
@@ -251,7 +250,7 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
         found = (path / name).stat().st_size if (path / name).exists() else 0
         if found != size:
             raise _IncompleteError(
-                f"checkpoint {path} is truncated: {name} has {found} bytes instead of {size}"
+                f"checkpoint {path} is truncated: {name}: expected {size} bytes, got {found}"
             )
     damage = verification(path, manifest)
     if damage is not None:
@@ -269,55 +268,55 @@ def is_complete(path: Path) -> bool:
 
 
 def require_same(manifest: Manifest, identity: Identity, path: Path) -> None:
-    """Refuses a checkpoint that was written for another model, other data or other batches.
+    """Refuses a checkpoint of another model, other data or other batches.
 
     Raises:
-        UsageError: naming the first thing that differs, with both values.
+        UsageError: names the first property that differs, with both values.
     """
-    saved, wanted = _flat(manifest.identity), _flat(identity)
-    for key in sorted(saved.keys() | wanted.keys()):
-        if saved.get(key) != wanted.get(key):
+    saved, expected = _flat(manifest.identity), _flat(identity)
+    for key in sorted(saved.keys() | expected.keys()):
+        if saved.get(key) != expected.get(key):
             raise UsageError(
-                f"checkpoint {path} belongs to another run: its {key} is {saved.get(key)!r},"
-                f" this run's is {wanted.get(key)!r}; give another --out or --resume,"
-                " or the options it was made with"
+                f"checkpoint {path} belongs to another run: {key}: expected"
+                f" {expected.get(key)!r}, as in this run, got {saved.get(key)!r}; give another"
+                " --out or --resume, or the options of that run"
             )
 
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """What a search for checkpoints came to.
+    """The result of a search for checkpoints.
 
     Attributes:
-        path: the newest complete checkpoint, if there is one.
-        passed_over: a sentence for each newer folder that is not complete.
+        path: the newest complete checkpoint, if any.
+        skipped: a sentence for each newer folder that is incomplete.
     """
 
     path: Path | None
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def newest_complete(folder: Path, verification: Verification = unverified) -> CheckpointSearch:
-    """Returns a run folder's newest complete checkpoint, and why newer ones were passed over.
+    """Finds the newest complete checkpoint of a run, and why newer ones are skipped.
 
     Args:
-        folder: of the run.
-        verification: of the contents of each that is looked at.
+        folder: the run folder.
+        verification: verification of the contents of each candidate.
     """
-    passed_over: list[str] = []
+    skipped: list[str] = []
     for path in _candidates(folder / FOLDER):
         try:
             _complete_manifest(path, verification)
         except _IncompleteError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
         else:
-            return CheckpointSearch(path, tuple(passed_over))
-    return CheckpointSearch(None, tuple(passed_over))
+            return CheckpointSearch(path, tuple(skipped))
+    return CheckpointSearch(None, tuple(skipped))
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints, the newest first."""
-    # A run that was killed while it replaced a checkpoint has left that under its other name.
+    """Returns folders that may be checkpoints, the newest first."""
+    # A run that was killed while it replaced a checkpoint leaves the old one under this name.
     replaced = [
         path for path in folder.glob(".step-*.replaced") if not (folder / path.stem[1:]).exists()
     ]
@@ -336,7 +335,7 @@ def _flat(identity: Identity) -> dict[str, Any]:
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    # A folder of that name is either damaged or of a run that was resumed before it.
+    # An existing folder is damaged, or of a run that was resumed from an earlier step.
     previous = target.with_name(f".{target.name}.replaced")
     if target.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -353,7 +352,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Have the names in a folder survive a power failure; their files were synced before."""
+    """Syncs the names in a folder, whose files have been synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Files that could not be written: which error it was, however torch wraps it."""
+"""DCP's file writer with checksums, which raises the file system's errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +17,21 @@ from integration.train.checksum import ChecksumFileSystem
 
 @dataclass(frozen=True)
 class _CheckedResult(WriteResult):
-    """What DCP sends to the coordinator of an item, with the checksum of the file it is in."""
+    """The result of a write that DCP sends to the coordinator, with the file's checksum."""
 
     checksum: str
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """DCP's writer of files, with their checksums, and whose errors are the file system's.
+    """DCP's file writer, which computes checksums and raises the file system's errors.
 
-    torch's zip writer covers an ``OSError`` of the file below it with a RuntimeError of its own
-    ("unexpected pos 704 vs 598", caffe2/serialize/inline_container.cc), and what an exception was
-    raised from is lost on the way to other ranks.
+    torch's zip writer replaces an ``OSError`` of the file by a RuntimeError ("unexpected pos 704 vs
+    598", caffe2/serialize/inline_container.cc), and an exception's cause is not sent to other
+    ranks.
 
     Attributes:
-        checksums: of the files of all ranks, by name; on the coordinator, after ``finish``.
+        checksums: checksums of the files of all ranks, by name; on the coordinator, after
+            ``finish``.
     """
 
     checksums: dict[str, str]
@@ -40,10 +41,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.fs = ChecksumFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, without torch's CRC32, which their checksums replace.
+        """Writes this rank's files, without torch's CRC32, which the checksums replace.
 
         Raises:
-            OSError: it could not.
+            OSError: a file could not be written.
         """
         try:
             with _without_crc32():
@@ -69,7 +70,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the metadata and collect the checksums; the coordinator calls it."""
+        """Writes the metadata and collects the checksums; the coordinator calls it."""
         self.checksums = {
             each.storage_data.relative_path: each.checksum
             for rank in results
@@ -78,13 +79,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         }
         super().finish(metadata, results)
         assert isinstance(self.fs, ChecksumFileSystem)
-        # It is written under another name and renamed.
+        # DCP writes it under another name and renames it.
         self.checksums[".metadata"] = self.fs.checksums[".metadata.tmp"]
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Have ``torch.save`` compute no CRC32 of its records: that takes longer than XXH3 of them."""
+    """Disables the CRC32 of ``torch.save``, which is slower than XXH3."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -94,7 +95,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """Returns the newest ``OSError`` among an exception and those that it was raised from."""
+    """Returns the latest ``OSError`` among an exception and its causes."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError):

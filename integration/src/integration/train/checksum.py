@@ -1,7 +1,7 @@
-"""Checksums of files, taken from the bytes while they are written: nothing is read back for them.
+"""Computes checksums of files while they are written, so that nothing is read back.
 
-XXH3 with 64 bits (the package xxhash, of the algorithm's author's C library) hashes more than
-10 GB/s on one core, several times as fast as a save writes.
+64-bit XXH3 (package xxhash, which wraps the algorithm author's C library) hashes more than 10 GB/s
+on one core, several times the speed of a save.
 """
 
 import io
@@ -23,7 +23,7 @@ def checksum(data: bytes) -> str:
 
 
 def file_checksum(path: Path) -> str:
-    """Returns the checksum of a file's bytes; at most 16 MiB of them are in memory at once."""
+    """Returns the checksum of a file; at most 16 MiB of it are in memory at once."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -32,10 +32,10 @@ def file_checksum(path: Path) -> str:
 
 
 class ChecksumFileSystem(FileSystem):
-    """DCP's file system, which records the checksum of every file that it writes.
+    """A file system for DCP that records the checksum of every file that it writes.
 
     Attributes:
-        checksums: by file name.
+        checksums: checksum by file name.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Opens a file; what is written to it is hashed."""
+        """Opens a file and hashes what is written to it."""
         with super().create_stream(path, mode) as file:
             if "w" not in mode:
                 yield file
@@ -54,7 +54,7 @@ class ChecksumFileSystem(FileSystem):
 
 
 class _HashedStream:
-    """A file to append to. It cannot seek: a checksum would not be the file's then."""
+    """An append-only file; without seek, as the checksum would then be wrong."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

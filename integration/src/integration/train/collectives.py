@@ -1,8 +1,7 @@
-"""Counts the collectives and products of one step, beside torch's dispatcher and not in it.
+"""Counts the collectives and FLOPs of one step from torch's execution trace.
 
-A dispatch mode would send DTensors another way than the one that trains; testkit's `CommLog` reads
-torch's execution trace instead. Taking and reading the trace costs the counted step time, and no
-other: it should be one whose time nobody looks at.
+A dispatch mode would change how DTensors are dispatched; testkit's `CommLog` reads the execution
+trace instead. Tracing makes the counted step slower, so that its time should not be measured.
 """
 
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ from testkit import CommLog
 
 
 class CollectiveCounter:
-    """Counts what this rank issues and computes in one step.
+    """Counts the collectives and FLOPs of this rank in one step.
 
     Args:
-        step: of which number, counted from 1; None: of none.
+        step: number of the step, counted from 1; None: no step is counted.
     """
 
     def __init__(self, step: int | None) -> None:
@@ -27,11 +26,11 @@ class CollectiveCounter:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Encloses a part of the step of this number; a step may have several."""
+        """Encloses a part of step ``number``, which may have several parts."""
         if number != self._step:
             yield
             return
-        # Reading a trace takes memory too, which is not the run's.
+        # The memory of tracing does not count as the run's.
         self._peak = self.peak_rss_bytes
         with CommLog() as log:
             yield
@@ -40,20 +39,17 @@ class CollectiveCounter:
 
     @property
     def peak_rss_bytes(self) -> int:
-        """The peak resident memory of this process without that of counting."""
+        """Peak resident memory of this process, without that of counting."""
         return max(self._peak, peak_rss_bytes())
 
     @property
     def product_flops(self) -> int | None:
-        """FLOPs of this rank's matrix products and attention; None where no step was counted."""
+        """FLOPs of this rank's matrix products and attention; None if no step was counted."""
         return sum(log.product_flops for log in self._logs) if self._logs else None
 
     @property
     def counts(self) -> list[CollectiveCount] | None:
-        """Of every kind that there was, in the order of first use; None where no step was counted.
-
-        Barriers, which carry nothing, are left out.
-        """
+        """Counts by kind, in order of first use, without barriers; None if no step was counted."""
         if not self._logs:
             return None
         issued = [call for log in self._logs for call in log.calls if call.op != "barrier"]

@@ -1,7 +1,7 @@
-"""Regional compilation: every layer by torch.compile, the rest eager.
+"""Regional compilation: torch.compile for each layer, eager for the rest.
 
-As torchtitan's (torchtitan/models/llama3/parallelize.py): layers are alike, so one graph serves
-all, and what happens between them, hooks of `fully_shard` first, stays outside of graphs.
+As in torchtitan (torchtitan/models/llama3/parallelize.py): layers are identical, so that they share
+one graph, and what runs between them, such as the hooks of `fully_shard`, is not traced.
 """
 
 import warnings
@@ -15,13 +15,13 @@ Backend = Literal["none", "aot_eager", "inductor"]
 
 
 def compile_layers(layers: Sequence[nn.Module], backend: Backend) -> None:
-    """Compiles the `forward` of layers, each as one graph; after `recompute_activations`.
+    """Compiles the `forward` of each layer as one graph; call it after `recompute_activations`.
 
-    A layer that is no single graph raises torch's error in the first step.
+    A layer with a graph break raises torch's error in the first step.
     """
     if backend == "none":
         return
-    # Dynamo looks at the `grad` of what a layer is given.
+    # Dynamo reads the `grad` of a layer's inputs.
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
     )

@@ -1,4 +1,4 @@
-"""What a run is told, typed and checked, from the command line and from TOML."""
+"""The options of a run, parsed from the command line and from TOML."""
 
 import argparse
 import tomllib
@@ -25,7 +25,7 @@ DIST_RNG_RANDOM: Literal["dist-rng"] = "dist-rng"
 _PROGRAM = "python -m integration.train"
 _DESCRIPTION = """Train a model and write a run folder: metrics.jsonl, summary.json, checkpoints.
 
---config FILE.toml gives the same options from a file (keys with underscores); the command line
+--config FILE.toml reads the same options from a file (keys with underscores); the command line
 overrides it. Start it directly, with --ranks N, or under torchrun."""
 
 Positive = Annotated[int, Field(ge=1)]
@@ -36,128 +36,128 @@ class TrainConfig:
     """The options of one run."""
 
     system: str = "single"
-    """How to run: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees
-    below, plan or torchtitan-style."""
+    """System: single, ddp, fsdp1, fsdp2, fsdp, deepspeed, dtensor-tp; or, with the degrees below,
+    plan or torchtitan-style."""
     model: str = "llama-10m"
-    """llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
+    """Model: llama-10m, llama-tiny, mixtral-10m, mixtral-tiny, dit-3m, dit-small or dit-tiny."""
     dp_replicate: Positive = 1
-    """plan: data parallel ranks with copies of parameters."""
+    """plan: data parallel degree with replicated parameters."""
     dp_shard: Positive = 1
-    """plan: data parallel ranks that share parameters (FSDP); beside --dp-replicate, HSDP."""
+    """plan: data parallel degree with sharded parameters (FSDP); HSDP with --dp-replicate."""
     ep: Positive = 1
-    """plan: of the data parallel ranks, those that divide Mixtral's experts; or as many as --tp."""
+    """plan: expert parallel degree of Mixtral, of the data parallel ranks, or equal to --tp."""
     cp: Positive = 1
-    """plan: context parallel ranks, which cut LLaMA's sequences."""
+    """plan: context parallel degree of LLaMA."""
     cp_method: Literal["ring", "all-gather", "ulysses"] = "ring"
-    """plan: of attention over them."""
+    """plan: context parallel attention."""
     tp: Positive = 1
-    """plan: tensor parallel ranks."""
+    """plan: tensor parallel degree."""
     sp: bool = False
-    """plan: cut hidden states between attention and MLP along the sequence, by --tp."""
+    """plan: sequence parallelism: shard hidden states between attention and MLP, by --tp."""
     loss_parallel: bool = False
-    """plan: leave logits cut along the vocabulary, by --tp, up to the loss."""
+    """plan: shard logits along the vocabulary, by --tp, up to the loss."""
     zero3: bool = False
-    """plan: share parameters along --dp-shard by phases of the plan instead of by package fsdp."""
+    """plan: shard parameters along --dp-shard by phases of the plan instead of the package fsdp."""
     static: bool = False
     """plan: run operators on local tensors, by plan-api's static mode."""
     pp_degree: Positive = 1
-    """Pipeline stages' ranks; the system shares each stage among the others."""
+    """Pipeline parallel degree; the system parallelizes each stage over the other ranks."""
     pp_split_points: str | None = None
-    """Names of the modules that further stages begin with, by commas; by default even stages."""
+    """First module of each stage but the first, separated by commas; by default even stages."""
     pp_schedule: str = "1F1B"
     """GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
     pp_microbatches: Positive | None = None
-    """Parts of a micro batch that are in the pipeline at once; by default its samples."""
+    """Microbatches of the pipeline per --micro-batch; by default one per sample."""
     data: Path | None = None
-    """File or folder of text; by default the Python standard library's sources. DiT takes none."""
+    """File or folder of text; by default the Python standard library's sources. Not for DiT."""
     out: Path = Path("runs/latest")
     """Run folder to write."""
     steps: Positive = 100
-    """Optimizer steps in all, those before a resume included."""
+    """Optimizer steps in total, including those before a resume."""
     global_batch: Positive = 8
     """Samples per optimizer step: micro batch x accumulation x data-parallel degree."""
     micro_batch: Positive = 4
-    """Samples that one rank feeds the model at once."""
+    """Samples of a microbatch on one rank."""
     sequence_length: Positive = 64
     """Tokens (bytes) per sample of text."""
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"
-    """torch's fused AdamW; fsdp's AdamW of 8-bit moments; or its Muon, and AdamW for the rest."""
+    """torch's fused AdamW; fsdp's AdamW with 8-bit moments; or fsdp's Muon, and AdamW otherwise."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """The optimizer's learning rate."""
+    """Learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Its decoupled weight decay."""
+    """Decoupled weight decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps, in which the learning rate grows to its full size, linearly."""
+    """Steps of linear warm-up of the learning rate."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
-    """Last steps, in which it falls towards 0, linearly; between the two it is stable."""
+    """Last steps, with linear decay of the learning rate towards 0."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    """Scale gradients down to this norm where theirs is larger."""
+    """Clip gradients to this total norm."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the weights and of the order of the data."""
     init: Literal["whole", "sharded"] = "whole"
-    """whole: every rank draws all weights and keeps its part; sharded: it draws its part only."""
+    """whole: every rank draws all weights, then shards them; sharded: it draws its shards only."""
     init_from: Path | None = None
-    """Folder of safetensors, as save_pretrained writes it, whose weights are the initial ones."""
+    """Folder of safetensors, as written by save_pretrained, with the initial weights."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of a zero: in attention's weights, of DiT behind linear layers."""
+    """Dropout probability, of attention weights, or of DiT's linear layers."""
     random: Literal["stock", "dist-rng"] = NATIVE_RANDOM
-    """Who draws random DTensors: torch, or dist-rng, which gives one device's numbers."""
+    """Implementation that draws random DTensors: torch's, or dist-rng's, as on one device."""
     fingerprint: bool = False
     """Write hashes of the initial weights and the first step's dropout masks into the summary."""
     activation_checkpointing: Recompute = "none"
-    """What backward computes again instead of keeping it: nothing, all of each layer (full), all
-    but matrix products and attention (selective-op), or all of some layers (selective-layer)."""
+    """What backward recomputes: nothing, each layer (full), all but matrix products and attention
+    (selective-op), or some layers (selective-layer)."""
     activation_checkpointing_every: Positive = 2
-    """Of how many layers selective-layer computes one again."""
+    """selective-layer recomputes one of this many layers."""
     compile: Backend = "none"
-    """torch.compile each layer, by this backend."""
+    """Backend of torch.compile for each layer."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What is computed in; bf16 keeps weights and the reduction of gradients in fp32."""
+    """Dtype of compute; with bf16, weights and gradient reductions are fp32."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0 saves only at the end and on SIGTERM."""
     checkpoint_async: bool = False
-    """Write those of checkpoint-every while training goes on, from a copy of the state."""
+    """Write the checkpoints of --checkpoint-every in the background, from a copy of the state."""
     final_checkpoint: bool = True
-    """Write one of the last step, so that a finished run leaves its weights."""
+    """Write a checkpoint of the last step."""
     keep_checkpoints: Annotated[int, Field(ge=0)] = 0
-    """Complete checkpoints to keep, the newest; 0 keeps all."""
+    """Number of newest complete checkpoints to keep; 0 keeps all."""
     resume: str = AUTO_RESUME
     """auto (newest complete checkpoint of the run folder), never, or a checkpoint folder."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     profile_steps: str | None = None
-    """Steps to profile, as 10:13, the last included; traces are in the run folder's profile/."""
+    """Steps to profile, such as 10:13, inclusive; traces are in the run folder's profile/."""
     count_collectives: Positive | None = None
-    """Step whose collectives are counted into the summary; it takes longer."""
+    """Step whose collectives are counted in summary.json; it is slower than others."""
     peak_flops: Annotated[float, Field(gt=0)] | None = None
-    """FLOP/s of one rank at best, of which MFU is a share; by default known or measured."""
+    """Peak FLOP/s of a rank, for MFU; by default known by the GPU's name, or measured."""
     ranks: Positive | None = None
-    """Start this many ranks on this machine; leave it out under torchrun."""
+    """Number of ranks to start on this machine; leave it out under torchrun."""
     hosts: Positive = 1
-    """Start the same command on so many hosts, with --ranks of each."""
+    """Number of hosts; start the same command on each, with its --ranks."""
     host_rank: Annotated[int, Field(ge=0)] = 0
-    """Which of the hosts this is, counted from 0."""
+    """Index of this host, counted from 0."""
     rendezvous: str | None = None
-    """Where ranks of several hosts meet: NAME:PORT of host 0."""
+    """Rendezvous of the ranks of several hosts: NAME:PORT of host 0."""
     threads: Positive = 1
     """CPU threads per rank."""
     timeout: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds after which a collective that does not finish is an error."""
+    """Timeout of collectives, in seconds."""
     join_timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds to wait for other ranks at the start."""
 
 
 def degrees_of(config: TrainConfig) -> Degrees:
-    """Returns what a configuration says of the ranks along each axis."""
+    """Returns the degrees of a configuration."""
     return Degrees(**{field.name: getattr(config, field.name) for field in fields(Degrees)})
 
 
 def parse_config(arguments: Sequence[str]) -> TrainConfig:
-    """Returns the configuration that ``arguments`` (without the program's name) ask for.
+    """Parses ``arguments``, without the program's name.
 
     Raises:
-        UsageError: an option or a TOML key is unknown, or a value does not fit its type.
-        SystemExit: after ``--help`` (0), or with 2 after tyro has said which argument is wrong.
+        UsageError: an option or a TOML key is unknown, or a value has the wrong type.
+        SystemExit: after ``--help`` (0), or with 2 after tyro has named the invalid argument.
     """
     pre_parser = argparse.ArgumentParser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
     pre_parser.add_argument("--config", type=Path)
@@ -177,10 +177,10 @@ def parse_config(arguments: Sequence[str]) -> TrainConfig:
 
 
 def read_toml(path: Path) -> TrainConfig:
-    """Returns the configuration written in a TOML file; keys are the field names.
+    """Reads the configuration from a TOML file, whose keys are the field names.
 
     Raises:
-        UsageError: the file cannot be read or parsed, or holds an unknown key or a bad value.
+        UsageError: the file cannot be read or parsed, or has an unknown key or an invalid value.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def read_toml(path: Path) -> TrainConfig:
             f"cannot read the configuration {path}: {error.strerror}; give another --config"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}; mend it there") from error
+        raise UsageError(f"{path} is not valid TOML: {error}; correct the file") from error
     try:
         return TypeAdapter(TrainConfig).validate_python(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Which elements dropout zeroes, as one hash."""
+"""Hashes the masks of dropout."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class DropoutMasks(TorchFunctionMode):
-    """While active, notes the mask of every call of ``torch.nn.functional.dropout``, in order.
+    """Records the mask of every call of ``torch.nn.functional.dropout`` within the context.
 
-    A mask is what the call zeroed: elements that were not zero before and are zero after. That of
-    a DTensor is gathered, so all ranks must make the same calls; a plain tensor's is the rank's
-    own. Nothing is drawn and no result is changed.
+    A mask has the elements that the call zeroed: nonzero before and zero after. The mask of a
+    DTensor is gathered, so that all ranks must make the same calls; that of a plain tensor is the
+    rank's. Random numbers and results do not change.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class DropoutMasks(TorchFunctionMode):
         self._calls = self._zeroed = self._eligible = 0
 
     def hexdigest(self) -> str | None:
-        """Returns the SHA-256 of the masks and their shapes; None where nothing was dropped out."""
+        """Returns the SHA-256 of the masks and their shapes; None if there was no dropout."""
         return self._digest.hexdigest() if self._calls else None
 
     @property
     def share(self) -> float:
-        """Of the elements that were not zero before, those that were zeroed."""
+        """Share of zeroed elements among those that were not zero before."""
         return self._zeroed / self._eligible if self._eligible else 0.0
 
     def __torch_function__(
@@ -40,11 +40,11 @@ class DropoutMasks(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls ``func``, and looks at what it did if it is dropout."""
+        """Calls ``func``, and records its mask if it is dropout."""
         del types
         kwargs = kwargs or {}
-        # What activation checkpointing repeats is not noted again: Tensor.backward comes by here
-        # itself, and runs without this mode.
+        # Recomputed dropout is not recorded again: Tensor.backward is dispatched here itself, and
+        # runs without this mode.
         if func is not dropout:
             return func(*args, **kwargs)
         # Before the call, which may work in place.

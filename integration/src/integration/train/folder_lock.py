@@ -1,11 +1,11 @@
-"""One job at a time writes a run folder.
+"""Locks a run folder, so that only one job writes it.
 
-Note [lock]
-    The lock is the kernel's (flock(2)) on ``.lock`` in the run folder, held by rank 0. It goes with
-    that process however it ends, so a host has no stale locks. What the file says is for the
-    sentence that refuses a second job, and for file systems whose locks do not reach other hosts:
-    an owner on another host is believed, unless it was of the same torchrun job (``--rdzv-id``),
-    which has ended its ranks before it starts them elsewhere.
+Note [run folder lock]
+    Rank 0 locks ``.lock`` in the run folder with flock(2). The kernel releases the lock when the
+    process ends, so that there are no stale locks on a host. The file's content names the owner in
+    the error of a second job. It also serves file systems whose locks are local to a host: an owner
+    on another host is assumed to be running, unless it belongs to the same torchrun job
+    (``--rdzv-id``), which ends its ranks before it starts them elsewhere.
 """
 
 import fcntl
@@ -30,13 +30,13 @@ LOCK_FILE = ".lock"
 
 @dataclass(frozen=True)
 class LockOwner:
-    """Who writes a run folder.
+    """The job that writes a run folder.
 
     Attributes:
-        host: its name.
-        pid: of the job's rank 0 there.
-        job: torchrun's id of the job, empty where nobody gave one.
-        since: a local time.
+        host: host name of its rank 0.
+        pid: process id of its rank 0.
+        job: torchrun's job id; empty if none was given.
+        since: local time.
     """
 
     host: str
@@ -46,9 +46,9 @@ class LockOwner:
 
     @staticmethod
     def this_process() -> "LockOwner":
-        """Returns what this process writes into a lock."""
+        """Returns the owner entry of this process."""
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        # torchrun's default for all jobs that were not given an id.
+        # torchrun's default id, which all jobs without an id share.
         job = "" if job == "none" else job
         return LockOwner(socket.gethostname(), os.getpid(), job, time.strftime("%Y-%m-%d %H:%M:%S"))
 
@@ -58,62 +58,62 @@ class LockOwner:
 
 @contextmanager
 def folder_lock(out: Path, world: World) -> Iterator[None]:
-    """Keeps other jobs from writing ``out`` for the length of the context; all ranks enter it.
+    """Prevents other jobs from writing ``out`` within the context; all ranks enter it.
 
     Raises:
-        UsageError: on every rank: another job writes it, or may on another host, or the file system
-            has no locks.
+        UsageError: on every rank, if another job writes it, or may write it on another host, or if
+            the file system has no locks.
     """
     lock_file: TextIO | None = None
     refusal: str | None = None
     if world.is_main:
         try:
-            lock_file = _take(out)
+            lock_file = _acquire(out)
         except UsageError as error:
             refusal = str(error)
-    told = [refusal]
-    dist.broadcast_object_list(told)
-    if told[0] is not None:
-        raise UsageError(told[0])
+    refusals = [refusal]
+    dist.broadcast_object_list(refusals)
+    if refusals[0] is not None:
+        raise UsageError(refusals[0])
     try:
         yield
     finally:
         if lock_file is not None:
-            lock_file.truncate(0)  # nobody's; removing it would race with those who have opened it
+            lock_file.truncate(0)  # removing it would race with processes that have opened it
             lock_file.close()
 
 
-def _take(out: Path) -> TextIO:
+def _acquire(out: Path) -> TextIO:
     make_folder(out)
     path = out / LOCK_FILE
     try:
         file = path.open("a+")
         try:
-            _own(file, out, path)
+            _lock(file, out, path)
         except BaseException:
             file.close()
             raise
     except OSError as error:
         raise UsageError(
-            f"{path}, which keeps other jobs out, cannot be locked ({error.strerror}); mend that,"
-            " or give an --out on another file system"
+            f"{path} cannot be locked ({error.strerror}); correct that, or give an --out on another"
+            " file system"
         ) from error
     return file
 
 
-def _own(file: TextIO, out: Path, path: Path) -> None:
+def _lock(file: TextIO, out: Path, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        whose = _owner(file) or "another process"
+        owner = _owner(file) or "another process"
         raise UsageError(
-            f"another job writes {out} ({whose}); wait for its end, or give another --out"
+            f"another job writes {out} ({owner}); wait until it ends, or give another --out"
         ) from error
     before, this = _owner(file), LockOwner.this_process()
     if before is not None and before.host != this.host and (not this.job or before.job != this.job):
         raise UsageError(
-            f"another job may write {out} ({before}), and whether it lives cannot be seen from"
-            f" {this.host}; give another --out, or, if it has ended, remove {path}"
+            f"another job may write {out} ({before}), which cannot be checked from {this.host};"
+            f" give another --out, or, if that job has ended, remove {path}"
         )
     file.truncate(0)
     file.write(json.dumps(asdict(this)))
@@ -121,7 +121,7 @@ def _own(file: TextIO, out: Path, path: Path) -> None:
 
 
 def _owner(file: TextIO) -> LockOwner | None:
-    """Returns whom a lock names: nobody if it was released, or is just being taken."""
+    """Returns the owner in a lock file; None if it was released, or is being locked."""
     file.seek(0)
     text = file.read()
     try:

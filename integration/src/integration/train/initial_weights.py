@@ -1,4 +1,4 @@
-"""``--init-from``: the initial weights are those of a folder of safetensors."""
+"""``--init-from``: loads the initial weights from a folder of safetensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,17 +13,17 @@ from integration.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A folder of weights that was found to be of a run's model."""
+    """A validated folder of weights of a run's model."""
 
     folder: WeightsFolder
     chunks: Mapping[str, Sequence[ParameterChunk]]
 
     @staticmethod
     def open(config: TrainConfig, shape: ModelShape) -> "InitialWeights":
-        """Looks at ``--init-from``; only headers are read.
+        """Opens and validates ``--init-from``; reads headers only.
 
         Raises:
-            UsageError: the folder cannot be read, or is another model's.
+            UsageError: the folder cannot be read, or contains another model.
         """
         assert config.init_from is not None
         folder = open_folder(config.init_from)
@@ -32,12 +32,12 @@ class InitialWeights:
         return InitialWeights(folder, chunks)
 
     def allocate(self, model: nn.Module) -> None:
-        """Gives a Hugging Face model on meta its memory: buffers computed, parameters not drawn."""
+        """Allocates a Hugging Face model on meta and computes its buffers, but draws no weights."""
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # its initialiser's
         model.init_weights()  # type: ignore[operator]
 
     def load(self, model: nn.Module) -> None:
-        """Sets the weights of a model as its system wraps it; all ranks call it."""
+        """Loads the weights into a parallelized model; all ranks call it."""
         load_weights(model, self.folder, self.chunks)

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, through torchrun's own agent."""
+"""Starts the ranks of a run on this machine, with torchrun's agent."""
 
 import logging
 import os
@@ -16,17 +16,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from integration.errors import EXIT_USAGE, UsageError
 from integration.paths import make_folder
 
-# Names the folder in which ranks leave word for the launcher: `N.started`, `N.refused`.
+# Folder in which ranks report their status to the launcher: `N.started`, `N.refused`.
 STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
 
 
 def started_by_launcher() -> bool:
-    """Returns whether this process is a rank that ``launch`` has started."""
+    """Returns whether ``launch`` has started this process."""
     return STATUS_VARIABLE in os.environ
 
 
 def report_status(kind: str, text: str = "") -> bool:
-    """Tells the launcher, if there is one, that this rank has ``started`` or was ``refused``."""
+    """Reports to the launcher, if any, that this rank has ``started`` or was ``refused``."""
     folder = os.environ.get(STATUS_VARIABLE)
     if folder is None:
         return False
@@ -44,13 +44,13 @@ def launch(
 ) -> int:
     """Runs ``python -m module`` with ``arguments`` on ``ranks`` local ranks.
 
-    The first rank writes to this terminal; all others write below ``log_folder``.
+    The first rank writes to this terminal, the others to files in ``log_folder``.
 
     Returns:
         The exit code: 0, or that of the rank that failed first.
 
     Raises:
-        UsageError: a rank refused what it was given, or could not be started.
+        UsageError: a rank refused its options, or could not be started.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,11 +92,11 @@ def _explain(error: ChildFailedError, status: Path, ranks: int, log_folder: Path
         how = signal.Signals(-failure.exitcode).name
     if not (status / f"{rank}.started").exists():
         raise UsageError(
-            f"rank {rank} of {ranks} could not be started ({how}); its output is below {log_folder}"
+            f"rank {rank} of {ranks} could not be started ({how}); see its output in {log_folder}"
         )
     if failure.exitcode != 128 + signal.SIGTERM:
         print(
-            f"rank {rank} of {ranks} failed ({how}); its output is above or below {log_folder}",
+            f"rank {rank} of {ranks} failed ({how}); see its output above or in {log_folder}",
             file=sys.stderr,
         )
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -1,9 +1,8 @@
-"""Who of the others is still there, asked when a collective has failed.
+"""Finds the lost ranks after a collective has failed.
 
-gloo says that it waited too long, or that a connection was closed: not which host is gone. Every
-rank therefore keeps a socket that listens, and nothing else. The kernel answers for a process that
-lives, also for one that stands still; it refuses for one that has ended; and where nothing
-answers, the host or the way to it is gone.
+gloo reports a timeout or a closed connection, but not which host is lost. Every rank therefore has
+a listening socket. The kernel accepts connections for a running process, even if it hangs, and
+refuses them for one that has ended; if there is no answer, the host or its network is down.
 """
 
 import socket
@@ -22,12 +21,12 @@ _ANSWER_SECONDS = 3.0
 
 
 class LostRanksError(RuntimeError):
-    """Other ranks are gone; the message names them and their hosts."""
+    """Other ranks are lost; the message names them and their hosts."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs and listens."""
+class RankAddress:
+    """The host of a rank, and the address of its listening socket."""
 
     rank: int
     machine: str
@@ -36,23 +35,24 @@ class Place:
 
     @property
     def host(self) -> str:
-        """The host, for people."""
+        """Description of the host."""
         return f"{self.address} ({self.machine})"
 
 
 class LivenessCheck:
-    """Knows where all ranks are; all of them construct it together."""
+    """Checks which ranks are alive; all ranks construct it together."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._listener = socket.create_server(("", 0), backlog=max(world.size, 128))
         address = address_towards(rendezvous_endpoint()) or "127.0.0.1"
         port = self._listener.getsockname()[1]
-        self._places: list[Place] = [Place(0, "", "", 0)] * world.size
-        dist.all_gather_object(self._places, Place(world.rank, socket.gethostname(), address, port))
+        self._addresses: list[RankAddress] = [RankAddress(0, "", "", 0)] * world.size
+        own = RankAddress(world.rank, socket.gethostname(), address, port)
+        dist.all_gather_object(self._addresses, own)
 
     def explain(self, error: BaseException) -> LostRanksError | None:
-        """Returns who is gone if ``error`` is of a collective and someone is."""
+        """Returns the lost ranks, if ``error`` is of a collective and ranks are lost."""
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return None
         missing = self._missing()
@@ -60,29 +60,28 @@ class LivenessCheck:
             return None
         return LostRanksError(
             f"rank {self._world.rank} of {self._world.size} stopped: {'; '.join(missing)}"
-            f" ({first_line(error)}); start all ranks again, and they resume from the newest"
-            " checkpoint"
+            f" ({first_line(error)}); restart all ranks, which resume from the newest checkpoint"
         )
 
     def _missing(self) -> list[str]:
-        hosts: dict[str, list[Place]] = {}
-        for place in self._places:
-            if place.rank != self._world.rank:
-                hosts.setdefault(place.host, []).append(place)
+        hosts: dict[str, list[RankAddress]] = {}
+        for address in self._addresses:
+            if address.rank != self._world.rank:
+                hosts.setdefault(address.host, []).append(address)
         with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-            sentences = pool.map(_absence, hosts.values())
+            sentences = pool.map(_lost_ranks, hosts.values())
         return [sentence for sentence in sentences if sentence is not None]
 
 
-def _absence(places: Sequence[Place]) -> str | None:
-    """Says which of the ranks of one host are gone, if any."""
+def _lost_ranks(addresses: Sequence[RankAddress]) -> str | None:
+    """Returns a clause on the lost ranks of one host, if any."""
     ended = []
-    for place in places:
+    for each in addresses:
         try:
-            socket.create_connection((place.address, place.port), timeout=_ANSWER_SECONDS).close()
+            socket.create_connection((each.address, each.port), timeout=_ANSWER_SECONDS).close()
         except ConnectionRefusedError:
-            ended.append(place.rank)
+            ended.append(each.rank)
         except OSError:
-            lost = ranks(each.rank for each in places)
-            return f"the host of {lost}, {place.host}, does not answer"
-    return f"{ranks(ended)} on {places[0].host} ended" if ended else None
+            lost = ranks(one.rank for one in addresses)
+            return f"the host of {lost}, {each.host}, does not answer"
+    return f"{ranks(ended)} on {addresses[0].host} ended" if ended else None

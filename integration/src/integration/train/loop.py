@@ -1,4 +1,4 @@
-"""The training loop: the same few lines for every system."""
+"""The training loop, which is the same for every system."""
 
 import math
 import time
@@ -35,12 +35,12 @@ from integration.train.world import World
 
 
 class Trainer:
-    """One run on this rank: model, optimizer, data and where it has got to.
+    """One run on this rank: model, optimizer, data and progress.
 
     All ranks construct it together, with equal ``setup``.
 
     Raises:
-        UsageError: the data is unfit, or the checkpoint belongs to another run.
+        UsageError: the data is too small, or the checkpoint belongs to another run.
     """
 
     def __init__(self, setup: Setup, world: World) -> None:
@@ -105,17 +105,17 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps completed, those before a resume included."""
+        """Number of completed steps, including those before a resume."""
         return self._loader.step
 
     def train_step(self) -> Tensor:
-        """Runs one step and returns this rank's mean loss, a float64 scalar, before the update."""
+        """Runs one step; returns this rank's mean loss before the update, a float64 scalar."""
         loss = self._backward()
         self._update()
         return loss
 
     def _backward(self) -> Tensor:
-        """Leaves the gradients of the next step and returns its loss."""
+        """Accumulates the gradients of the next step and returns its loss."""
         fingerprint = self._setup.config.fingerprint and self.step == 0
         microbatches = next(self._loader)
         masks = DropoutMasks()
@@ -126,17 +126,17 @@ class Trainer:
         return total
 
     def _update(self) -> float | None:
-        """Steps the optimizer; returns the norm of the gradients where they are clipped."""
-        most, norm = self._setup.config.clip_grad_norm, None
-        if most is not None:
-            norm = float(self._setup.system.clip(self.model, most))
+        """Steps the optimizer; returns the gradients' norm if they are clipped."""
+        max_norm, norm = self._setup.config.clip_grad_norm, None
+        if max_norm is not None:
+            norm = float(self._setup.system.clip(self.model, max_norm))
         self._schedule.apply(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def _accumulate(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Leaves the gradients of a step in the parameters and returns its mean loss."""
+        """Accumulates the gradients of microbatches and returns their mean loss."""
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
@@ -153,13 +153,13 @@ class Trainer:
         return self._saver.save(self.step, self.model, self.optimizer, wait=wait)
 
     def finish_saving(self) -> None:
-        """Waits until a checkpoint that is written in the background is complete."""
+        """Waits until a checkpoint that is being written in the background is complete."""
         self._saver.finish()
 
     def run(self, stop: StopRequest) -> bool:
-        """Trains to the end, writing the run folder; returns False when asked to stop before."""
+        """Trains to the last step and writes the run folder; returns False if asked to stop."""
         config, is_main = self._setup.config, self._world.is_main
-        dist.barrier()  # others may still look whether the folder that we write now is free
+        dist.barrier()  # other ranks may still be validating the folder
         outputs = _Outputs(config, done=self.step, enabled=is_main)
         display = ProgressDisplay(enabled=is_main, total=config.steps, done=self.step)
         profiler = StepProfiler(self._setup.profile_steps, config.out, self._world.rank)
@@ -198,8 +198,8 @@ class Trainer:
         counted = self.step + 1
         with self._collectives.step(counted):
             loss = self._backward()
-        # One small reduction carries the mean loss and whether any rank was told to stop, so
-        # that all ranks leave the loop after the same step.
+        # One small reduction sums the loss and the stop requests, so that all ranks leave the loop
+        # after the same step.
         shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
         dist.all_reduce(shared)
         mean = float(shared[0]) / self._world.size
@@ -221,14 +221,14 @@ class Trainer:
         return record, bool(shared[1])
 
     def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
-        """Saves what there was before the present step, whose loss is not finite."""
+        """Saves the state before the current step, whose loss is not finite."""
         config, step = self._setup.config, self.step
         last = step * config.global_batch - 1
-        whose = f"(the step's are samples {last - config.global_batch + 1} to {last})"
+        samples = f"(the step has samples {last - config.global_batch + 1} to {last})"
         if not self._setup.system.supports_checkpoints:
             return DivergedError(
                 f"the loss of step {step} is {loss}; training stopped before its update, without a"
-                f" checkpoint: start over with a smaller --learning-rate or other data {whose}"
+                f" checkpoint: restart with a smaller --learning-rate or other data {samples}"
             )
         self._loader.load_state_dict({"step": step - 1})
         torch.set_rng_state(generator)
@@ -237,7 +237,7 @@ class Trainer:
         return DivergedError(
             f"the loss of step {step} is {loss}; training stopped before its update, and the"
             f" checkpoint of step {step - 1} is {path}: resume it with a smaller --learning-rate"
-            f" or other data {whose}"
+            f" or other data {samples}"
         )
 
     def _summary(self) -> RunSummary:
@@ -286,12 +286,12 @@ def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:
 
 
 def _whole(loss: Tensor) -> Tensor:
-    """Returns a loss as a plain tensor; that of a model on DTensors is the same on all ranks."""
+    """Returns a loss as a plain tensor."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class _Outputs(AbstractContextManager["_Outputs"]):
-    """The files that grow with every step: metrics.jsonl, and TensorBoard's when asked."""
+    """The files that are written in every step: metrics.jsonl, and TensorBoard's if enabled."""
 
     def __init__(self, config: TrainConfig, *, done: int, enabled: bool) -> None:
         self._metrics: MetricsFile | None = None

@@ -1,4 +1,4 @@
-"""How much memory this process has held."""
+"""Measures the peak resident memory of this process."""
 
 import ctypes
 import gc
@@ -8,7 +8,7 @@ _KIB = 1024
 
 
 def reset_peak_rss() -> None:
-    """Gives back what earlier work has left behind, and counts the peak from here (man 5 proc)."""
+    """Frees unused memory and resets the peak (man 5 proc)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -17,8 +17,8 @@ def reset_peak_rss() -> None:
 def peak_rss_bytes() -> int:
     """Returns the peak resident set of this process, in bytes.
 
-    From ``VmHWM``, which starts anew with the program: ``getrusage`` would report the
-    memory of the launcher that forked this process, where that was larger.
+    It is ``VmHWM``, which a new program resets; ``getrusage`` would report the memory of the
+    launcher that forked this process, if that was larger.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""From a configuration to the model that a rank trains, its weights drawn."""
+"""Builds the model of a configuration, parallelizes it and initialises its weights."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from integration.train.world import World
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model as its system wraps it.
+    """A model as its system has wrapped it.
 
     Attributes:
-        parameters: elements of all parameters of the whole model, those of other ranks included.
+        parameters: number of elements of all parameters of the full model.
     """
 
     model: nn.Module
@@ -27,14 +27,14 @@ class ParallelModel:
 
 
 def parallel_model(setup: Setup, world: World) -> ParallelModel:
-    """Builds the model, hand it to its system and draws its weights; all ranks call it."""
+    """Builds the model, parallelizes it and initialises its weights; all ranks call it."""
     config = setup.config
     if config.random == DIST_RNG_RANDOM:
-        import dist_rng  # torch's own random numbers must remain when nobody asked for others
+        import dist_rng  # on use, as without it torch's random numbers must not change
 
         dist_rng.install()
     shape, system = setup.shape, setup.system
-    # Weights that are read afterwards need no model that is whole before.
+    # A model whose weights are loaded afterwards need not be built unsharded.
     sharded = config.init == "sharded" or setup.initial is not None
     deferred = sharded and system.accepts_deferred_init
     on_meta = sharded and not deferred and system.accepts_meta_model and shape.can_reinitialize
@@ -64,9 +64,9 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Returns the SHA-256 of all weights, in the order of their names; gathers them all."""
+    """Returns the SHA-256 of all weights, in the order of their names; it gathers them."""
     digest = hashlib.sha256()
-    # Without cpu_offload, by which FSDP1 of parameters on the CPU frees what it has just gathered.
+    # Without cpu_offload, with which FSDP1 on the CPU frees the gathered parameters.
     options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=options)
     for name in sorted(weights):

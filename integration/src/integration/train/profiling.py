@@ -1,4 +1,4 @@
-"""Profiles of some steps: torch's trace of each rank, and what its memory holds between steps."""
+"""Profiles steps: torch's trace of each rank, and the tensors that are allocated after them."""
 
 import gc
 import re
@@ -28,34 +28,36 @@ class StepRange:
 
     @staticmethod
     def parse(text: str) -> "StepRange":
-        """Returns what ``FIRST:LAST`` or ``STEP`` says.
+        """Parses ``FIRST:LAST`` or ``STEP``.
 
         Raises:
-            UsageError: it is neither, or holds no step.
+            UsageError: the text has another form, or the range is empty.
         """
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
         if match is None:
-            raise UsageError(f"--profile-steps {text} is no range of steps; write it as 10:13")
+            raise UsageError(
+                f"--profile-steps: expected a range such as 10:13, got {text}; give one"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= last:
             raise UsageError(
-                f"--profile-steps {text} holds no step; steps are counted from 1,"
-                " and the last is not before the first"
+                f"--profile-steps: expected a first step of at least 1 and a last step not before"
+                f" it, got {text}; give another range"
             )
         return StepRange(first, last)
 
 
 class StepProfiler:
-    """Profiles the steps of a range, and writes what it saw when the last of them has ended.
+    """Profiles the steps of a range, and writes the profile after the last of them.
 
-    ``rankN.pt.trace.json`` is a Chrome trace, for TensorBoard, Perfetto and chrome://tracing, with
-    allocations in it; ``rankN.memory.txt`` lists the tensors that are alive after the last step.
-    Where CUDA is used, ``rankN.memory.pickle`` is a snapshot for pytorch.org/memory_viz.
+    ``rankN.pt.trace.json`` is a Chrome trace with allocations, for TensorBoard, Perfetto and
+    chrome://tracing; ``rankN.memory.txt`` lists the tensors that are allocated after the last step.
+    With CUDA, ``rankN.memory.pickle`` is a snapshot for pytorch.org/memory_viz.
 
     Args:
-        steps: which, if any.
-        run: the run folder, in which the files' own folder is made.
-        rank: of this process.
+        steps: range of steps, if any.
+        run: the run folder.
+        rank: rank of this process.
     """
 
     def __init__(self, steps: StepRange | None, run: Path, rank: int) -> None:
@@ -66,7 +68,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Encloses the step of this number, counted from 1."""
+        """Encloses step ``number``, counted from 1."""
         if self._steps is None or not self._steps.first <= number <= self._steps.last:
             yield
             return
@@ -78,8 +80,8 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was seen, if the run ends before the range does."""
-        profiler, self._profiler = self._profiler, None  # it cannot be stopped a second time
+        """Writes the profile, if the run ends before the range."""
+        profiler, self._profiler = self._profiler, None  # it can be stopped only once
         if profiler is None:
             return
         profiler.stop()
@@ -101,18 +103,18 @@ class StepProfiler:
 
 
 def live_tensors() -> str:
-    """Returns a table of the memory that Python's tensors hold on this rank, the largest first.
+    """Returns a table of the memory of this rank's Python tensors, the largest first.
 
-    Tensors of one shape and dtype are a row. Memory that several tensors share counts once, for
-    the first that is found, at its full size; of DTensors it is this rank's part.
+    Tensors with the same shape and dtype are one row. A storage that several tensors share counts
+    once, at its full size; of DTensors the local tensors count.
     """
     gc.collect()
     seen: set[int] = set()
     count: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for tensor in gc.get_objects():
-        # Not isinstance, which asks proxies for their class, and some raise.
-        # FakeTensors, which compiled graphs keep, have no memory.
+        # Not isinstance, which queries the class of proxies, some of which raise.
+        # FakeTensors, which compiled graphs reference, have no memory.
         if not issubclass(type(tensor), Tensor) or issubclass(type(tensor), DTensor | FakeTensor):
             continue
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:

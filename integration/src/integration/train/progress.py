@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar in a terminal, lines elsewhere."""
+"""Shows the progress of a run: a bar in a terminal, lines of text elsewhere."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -8,12 +8,12 @@ from integration.metrics import StepRecord
 
 
 class ProgressDisplay(LiveDisplay):
-    """Shows the steps of one run; silent on ranks other than the first.
+    """Shows the steps of one run, on the first rank.
 
     Args:
-        enabled: whether this rank speaks.
-        total: steps of the run.
-        done: steps completed before, by the run that this one resumes.
+        enabled: whether this rank shows them.
+        total: number of steps of the run.
+        done: number of steps completed before a resume.
     """
 
     def __init__(self, *, enabled: bool, total: int, done: int) -> None:
@@ -32,11 +32,11 @@ class ProgressDisplay(LiveDisplay):
         super().__init__(bars)
 
     def say(self, sentence: str) -> None:
-        """Prints one sentence."""
+        """Prints a sentence."""
         self._console.print(sentence, markup=False)
 
     def show(self, record: StepRecord) -> None:
-        """Shows that a step is done."""
+        """Shows a completed step."""
         speed = f"{record.tokens / record.seconds:,.0f} tokens/s"
         if record.mfu is not None:
             speed += f"  MFU {record.mfu:.1%}"

@@ -1,13 +1,13 @@
-"""When checkpoints are written: at once, or while training goes on.
+"""Saves checkpoints, synchronously or in the background.
 
-In the background as `torch.distributed.checkpoint.async_save` does it: the state is copied, which
-takes a second time its memory, and a thread writes the copy, with a process group of its own, as
-its collectives would mix with those of training otherwise. See checkpoint.py's Note [complete] for
-when a checkpoint exists: here rank 0 names the files and renames the folder in a thread, too.
+In the background `torch.distributed.checkpoint.async_save` copies the state, which takes as much
+memory again, and a thread writes the copy. It uses a separate process group, as its collectives
+would otherwise interleave with those of training. A second thread completes the checkpoint on
+rank 0; see Note [complete checkpoints] in checkpoint.py.
 
-A checkpoint that the file system does not take, on a full disk above all, ends the run on all ranks
-with a sentence: to go on would be to train without the net that was asked for. What was written of
-it is removed; those before it stay.
+A checkpoint that cannot be written, for example on a full disk, ends the run on all ranks with a
+sentence, instead of training on without checkpoints. Its files are removed; earlier checkpoints
+remain.
 """
 
 import os
@@ -35,11 +35,11 @@ class CheckpointSaver:
 
     Args:
         run: the run folder.
-        identity: of the run.
-        world: this rank's place.
+        identity: identity of the run.
+        world: this rank and the world size.
         background: whether ``save`` may return before a checkpoint is complete.
         keep_checkpoints: how many complete checkpoints to keep, 0 for all.
-        timeout: in seconds, of the collectives of saving in the background.
+        timeout: timeout of the collectives of saving in the background, in seconds.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class CheckpointSaver:
         """Writes the checkpoint of ``step`` and returns its path.
 
         Args:
-            step: steps completed.
-            model: as its system wraps it.
-            optimizer: of its parameters.
-            wait: whether it must be complete on return; if not, and checkpoints are written in
-                the background, it will be after the next ``save`` or ``finish`` at the latest.
+            step: number of completed steps.
+            model: the model as its system has wrapped it.
+            optimizer: optimizer of its parameters.
+            wait: whether it must be complete on return; otherwise, in the background, it is
+                complete after the next ``save`` or ``finish`` at the latest.
 
         Raises:
-            UnwrittenError: the file system did not take it, or the one before.
-            CheckpointException: another thing was wrong with one of them.
+            UnwrittenError: it, or the previous one, could not be written.
+            CheckpointException: saving failed for another reason.
         """
         self.finish()
         draft = CheckpointDraft(self._run, step, self._identity, self._world)
@@ -90,8 +90,8 @@ class CheckpointSaver:
         """Waits until the checkpoint that is being written is complete.
 
         Raises:
-            UnwrittenError: the file system did not take it.
-            CheckpointException: another thing was wrong with it.
+            UnwrittenError: it could not be written.
+            CheckpointException: saving failed for another reason.
         """
         if self._pending is None:
             return
@@ -99,7 +99,7 @@ class CheckpointSaver:
         self._settle(draft, pending.result)
 
     def _settle(self, draft: CheckpointDraft, complete: Callable[[], None]) -> None:
-        """Waits for a checkpoint, and for rank 0, whose word it is whether it was written."""
+        """Waits for a checkpoint, and for rank 0, which decides whether it was written."""
         refused: OSError | None = None
         try:
             complete()
@@ -108,19 +108,19 @@ class CheckpointSaver:
             refused = next((each for each in errors if isinstance(each, OSError)), None)
             if refused is None:
                 raise
-        except OSError as error:  # on rank 0 alone, behind DCP
+        except OSError as error:  # on rank 0 only, after DCP
             refused = error
-        told = [None if refused is None else refused.strerror]
-        dist.broadcast_object_list(told)
-        if told[0] is None:
+        reasons = [None if refused is None else refused.strerror]
+        dist.broadcast_object_list(reasons)
+        if reasons[0] is None:
             return
         if self._world.is_main:
             draft.discard()
         newest = newest_complete(self._run).path
-        left = f"the newest complete one is {newest}" if newest else "there is no complete one"
+        rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
         raise UnwrittenError(
             f"the checkpoint of step {draft.step} could not be written to {draft.final.parent}"
-            f" ({told[0]}); {left}: mend that and give the same command again to go on from there"
+            f" ({reasons[0]}); {rest}: correct that and run the same command again to resume"
         ) from refused
 
     def _write(
@@ -134,7 +134,7 @@ class CheckpointSaver:
     ) -> None:
         if written is not None:
             written.result()
-        # Rank 0's writing ends when that of all ranks has.
+        # Writing ends on rank 0 when it has ended on all ranks.
         if self._world.is_main:
             draft.commit(writer.checksums)
             if self._keep_checkpoints:

@@ -1,9 +1,9 @@
 """``python -m integration.train.session``: several runs, one after another, in the same processes.
 
-Importing torch and transformers takes longer than a short run of a small model, so comparisons of
-many of them share processes. First steps say nothing here: what ran before has warmed caches. Peak
-memory is counted anew for each run, with groups and caches of earlier ones in it. Their random
-numbers do not stay.
+Importing torch and transformers takes longer than a short run of a small model, so that comparisons
+of many small runs share processes. Step times of first steps are not meaningful, as earlier runs
+have filled caches. Peak memory is reset for each run, but includes process groups and caches of
+earlier runs. Changes to torch, such as dist-rng's, are undone.
 """
 
 import gc
@@ -24,7 +24,7 @@ from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.world import World, exit_process, process_group
 
 MODULE = "integration.train.session"
-# By package, the inverse of what a run switches on.
+# By package, the function that undoes the changes that a run made.
 _UNDO = {
     "dist_rng": "uninstall",
     "dtensor_rules": "disable",
@@ -47,11 +47,13 @@ def read_session(path: Path) -> list[TrainConfig]:
     try:
         runs = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the session {path}: {error}") from error
+        raise UsageError(f"cannot read the session {path}: {error}; write it again") from error
     configs = [parse_config(arguments) for arguments in runs]
     ranks = sorted({config.ranks or 1 for config in configs})
     if len(ranks) != 1:
-        raise UsageError(f"session {path} has runs on {ranks} ranks; give one number for all")
+        raise UsageError(
+            f"session {path}: expected one number of ranks for all runs, got {ranks}; give one"
+        )
     for config in configs:
         if config.hosts > 1:
             raise UsageError(
@@ -104,8 +106,8 @@ def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
 
 
 def restore_torch() -> None:
-    """Takes back what an earlier run has changed in torch for the whole process."""
-    gc.collect()  # a placement that its model still has could not be taken back
+    """Undoes the changes to torch that an earlier run made for the whole process."""
+    gc.collect()  # placements that a model still uses could not be unregistered
     for package, undo in _UNDO.items():
         if module := sys.modules.get(package):
             getattr(module, undo)()

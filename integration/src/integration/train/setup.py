@@ -1,4 +1,4 @@
-"""What a run needs of its options, paths and checkpoints, before anything is written."""
+"""Validates the options, paths and checkpoints of a run before anything is written."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +22,12 @@ from integration.train.world import World
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration that was found to make sense on a number of ranks.
+    """A configuration that was validated for a number of ranks.
 
     Attributes:
-        resume_from: the checkpoint to continue from, complete when it was looked at.
-        notices: sentences for the user.
-        resume_verified: whether the checksums of that checkpoint were verified, too.
+        resume_from: checkpoint to resume from, which was found complete.
+        notices: sentences to print.
+        resume_verified: whether the checksums of that checkpoint were verified too.
     """
 
     config: TrainConfig
@@ -46,15 +46,15 @@ def prepare(
     world_size: int,
     verification: checkpoint.Verification = checkpoint.unverified,
 ) -> Setup:
-    """Checks ``config`` for ``world_size`` ranks, reading only; nothing is written.
+    """Validates ``config`` for ``world_size`` ranks; nothing is written.
 
     Args:
-        config: of the run.
-        world_size: ranks of it.
-        verification: of the contents of a checkpoint to resume.
+        config: configuration of the run.
+        world_size: number of ranks.
+        verification: verification of the contents of a checkpoint to resume.
 
     Raises:
-        UsageError: as `validate`; or the data, run folder or checkpoint is unfit.
+        UsageError: as `validate`; or the data, run folder or checkpoint is invalid.
     """
     run = validate(config, world_size)
     system, shape = run.system, run.shape
@@ -67,7 +67,10 @@ def prepare(
         require_bytes(corpus_size(config.data), config.global_batch, config.sequence_length)
     resume_from, notices = _find_checkpoint(config, verification)
     if resume_from is not None and not system.supports_checkpoints:
-        raise UsageError(f"system {system.name!r} resumes no checkpoint; give another --out")
+        raise UsageError(
+            f"system {system.name!r}: expected a new --out, as it does not resume checkpoints, got"
+            f" one with {resume_from}; give another --out"
+        )
     initial = InitialWeights.open(config, shape) if config.init_from else None
     return Setup(
         config,
@@ -84,10 +87,10 @@ def prepare(
 
 @contextmanager
 def locked_setup(config: TrainConfig, world: World) -> Iterator[Setup]:
-    """Keeps the run folder of ``config`` to this job for the length of the context.
+    """Locks the run folder of ``config`` within the context, and validates the run.
 
-    All ranks enter it. A mistake is found before anything is written, and looked at is what there
-    is once other jobs have ended.
+    All ranks enter it. The run is validated once before anything is written, and again when no
+    other job writes the folder.
 
     Raises:
         UsageError: as `prepare` and `folder_lock` do.
@@ -105,27 +108,27 @@ def _find_checkpoint(
     if config.resume == NEVER_RESUME:
         if has_run:
             raise UsageError(
-                f"{out} already holds a run; give another --out, or --resume auto to continue it"
+                f"{out} already contains a run; give another --out, or --resume auto to continue it"
             )
         return None, ()
     if config.resume != AUTO_RESUME:
         path = Path(config.resume)
         manifest = checkpoint.read_manifest(path, verification)
         if has_run and path.resolve().parent != (out / checkpoint.FOLDER).resolve():
-            raise UsageError(f"{out} already holds another run than {path}'s; give another --out")
+            raise UsageError(f"{out} already contains another run than {path}; give another --out")
         return path, _unchecked(path, manifest)
     found = checkpoint.newest_complete(out, verification)
-    if found.path is None and found.passed_over:
+    if found.path is None and found.skipped:
         raise UsageError(
-            f"{out} holds no complete checkpoint to resume ({found.passed_over[0]});"
+            f"{out} contains no complete checkpoint to resume ({found.skipped[0]});"
             " give another --out, or remove it to start over"
         )
-    # A run that ended before its first checkpoint starts over; one that finished is kept.
+    # A run that ended before its first checkpoint starts over; a finished one is not overwritten.
     if found.path is None and (out / SUMMARY_FILE).exists():
         raise UsageError(
-            f"{out} holds a finished run without a checkpoint; give another --out, or remove it"
+            f"{out} contains a finished run without a checkpoint; give another --out, or remove it"
         )
-    notices = tuple(f"passed over: {reason}" for reason in found.passed_over)
+    notices = tuple(f"skipped: {reason}" for reason in found.skipped)
     if found.path is not None:
         notices += _unchecked(found.path, checkpoint.read_manifest(found.path))
     return found.path, notices
@@ -134,4 +137,4 @@ def _find_checkpoint(
 def _unchecked(path: Path, manifest: checkpoint.Manifest) -> tuple[str, ...]:
     if manifest.checksums:
         return ()
-    return (f"{path} was written without checksums; its contents are not verified",)
+    return (f"{path} has no checksums; its contents are not verified",)

@@ -1,18 +1,18 @@
-"""A polite end: the signal is noted, the step finishes, a checkpoint is written."""
+"""Handles SIGTERM and SIGINT: the current step finishes, and a checkpoint is written."""
 
 import signal
 import time
 from types import FrameType
 
-# What a shell reports for a process that SIGTERM ended: schedulers read it as "run me again".
+# A shell's exit code for a process that SIGTERM ended; schedulers restart such a job.
 EXIT_TERMINATED = 128 + signal.SIGTERM
-# Whoever signals every process of a job (systemd, Slurm) reaches a rank twice: the launcher passes
-# its own signal on. Signals this close together are one request.
+# systemd and Slurm signal every process of a job, and the launcher forwards its signal, so that a
+# rank gets two. Signals within this time are one request.
 ONE_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Becomes ``requested`` when SIGTERM or SIGINT arrives; the loop asks between steps."""
+    """Is ``requested`` after SIGTERM or SIGINT; the training loop checks it between steps."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -26,6 +26,6 @@ class StopRequest:
         if not self.requested:
             self.requested, self._first = True, now
         elif now - self._first > ONE_REQUEST_SECONDS:
-            # A second request means it: let the default action end the process.
+            # A second request ends the process by the default action.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -1,7 +1,7 @@
-"""A client of torch's store at another host, in time or with a reason.
+"""Connects to torch's store on another host within a timeout.
 
-torch's own client keeps no time-out where someone listens and does not answer: a stopped process,
-or a service of another kind (c10d/TCPStore.cpp: its first word waits for the answer).
+torch's client has no timeout if a process listens and does not answer, such as a stopped process or
+another service (c10d/TCPStore.cpp waits for the answer to its first message).
 """
 
 import time
@@ -19,18 +19,18 @@ _Answer = TypeVar("_Answer")
 
 
 class StoreUnreachableError(Exception):
-    """There is no store; as text, why."""
+    """The store cannot be reached; the message is the reason."""
 
 
 def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
-    """Returns a client of the store that someone holds at ``endpoint``, or will within ``timeout``.
+    """Returns a client of the store at ``endpoint``, waiting for it up to ``timeout``.
 
     Args:
-        endpoint: where.
-        timeout: in seconds.
+        endpoint: address of the store.
+        timeout: seconds.
 
     Raises:
-        StoreUnreachableError: nobody listens there, or no store does.
+        StoreUnreachableError: no process listens there, or it does not serve a store.
     """
     deadline = time.monotonic() + timeout
     if (why_not := wait_for_listener(endpoint, timeout)) is not None:
@@ -43,7 +43,7 @@ def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
     try:
         return in_time(client, max(_LEAST_SECONDS, deadline - time.monotonic()))
     except TimeoutError:
-        raise StoreUnreachableError("someone listens and does not answer") from None
+        raise StoreUnreachableError("a process listens there and does not answer") from None
     except dist.DistError as error:
         raise StoreUnreachableError(
             f"someone listens, and not as torch's store: {first_line(error)}"
@@ -51,18 +51,18 @@ def connect(endpoint: Endpoint, timeout: float) -> dist.Store:
 
 
 def in_time(question: Callable[[], _Answer], timeout: float) -> _Answer:
-    """Returns what ``question`` returns, or raise what it raises.
+    """Returns the result of ``question``, or raises its exception.
 
     Args:
-        question: of a store; it is left to itself when time is over.
-        timeout: in seconds.
+        question: a query of a store; it is abandoned on a timeout.
+        timeout: seconds.
 
     Raises:
-        TimeoutError: time is over.
+        TimeoutError: there was no result in time.
     """
     return call_in_thread(question).result(timeout)
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says."""
+    """Returns the first line of an error's message."""
     return (str(error).splitlines() or [type(error).__name__])[0]

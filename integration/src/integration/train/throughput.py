@@ -1,4 +1,4 @@
-"""How much of the machine a run uses: FLOPs of a step, FLOP/s at best, and the share (MFU)."""
+"""Computes MFU from the FLOPs of a step and the peak FLOP/s."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from integration.models import loss_of
 from integration.train.setup import Setup
 
-# Dense bfloat16 FLOP/s of a GPU by what its name holds, the first that fits; vendors' data sheets.
-_KNOWN = {
+# Dense bfloat16 FLOP/s by a part of the GPU's name, first match; from vendors' data sheets.
+_PEAK_FLOPS = {
     "B200": 2.25e15,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -29,11 +29,11 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step needs and what the machine could do.
+    """The constants of MFU.
 
     Attributes:
-        flops: of the model for a global batch; see `count_flops`.
-        peak: FLOP/s of all ranks at best.
+        flops: model FLOPs of a global batch; see `count_flops`.
+        peak: peak FLOP/s of all ranks.
     """
 
     flops: int
@@ -50,27 +50,27 @@ class Throughput:
         return Throughput(flops * config.global_batch, float(peak))
 
     def mfu(self, seconds: float) -> float:
-        """Returns the share of the peak that a step of so many seconds reached."""
+        """Returns the MFU of a step of so many seconds."""
         return self.flops / seconds / self.peak
 
 
 def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> int:
     """Returns the FLOPs of forward and backward of a batch, a multiply-add being two.
 
-    Those of matrix products, convolutions and attention; what activation checkpointing repeats is
-    not in it, as MFU counts what the model needs (PaLM, arXiv 2204.02311, appendix B). Attention
-    counts in full, causal or not. Of a mixture, only the experts that a token is sent to count.
+    Matrix products, convolutions and attention count; recomputation does not, as MFU counts the
+    FLOPs that the model needs (PaLM, arXiv 2204.02311, appendix B). Causal attention counts in
+    full. Of a mixture of experts, the experts that a token is routed to count.
 
     Args:
-        build: makes the model; its tensors are fake, so nothing is allocated or drawn.
-        batch: arguments of ``forward``; only shapes and dtypes matter.
+        build: builds the model; its tensors are fake, so that nothing is allocated or drawn.
+        batch: arguments of ``forward``, of which shapes and dtypes matter.
     """
-    # Fused attention's own formulas count what its backward computes again.
+    # torch's formulas for fused attention include recomputation in backward.
     with FakeTensorMode(), torch.random.fork_rng(devices=()), sdpa_kernel(SDPBackend.MATH):
         model = build()
         config = getattr(model, "config", None)
         if getattr(config, "num_experts_per_tok", None):
-            # Others look up which experts are hit, and so need numbers.
+            # Other implementations find the selected experts, and so need data.
             config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
         fake = {
             name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()
@@ -82,22 +82,25 @@ def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> 
 
 
 def peak_flops() -> float:
-    """Returns the FLOP/s of this process at best: those of its GPU, or measured on its threads.
+    """Returns the peak FLOP/s of this process: those of its GPU, or measured on the CPU.
 
     Raises:
-        ValueError: the GPU is not known.
+        ValueError: the GPU is unknown.
     """
     if not torch.cuda.is_initialized():
         return _measured()
     name = torch.cuda.get_device_name()
-    for part, flops in _KNOWN.items():
+    for part, flops in _PEAK_FLOPS.items():
         if part in name:
             return flops
-    raise ValueError(f"the peak FLOP/s of {name!r} are not known; give --peak-flops")
+    raise ValueError(
+        f"peak FLOP/s: expected one of the GPUs {', '.join(_PEAK_FLOPS)}, got {name!r}; give"
+        " --peak-flops"
+    )
 
 
 def _measured(size: int = 512, rounds: int = 8) -> float:
-    """That of an fp32 matrix product, the best of some rounds of a few milliseconds each."""
+    """Returns the FLOP/s of an fp32 matrix product, the best of several short rounds."""
     left, right = torch.ones(size, size), torch.ones(size, size)
     best = float("inf")
     for _ in range(rounds):

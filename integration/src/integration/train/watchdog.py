@@ -1,8 +1,8 @@
-"""What each rank was doing when a run stood still: `fused_comm.diagnosis`, in the run folder.
+"""Writes a hang report of each rank into the run folder, by `fused_comm.diagnosis`.
 
-gloo notes its collectives in the flight recorder as NCCL does (c10d/FlightRecorder.hpp; torch 2.11
-to 2.15), but only NCCL writes them by itself. Here every rank does, when a step has taken nearly as
-long as the time-out of collectives, also where it never came to a collective, and when it fails.
+gloo records its collectives in the flight recorder as NCCL does (c10d/FlightRecorder.hpp; torch
+2.11 to 2.15), but only NCCL writes them by itself. This watchdog writes them when a step has taken
+nearly as long as the timeout of collectives, even without a collective, and when a step fails.
 """
 
 import os
@@ -14,16 +14,16 @@ from fused_comm.diagnosis import Watch
 from integration.errors import UsageError
 
 FOLDER = "flight-recorder"
-_DUMP = "rank"  # the analyser takes what stands before the number as the files' prefix
+_DUMP = "rank"  # the analyser's prefix of file names, before the rank
 _COLLECTIVES = "2000"
-# A collective that a step begins with fails at the time-out, and that ends the watch.
+# Reports before a collective at the beginning of the step times out, which ends the watch.
 _SHARE_OF_TIMEOUT = 0.9
 
 
 def record_collectives(run: Path) -> None:
-    """Have torch keep the newest collectives, and NCCL dump them below ``run`` at a time-out.
+    """Enables torch's flight recorder, and NCCL's dumps into ``run`` on a timeout.
 
-    To be called before a process group is made; what the environment says already stays.
+    Call it before a process group is created. Variables that are set already are not changed.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _COLLECTIVES)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -31,18 +31,18 @@ def record_collectives(run: Path) -> None:
 
 
 class Watchdog(Watch):
-    """A `Watch` that writes into the run folder; nothing is written if all goes well.
+    """A `Watch` that writes into the run folder; without hangs and errors it writes nothing.
 
     Args:
         run: the run folder.
-        timeout: of collectives, in seconds; each step that takes 0.9 of it is reported.
+        timeout: timeout of collectives, in seconds; steps that take 0.9 of it are reported.
     """
 
     def __init__(self, run: Path, *, timeout: float) -> None:
         super().__init__(_SHARE_OF_TIMEOUT * timeout, folder=run / FOLDER)
         if dist.get_backend() == "nccl":
-            (run / FOLDER).mkdir(parents=True, exist_ok=True)  # it makes none
+            (run / FOLDER).mkdir(parents=True, exist_ok=True)  # NCCL does not create it
 
     def reports(self, error: BaseException) -> bool:
-        """Returns whether an error that ends the run is reported: those that are not the user's."""
+        """Returns whether an error that ends the run is reported; usage errors are not."""
         return not isinstance(error, UsageError)

@@ -1,4 +1,4 @@
-"""This process's place among the ranks."""
+"""This process's rank, the world size, and the default process group."""
 
 import ctypes
 import os
@@ -22,37 +22,39 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class World:
-    """The default process group, as two numbers."""
+    """This process's rank and the world size."""
 
     rank: int
     size: int
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and speaks to the user."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
 
 def declared_world() -> World:
-    """Returns the world that torchrun's environment declares; one rank without torchrun."""
+    """Returns the world of torchrun's environment; one rank without torchrun."""
     return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def has_agent() -> bool:
-    """Returns whether torchrun, or our launcher, has started this process and looks after it."""
+    """Returns whether torchrun's agent, or `launch`, has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @contextmanager
 def process_group(timeout_seconds: float, *, join_seconds: float | None = None) -> Iterator[World]:
-    """Joins the ranks for the length of the context; a lone process is a group of one.
+    """Creates the default process group for the length of the context.
+
+    A process without other ranks gets a group of one.
 
     Args:
-        timeout_seconds: to wait for other ranks in collectives.
-        join_seconds: to wait for them here; by default as long.
+        timeout_seconds: timeout of collectives.
+        join_seconds: timeout of the rendezvous; by default the same.
 
     Raises:
-        UsageError: the ranks cannot meet, or not connect to each other.
+        UsageError: the ranks cannot join, or cannot connect to each other.
     """
     world = declared_world()
     timeout = timedelta(seconds=timeout_seconds)
@@ -71,12 +73,12 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
 
 
 def exit_process(exit_code: int) -> NoReturn:
-    """Ends this process with ``exit_code``, without Python's own finalization.
+    """Ends this process with ``exit_code``, without finalizing the interpreter.
 
-    gloo's threads let go of a tensor some time after its collective has ended, and take the GIL for
-    that. Once the interpreter finalizes, Python up to 3.13 ends a thread that asks for the GIL, and
-    through C++ that is an abort (pytorch/pytorch#190489); destroying the group does not end the
-    threads, for torch's caches of DTensor hold it.
+    gloo's threads release tensors some time after their collective has ended, for which they take
+    the GIL. While the interpreter finalizes, Python up to 3.13 ends a thread that requests the GIL,
+    which aborts in C++ (pytorch/pytorch#190489). Destroying the process group does not end the
+    threads, as torch's DTensor caches reference it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -84,7 +86,7 @@ def exit_process(exit_code: int) -> NoReturn:
 
 
 def _join(world: World, timeout: timedelta, patience: float) -> None:
-    # Where agents have met, theirs is the store; --hosts has several, each of one host.
+    # torchrun's agents have a common store; with --hosts, each host's agent has its own.
     store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = join_ranks(world.rank, world.size, patience)
@@ -95,13 +97,13 @@ def _join(world: World, timeout: timedelta, patience: float) -> None:
         )
     except RuntimeError as error:
         raise UsageError(
-            f"rank {world.rank} of {world.size} met the others and could not connect to them over"
+            f"rank {world.rank} of {world.size} joined and could not connect to the others over"
             f" interface {os.environ.get(INTERFACE_VARIABLE)} ({first_line(error)}); set"
-            f" {INTERFACE_VARIABLE} to the one by which its host reaches theirs"
+            f" {INTERFACE_VARIABLE} to the interface by which its host reaches the others"
         ) from error
 
 
 def _end_with_launcher() -> None:
-    # Otherwise ranks outlive a launcher that was killed, and write beside the run that resumes
-    # theirs. One that is gone already is noticed on joining: the ranks meet in its store.
+    # Otherwise ranks would outlive a killed launcher, and write into the run that resumes theirs.
+    # A launcher that has ended already is detected on joining, which uses its store.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""TorchTitan's way on the parts of native torch that it is made of; TorchTitan itself is not run.
+"""Parallelizes as TorchTitan does, with the parts of torch that it uses; TorchTitan does not run.
 
-As its users write it: for each model a function that knows its modules and what they are called
-with, after pytorch/torchtitan's models/llama3 and models/deepseek_v3, infra/parallelize.py. The
-models are others' own, unmodified; styles that torch lacks are in `styles`.
+Each model has a function that names its modules and their inputs, after pytorch/torchtitan's
+models/llama3 and models/deepseek_v3, infra/parallelize.py. The models are third-party code,
+unmodified; parallel styles that torch lacks are in `styles`.
 """
 
 from integration.systems.torchtitan.system import TorchTitanStyle

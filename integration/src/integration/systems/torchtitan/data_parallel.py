@@ -1,4 +1,4 @@
-"""Parameters that data parallel ranks share, in TorchTitan's way."""
+"""Shards parameters over data parallel ranks as TorchTitan does."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -6,15 +6,15 @@ from torch.distributed.fsdp import fully_shard
 
 
 def apply_fsdp(model: nn.Module, layers: str, mesh: DeviceMesh) -> None:
-    """Shares parameters: a group for each layer, and one for all that is in none.
+    """Applies fully_shard to each layer and to the root.
 
-    TorchTitan has groups for embedding, norm and output as well. An embedding that is cut returns a
-    view, of which FSDP2 warns where it ends a group.
+    TorchTitan also has parameter groups for embedding, norm and output layer. A sharded embedding
+    returns a view, for which FSDP2 warns at the end of a group.
 
     Args:
-        model: after its ``apply_tp`` where there is one.
+        model: the model, after its ``apply_tp`` if any.
         layers: path of the list of its layers.
-        mesh: one axis, or one of copies and one of parts (HSDP).
+        mesh: one axis, or a replicate and a shard axis (HSDP).
     """
     for layer in model.get_submodule(layers).children():
         fully_shard(layer, mesh=mesh)

@@ -1,7 +1,7 @@
-"""What Hugging Face's decoders have in common: their ends, and attention with its norms.
+"""The common parts of Hugging Face's decoders: embedding, output layer, attention and norms.
 
-They leave the number of heads to ``view``, as TorchTitan's own models do, and make positions of
-embeddings that are whole, so sequences are cut where the first layer begins.
+They infer the number of heads with ``view``, as TorchTitan's models do, and compute positions from
+unsharded embeddings, so that sequences are sharded at the input of the first layer.
 """
 
 from torch import nn
@@ -18,12 +18,12 @@ from torch.distributed.tensor.parallel import (
 
 
 def parallelize_ends(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Cuts embedding and output along the vocabulary, and hidden states between them.
+    """Shards embedding and output layer along the vocabulary, and hidden states between them.
 
     Args:
         model: a ``LlamaForCausalLM`` or ``MixtralForCausalLM``.
-        mesh: the axis of tensor parallelism; its size divides the length of sequences.
-        loss_parallel: logits stay cut along the vocabulary, as DTensors.
+        mesh: tensor parallel mesh, whose size divides the sequence length.
+        loss_parallel: whether logits are DTensors sharded along the vocabulary.
     """
     ends: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),

@@ -1,9 +1,9 @@
-"""A diffusion transformer in TorchTitan's way: tokens are DTensors from first block to last.
+"""Parallelizes a diffusion transformer as TorchTitan does: tokens are DTensors in all blocks.
 
-A condition belongs to all tokens, so its gradient is a sum over the ranks, which the styles of
-torch leave to DTensor alone: tensors in blocks stay DTensors but for attention. There each rank has
-all heads: the model names their number where it reshapes its one projection of queries, keys and
-values, and to cut it takes another model.
+The condition is common to all tokens, so that its gradient is a sum over ranks, which only DTensor
+computes and torch's styles do not: tensors in blocks are DTensors, except in attention. There each
+rank computes all heads: the model contains their number where it reshapes its joint projection of
+queries, keys and values, and sharding it requires a change to the model.
 """
 
 from torch import nn
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts weights by columns and rows, and tokens between them.
+    """Shards weights by columns and rows, and tokens between them.
 
     Args:
         model: a ``testkit.models.diffusion.DiffusionLoss``.

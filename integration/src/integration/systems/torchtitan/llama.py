@@ -1,4 +1,4 @@
-"""LLaMA in TorchTitan's way: columns and rows of MLPs beside attention's."""
+"""Parallelizes LLaMA as TorchTitan does: attention and MLPs by columns and rows."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,12 +15,12 @@ from integration.systems.torchtitan.decoder import attention, parallelize_ends
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
-    """Cuts weights by columns and rows, and hidden states between them along the sequence.
+    """Shards weights by columns and rows, and hidden states between them along the sequence.
 
     Args:
         model: a ``LlamaForCausalLM``.
-        mesh: as in `parallelize_ends`.
-        loss_parallel: as in `parallelize_ends`.
+        mesh: see `parallelize_ends`.
+        loss_parallel: see `parallelize_ends`.
     """
     parallelize_ends(model, mesh, loss_parallel=loss_parallel)
     for layer in model.get_submodule("model.layers").children():

@@ -1,8 +1,8 @@
-"""Mixtral in TorchTitan's way: whole experts on each tensor parallel rank.
+"""Parallelizes Mixtral as TorchTitan does: each tensor parallel rank has some of the experts.
 
-TorchTitan cuts experts within as well (expert tensor parallel). Hugging Face's have gate and up in
-one parameter, of which a contiguous part is no part of each, so its other way is taken, that of
-``expert_tensor_parallel_degree = 1``.
+TorchTitan can also shard within experts (expert tensor parallel). Hugging Face's model has gate and
+up projection in one parameter, whose contiguous shards do not shard both; therefore this is
+TorchTitan's ``expert_tensor_parallel_degree = 1``.
 """
 
 from torch import nn
@@ -19,12 +19,12 @@ from integration.systems.torchtitan.styles import ExpertSharding, NoParallel
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
-    """Cuts attention as LLaMA's, and divide experts.
+    """Shards attention as in LLaMA, and the experts.
 
     Args:
         model: a ``MixtralForCausalLM``; the size of ``mesh`` divides its number of experts.
-        mesh: as in `parallelize_ends`.
-        loss_parallel: as in `parallelize_ends`.
+        mesh: see `parallelize_ends`.
+        loss_parallel: see `parallelize_ends`.
     """
     parallelize_ends(model, mesh, loss_parallel=loss_parallel)
     for layer in model.get_submodule("model.layers").children():

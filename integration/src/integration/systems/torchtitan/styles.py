@@ -1,4 +1,4 @@
-"""Styles that torch lacks and Mixtral needs, after torchtitan/distributed/expert_parallel.py."""
+"""Parallel styles that torch lacks for Mixtral, after torchtitan/distributed/expert_parallel.py."""
 
 from functools import partial
 from typing import Any
@@ -16,17 +16,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class NoParallel(ParallelStyle):
-    """Parameters are whole on every rank, as DTensors, to meet inputs that are."""
+    """Replicates parameters as DTensors, for inputs that are DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class ExpertSharding(ParallelStyle):
-    """Experts are divided; every rank is given all tokens, and sums what its own make of them.
+    """Shards experts; every rank takes all tokens, and outputs are summed over the ranks.
 
-    For transformers' modules that have all experts in one parameter, and skip what is routed to
-    the one behind the last.
+    For transformers' modules with all experts in one parameter, which skip tokens that are routed
+    to the index after the last expert.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -44,7 +44,7 @@ class ExpertSharding(ParallelStyle):
 
     def _begin(self, first: int, module: Any, inputs: tuple[DTensor, ...]) -> tuple[Tensor, ...]:
         for name, parameter in module.named_parameters(recurse=False):
-            # Found before the parameter of that name.
+            # Instance attributes take precedence over parameters.
             vars(module)[name] = parameter.to_local()
         summed = [Partial()]
         tokens, chosen, weights = (each.to_local(grad_placements=summed) for each in inputs)

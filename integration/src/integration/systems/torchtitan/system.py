@@ -1,4 +1,4 @@
-"""The trainer's system: degrees are checked, and the functions of a model's family called."""
+"""The system `torchtitan-style`, which calls the functions of a model's family."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +15,15 @@ from integration.systems.degrees import Degrees
 from integration.systems.torchtitan import dit, llama, mixtral
 from integration.systems.torchtitan.data_parallel import apply_fsdp
 
-#: By family; called with a model and an axis of a mesh, those of text with ``loss_parallel`` too.
+#: By family; called with a model and a mesh, for models of text also with ``loss_parallel``.
 APPLY_TP: Mapping[str, Callable[..., None]] = {
     "llama": llama.apply_tp,
     "mixtral": mixtral.apply_tp,
     "dit": dit.apply_tp,
 }
 _ATTENTION = ("num_attention_heads", "num_key_value_heads", "vocab_size")
-# Fields of the models' sizes that what is cut has to divide.
-_CUT = {
+# Fields of the models' shapes that the degree has to divide.
+_DIVISIBLE = {
     "llama": (*_ATTENTION, "intermediate_size"),
     "mixtral": (*_ATTENTION, "num_local_experts"),
     "dit": ("hidden_size",),
@@ -31,7 +31,7 @@ _CUT = {
 
 
 class TorchTitanStyle(System):
-    """``parallelize_module`` with sequence parallel, then ``fully_shard``, on one mesh."""
+    """``parallelize_module`` with sequence parallelism, then ``fully_shard``, on one mesh."""
 
     name = "torchtitan-style"
     accepts_meta_model = True
@@ -40,21 +40,21 @@ class TorchTitanStyle(System):
     families = tuple(APPLY_TP)
 
     def data_parallel_degree(self, world_size: int) -> int:
-        """Returns the data parallel ranks."""
+        """Returns the data parallel degree."""
         del world_size
         return self.degrees.data
 
     def data_rank(self, rank: int, world_size: int) -> int:
-        """Returns which of the data parallel ranks this is; those of ``tp`` are side by side."""
+        """Returns the data parallel rank; ranks of ``tp`` are adjacent."""
         del world_size
         return rank // self.degrees.tp
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether outputs of attention and MLP drop out; attention itself is on parts."""
+        """Returns whether it has after attention and MLP; attention itself is on local tensors."""
         return shape.family == "dit" and self.degrees.tp > 1
 
     def check(self, world_size: int, shape: ModelShape) -> None:
-        """Refuses degrees that TorchTitan's plan does not have, or that the model's sizes lack."""
+        """Refuses degrees that TorchTitan's plan does not have, or that do not divide the model."""
         degrees = self.degrees
         known = Degrees(
             dp_replicate=degrees.dp_replicate,
@@ -72,21 +72,20 @@ class TorchTitanStyle(System):
         degrees.check(world_size)
         if degrees.tp > 1 and not degrees.sp:
             raise UsageError(
-                f"system {self.name!r} cuts sequences wherever it cuts weights, by one plan; give"
-                f" --sp beside --tp {degrees.tp}"
+                f"system {self.name!r}: expected --sp with --tp {degrees.tp}, as its plan includes"
+                " sequence parallelism; give --sp as well"
             )
         if degrees.dp_replicate > 1 and degrees.dp_shard == 1:
             raise UsageError(
-                f"system {self.name!r} copies parameters along --dp-replicate"
-                f" {degrees.dp_replicate} beside --dp-shard only; give it as well, or use"
-                " --system ddp"
+                f"system {self.name!r}: expected --dp-shard with --dp-replicate"
+                f" {degrees.dp_replicate}, got none; give it as well, or use --system ddp"
             )
         require_vocabulary(shape, degrees)
-        for field in _CUT[shape.family]:
+        for field in _DIVISIBLE[shape.family]:
             require_divisible(shape, field, degrees.tp)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Distributes the weights in place and install the hooks."""
+        """Distributes the weights in place and installs the hooks."""
         del world_size
         degrees = self.degrees
         sizes = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
@@ -102,7 +101,7 @@ class TorchTitanStyle(System):
 
     @contextlib.contextmanager
     def microbatch(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Reduce-scatters in the last microbatch only, and takes a loss of cut logits."""
+        """Reduce-scatters in the last microbatch only, and enables the loss of sharded logits."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         with loss_parallel() if self.degrees.loss_parallel else contextlib.nullcontext():
