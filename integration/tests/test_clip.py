@@ -35,5 +35,5 @@ def test_shards_and_plain_tensors_count_together(most):
     total = torch.nn.utils.clip_grad_norm_(wanted, most)
     for norm, found in run_ranks(check, 2):
         torch.testing.assert_close(norm, total)
-        for ours, param in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, param.grad)
+        for clipped, param in zip(found, wanted, strict=True):
+            torch.testing.assert_close(clipped, param.grad)

@@ -62,7 +62,7 @@ def test_the_results_hold_every_step_of_both_systems(finished):
 
 
 class Watcher:
-    """Is told, and does nothing."""
+    """Ignores the progress of jobs."""
 
     def started(self, job):
         pass
@@ -83,8 +83,8 @@ def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
     chosen = ("dropout-single-1-native", "dropout-dtensor-tp-2-dist-rng")
     jobs = random_jobs(CompareOptions(out=tmp_path, random_steps=3))
     jobs = [job for job in jobs if job.job.name in chosen]
-    single, ours = collect(jobs, run_jobs([job.job for job in jobs], Watcher(), Stop()))
-    assert ours.failure is None, ours.failure
+    single, sharded = collect(jobs, run_jobs([job.job for job in jobs], Watcher(), Stop()))
+    assert sharded.failure is None, sharded.failure
     assert single.verdict is RandomVerdict.REFERENCE
-    assert ours.verdict is RandomVerdict.SAME
-    assert (ours.same_weights, ours.same_masks) == (True, True)
+    assert sharded.verdict is RandomVerdict.SAME
+    assert (sharded.same_weights, sharded.same_masks) == (True, True)

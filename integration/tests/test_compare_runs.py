@@ -100,7 +100,7 @@ def command(options):
 
 
 class Watcher:
-    """Notes what it is told; calls ``on_progress`` when a job has steps."""
+    """Records the progress of jobs; calls ``on_progress`` when a job has steps."""
 
     def __init__(self, on_progress=lambda: None):
         self.seen = []

@@ -212,7 +212,7 @@ def test_the_spelled_out_command_line_means_the_same(options):
         ({"models": "dit-tiny", "systems": "ddp,plan-ep"}, r"'plan-ep' supports none of"),
         (
             {"models": "mixtral-tiny,dit-tiny", "systems": "plan-ep"},
-            r"no system of .* trains model 'dit-tiny'",
+            r"no system of .* supports model 'dit-tiny'",
         ),
         ({"warmup_steps": -1}, r"--warmup-steps is -1"),
         ({"models": "llama-9000b"}, r"unknown model 'llama-9000b'"),
@@ -237,7 +237,7 @@ def test_bad_options_are_refused_and_a_former_result_survives(options, change, m
 
 def test_empty_data_is_refused(options, tmp_path):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UsageError, match="holds no bytes to train on"):
+    with pytest.raises(UsageError, match="contains no bytes to train on"):
         prepare(CompareOptions(**options | {"data": tmp_path / "nothing"}))
     assert not options["out"].exists()
 
@@ -272,13 +272,13 @@ def test_a_folder_of_results_that_may_be_replaced_is(options, state):
 
 def test_somebody_elses_files_are_not_replaced(options):
     options["out"].mkdir()
-    kept = options["out"] / "thesis.tex"
-    kept.write_text("years of work")
+    thesis = options["out"] / "thesis.tex"
+    thesis.write_text("years of work")
     with pytest.raises(
         UsageError, match=r"--out: expected .* contains files that no comparison wrote"
     ):
         prepare(CompareOptions(**options))
-    assert kept.read_text() == "years of work"
+    assert thesis.read_text() == "years of work"
 
 
 def test_links_in_a_former_result_are_removed_and_not_followed(options, tmp_path):

@@ -44,5 +44,5 @@ def test_a_missing_path_is_refused(tmp_path):
 
 def test_a_folder_without_bytes_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UsageError, match="holds no bytes"):
+    with pytest.raises(UsageError, match="contains no bytes"):
         load_corpus(tmp_path)

@@ -17,7 +17,7 @@ from integration.train.setup import prepare
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
-# Two microbatches a step, and a learning rate that a schedule sets anew in each.
+# Two microbatches a step, and a learning rate that a schedule sets in each.
 OPTIONS = {
     "final_checkpoint": False,
     "micro_batch": 2,
@@ -43,8 +43,8 @@ def test_it_trains_as_one_device_with_accumulation_and_a_schedule(train_runs, tm
     # In one call: its groups are of the first process group that a process has.
     zero, single = train(2, "deepspeed"), train(1, "single")
     unscheduled = train(1, "single", warmup_steps=0)
-    for model, ours, one, other in zip(models, zero, single, unscheduled, strict=True):
-        assert ours == pytest.approx(one, abs=model_shape(model).tolerance, rel=0)
+    for model, sharded, one, other in zip(models, zero, single, unscheduled, strict=True):
+        assert sharded == pytest.approx(one, abs=model_shape(model).tolerance, rel=0)
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
-OURS = re.compile(rf"\b(?:{'|'.join(name.upper() for name in PACKAGES)})_[A-Z_]+")
+VARIABLE = re.compile(rf"\b(?:{'|'.join(name.upper() for name in PACKAGES)})_[A-Z_]+")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
 
 
@@ -22,9 +22,9 @@ def test_every_variable_that_a_package_reads_is_on_the_page_with_a_command():
     sources = [
         path for path in ROOT.glob("packages/*/src/**/*.py") if "environ" in path.read_text()
     ]
-    read = {text for path in sources for text in _strings(path) if OURS.fullmatch(text)}
+    read = {text for path in sources for text in _strings(path) if VARIABLE.fullmatch(text)}
     assert {"DBUFFER_CHECK", "DTENSOR_RULES_CHECK", "DTENSOR_RULES_LOGS"} <= read
-    assert set(OURS.findall(PAGE)) == read
+    assert set(VARIABLE.findall(PAGE)) == read
     rows = {row.split("|")[1].strip(" `"): row.split("|")[-2] for row in ROWS}
     assert all(f"{name}=" in rows[name] and "python" in rows[name] for name in read)
 

@@ -204,7 +204,7 @@ def test_it_says_how_close_losses_and_images_are(tmp_path, monkeypatch):
     assert (
         "dit-small (0.2 M parameters), was trained for 60 steps on scikit-learn's" in text.subject
     )
-    assert "up to 5e-6 at step 20" in text.note
+    assert "up to 5e-6 (step 20)" in text.note
 
 
 def test_the_results_file_holds_every_run_and_no_pixels(tmp_path, monkeypatch):

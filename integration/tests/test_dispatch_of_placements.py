@@ -114,12 +114,12 @@ def both(function, shape=(2,)):
         function(mesh)
         dtensor_rules.stats_clear()
         ragged_shard.reset_fallbacks()
-        ours = function(mesh)
+        planned = function(mesh)
         stats = dtensor_rules.stats()
     for name in native:
         # The first run makes the plans; a warning comes once.
         assert_same(native[name][0], first[name][0], f"{name}, not cached")
-        assert_same(native[name], ours[name], name)
+        assert_same(native[name], planned[name], name)
     assert ragged_shard.fallbacks() == gathered
     return stats
 
@@ -143,7 +143,7 @@ LEFT = {"aten.equal.default": {"unsupported"}}
 
 
 def run_both(function, world_size=2, shape=(2,), left=LEFT):
-    """On ranks: nothing is planned anew in a third run, and the cache answers."""
+    """On ranks: nothing is planned again in a third run, and the cache answers."""
     for stats in run_ranks(both, world_size, function, shape, timeout=240):
         assert {name: one.miss for name, one in stats.items() if one.miss} == {}
         reasons = {

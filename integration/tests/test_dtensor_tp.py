@@ -1,4 +1,4 @@
-"""Stock tensor parallelism of every model: as far as its styles go, and as one device trains."""
+"""Native tensor parallelism of every model: as far as its styles go, and as one device trains."""
 
 import pytest
 

@@ -17,7 +17,7 @@ def git(folder, *arguments):
 def checkout(tmp_path):
     """Somebody's checkout with one commit, and its name."""
     git(tmp_path, "init")
-    git(tmp_path, "commit", "--allow-empty", "--message", "theirs")
+    git(tmp_path, "commit", "--allow-empty", "--message", "another project")
     return tmp_path, git(tmp_path, "rev-parse", "HEAD")
 
 

@@ -100,7 +100,7 @@ def test_a_lock_of_another_host_is_believed_and_the_sentence_says_how_to_remove_
         pass
     sentence = str(refused.value)
     assert f"another job may write {tmp_path} (process 7 on elsewhere, since " in sentence
-    assert sentence.endswith(f"if it has ended, remove {tmp_path / LOCK_FILE}")
+    assert sentence.endswith(f"if that job has ended, remove {tmp_path / LOCK_FILE}")
     (tmp_path / LOCK_FILE).unlink()
     with folder_lock(tmp_path, world):
         pass

@@ -54,8 +54,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence_and_the_one_before_is_wh
     first = out / "checkpoints" / "step-00000002"
     assert message(result) == [
         f"error: the checkpoint of step 4 could not be written to {out / 'checkpoints'} (No space"
-        f" left on device); the newest complete one is {first}: correct that that and give the same command"
-        " again to go on from there"
+        f" left on device); the newest complete one is {first}: correct that and run the same"
+        " command again to resume"
     ]
     assert newest_complete(out).path == first
     assert read_manifest(first).step == 2

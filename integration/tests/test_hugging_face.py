@@ -154,9 +154,9 @@ def test_experts_that_are_one_parameter_here_and_many_tensors_there(tmp_path):
     assert "model.layers.1.block_sparse_moe.experts.3.w3.weight" in names
     chunks = parameter_chunks(model)
     require_fits(open_folder(tmp_path / "hf"), chunks, {})
-    write_weights(tmp_path / "ours", model.state_dict(), chunks, file_bytes=50_000)
-    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
-    assert_same_bytes(tmp_path / "hf", tmp_path / "ours")
+    write_weights(tmp_path / "written", model.state_dict(), chunks, file_bytes=50_000)
+    assert len(list((tmp_path / "written").glob("*.safetensors"))) > 2
+    assert_same_bytes(tmp_path / "hf", tmp_path / "written")
 
     def load(folder, expected):
         from torch.distributed.device_mesh import init_device_mesh
@@ -191,8 +191,8 @@ def test_of_tied_weights_files_hold_one(tmp_path):
     model, other = (shape.build(dropout=0.0) for _ in range(2))
     model.save_pretrained(tmp_path / "hf")
     chunks = parameter_chunks(model)
-    write_weights(tmp_path / "ours", model.state_dict(), chunks)
-    assert_same_bytes(tmp_path / "hf", tmp_path / "ours")
+    write_weights(tmp_path / "written", model.state_dict(), chunks)
+    assert_same_bytes(tmp_path / "hf", tmp_path / "written")
     require_fits(open_folder(tmp_path / "hf"), chunks, {})
     with process_group(60):
         load_weights(other, open_folder(tmp_path / "hf"), chunks)
@@ -202,9 +202,9 @@ def test_of_tied_weights_files_hold_one(tmp_path):
 def edit(folder, change):
     from safetensors.torch import save_file
 
-    kept = tensors(folder)
-    change(kept)
-    save_file(kept, folder / "model.safetensors")
+    changed = tensors(folder)
+    change(changed)
+    save_file(changed, folder / "model.safetensors")
 
 
 NORM = "model.norm.weight"
@@ -228,7 +228,7 @@ NORM = "model.norm.weight"
         ),
         (lambda d: (d / "model.safetensors").write_bytes(b"x"), "safetensors cannot be read"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor model.s"),
+        (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors or model.s"),
         (
             lambda d: (d / "model.safetensors.index.json").write_text("{}"),
             "index.json cannot be read .it has no weight_map",

@@ -377,8 +377,8 @@ def test_kubernetes(expected, tmp_path):
     mounted = {each["name"] for each in replicas["Worker"]["template"]["spec"]["volumes"]}
     assert {each["name"] for each in pod["volumeMounts"]} == mounted
     words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY, *JOIN]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    together(*((words, meeting | {"RANK": str(rank)}) for rank in range(2)))
+    rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    together(*((words, rendezvous | {"RANK": str(rank)}) for rank in range(2)))
     assert losses(tmp_path / "run") == expected
 
 

@@ -96,7 +96,7 @@ def test_a_loss_of_all_layers_is_refused():
 
 
 def test_a_model_that_nobody_knows_is_refused():
-    with pytest.raises(UsageError, match="expected a Hugging Face decoder .* got TwoLinears"):
+    with pytest.raises(UsageError, match=r"expected a Hugging Face decoder .* got TwoLinears"):
         family_of(models.TwoLinears())
 
 

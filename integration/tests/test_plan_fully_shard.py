@@ -97,22 +97,24 @@ def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_exper
         layer = model.model.layers[0]
         placed = [type(one) for one in layer.mlp.experts.down_proj.placements]
         attention = layer.self_attn.q_proj.weight
-        kept = sum(param.to_local().numel() for param in model.parameters())
-        return trained(model), placed, attention.device_mesh.size(), kept
+        local_numel = sum(param.to_local().numel() for param in model.parameters())
+        return trained(model), placed, attention.device_mesh.size(), local_numel
 
     alone = models.mixtral(attention_dropout=0.1)
     full = sum(param.numel() for param in alone.parameters())
     losses, norms = trained(alone)
     ranks = len(shape) * 2
     found = run_ranks(check, ranks, timeout=300)
-    for (ours, own_norms), placed, size, _ in found:
-        assert ours == pytest.approx(losses, abs=6e-5, rel=0)
+    for (own_losses, own_norms), placed, size, _ in found:
+        assert own_losses == pytest.approx(losses, abs=6e-5, rel=0)
         assert own_norms == pytest.approx(norms, rel=1e-3)
         assert placed == of_experts
         assert size == ranks
-    kept = sum(one[-1] for one in found)
+    local_numel = sum(one[-1] for one in found)
     assert (
-        kept == full if make in (_all_are_experts_ranks, _some_are_experts_ranks) else kept > full
+        local_numel == full
+        if make in (_all_are_experts_ranks, _some_are_experts_ranks)
+        else local_numel > full
     )
 
 

@@ -40,10 +40,10 @@ def profiled_steps(folder, rank):
 )
 def test_the_trace_holds_the_steps_of_the_range(tmp_path, first, last, expected):
     profiler = StepProfiler(StepRange(2, 3), tmp_path, rank=1)
-    kept = []
+    tensors = []
     for number in range(first, last + 1):
         with profiler.step(number):
-            kept.append(torch.ones(16, 16) @ torch.ones(16, 16))
+            tensors.append(torch.ones(16, 16) @ torch.ones(16, 16))
     profiler.close()
     assert profiled_steps(tmp_path, 1) == expected
     assert (tmp_path / FOLDER / "rank1.memory.txt").read_text().count("MiB") >= 2
@@ -59,8 +59,8 @@ def test_without_a_step_to_profile_nothing_is_written(tmp_path, steps):
 
 
 def test_live_tensors_count_memory_once():
-    kept = [torch.zeros(1024, 257) for _ in range(3)]
-    views = [tensor[:5] for tensor in kept]
+    tensors = [torch.zeros(1024, 257) for _ in range(3)]
+    views = [tensor[:5] for tensor in tensors]
     (row,) = [line for line in live_tensors().splitlines() if "257)" in line]
     assert len(views) == 3
     size, _, count = row.split()[:3]

@@ -63,11 +63,11 @@ def failed(out):
 
 def test_the_finding_has_a_sentence_per_case(tmp_path):
     assert random_finding(made_up(tmp_path)) == (
-        "With random init, dist-rng on 2 and 4 ranks draws the initial weights of the single device,"
-        " bit for bit, and its losses are within 8e-7 nats per token; losses with native DTensor"
-        " differ by up to 0.05. With dropout, dist-rng on 2 and 4 ranks draws the dropout masks of"
-        " the single device, bit for bit, and its losses are within 8e-7 nats per token; losses"
-        " with native DTensor differ by up to 0.05."
+        "With random init, dist-rng on 2 and 4 ranks draws the initial weights of the single"
+        " device, bit for bit, and its losses are within 8e-7 nats per token; losses with native"
+        " DTensor differ by up to 0.05. With dropout, dist-rng on 2 and 4 ranks draws the dropout"
+        " masks of the single device, bit for bit, and its losses are within 8e-7 nats per token;"
+        " losses with native DTensor differ by up to 0.05."
     )
 
 
@@ -80,7 +80,8 @@ def test_the_finding_has_a_sentence_per_case(tmp_path):
         ),
         (
             {"verdict": RandomVerdict.OTHER, "same_masks": False, "same_weights": False},
-            f"The initial weights and dropout masks of {DIST_RNG_RUN} differ from the single device's.",
+            f"The initial weights and dropout masks of {DIST_RNG_RUN} differ from the single"
+            " device's.",
         ),
         (
             {"verdict": RandomVerdict.OUTSIDE, "deviation": deviation([5.0, 4.5, 3.5], REFERENCE)},

@@ -30,7 +30,7 @@ LINES += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTA
 
 
 def commands(start):
-    """What stands behind the words that commands of a program begin with."""
+    """Returns what follows the words that commands of a program begin with."""
     found = [line.partition("  #")[0].strip() for line in LINES]
     found = [line.removeprefix(".venv/bin/") for line in found]
     return [line.removeprefix(start).strip() for line in found if re.match(rf"{start}( |$)", line)]

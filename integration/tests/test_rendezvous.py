@@ -76,7 +76,7 @@ def test_those_who_came_say_who_did_not(port):
 def test_a_rank_without_a_first_one_says_where_it_looked(port):
     (message,) = meet_in_threads([1], 2, 0.5)
     assert message.startswith(
-        f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{port} within 0.5 s (Connection refused); start"
+        f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{port} within 0.5 s (Connection refused);"
     )
 
 
@@ -84,23 +84,23 @@ def test_a_rank_without_a_first_one_says_where_it_looked(port):
 def stranger(request):
     """The port of a service that is no store."""
     server = socket.create_server(("127.0.0.1", 0))
-    kept = []
+    connections = []
 
     def serve():
         with contextlib.suppress(OSError):  # closed
             while True:
-                kept.append(server.accept()[0])
+                connections.append(server.accept()[0])
                 if request.param == "speaks of something else":
-                    kept[-1].sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
+                    connections[-1].sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
                 if request.param == "hangs up":
-                    kept.pop().close()
+                    connections.pop().close()
 
     thread = threading.Thread(target=serve)
     thread.start()
     yield server.getsockname()[1]
     server.shutdown(socket.SHUT_RDWR)
     server.close()
-    for connection in kept:
+    for connection in connections:
         connection.close()
     thread.join()
 
@@ -121,7 +121,7 @@ def test_a_service_that_is_no_store_is_no_rendezvous(stranger, monkeypatch):
 )
 def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, port, monkeypatch):
     # Of a stopped process the store's client would wait for the answer for ever.
-    monkeypatch.setattr("integration.train.rendezvous._LAST_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("integration.train.rendezvous._LAST_QUERY_SECONDS", 0.5)
     code = (
         "import time, torch.distributed as d;"
         f"s = d.TCPStore('localhost', {port}, is_master=True, wait_for_workers=False);"
@@ -203,7 +203,7 @@ def test_hosts_that_do_not_go_together_are_refused(options, sentence, monkeypatc
 
 def test_hosts_are_refused_where_another_has_started_the_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="--rendezvous: expected none .* got node0:7"):
+    with pytest.raises(UsageError, match=r"--rendezvous: expected none .* got node0:7"):
         of(hosts=2, rendezvous="node0:7")
 
 

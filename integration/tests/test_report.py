@@ -266,7 +266,7 @@ def test_the_loss_figure_shows_every_curve_and_every_zero(good):
     assert "0 (bitwise\nequal)" in [label.get_text() for label in differences.get_yticklabels()]
     bottom, top = differences.get_ylim()
     shown = [y for line in lines_of(differences) for y in line.get_ydata() if math.isfinite(y)]
-    # 15 points of three systems: none is lost for being zero, and none lies outside the axes.
+    # 15 points of three systems: none is lost for being zero, and none is outside of the axes.
     assert len(shown) == 15
     assert all(bottom < y < top for y in shown)
     below = [y for y in shown if y < 9e-6]

@@ -25,10 +25,10 @@ class Towards:
 
     def __call__(self, noisy, time, classes):
         self.times.append(time.unique().tolist())
-        kept = signal_rate(time.double()).view(-1, 1, 1, 1)
+        signal = signal_rate(time.double()).view(-1, 1, 1, 1)
         images = torch.cat([self.without_class, self.images])
         assert classes.tolist() == [CLASSES] * 20 + DIGITS.tolist()
-        return ((noisy - kept * images) / (1 - kept**2).sqrt()).float()
+        return ((noisy - signal * images) / (1 - signal**2).sqrt()).float()
 
 
 class Untrained:

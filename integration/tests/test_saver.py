@@ -94,7 +94,9 @@ def test_the_next_save_waits_for_the_one_before_and_says_if_it_failed(world, tmp
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", no_space)
     background.save(3, model, optimizer, wait=False)
     newest = tmp_path / checkpoint.FOLDER / "step-00000002"
-    sentence = rf"the checkpoint of step 3 .* \(No space left on device\); .* one is {newest}: correct that"
+    sentence = (
+        rf"checkpoint of step 3 .* \(No space left on device\); .* one is {newest}: correct that"
+    )
     with pytest.raises(UnwrittenError, match=sentence):
         background.save(4, model, optimizer, wait=False)
     assert checkpoint.newest_complete(tmp_path).path == newest

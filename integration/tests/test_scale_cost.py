@@ -123,10 +123,10 @@ def test_weak_scaling_keeps_tokens_of_a_rank_and_strong_scaling_those_of_all():
     [
         ({"efficiency": 0.0}, "efficiency: expected a share of at most 1, got 0.0"),
         ({"efficiency": 1.5}, "efficiency: expected a share of at most 1, got 1.5"),
-        ({"overlap": -0.1}, "overlap is -0.1"),
+        ({"overlap": -0.1}, "overlap: expected a share of at most 1, got -0.1"),
         ({"peak": 0.0}, "peak: expected a number above 0, got 0.0"),
         ({"inside": NetworkLink(0.0, 1.0)}, "inside.bandwidth: expected a number above 0, got 0.0"),
-        ({"between": NetworkLink(1.0, -1.0)}, "between.latency is -1.0"),
+        ({"between": NetworkLink(1.0, -1.0)}, "between.latency: expected 0 or more, got -1.0"),
     ],
 )
 def test_wrong_constants_are_refused(wrong, message):

@@ -41,25 +41,25 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 @pytest.mark.ranks
 def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path):
     native = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
-    ours = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
+    plan = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
     # Its stage has the model, which has placements that can only be taken back with it.
     pipeline = ["--system", "fsdp", "--pp-degree", "2", "--ranks", "2", "--micro-batch", "2"]
     runs = [
         arguments(tmp_path / "first", *native),
         arguments(tmp_path / "pipeline", *pipeline),
-        arguments(tmp_path / "ours", *ours),
+        arguments(tmp_path / "plan", *plan),
         arguments(tmp_path / "again", *native),
     ]
     write_session(tmp_path / "session.json", runs)
     command = [sys.executable, "-m", MODULE, str(tmp_path / "session.json")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    first, ours, again = (
+    first, plan_losses, again = (
         [record.loss for record in read_metrics(tmp_path / name)]
-        for name in ("first", "ours", "again")
+        for name in ("first", "plan", "again")
     )
-    assert first == again != ours
-    assert read_summary(tmp_path / "ours").world_size == 2
+    assert first == again != plan_losses
+    assert read_summary(tmp_path / "plan").world_size == 2
 
 
 SCRIPT = Path(__file__).with_name("torch_after_a_run.py")
@@ -88,7 +88,7 @@ def test_a_run_that_makes_no_sense_is_one_sentence(tmp_path):
 
 
 class Watcher:
-    """Notes which jobs it was told to have ended."""
+    """Records which jobs have ended."""
 
     def __init__(self):
         self.ended_jobs = []

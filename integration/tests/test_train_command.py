@@ -255,10 +255,10 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--data", "EMPTY"], "holds no bytes to train on"),
+        (["--data", "EMPTY"], "contains no bytes to train on"),
         (["--data", "SHORT"], "the data has 63 bytes, fewer than the 512 of one global batch"),
         (["--data", "SHORT", "--system", "ddp", "--ranks", "2"], "the data has 63 bytes, fewer"),
-        (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "holds no bytes to train on"),
+        (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "contains no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
         (["--warmup-steps", "70", "--decay-steps", "40"], "are more than the 100 of the run"),
         (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),

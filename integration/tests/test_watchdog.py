@@ -24,7 +24,7 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
         world = World(dist.get_rank(), 2)
         group = dist.new_group(timeout=timedelta(seconds=6))
         dist.all_reduce(torch.ones(2), group=group)
-        told = None
+        message = None
 
         def lost_in_thought():
             time.sleep(8)
@@ -38,16 +38,16 @@ def test_a_collective_that_one_rank_does_not_come_to_is_named_by_the_others(tmp_
                 else:
                     dist.all_reduce(torch.ones(5, dtype=torch.float64), group=group)
         except RuntimeError as error:
-            told = str(error)
-        return told
+            message = str(error)
+        return message
 
-    told, nothing = run_ranks(stand_still, 2, str(tmp_path), timeout=240)
+    message, nothing = run_ranks(stand_still, 2, str(tmp_path), timeout=240)
     assert nothing is None
     waiting, lost = [
         (tmp_path / FOLDER / f"report-rank{rank}.txt").read_text() for rank in range(2)
     ]
     assert "rank 0 of 2, step 7: it has not ended within 2.7 s\n" in waiting
-    assert f"rank 0 of 2, step 7: RuntimeError: {told}\n" in waiting
+    assert f"rank 0 of 2, step 7: RuntimeError: {message}\n" in waiting
     assert "number 2, all_reduce of Double [5], started " in waiting
     assert "rank 1 of 2, step 7: it has not ended within 2.7 s\n" in lost
     assert "number 1, all_reduce of Float [2], started " in lost

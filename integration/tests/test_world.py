@@ -23,4 +23,4 @@ def test_threads_that_hold_tensors_do_not_abort_a_rank_that_leaves():
         ended = subprocess.run(
             [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False
         )
-        assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr
+        assert (ended.returncode, ended.stdout) == (7, "done"), ended.stderr

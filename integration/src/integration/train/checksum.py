@@ -15,6 +15,8 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 _CHUNK = 2**24
+# Methods of files that do not change the content.
+_DELEGATED = frozenset({"tell", "flush", "fileno", "close"})
 
 
 def checksum(data: bytes) -> str:
@@ -59,12 +61,11 @@ class _HashedStream:
     def __init__(self, file: Any) -> None:
         self._file = file
         self._digest = xxhash.xxh3_64()
-        self.tell, self.flush, self.fileno, self.close = (
-            file.tell,
-            file.flush,
-            file.fileno,
-            file.close,
-        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _DELEGATED:
+            raise AttributeError(name)
+        return getattr(self._file, name)
 
     def write(self, data: Any) -> int:
         self._digest.update(data)

@@ -104,6 +104,6 @@ def _join(world: World, timeout: timedelta, patience: float) -> None:
 
 
 def _end_with_launcher() -> None:
-    # Otherwise ranks would outlive a killed launcher, and write into the run that resumes theirs.
+    # Otherwise ranks would outlive a killed launcher, and write into the folder of a resumed run.
     # A launcher that has ended already is detected on joining, which uses its store.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

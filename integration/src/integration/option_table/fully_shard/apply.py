@@ -38,9 +38,10 @@ _GRANULARITIES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-# Operators whose results a `Bfloat16Parameter` parameter's shard is made of.
-_KEPT = {"chunk", "split", "narrow", "slice", "detach", "clone", "_to_copy", "alias", "view"} | {
-    "new_zeros", "empty_like", "zeros_like"
+# Operators whose results are of class `Bfloat16Parameter` too, as shards are made by them.
+_VIEWS_AND_COPIES = {
+    "chunk", "split", "narrow", "slice", "detach", "clone", "_to_copy", "alias", "view",
+    "new_zeros", "empty_like", "zeros_like",
 }  # fmt: skip
 
 
@@ -112,7 +113,9 @@ class Bfloat16Parameter(Tensor):
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         if func._schema.is_mutable:
             return args[0]
-        return tree_map(wrap, result) if func.overloadpacket.__name__ in _KEPT else result
+        return (
+            tree_map(wrap, result) if func.overloadpacket.__name__ in _VIEWS_AND_COPIES else result
+        )
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
         """Gives this rank's chunk."""
