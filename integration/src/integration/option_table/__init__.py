@@ -1,7 +1,7 @@
-"""Every trainer option that changes how a step is executed, and the proof that it is in effect.
+"""The options that change how a step is executed, with the proofs that they are in effect.
 
-`choices` has the options with their proofs, `observation` runs a training and reports what it did,
-`covering` chooses few runs in which every accepted pair of options occurs; `fully_shard` and `plan`
-are the same of the packages' own options, and
-``python -m integration.option_table`` prints the page docs/options.md.
+`choices` has the trainer's options with their proofs, `observation` runs a training and reports
+what it did, and `covering` selects runs in which every accepted pair of options occurs.
+`fully_shard` and `plan` do the same for the packages' options, and
+``python -m integration.option_table`` writes the page docs/options.md.
 """

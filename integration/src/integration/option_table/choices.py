@@ -1,4 +1,4 @@
-"""The trainer's options that change execution, each with the observation that proves it."""
+"""The trainer's options that change how a step is executed, each with its proof."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM
 _SEQUENCE, _VOCABULARY = 64, 256
 _CLIP = 1e-2
 
-# Of every run: small, and of the folder only what an option asks for.
+# Options of every run: a small model, and no files that other options request.
 BASE: Mapping[str, Any] = {
     "model": "llama-tiny",
     "steps": STEPS,
@@ -30,7 +30,7 @@ BASE: Mapping[str, Any] = {
 
 
 def _each(proof: Callable[[TrainingObservation], bool]) -> Callable[..., bool]:
-    """Returns the proof that every rank's observation has to pass."""
+    """Returns the proof that ``proof`` passes on every rank."""
     return lambda ranks, options: all(proof(rank) for rank in ranks)
 
 
@@ -48,7 +48,7 @@ def _fully_sharded(seen: TrainingObservation) -> bool:
 
 
 def _sends_gradients(seen: TrainingObservation) -> bool:
-    # HSDP of package fsdp reduces by sends and receives on gloo.
+    # HSDP of fsdp reduces by sends and receives on gloo.
     return seen.collectives.get("all_reduce", 0) >= 4 * seen.local_numel or _has(
         seen, "send", "recv"
     )
@@ -60,7 +60,7 @@ def _replicated(ranks: tuple[TrainingObservation, ...], options: Mapping[str, An
 
 
 def _head(seen: TrainingObservation) -> tuple[int, int]:
-    """Tokens of a sequence and columns of the vocabulary that the output layer has here."""
+    """Returns the tokens and the columns of the vocabulary of the output layer on this rank."""
     assert seen.head_shape is not None
     return seen.head_shape[1], seen.head_shape[2]
 
@@ -89,7 +89,7 @@ PARALLELISM: tuple[Choice, ...] = (
     ),
     Choice(
         "--system fsdp",
-        "half of the parameters; sends and receives of the others, as the strategy for gloo is",
+        "half of the parameters; sends and receives of the others, fsdp's strategy for gloo",
         _each(lambda seen: _is_sharded(seen) and _has(seen, "send", "recv")),
         {"system": "fsdp"},
     ),
@@ -196,7 +196,7 @@ def _mixed(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -
 
 
 def _recomputes(share: float) -> Callable[..., bool]:
-    """Returns the proof that this share of activation functions is computed again, on all ranks."""
+    """Returns the proof that a share of the activation functions is recomputed, on all ranks."""
 
     def proof(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
         once = sum(rank.recomputation[0] for rank in ranks)
@@ -219,7 +219,7 @@ def _accumulates(ranks: tuple[TrainingObservation, ...], options: Mapping[str, A
     microbatches = options["global_batch"] // (
         options["micro_batch"] * summary.data_parallel_degree
     )
-    samples = options["micro_batch"] if "pp_degree" in options else 1  # each passes by itself
+    samples = options["micro_batch"] if "pp_degree" in options else 1  # a pipeline splits them
     return bool(max(rank.head_calls for rank in ranks) == microbatches * samples)
 
 
@@ -237,7 +237,7 @@ def _fingerprints(ranks: tuple[TrainingObservation, ...], options: Mapping[str, 
 
 
 def _drops_out(seen: TrainingObservation) -> bool:
-    if seen.graphs:  # compiled layers show operators only
+    if seen.graphs:  # in compiled layers only operators are observable
         return any(name in seen.operators for name in ("aten::bernoulli_", "aten::native_dropout"))
     return 0.05 < seen.dropped < 0.15
 
@@ -287,7 +287,7 @@ POLICIES: tuple[Choice, ...] = (
     ),
     Choice(
         f"--clip-grad-norm {_CLIP}",
-        "gradients have this norm when the optimizer takes them, and had a larger one",
+        "gradients have this norm in the optimizer's step, and had a larger one before",
         _clips,
         {"clip_grad_norm": _CLIP},
     ),
@@ -299,7 +299,7 @@ POLICIES: tuple[Choice, ...] = (
     ),
     Choice(
         "--init sharded",
-        "the system gets a model that has no weights yet",
+        "the system parallelizes a model without weights",
         _each(lambda seen: seen.built_on != ("cpu",)),
         {"init": "sharded"},
     ),
@@ -329,7 +329,7 @@ POLICIES: tuple[Choice, ...] = (
     ),
     Choice(
         "--checkpoint-every 1 --checkpoint-async",
-        "a checkpoint of each step, written while training goes on",
+        "a checkpoint of each step, written in the background",
         lambda ranks, options: (
             _saves(*range(1, STEPS + 1))(ranks, options)
             and all(rank.background_saves == STEPS for rank in ranks)

@@ -1,4 +1,4 @@
-"""Few runs of the trainer in which every accepted pair of its options occurs."""
+"""Selects runs of the trainer in which every accepted pair of its options occurs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from integration.option_table.pairwise import Choice, Completion, Pair, Run, mer
 from integration.train.config import TrainConfig
 from integration.train.validation import validate
 
-# Of a run: a pair needs two axes of two ranks at most.
+# Ranks of a run: a pair needs at most two axes of two ranks.
 MOST_RANKS = 4
 
 
@@ -25,7 +25,7 @@ def run_options(choices: Sequence[Choice]) -> dict[str, Any]:
 
 @functools.cache
 def completed(choices: Run) -> Completion:
-    """Adds to ``choices`` the first kind of parallelism by which they are accepted together."""
+    """Adds to ``choices`` the first kind of parallelism with which they are accepted."""
     refusals = []
     for more in [(), *((kind,) for kind in PARALLELISM if kind not in choices)]:
         run = tuple(choice for choice in CHOICES if choice in (*choices, *more))
@@ -46,7 +46,7 @@ def completed(choices: Run) -> Completion:
 
 @functools.cache
 def pairs() -> tuple[Pair, ...]:
-    """Returns every two choices that can be given together, with what validation says of them."""
+    """Returns every compatible pair of choices, with its refusal if any."""
     return pairwise.pairs(CHOICES, completed)
 
 

@@ -1,4 +1,4 @@
-"""What one rank of a training run is seen to do."""
+"""Runs a training and observes one rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from integration.train.loop import Trainer
     from integration.train.world import World
 
-# Collectives are counted in the second step and operators in the third: what the first does once
-# has happened, and the two recorders do not see each other.
+# Collectives are counted in the second step and operators in the third: after the initialisation
+# of the first step, and so that the two recorders do not observe each other.
 STEPS = 3
 _COUNTED, _PROFILED = 2, 3
-# Attention's backward, of which a layer has one: the fused operator, or with dropout its last part.
+# The operator of attention's backward, once per layer: the fused one, or softmax with dropout.
 _ATTENTION_BACKWARD = (
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     "aten::_softmax_backward_data",
@@ -37,34 +37,34 @@ _ATTENTION_BACKWARD = (
 
 @dataclass(frozen=True)
 class TrainingObservation:
-    """What this rank did and had in a run of `STEPS` steps.
+    """The observations of this rank in a run of `STEPS` steps.
 
     Attributes:
-        parameters: elements of the whole model.
-        held: elements of parameters that this rank has after the run.
-        weights: SHA-256 of the whole initial weights.
-        built_on: types of devices on which the parameters were when the system got the model; the
-            type ``"fake"`` where they were drawn later.
+        parameters: elements of the full model.
+        local_numel: elements of this rank's parameters after the run.
+        weights: SHA-256 of the full initial weights.
+        built_on: device types of the parameters that the system parallelized; ``"fake"`` for
+            parameters that were drawn afterwards.
         is_fsdp: whether the model is an `FSDPModule`.
-        head_dtype: in which the output layer computed; None: this rank does not have it.
-        head_shape: of the output layer's result on this rank.
-        head_is_dtensor: whether that is a DTensor.
-        head_calls: of the output layer in one step.
+        head_dtype: dtype of the output layer's compute; None if this rank does not have it.
+        head_shape: shape of the output layer's result on this rank.
+        head_is_dtensor: whether that result is a DTensor.
+        head_calls: calls of the output layer in one step.
         collectives: bytes of one step by kind.
         operators: calls of operators in one step, by name.
-        activations: calls of activation functions in the forward of one step; 0 where layers are
-            compiled, as for the next two.
-        activations_again: those in its backward.
-        dropped: the share of elements that dropout has made zero in one step.
-        graphs: that torch.compile made.
-        graph_breaks: of torch.compile.
-        optimizer: the class's name.
-        state_dtypes: of the optimizer's state.
-        clipped_norm: of all gradients when the optimizer took the last of them.
-        background_saves: checkpoints that were written while training went on.
-        records: the lines of ``metrics.jsonl``, on the first rank.
-        summary: of the run, on the first rank.
-        files: of the run folder, relative, on the first rank.
+        activations: calls of activation functions in the forward of one step; 0 if layers are
+            compiled.
+        activations_again: calls of activation functions in the backward of that step.
+        dropped: share of elements that dropout zeroed in one step.
+        graphs: number of graphs of torch.compile.
+        graph_breaks: number of graph breaks of torch.compile.
+        optimizer: name of the optimizer's class.
+        state_dtypes: dtypes of the optimizer's state.
+        clipped_norm: norm of all gradients in the last step of the optimizer.
+        background_saves: checkpoints that were written in the background.
+        records: records of ``metrics.jsonl``, on the first rank.
+        summary: summary of the run, on the first rank.
+        files: relative paths in the run folder, on the first rank.
     """
 
     parameters: int
@@ -93,15 +93,15 @@ class TrainingObservation:
 
     @property
     def recomputation(self) -> tuple[int, int]:
-        """Operators of layers computed in forward, and again in backward, in one step.
+        """Operators of layers computed in forward, and recomputed in backward, in one step.
 
-        Activation functions; in compiled layers, whose graphs compute those again by themselves,
-        the reciprocal roots of a layer's two normalizations, which graphs keep unless told.
+        Activation functions count; in compiled layers, whose graphs always recompute those, the
+        reciprocal roots of a layer's two normalizations, which graphs save by default.
         """
         if self.activations:
             return self.activations, self.activations_again
         once = 2 * sum(self.operators.get(name, 0) for name in _ATTENTION_BACKWARD)
-        # Beside the layers' there is one in front of the output layer.
+        # One more is in the normalization before the output layer.
         return once, self.operators["aten::rsqrt"] - once - self.head_calls
 
 

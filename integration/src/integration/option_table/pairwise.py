@@ -1,4 +1,4 @@
-"""Few runs in which every accepted pair of options occurs (a pairwise covering array)."""
+"""Selects runs in which every accepted pair of options occurs (a pairwise covering array)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Choice", "Completion", "Pair", "Run", "covering_runs", "merged", "pa
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an option, with what else has to be given for it.
+    """One value of an option, with the other options that it requires.
 
     Attributes:
-        name: as a user writes it.
-        evidence: what is observed, as a clause.
-        proof: whether it was, from the observations of all ranks and all options of the run.
-        options: names and values.
+        name: the option as a user writes it.
+        evidence: the observation that proves the option, as a clause.
+        proof: whether the observations of all ranks prove it, given all options of the run.
+        options: options by name.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Completion:
-    """Choices, with what else a run of them needs, as validation takes them.
+    """Choices completed to a run, if validation accepts them.
 
     Attributes:
         run: the choices of a run, in the table's order; empty where they are refused.
@@ -67,10 +67,10 @@ def merged(choices: Sequence[Choice]) -> dict[str, Any] | None:
 
 
 def pairs(choices: Run, complete: Callable[[Run], Completion]) -> tuple[Pair, ...]:
-    """Returns every two choices that can be given together, with what validation says of them.
+    """Returns every compatible pair of choices, with its refusal if any.
 
     Args:
-        choices: a table's.
+        choices: choices of a table.
         complete: validates choices, which are in the table's order.
     """
     together = [two for two in combinations(choices, 2) if merged(two) is not None]
@@ -85,14 +85,14 @@ def covering_runs(
 ) -> tuple[Run, ...]:
     """Returns runs in which each accepted pair of choices occurs, and so each choice.
 
-    Greedy: a run begins with a pair that no run has yet, and takes whatever choice adds most pairs
-    that are missing, as long as all of it is accepted.
+    The search is greedy: a run starts with an uncovered pair, and the choice that covers the most
+    uncovered pairs is added while the run is accepted.
 
     Args:
-        choices: as of `pairs`.
-        complete: as of `pairs`.
-        accepts: whether a run of more than two choices may be made, beside validation.
-        made: runs that there are already, whose pairs no other run needs.
+        choices: see `pairs`.
+        complete: see `pairs`.
+        accepts: whether a run of more than two choices is allowed, in addition to validation.
+        made: existing runs, whose pairs count as covered.
     """
     found = pairs(choices, complete)
     accepted = {frozenset((p.first, p.second)): None for p in found if p.refusal is None}

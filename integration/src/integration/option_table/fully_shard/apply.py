@@ -45,7 +45,7 @@ _VIEWS_AND_COPIES = {
 }  # fmt: skip
 
 
-class ResidualBlock(nn.Module):
+class TwoLinearBlock(nn.Module):
     """Two Linears with a residual; `gain` may be ignored, and `unused` never has a gradient."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class BlockModel(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(blocks))
+        self.blocks = nn.ModuleList(TwoLinearBlock() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _place(model: BlockModel, mesh: DeviceMesh, kind: str) -> None:
             plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
         elif kind == "extension":
-            up = cast(ResidualBlock, block).up
+            up = cast(TwoLinearBlock, block).up
             up.weight = nn.Parameter(Bfloat16Parameter(up.weight.detach()))
 
 
@@ -262,7 +262,7 @@ def _arguments(
         found["offload_policy"] = fsdp.CPUOffloadPolicy()
     ignored: tuple[nn.Parameter, ...] = ()
     if "ignored_params" in options:
-        ignored = (cast(ResidualBlock, model.blocks[len(model.blocks) // 2]).gain,)
+        ignored = (cast(TwoLinearBlock, model.blocks[len(model.blocks) // 2]).gain,)
         found["ignored_params"] = set(ignored)
     return found, ignored
 

@@ -1,4 +1,4 @@
-"""What one rank of a model under `fully_shard` is seen to do."""
+"""Trains a model under `fully_shard` and observes one rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ROWS = 3
 
 @dataclass(frozen=True)
 class GradientError:
-    """This rank's gradients beside those of one device.
+    """The difference of this rank's gradients from one device's.
 
     Attributes:
-        scale: by which they are larger.
-        error: the norm of what else differs, as a share.
+        scale: factor of the gradients.
+        error: relative norm of the remaining difference.
     """
 
     scale: float
@@ -40,42 +40,42 @@ class GradientError:
 
 @dataclass(frozen=True)
 class FullyShardObservation:
-    """What this rank did in the second of two steps, each of two microbatches.
+    """The observations of this rank in the second of two steps, each of two microbatches.
 
     Attributes:
-        parameters: elements of the whole model.
-        local_numel: elements that this rank has of each parameter between steps.
-        plain: parameters that are no DTensors.
-        axes: of a matrix of a block.
-        devices: of shards and gradients.
-        compute_dtype: of what a Linear of a block returns.
-        input_dtype: of an argument as the block gets it.
-        output_dtype: of the model's.
+        parameters: elements of the full model.
+        local_numel: elements of each parameter on this rank between steps.
+        plain: parameters that are not DTensors.
+        axes: mesh axes of a block's matrix.
+        devices: devices of shards and gradients.
+        compute_dtype: dtype of the output of a block's Linear.
+        input_dtype: dtype of an argument of a block's forward.
+        output_dtype: dtype of the model's output.
         first_forward: collectives of the first microbatch's forward.
-        forward: collectives of the second's.
-        first_backward: of the first microbatch's backward.
-        backward: of the second's.
-        resident: memory of a block's unsharded parameter, in bytes, after forward.
-        resident_between: after a step's backward.
+        forward: collectives of the second microbatch's forward.
+        first_backward: collectives of the first microbatch's backward.
+        backward: collectives of the second microbatch's backward.
+        resident: bytes of the storage of a block's unsharded parameter after forward.
+        resident_between: the same after a step's backward.
         sharded_after_forward: whether a block has its sharded parameters after forward.
-        sharded_after_backward: after backward.
-        unsharded_in_backward: whether the embedding was gathered for its backward alone.
-        ahead_in_forward: parts of the model that the first block's forward finds gathered, or
-            about to be.
-        ahead_in_backward: the same, of the last block's backward.
-        in_flight: reductions that are under way when the first block's backward runs.
-        waiting: reductions that are under way when the first microbatch's backward is through.
-        waiting_at_end: those when the second's is.
-        first_grads: parameters that have gradients after the first microbatch.
+        sharded_after_backward: the same after backward.
+        unsharded_in_backward: whether the embedding was unsharded for its backward.
+        ahead_in_forward: parts of the model that are unsharded, or whose gather is in flight, in
+            the first block's forward.
+        ahead_in_backward: the same in the last block's backward.
+        in_flight: reductions in flight in the first block's backward.
+        waiting: reductions in flight after the first microbatch's backward.
+        waiting_at_end: reductions in flight after the second microbatch's backward.
+        first_grads: number of parameters with gradients after the first microbatch.
         unused_grad: whether the unused parameter has a gradient.
-        grads: all gradients of the step.
-        reduce_dtypes: of the shards that an all-reduce hook has seen.
+        grads: difference of the step's gradients from one device's.
+        reduce_dtypes: dtypes of the shards in the all-reduce hook.
         custom_gathers: calls of the user's all-gather.
-        custom_reductions: of the user's reduce-scatter.
+        custom_reductions: calls of the user's reduce-scatter.
         allocations: buffers that torch's collectives allocated from the process group.
-        reductions: of both microbatches, by whatever reduces.
+        reductions: reductions of both microbatches, by every implementation.
         post_forward_ranks: sizes of the groups over which backward gathered post-forward shards.
-        mesh_group: that of the mesh.
+        mesh_group: name of the mesh's process group.
     """
 
     parameters: int
@@ -114,7 +114,7 @@ class FullyShardObservation:
 
 @dataclass
 class _FullyShardHooks:
-    """What hooks in a model see; of the last forward and backward."""
+    """Hooks of a model that record values of the last forward and backward."""
 
     sharded: ShardedModel
     values: dict[str, Any] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class _FullyShardHooks:
         return list(part._get_fsdp_state().groups)
 
     def ahead(self) -> tuple[int, ...]:
-        """Parts that are gathered, or about to be."""
+        """Returns the parts that are unsharded, or whose gather is in flight."""
         return tuple(
             i
             for i, part in enumerate(self.parts)
@@ -168,7 +168,7 @@ class _FullyShardHooks:
         )
 
     def in_flight(self) -> int:
-        """Groups whose gradients are being reduced."""
+        """Returns the number of parameter groups with a reduction in flight."""
         return sum(
             group.reduce_scatter.in_flight
             for part in (*self.parts, self.sharded.model)
@@ -176,7 +176,7 @@ class _FullyShardHooks:
         )
 
     def resident(self) -> int:
-        """Bytes of the unsharded parameter that the first block has computed with."""
+        """Returns the bytes of the storage of the first block's unsharded parameter."""
         weight = self.values["weight"]
         local = weight._local_tensor if isinstance(weight, DTensor) else weight
         return int(local.untyped_storage().size())
@@ -293,7 +293,7 @@ def _devices(params: Mapping[str, Any]) -> tuple[str, ...]:
 def _step(
     sharded: ShardedModel, hooks: _FullyShardHooks, options: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
-    """Two microbatches, of which the first is set to reduce nothing, or not to wait."""
+    """Runs two microbatches; the first does not reduce or does not wait, as the options set."""
     model, seen = sharded.model, dict[str, Any]()
     for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
         if name in options:
@@ -346,13 +346,13 @@ def _loss(out: Tensor) -> Tensor:
 
 def _gradient_error(params: Mapping[str, Any], sharded: ShardedModel, step: int) -> GradientError:
     """Compares gradients with those of one device that has the batches of all ranks."""
-    alone, ranks = BlockModel(), dist.get_world_size()
+    reference, ranks = BlockModel(), dist.get_world_size()
     for rank in range(ranks):
         for micro in range(2):
-            (_loss(alone(*_batch(step, micro, rank))) / ranks).backward()
+            (_loss(reference(*_batch(step, micro, rank))) / ranks).backward()
     found, wanted = [], []
     ignored = {id(param) for param in sharded.ignored}
-    for name, param in alone.named_parameters():
+    for name, param in reference.named_parameters():
         grad = params[name].grad
         if grad is None or param.grad is None or id(params[name]) in ignored:
             continue
@@ -364,7 +364,7 @@ def _gradient_error(params: Mapping[str, Any], sharded: ShardedModel, step: int)
 
 
 def _sent(log: CommLog) -> tuple[Collective, ...]:
-    """What reached other ranks."""
+    """Returns the collectives with other ranks."""
     return tuple(call for call in log.calls if call.op != "barrier" and call.group_size != 1)
 
 

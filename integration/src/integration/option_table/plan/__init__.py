@@ -1,5 +1,5 @@
-"""Every option of `plan_api.Plan` and of `plan_api.parallelize`, and the proof of its effect.
+"""The options of `plan_api.Plan` and of `plan_api.parallelize`, with proofs of their effects.
 
-`choices` has the options with their proofs and the covering runs, `apply` makes a small model and a
-plan of it with the options of a run, and `observation` trains that and reports what it did.
+`choices` has the options with their proofs and the covering runs, `apply` builds a small model and
+its plan with the options of a run, and `observation` trains that model and reports what it did.
 """

@@ -1,4 +1,4 @@
-"""A plan with the entries that a run's options name, and `parallelize` called with the others."""
+"""Builds a plan with the entries of a run's options, and calls `parallelize` with the others."""
 
 from __future__ import annotations
 

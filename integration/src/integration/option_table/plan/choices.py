@@ -209,7 +209,7 @@ PLAN: tuple[Choice, ...] = (
     _choice(
         "redistribute(grad_src=Partial(), grad_dst=Partial())",
         "gradients before the MLP differ between ranks until they are reduced",
-        lambda seen, options: not seen.alike,
+        lambda seen, options: not seen.same_grad,
         **_WEIGHTS, grad_dst=True,
     ),
     _choice(

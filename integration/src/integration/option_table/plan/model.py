@@ -1,4 +1,4 @@
-"""A small model whose parts are each parallelized in the way of one entry of a plan."""
+"""A small model, each part of which one kind of entry of a plan parallelizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of a model under a plan is seen to do."""
+"""Trains a model under a plan and observes one rank."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ _NO_UNIT = 5  # of which no dim of the model is a multiple
 
 @dataclass(frozen=True)
 class PlanObservation:
-    """What this rank did in the last of three steps, unless another one is named.
+    """The observations of this rank in the last of three steps, unless stated otherwise.
 
     Attributes:
-        local_numel: elements that this rank has of each parameter between steps.
+        local_numel: elements of each parameter on this rank between steps.
         sizes: elements of each parameter.
-        error: the largest difference of gradients and final weights from one device's.
+        error: largest difference of gradients and final weights from one device's.
         setup: collectives of `parallelize`.
-        forward: collectives.
-        backward: collectives.
+        forward: collectives of forward.
+        backward: collectives of backward.
         step: collectives of the optimizer's step.
-        calls: how often the MLP was computed, of each step.
-        input_shape: of what the first Linear of the model takes, on this rank.
-        output_shape: of what the model returns, on this rank.
-        mlp_shape: of what the MLP returns, on this rank.
-        mlp_is_plain: whether its Linears compute on plain tensors.
-        is_plain: whether the first Linear does.
-        attention_shape: of what attention takes, on this rank.
-        gathered: elements of the weight that a Linear of the MLP has after forward.
-        last_grad: elements of the last layer's gradient when the first layer's is computed.
-        alike: whether the gradient of the MLP's input has the same values on all ranks.
-        experts: how many experts this rank's module has looped over; None: there are none.
-        experts_plain: whether they are given plain tensors.
-        made_shape: of what forward makes, on this rank.
-        dropped: the share of zeros after dropout.
+        calls: number of forwards of the MLP in each step.
+        input_shape: local shape of the input of the first Linear.
+        output_shape: local shape of the model's output.
+        mlp_shape: local shape of the MLP's output.
+        mlp_is_plain: whether the MLP's Linears compute on plain tensors.
+        is_plain: whether the first Linear computes on plain tensors.
+        attention_shape: local shape of attention's input.
+        gathered: elements of the weight of a Linear of the MLP after forward.
+        last_grad: elements of the last layer's gradient during the first layer's backward.
+        same_grad: whether the gradient of the MLP's input is equal on all ranks.
+        experts: number of experts that this rank loops over; None without experts.
+        experts_plain: whether experts compute on plain tensors.
+        made_shape: local shape of the tensor that forward creates.
+        dropped: share of zeros after dropout.
         weights_before: whether the model had memory for weights before `parallelize`.
-        rules: operators that dtensor-rules ran.
-        refused: what `parallelize` refuses of other plans with the same options, by their option.
+        rules: number of operators that dtensor-rules ran.
+        refused: errors of `parallelize` for plans that an option makes it refuse, by option.
     """
 
     local_numel: Mapping[str, int]
@@ -78,7 +78,7 @@ class PlanObservation:
     attention_shape: tuple[int, ...]
     gathered: int
     last_grad: int
-    alike: bool
+    same_grad: bool
     experts: int | None
     experts_plain: bool
     made_shape: tuple[int, ...]
@@ -110,12 +110,12 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
         dtensor_rules.stats_clear()
         seen |= _train(model, watch)
         rules = sum(one.rule + one.cache + one.miss for one in dtensor_rules.stats().values())
-        alone = _alone(options)
+        reference = _reference_model(options)
         named = dict(model.named_parameters())
         return PlanObservation(
             local_numel={name: _local(param).numel() for name, param in named.items()},
             sizes={name: param.numel() for name, param in named.items()},
-            error=_error(named, dict(alone.named_parameters())),
+            error=_error(named, dict(reference.named_parameters())),
             rules=rules,
             refused=refused,
             **({"weights_before": True} | seen | watch.values),
@@ -125,11 +125,11 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
 
 
 class _PlanHooks:
-    """What hooks in a model see; of the last forward and backward."""
+    """Hooks of a model that record values of the last forward and backward."""
 
     def __init__(self, model: PlanModel) -> None:
         self.values: dict[str, Any] = {
-            "experts": None, "experts_plain": False, "made_shape": (), "alike": True,
+            "experts": None, "experts_plain": False, "made_shape": (), "same_grad": True,
         }  # fmt: skip
         self._model = model
         self._before("is_plain", model.first, lambda x: not isinstance(x, DTensor))
@@ -191,12 +191,12 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
     grad = watch.values.pop("grad")
     every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
     dist.all_gather(every, grad.contiguous())
-    watch.values["alike"] = all(torch.allclose(grad, one) for one in every)
+    watch.values["same_grad"] = all(torch.allclose(grad, one) for one in every)
     return seen
 
 
-def _alone(options: Mapping[str, Any]) -> PlanModel:
-    """Returns the model of one device, after the same steps."""
+def _reference_model(options: Mapping[str, Any]) -> PlanModel:
+    """Returns the model of one device after the same steps."""
     source = options.get("src_data_rank") or 0
     torch.manual_seed(seed_of(options, source))
     model = PlanModel(options)
@@ -219,17 +219,17 @@ def _loss(out: Tensor) -> Any:
     return out.square().sum() / (BATCH * TOKENS)
 
 
-def _error(params: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
+def _error(params: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
     worst = 0.0
     for name, param in params.items():
-        for found, wanted in ((param, alone[name]), (param.grad, alone[name].grad)):
+        for found, wanted in ((param, reference[name]), (param.grad, reference[name].grad)):
             whole = found.full_tensor() if isinstance(found, DTensor) else found
             worst = max(worst, float((whole - wanted).detach().abs().max()))
     return worst
 
 
 def _refused(options: Mapping[str, Any], name: str) -> str:
-    """What is said of a plan that the option is there to refuse; empty: nothing."""
+    """Returns the error of `parallelize` for a plan that the option makes it refuse, or ""."""
     plan = plan_of({**options, "cover": name == "cover"}, mesh_of(options))
     if name == "strict":
         for placement in (Shard(0), Replicate()):
