@@ -60,7 +60,7 @@ TINY = {"model": "llama-tiny", "pp_degree": 2}
         ({"system": "fsdp", "model": "dit-tiny"}, 4, "does not support --pp-degree for a DiT"),
         ({"system": "single"}, 4, "system 'single': expected 1 rank, got 2"),
         ({"fingerprint": True}, 2, "--fingerprint: expected --pp-degree 1"),
-        ({"init": "sharded"}, 2, "wraps weights that are there already; use --init whole"),
+        ({"init": "sharded"}, 2, "expected --init whole, as it shards existing weights"),
     ],
 )  # fmt: skip
 def test_a_pipeline_that_cannot_run_is_refused(tmp_path, options, ranks, message):

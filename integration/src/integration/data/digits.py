@@ -53,7 +53,7 @@ class Digits:
         self._seed = seed
 
     def __len__(self) -> int:
-        """How many images there are."""
+        """Number of images."""
         return len(self.images)
 
     def sample(self, slot: int, draw: int) -> Batch:

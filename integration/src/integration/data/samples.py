@@ -24,7 +24,7 @@ class Samples(Protocol):
     tokens: int
 
     def __len__(self) -> int:
-        """How many samples an epoch has."""
+        """Number of samples of an epoch."""
 
     def sample(self, slot: int, draw: int) -> Batch:
         """Returns the sample at ``slot``, the run's sample number ``draw``.

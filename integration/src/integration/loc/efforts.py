@@ -35,7 +35,7 @@ class LinesOfCode:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all lines."""
         return self.model + self.plan + self.runtime
 
 

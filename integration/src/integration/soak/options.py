@@ -70,10 +70,10 @@ def parse_options(arguments: Sequence[str]) -> SoakOptions:
 
 
 def prepare(options: SoakOptions) -> list[Fault]:
-    """Looks at the options, and returns the faults; nothing is written.
+    """Validates the options and returns the faults; nothing is written.
 
     Raises:
-        UsageError: one is wrong.
+        UsageError: an option is invalid.
     """
     require_folder(options.out)
     if options.ranks < 2:

@@ -53,7 +53,7 @@ class ZeroThree(System):
         return model.start(optimizer)
 
     def forward_backward(self, model: nn.Module, batch: Batch, *, parts: int, last: bool) -> Tensor:
-        """Have the engine reduce and keep the gradients, in each microbatch."""
+        """Runs forward and backward by the engine, which reduces gradients in each microbatch."""
         del last
         assert isinstance(model, EngineModel)
         # With the engine's linear operator, which does not save gathered weights for backward.
@@ -98,7 +98,7 @@ class EngineModel(nn.Module):
 
 @contextmanager
 def _linear(operator: Callable[..., Tensor]) -> Iterator[None]:
-    """Have ``torch.nn.functional.linear`` be ``operator``, and afterwards what it was before."""
+    """Replaces ``torch.nn.functional.linear`` by ``operator`` within the context."""
     before = functional.linear
     functional.linear = operator
     try:

@@ -1,8 +1,8 @@
-"""Validation of a run's options, before a process, a model or a file exists.
+"""Validates the options of a run before a process, a model or a file is created.
 
-An option is in effect or refused. What is refused is in three places: `RULES`, the pairs of options
-of which one takes the effect from the other; the checks below, for what depends on a system's or a
-model's attributes; and the systems' own ``check``, for degrees.
+An option takes effect or is refused. Refusals are in three places: `RULES` has pairs of options of
+which one disables the other; the checks below depend on attributes of a system or a model; and the
+``check`` of a system validates degrees.
 """
 
 import importlib.util
@@ -32,12 +32,11 @@ class OptionRule:
     """A condition under which an option has an effect.
 
     Attributes:
-        option: field of `TrainConfig` that the rule is of; it applies where that is given, which is
-            to say, is not the default.
-        other: field that decides whether the option has an effect.
-        met: whether it has.
-        expected: of the other option, as a clause.
-        remedy: what to do where the rule is not met.
+        option: field of `TrainConfig` to which the rule applies, unless it has its default.
+        other: field that determines whether the option has an effect.
+        met: whether the option has an effect.
+        expected: the expected value of the other option, as a clause.
+        remedy: what to do if the rule is not met.
     """
 
     option: str
@@ -50,7 +49,7 @@ class OptionRule:
         """Refuses an option that would have no effect.
 
         Raises:
-            UsageError: naming both options, with their values, and the remedy.
+            UsageError: names both options with their values, and the remedy.
         """
         if getattr(config, self.option) == _DEFAULTS[self.option] or self.met(config):
             return
@@ -75,7 +74,7 @@ def _option(field: str) -> str:
 
 
 def _spelled(config: TrainConfig, field: str) -> str:
-    """Returns the option of a field with its value, as the command line has it."""
+    """Returns the option of a field with its value, as on the command line."""
     value = getattr(config, field)
     if isinstance(value, bool):
         return _option(field) if value else f"--no-{field.replace('_', '-')}"
@@ -88,14 +87,14 @@ RULES: tuple[OptionRule, ...] = (
         "dtype",
         "pp_degree",
         lambda config: config.pp_degree == 1,
-        "--pp-degree 1, as stages of a pipeline compute in the dtype of their weights",
+        "--pp-degree 1, as pipeline stages compute in the dtype of their weights",
         "use --dtype fp32, or leave --pp-degree out",
     ),
     OptionRule(
         "data",
         "model",
         lambda config: _trains_on_text(config),
-        "a language model, as others come with their data",
+        "a language model, as others have fixed data",
         "leave --data out, or choose another --model",
     ),
     OptionRule(
@@ -130,7 +129,7 @@ RULES: tuple[OptionRule, ...] = (
         "activation_checkpointing",
         "zero3",
         lambda config: not (config.zero3 and config.activation_checkpointing == "selective-op"),
-        "no --zero3, whose gathers in backward are copies that selective-op did not see in forward",
+        "no --zero3, whose all-gathers in backward selective-op cannot match with forward",
         "use --activation-checkpointing full, or leave --zero3 out",
     ),
     OptionRule(
@@ -151,7 +150,7 @@ RULES: tuple[OptionRule, ...] = (
         "fingerprint",
         "compile",
         lambda config: config.compile == "none" or config.dropout == 0,
-        "--compile none with --dropout, as compiled layers do not show their masks",
+        "--compile none with --dropout, as masks of compiled layers cannot be recorded",
         "leave one of the three out",
     ),
     OptionRule(
@@ -172,21 +171,21 @@ RULES: tuple[OptionRule, ...] = (
         "host_rank",
         "hosts",
         lambda config: config.host_rank < config.hosts,
-        "a number below that of hosts, which are counted from 0",
+        "a number below --hosts, as hosts are counted from 0",
         "give --hosts as well, or leave --host-rank out",
     ),
     OptionRule(
         "hosts",
         "rendezvous",
         lambda config: config.rendezvous is not None,
-        "--rendezvous NAME:PORT, where the ranks of all hosts meet",
+        "--rendezvous NAME:PORT, where the ranks of all hosts join",
         "give a name or address of host 0 and a free port of it, the same on all hosts",
     ),
     OptionRule(
         "join_timeout",
         "rendezvous",
-        lambda config: config.rendezvous is not None or _meet_by_environment(),
-        "--rendezvous, as ranks of one launcher have met when they start",
+        lambda config: config.rendezvous is not None or _joins_by_environment(),
+        "--rendezvous, as ranks of one launcher have joined when they start",
         "give --rendezvous as well, or leave --join-timeout out",
     ),
 )
@@ -196,14 +195,14 @@ def _trains_on_text(config: TrainConfig) -> bool:
     return model_shape(config.model).modality is Modality.TEXT
 
 
-def _meet_by_environment() -> bool:
+def _joins_by_environment() -> bool:
     """Returns whether the environment declares ranks that neither torchrun nor `launch` started."""
     return "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 @dataclass(frozen=True)
 class ValidatedRun:
-    """What the options of a run were found to mean."""
+    """The validated system, model, batches and profile of a run."""
 
     system: System
     shape: ModelShape
@@ -212,18 +211,18 @@ class ValidatedRun:
 
 
 def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun:
-    """Refuses options that do not go together or have no effect; no process, file or model is made.
+    """Refuses incompatible options and options without effect; creates no process, file or model.
 
-    An option with its default value counts as not given. Paths are not looked at: `prepare`, which
-    calls this first, does that. The command calls it before it starts ranks.
+    An option with its default value counts as not given. Paths are validated by `prepare`, which
+    calls this first. The command calls it before it starts ranks.
 
     Args:
         config: all options of a run.
-        world_size: ranks of the run; by default ``hosts`` times ``ranks`` or, where that is left
-            out, the number that the environment declares for this host.
+        world_size: number of ranks; by default ``hosts`` times ``ranks`` or, without ``ranks``,
+            the number of ranks of this host in the environment.
 
     Raises:
-        UsageError: names the options, what was expected of them, and the remedy.
+        UsageError: names the options, the expected values and the remedy.
     """
     if world_size is None:
         world_size = config.hosts * (config.ranks or declared_world().size)
@@ -231,7 +230,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     shape = model_shape(config.model)
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
-            f"system {system.name!r} has no plan for model {config.model!r}; choose another of them"
+            f"system {system.name!r} has no plan for model {config.model!r}; give another --system"
+            " or --model"
         )
     for rule in RULES:
         rule.check(config)
@@ -245,8 +245,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     _check_random(config, system, shape)
     if config.warmup_steps + config.decay_steps > config.steps:
         raise UsageError(
-            f"{config.warmup_steps} steps of warm-up and {config.decay_steps} of decay are more"
-            f" than the {config.steps} of the run; give --steps at least their sum"
+            f"--warmup-steps {config.warmup_steps} and --decay-steps {config.decay_steps}: expected"
+            f" a sum of at most --steps, {config.steps}; give more --steps, or fewer of the others"
         )
     plan = BatchPlan(
         global_batch=config.global_batch,
@@ -289,21 +289,21 @@ def _unsupported(config: TrainConfig, option: str, default: str, fit: Sequence[s
 
 
 def _require_plain(config: TrainConfig) -> None:
-    """Refuses what reads or writes the weights and gradients that a system keeps to itself."""
-    asked = {
+    """Refuses options that need weights and gradients that a system does not give access to."""
+    options = {
         "--pp-degree": config.pp_degree > 1,
         "--init-from": config.init_from is not None,
         "--fingerprint": config.fingerprint,
         "--clip-grad-norm": config.clip_grad_norm is not None,
         "--checkpoint-every": config.checkpoint_every > 0,
     }
-    for option, given in asked.items():
-        if given:
+    for option, is_given in options.items():
+        if is_given:
             raise UsageError(
                 f"system {config.system!r} does not take {option}; leave it out, or use --system"
                 " fsdp2"
             )
-    # The default is refused too: a finished run would silently leave no weights.
+    # The default is refused too, as the run would silently save no weights.
     if config.final_checkpoint:
         raise UsageError(
             f"system {config.system!r}: expected --no-final-checkpoint, as it saves no weights, got"
@@ -314,15 +314,15 @@ def _require_plain(config: TrainConfig) -> None:
 def _check_sequences(config: TrainConfig, system: System, shape: ModelShape) -> None:
     if config.cp > 1 and config.sequence_length % (2 * config.cp):
         raise UsageError(
-            f"--cp {config.cp} gives each rank two parts of a sequence, and --sequence-length is"
-            f" {config.sequence_length}; give a multiple of {2 * config.cp}"
+            f"--cp {config.cp}: expected --sequence-length to be a multiple of {2 * config.cp}, as"
+            f" each rank has two chunks of a sequence, got {config.sequence_length}; give another"
         )
     text = shape.modality is Modality.TEXT
     if text and system.needs_even_sequences and config.sequence_length % config.tp:
         raise UsageError(
-            f"system {system.name!r} gives each rank of --tp {config.tp} an equal part of a"
-            f" sequence, and --sequence-length is {config.sequence_length}; give a multiple of"
-            f" {config.tp}"
+            f"system {system.name!r}: expected --sequence-length to be a multiple of --tp"
+            f" {config.tp}, which shards sequences evenly, got {config.sequence_length};"
+            " give another"
         )
 
 
@@ -331,17 +331,20 @@ def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> No
         return
     if not system.accepts_meta_model:
         raise UsageError(
-            f"system {system.name!r} wraps weights that are there already; use --init whole"
+            f"system {system.name!r}: expected --init whole, as it shards existing weights, got"
+            f" --init {config.init}; use --init whole"
         )
     if system.needs_dist_rng_for_init and config.random != DIST_RNG_RANDOM:
         raise UsageError(
-            f"torch cannot draw weights on the shards of system {system.name!r}; use --random"
-            " dist-rng, or --init whole"
+            f"system {system.name!r} with --init sharded: expected --random dist-rng, as torch"
+            f" cannot draw on its shards, got --random {config.random}; use --random dist-rng, or"
+            " --init whole"
         )
     if not shape.can_reinitialize:
         raise UsageError(
-            f"model {config.model!r} cannot be drawn again on its shards by system"
-            f" {system.name!r}; use --init whole, or --system plan"
+            f"model {config.model!r} with system {system.name!r}: expected --init whole, as the"
+            " model's initialiser cannot draw on shards, got --init sharded; use --init whole, or"
+            " --system plan"
         )
 
 
@@ -351,8 +354,8 @@ def _check_optimizer(config: TrainConfig, system: System) -> None:
     if not system.supports_all_optimizers:
         fit = [name for name in SYSTEM_NAMES if get_system(name).supports_all_optimizers]
         raise UsageError(
-            f"system {system.name!r} trains with --optimizer adamw only, not"
-            f" {config.optimizer}, which takes one of: {', '.join(fit)}"
+            f"system {system.name!r}: expected --optimizer adamw, got {config.optimizer}, which"
+            f" needs one of: {', '.join(fit)}; use one of them"
         )
     if importlib.util.find_spec("fsdp") is None:
         raise UsageError(
@@ -373,8 +376,8 @@ def _check_random(config: TrainConfig, system: System, shape: ModelShape) -> Non
     drops_out = config.dropout > 0 and system.dropout_on_dtensors(shape)
     if not (draws_weights or drops_out):
         raise UsageError(
-            f"--random dist-rng: expected random numbers for DTensors, which system"
-            f" {system.name!r} draws none of with {_spelled(config, 'init')} and"
+            f"--random dist-rng: expected random numbers for DTensors, of which system"
+            f" {system.name!r} draws none with {_spelled(config, 'init')} and"
             f" {_spelled(config, 'dropout')}; leave --random out, or use --init sharded, or"
-            " --dropout, with a system that cuts what they draw"
+            " --dropout, with a system that shards what they draw"
         )

@@ -80,12 +80,12 @@ class BlockModel(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """What is sharded before the root, in the order of forward."""
+        """The modules that are sharded before the root, in the order of forward."""
         return [self.embed, *self.blocks]
 
 
 class Bfloat16Parameter(Tensor):
-    """A parameter that says itself what is gathered of it: bfloat16."""
+    """A parameter with FSDP2's all-gather extensions, which gather bfloat16."""
 
     @staticmethod
     def __new__(cls: type[Bfloat16Parameter], data: Tensor) -> Bfloat16Parameter:
@@ -118,13 +118,13 @@ class Bfloat16Parameter(Tensor):
         )
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        """Gives this rank's chunk."""
+        """Returns this rank's chunk."""
         return (self.wrapped.bfloat16(),), None
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Makes the parameter, or fills it again."""
+        """Returns the parameter, or fills ``out``."""
         if out is not None:
             out.data.copy_(outputs[0])
             return None
@@ -147,7 +147,7 @@ class IssuedReduction:
 
 @dataclass
 class CustomCollectives:
-    """What the collectives of a user have been called with."""
+    """The recorded calls of the user's collectives."""
 
     gathers: int = 0
     reductions: list[IssuedReduction] = field(default_factory=list)

@@ -188,7 +188,7 @@ class _FullyShardHooks:
 
 @dataclass
 class _IssuedCollectives:
-    """What patched functions of fsdp and torch see while a model trains."""
+    """The collectives that patched functions of fsdp and torch recorded."""
 
     reductions: list[IssuedReduction] = field(default_factory=list)
     post_forward_ranks: set[int] = field(default_factory=set)
