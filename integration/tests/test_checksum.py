@@ -45,7 +45,7 @@ def flip(file, offset, bit):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_recorded_while_writing_is_the_checksum_of_the_file(background, world, tmp_path):
+def test_checksums_recorded_while_writing_are_those_of_the_files(background, world, tmp_path):
     path, _, _ = save(tmp_path, world, background=background)
     manifest = checkpoint.read_manifest(path, checkpoint.verify)
     files = sorted(each.name for each in path.iterdir() if each.name != checkpoint.MANIFEST)

@@ -120,7 +120,7 @@ def test_a_tensor_parallel_rank_computes_half_of_twice_as_many_microbatches(fold
 
 
 @pytest.mark.ranks
-def test_only_what_was_asked_for_is_counted_and_losses_stay(folders):
+def test_only_the_requested_step_is_counted_and_losses_do_not_change(folders):
     counted, plain = folders / "ddp", folders / "uncounted"
     assert read_summary(plain).collectives is None
     assert read_summary(plain).product_flops is None
@@ -129,7 +129,7 @@ def test_only_what_was_asked_for_is_counted_and_losses_stay(folders):
     ]
 
 
-def test_parts_of_a_step_are_added_up_and_other_steps_are_left_alone(single_rank_group):
+def test_parts_of_a_step_are_summed_and_other_steps_are_not_counted(single_rank_group):
     counter = CollectiveCounter(2)
     for number in (1, 2, 3):
         for elements in (4, 8):

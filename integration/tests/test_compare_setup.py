@@ -116,7 +116,7 @@ def test_a_profile_is_a_set_of_defaults_that_options_override():
         parse_options(["--steps", "5", "full"])
 
 
-def test_a_system_that_cannot_run_here_is_said_and_left_out(options, monkeypatch):
+def test_a_system_that_cannot_run_here_is_named_and_left_out(options, monkeypatch):
     monkeypatch.setattr(type(get_variant("fsdp2").make()), "missing", "not installed: do that")
     comparison = prepare(CompareOptions(**options | {"systems": "ddp,fsdp2"}))
     assert [job.system for job in comparison.jobs] == ["single", "ddp"]
@@ -150,7 +150,7 @@ def test_random_numbers_are_compared_in_two_cases_with_equal_batches(options):
     assert len(set(names)) == len(names)
 
 
-def test_native_systems_share_no_process_with_what_changes_torch(options):
+def test_native_systems_share_no_process_with_packages_that_patch_torch(options):
     """A package that is switched off again leaves its extension modules loaded."""
     comparison = prepare(
         CompareOptions(**options | {"parallelism": True, "systems": "ddp,plan-tp"})
@@ -270,7 +270,7 @@ def test_a_folder_of_results_that_may_be_replaced_is(options, state):
     assert sorted(path.name for path in out.rglob("*")) == [results_folder.MARKER, "runs"]
 
 
-def test_somebody_elses_files_are_not_replaced(options):
+def test_files_of_others_are_not_replaced(options):
     options["out"].mkdir()
     thesis = options["out"] / "thesis.tex"
     thesis.write_text("years of work")

@@ -183,7 +183,9 @@ def test_the_real_images_are_of_the_digits_in_turn(tmp_path, monkeypatch):
     ],
     ids=["far", "failed", "no reference"],
 )
-def test_trouble_fails_the_comparison_and_is_named(tmp_path, monkeypatch, changes, sentence, drawn):
+def test_a_failed_run_fails_the_comparison_and_is_named(
+    tmp_path, monkeypatch, changes, sentence, drawn
+):
     asked, results = whole(tmp_path, monkeypatch, **changes)
     assert not results.passes
     assert diffusion_finding(results.diffusion).startswith(sentence)
@@ -194,7 +196,7 @@ def test_trouble_fails_the_comparison_and_is_named(tmp_path, monkeypatch, change
     assert absent == 2 - drawn
 
 
-def test_it_says_how_close_losses_and_images_are(tmp_path, monkeypatch):
+def test_the_finding_names_the_differences_of_losses_and_images(tmp_path, monkeypatch):
     _, result = made_up(tmp_path, monkeypatch)
     found = diffusion_finding(result)
     assert found.startswith(f"dit-small by {WAY} stays within 5e-6 of one device's loss for 50")

@@ -43,7 +43,7 @@ def _shares(models):
 
 
 @pytest.mark.ranks
-def test_what_native_styles_cut_of_a_model_and_what_they_leave_whole():
+def test_native_styles_shard_some_parameters_and_replicate_the_others():
     llama, mixtral, dit = run_ranks(_shares, 2, MODELS)[0]
     for cut, whole in (llama, mixtral):
         assert "model.layers.0.self_attn.q_proj.weight" in cut

@@ -26,12 +26,12 @@ def test_outside_of_a_checkout_there_is_no_commit(tmp_path):
     assert git_commit(tmp_path / "absent") is None
 
 
-def test_the_commit_of_somebody_elses_checkout_is_not_ours(checkout):
+def test_the_commit_of_another_projects_checkout_is_not_returned(checkout):
     folder, _ = checkout
     assert git_commit(folder) is None
 
 
-def test_the_commit_of_our_checkout_says_whether_files_changed(checkout):
+def test_the_commit_of_this_checkout_names_uncommitted_changes(checkout):
     folder, commit = checkout
     package = folder / "integration" / "src" / "integration"
     package.mkdir(parents=True)

@@ -77,7 +77,9 @@ def test_a_mistake_is_found_before_the_folder_is_made(world, tmp_path):
     assert not out.exists()
 
 
-def test_what_is_resumed_is_looked_for_once_other_jobs_have_ended(world, tmp_path, monkeypatch):
+def test_the_checkpoint_to_resume_is_searched_after_other_jobs_have_ended(
+    world, tmp_path, monkeypatch
+):
     """The first job ends between the two looks of the second."""
     from integration.train import setup
 
@@ -94,7 +96,9 @@ def test_what_is_resumed_is_looked_for_once_other_jobs_have_ended(world, tmp_pat
     assert seen == [False, os.getpid()]
 
 
-def test_a_lock_of_another_host_is_believed_and_the_sentence_says_how_to_remove_it(world, tmp_path):
+def test_a_lock_of_another_host_is_respected_and_the_error_names_the_file_to_remove(
+    world, tmp_path
+):
     write_owner(tmp_path, host="elsewhere", pid=7)
     with pytest.raises(UsageError) as refused, folder_lock(tmp_path, world):
         pass
@@ -126,7 +130,7 @@ def test_a_job_of_torchrun_goes_on_on_another_host(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}'])
-def test_a_lock_that_names_nobody_is_free(text, world, tmp_path):
+def test_a_lock_file_without_an_owner_is_free(text, world, tmp_path):
     (tmp_path / LOCK_FILE).write_text(text)
     with folder_lock(tmp_path, world):
         pass

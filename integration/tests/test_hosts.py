@@ -111,7 +111,7 @@ def test_torchrun_meets_over_two_hosts(hosts, one_host, tmp_path):
     assert losses(out) == one_host
 
 
-def test_torchrun_says_in_a_sentence_that_a_host_does_not_come(hosts, tmp_path):
+def test_torchrun_reports_a_missing_host_in_one_sentence(hosts, tmp_path):
     address = f"{hosts.addresses[0]}:{PORT + 1}"
     process = hosts.start(
         0,
@@ -198,7 +198,7 @@ def test_a_host_that_does_not_come_is_one_sentence(hosts, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_wrong_rendezvous_is_one_sentence(hosts, tmp_path):
+def test_an_unreachable_rendezvous_is_one_sentence(hosts, tmp_path):
     options = ["--join-timeout", "3", "--rendezvous", f"nowhere.invalid:{PORT}"]
     processes, logs = start(hosts, tmp_path / "run", *options, only=[1])
     assert codes(processes) == [2]

@@ -268,7 +268,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
         ("nowhere", "file/out", "nowhere is not a complete checkpoint"),
     ],
 )
-def test_export_of_what_is_no_checkpoint_is_one_sentence(
+def test_exporting_an_invalid_checkpoint_is_one_sentence(
     tmp_path, checkpoint, out, sentence, capsys
 ):
     assert export([str(tmp_path / checkpoint), str(tmp_path / out)]) == 2

@@ -216,9 +216,7 @@ def expected(tmp_path_factory):
         ("node0", "rendezvous: expected NAME:PORT, got 'node0'"),
     ],
 )
-def test_torchrun_is_not_started_towards_a_rendezvous_where_nobody_is(
-    rendezvous, sentence, tmp_path
-):
+def test_torchrun_is_not_started_without_an_agent_at_the_rendezvous(rendezvous, sentence, tmp_path):
     wrong = {"HOSTS": "2", "RENDEZVOUS": rendezvous, "JOIN_TIMEOUT": "1"}
     result = torchrun(tmp_path / "run", **wrong)
     assert result.returncode == 2
@@ -273,7 +271,7 @@ def test_torchrun_ends_with_its_ranks_sentence_and_code(tmp_path):
 
 
 @pytest.mark.ranks
-def test_torchrun_that_is_told_to_end_ends_with_a_checkpoint(tmp_path):
+def test_torchrun_ends_with_a_checkpoint_on_sigterm(tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(
         [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *TINY, "--steps", "100000"],

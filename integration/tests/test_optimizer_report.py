@@ -99,7 +99,7 @@ def test_bad_options_are_refused_and_do_not_matter_where_it_is_left_out(tmp_path
     assert optimizer_jobs(CompareOptions(out=tmp_path, optimizers=False, **change)) == ()
 
 
-def test_it_needs_fsdp_and_says_how_to_do_without(tmp_path, monkeypatch):
+def test_a_missing_fsdp_is_refused_with_the_option_to_leave_it_out(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs the package fsdp.* --no-optimizers"):
         optimizer_jobs(CompareOptions(out=tmp_path))

@@ -119,7 +119,7 @@ def test_each_model_has_what_it_can_be_trained_by(tmp_path):
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_on_four_ranks_cases_are_tried_alone_on_request(tmp_path, every):
+def test_on_four_ranks_cases_run_separately_on_request(tmp_path, every):
     cases = {"plan-tp-sp": set(), "plan-dp-tp-sp": set()}
     for each in jobs_of(tmp_path, every_case=every):
         if each.variant.name in cases:
@@ -139,7 +139,7 @@ def test_bad_options_are_refused_and_do_not_matter_where_it_is_left_out(tmp_path
     assert jobs_of(tmp_path, parallel_models="nope", parallelism=False) == ()
 
 
-def test_ours_is_judged_and_native_is_not(tmp_path):
+def test_plans_have_a_verdict_and_native_runs_have_none(tmp_path):
     results = made_up(tmp_path)
     assert {each.verdict for each in results if each.native} == {ParallelVerdict.UNJUDGED}
     assert {each.verdict for each in results if not each.native} == {ParallelVerdict.SAME}
@@ -166,7 +166,7 @@ def test_ours_is_judged_and_native_is_not(tmp_path):
     ],
     ids=["far", "failed", "no reference"],
 )
-def test_trouble_fails_the_comparison_and_is_named(tmp_path, change, sentence):
+def test_a_failed_run_fails_the_comparison_and_is_named(tmp_path, change, sentence):
     results = made_up(tmp_path, **change)
     assert not Results((), (), (), results).passes
     assert sentence in parallel_finding(results)
@@ -215,7 +215,7 @@ def test_the_curves_have_a_panel_for_each_model_and_case(tmp_path):
                 assert line.get_color() == theme.series[int(result.native)]
 
 
-def test_differences_of_zero_are_drawn_and_what_is_not_finite_is_left_out(tmp_path):
+def test_zero_differences_are_drawn_and_infinite_ones_are_left_out(tmp_path):
     result = next(each for each in made_up(tmp_path) if each.case is ParallelCase.INIT)
     deviation = replace(result.deviation, differences=(0.0, math.inf, 1e-6))
     first = draw_cases([replace(result, deviation=deviation)], LIGHT).get_axes()[0]

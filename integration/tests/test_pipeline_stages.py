@@ -63,7 +63,7 @@ def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(kind):
     assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
-def test_what_is_hooked_on_a_part_is_the_parts_alone():
+def test_hooks_of_a_part_are_not_on_the_model():
     model = models.llama()
     cut = family_of(model).chain(model)
     part = model_part(model, cut.units[:2], cut.units[2:])
@@ -95,7 +95,7 @@ def test_a_loss_of_all_layers_is_refused():
         family_of(model).chain(model)
 
 
-def test_a_model_that_nobody_knows_is_refused():
+def test_a_model_of_no_family_is_refused():
     with pytest.raises(UsageError, match=r"expected a Hugging Face decoder .* got TwoLinears"):
         family_of(models.TwoLinears())
 

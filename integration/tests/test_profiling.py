@@ -15,7 +15,7 @@ def test_ranges(text, steps):
 
 
 @pytest.mark.parametrize("text", ["", "a", "3:", ":3", "3-4", "-1:2", "1:2:3"])
-def test_what_is_no_range_is_refused(text):
+def test_a_text_of_another_form_is_refused(text):
     with pytest.raises(UsageError, match="expected a range such as 10:13, got"):
         StepRange.parse(text)
 

@@ -99,7 +99,7 @@ def test_the_finding_has_a_sentence_per_case(tmp_path):
     ],
     ids=["masks", "both", "outside", "nan", "uncompared"],
 )
-def test_the_finding_names_trouble_first_and_claims_no_more_than_was_seen(
+def test_the_finding_names_failures_first_and_claims_only_what_was_observed(
     tmp_path, change, sentence
 ):
     found = random_finding(made_up(tmp_path, **{DIST_RNG_RUN: change}))

@@ -37,7 +37,7 @@ def port(monkeypatch):
     return port
 
 
-def meet_in_threads(numbers, size, seconds):
+def join_in_threads(numbers, size, seconds):
     """What ``meet`` comes to in each of the ranks: a store, or a sentence."""
 
     def one(rank):
@@ -50,7 +50,7 @@ def meet_in_threads(numbers, size, seconds):
         return list(pool.map(one, numbers))
 
 
-def test_an_agent_is_told_its_address_and_whether_the_rendezvous_is_on_its_host(port):
+def test_an_agent_finds_its_address_and_whether_the_rendezvous_is_on_its_host(port):
     assert resolve_rendezvous(f"localhost:{port}", 0) == ("127.0.0.1", True)
     # 127.0.1.1 is what many distributions give a machine's own name.
     assert resolve_rendezvous(f"127.0.1.1:{port}", 0)[1]
@@ -59,13 +59,13 @@ def test_an_agent_is_told_its_address_and_whether_the_rendezvous_is_on_its_host(
 
 
 def test_all_ranks_get_one_store(port):
-    stores = meet_in_threads([2, 1, 0], 3, 20)
+    stores = join_in_threads([2, 1, 0], 3, 20)
     stores[0].set("said", "by rank 2")
     assert [store.get("said") for store in stores] == [b"by rank 2"] * 3
 
 
-def test_those_who_came_say_who_did_not(port):
-    first, other = meet_in_threads([0, 2], 4, 2)
+def test_joined_ranks_name_the_missing_ones(port):
+    first, other = join_in_threads([0, 2], 4, 2)
     assert first.startswith(f"ranks 1, 3 of 4 did not join 127.0.0.1:{port} within 2 s; start")
     # Whoever gives up first says it; with rank 0 its store goes.
     assert other.startswith(
@@ -73,8 +73,8 @@ def test_those_who_came_say_who_did_not(port):
     )
 
 
-def test_a_rank_without_a_first_one_says_where_it_looked(port):
-    (message,) = meet_in_threads([1], 2, 0.5)
+def test_a_rank_without_rank_0_names_the_endpoint(port):
+    (message,) = join_in_threads([1], 2, 0.5)
     assert message.startswith(
         f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{port} within 0.5 s (Connection refused);"
     )
@@ -109,7 +109,7 @@ def test_a_service_that_is_no_store_is_no_rendezvous(stranger, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(stranger))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     began = time.monotonic()
-    (message,) = meet_in_threads([1], 2, 1.5)
+    (message,) = join_in_threads([1], 2, 1.5)
     assert message.startswith(
         f"rank 1 of 2 could not join rank 0 at 127.0.0.1:{stranger} within 1.5 s (a process"
     )
@@ -119,7 +119,7 @@ def test_a_service_that_is_no_store_is_no_rendezvous(stranger, monkeypatch):
 @pytest.mark.parametrize(
     ("blow", "timeout", "within"), [(signal.SIGSTOP, 2, 15), (signal.SIGKILL, 60, 15)]
 )
-def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, port, monkeypatch):
+def test_a_rank_0_that_hangs_or_ends_is_named(blow, timeout, within, port, monkeypatch):
     # Of a stopped process the store's client would wait for the answer for ever.
     monkeypatch.setattr("integration.train.rendezvous._LAST_QUERY_SECONDS", 0.5)
     code = (
@@ -131,7 +131,7 @@ def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, p
         assert first.stdout.readline() == "ready\n"
         with ThreadPoolExecutor(1) as pool:
             began = time.monotonic()
-            waiting = pool.submit(meet_in_threads, [1], 2, timeout)
+            waiting = pool.submit(join_in_threads, [1], 2, timeout)
             time.sleep(1)
             first.send_signal(blow)
             (message,) = waiting.result()
@@ -140,7 +140,7 @@ def test_a_first_rank_that_stands_still_or_ends_is_said(blow, timeout, within, p
     assert time.monotonic() - began < within
 
 
-def test_a_first_rank_that_comes_later_is_waited_for(port):
+def test_a_late_rank_0_is_waited_for(port):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_listener, Endpoint("127.0.0.1", port), 20)
         time.sleep(0.5)
@@ -151,7 +151,7 @@ def test_a_first_rank_that_comes_later_is_waited_for(port):
 
 def test_a_port_that_is_taken_is_named(port):
     with socket.create_server(("", port)):
-        (message,) = meet_in_threads([0], 2, 5)
+        (message,) = join_in_threads([0], 2, 5)
     assert message.startswith(f"rank 0 of 2 cannot listen at port {port} of the rendezvous: ")
 
 

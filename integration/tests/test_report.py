@@ -101,7 +101,7 @@ def test_the_finding_of_a_comparison_that_passes(good):
     )
 
 
-def test_the_finding_of_one_that_does_not_names_every_trouble(bad):
+def test_the_finding_of_a_failed_comparison_names_every_failure(bad):
     assert finding(bad[1]) == (
         "ddp with llama-tiny exceeds its tolerance: it differs by 0.5 nats per token at step 2,"
         " and the tolerance is 1e-4. fsdp1 with llama-tiny ended with exit code 7; see fsdp1.log."

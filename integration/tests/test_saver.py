@@ -50,7 +50,7 @@ def saver(run, world, *, background=True, keep_checkpoints=0):
     )
 
 
-def test_what_is_saved_in_the_background_is_the_state_of_its_step(world, tmp_path, monkeypatch):
+def test_a_background_save_has_the_state_of_its_step(world, tmp_path, monkeypatch):
     import threading
 
     go_on = threading.Event()
@@ -80,7 +80,9 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(world, tmp_pat
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_the_next_save_waits_for_the_one_before_and_says_if_it_failed(world, tmp_path, monkeypatch):
+def test_the_next_save_waits_for_the_previous_one_and_raises_its_error(
+    world, tmp_path, monkeypatch
+):
     model, optimizer = linear()
     background = saver(tmp_path, world)
     background.save(1, model, optimizer, wait=False)
@@ -138,7 +140,7 @@ def test_one_that_the_disk_does_not_take_leaves_those_before(
     checkpoint.read_manifest(before)
 
 
-def test_what_is_not_the_disks_is_not_called_so(world, tmp_path, monkeypatch):
+def test_errors_other_than_the_disks_are_not_unwritten_errors(world, tmp_path, monkeypatch):
     def broken(*_):
         raise KeyError("torch")
 
@@ -173,7 +175,7 @@ def test_every_rank_ends_where_the_disk_takes_all_but_the_manifest_of_the_first(
     assert names(tmp_path) == []
 
 
-def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp_path):
+def test_a_real_one_cut_short_anywhere_is_skipped_with_its_reason(world, tmp_path):
     """Each file at each of several lengths; and a manifest that tells another length."""
     saves = saver(tmp_path, world, background=False)
     before, path = (saves.save(step, *linear()) for step in (1, 2))
@@ -210,7 +212,7 @@ def test_a_real_one_cut_short_anywhere_is_passed_over_with_its_reason(world, tmp
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_newest_stay(world, tmp_path, background):
+def test_the_newest_checkpoints_are_kept(world, tmp_path, background):
     model, optimizer = linear()
     saves = saver(tmp_path, world, background=background, keep_checkpoints=2)
     for step in (3, 6, 9):
@@ -265,13 +267,13 @@ def write_run(run, steps):
         ([3, 6, 9], 6, 1, [6, 9]),  # resumed from 3: 9 is of the run before
     ],
 )
-def test_older_ones_go(tmp_path, steps, completed, keep_checkpoints, remaining):
+def test_older_checkpoints_are_removed(tmp_path, steps, completed, keep_checkpoints, remaining):
     write_run(tmp_path, steps)
     remove_older(tmp_path, completed, keep_checkpoints=keep_checkpoints)
     assert steps_kept(tmp_path) == remaining
 
 
-def test_damaged_ones_do_not_count(tmp_path):
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
     write_run(tmp_path, [3, 6, 9, 12])
     os.truncate(tmp_path / checkpoint.FOLDER / "step-00000009" / "__1_0.distcp", 7)
     remove_older(tmp_path, 12, keep_checkpoints=2)

@@ -60,7 +60,7 @@ GATHERS = AxisTraffic("all_gather", WorldAxis("shard", 8, 1), 1, 400)  # 11 s
 SENDS = AxisTraffic("all_gather", WorldAxis("tp", 8, 1), 1, 400)  # likewise
 
 
-def test_layers_hide_what_is_no_longer_than_their_computing():
+def test_layers_hide_collectives_up_to_their_compute_time():
     time = step_time(counted(layer=StepWork(15 * 10**12, traffic=(GATHERS,))), MACHINE)
     assert (time.compute, time.tensor, time.data, time.hidden) == pytest.approx((45, 0, 0, 33))
     time = step_time(counted(layer=StepWork(5 * 10**12, traffic=(GATHERS,))), MACHINE)

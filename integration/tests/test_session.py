@@ -39,7 +39,7 @@ def test_a_session_on_different_numbers_of_ranks_is_refused(tmp_path):
 
 
 @pytest.mark.ranks
-def test_runs_of_a_session_are_what_they_are_alone_whatever_ran_before(tmp_path):
+def test_runs_of_a_session_equal_separate_runs(tmp_path):
     native = ["--system", "fsdp2", "--ranks", "2", "--init", "sharded", "--micro-batch", "2"]
     plan = ["--system", "plan", "--tp", "2", "--ranks", "2", "--init", "sharded"]
     # Its stage has the model, which has placements that can only be taken back with it.

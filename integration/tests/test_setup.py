@@ -39,7 +39,11 @@ def write_checkpoint(run, step, *, payload=b"12345678"):
         ({"system": "single"}, 2, "expected 1 rank, got 2"),
         ({"system": "ddp"}, 3, "global batch 8 is not micro batch 4 x"),
         ({"system": "dtensor-tp"}, 3, "3 ranks do not divide num_attention_heads"),
-        ({"system": "fsdp1", "optimizer": "muon"}, 2, "'fsdp1': expected --optimizer adamw, got muon"),
+        (
+            {"system": "fsdp1", "optimizer": "muon"},
+            2,
+            "'fsdp1': expected --optimizer adamw, got muon",
+        ),
         (
             {"system": "ddp", "tp": 2},
             2,

@@ -70,7 +70,7 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
 
 
 @pytest.mark.ranks
-def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
+def test_a_run_recovers_from_every_kind_of_fault(tmp_path, capsys):
     out = tmp_path / "soak"
     short = ["--steps", "40", "--every", "10", "--checkpoint-every", "4", "--timeout", "8"]
     code = main([*short, "--out", str(out)])
@@ -107,7 +107,7 @@ def test_a_run_gets_over_every_kind_of_fault(tmp_path, capsys):
 
 
 @pytest.mark.ranks
-def test_a_run_that_does_not_get_over_a_fault_is_exit_code_1(tmp_path, capsys, monkeypatch):
+def test_a_run_that_does_not_recover_from_a_fault_is_exit_code_1(tmp_path, capsys, monkeypatch):
     """torchrun may not restart the ranks."""
     import integration.soak.__main__ as command
 

@@ -105,7 +105,11 @@ def test_others_resume_its_checkpoints(one_device, train_runs, tmp_path):
         (2, {"dp_shard": 2, "static": True}, "does not take --static; leave it out, or use"),
         (4, {"dp_shard": 2, "sp": True, "tp": 1}, "number of ranks, 4, got 2"),
         (3, {"tp": 3, "sp": True}, "3 ranks do not divide num_attention_heads = 4"),
-        (2, {"tp": 2, "sp": True, "sequence_length": 33}, "--sequence-length to be a multiple of --tp 2"),
+        (
+            2,
+            {"tp": 2, "sp": True, "sequence_length": 33},
+            "--sequence-length to be a multiple of --tp 2",
+        ),
         (3, {"tp": 3, "sp": True, "model": "dit-tiny"}, "3 ranks do not divide hidden_size = 32"),
         (2, TEXT_ONLY, "--loss-parallel: expected a model with logits"),
         (2, {"tp": 2, "sp": True, "pp_degree": 2}, "does not support --pp-degree; use one of"),

@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(und
     assert losses(out) == losses(undisturbed)
 
 
-def test_a_truncated_checkpoint_is_passed_over_by_automatic_resume_only(undisturbed, tmp_path):
+def test_a_truncated_checkpoint_is_skipped_by_automatic_resume_only(undisturbed, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
     newest = out / "checkpoints" / f"step-{STEPS:08d}"
@@ -212,7 +212,7 @@ def test_training_features_together(tmp_path):
     assert not (tmp_path / "flight-recorder").exists()
 
 
-def test_a_rank_that_stands_still_leaves_a_report_of_the_others(tmp_path):
+def test_a_hanging_rank_leaves_reports_of_the_other_ranks(tmp_path):
     features = ["--timeout", "15", "--system", "ddp", "--ranks", "2", "--steps", "100000"]
     process = start_and_wait_for_step(tmp_path, 2, *features)
     ranks = psutil.Process(process.pid).children()

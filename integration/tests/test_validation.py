@@ -182,7 +182,7 @@ def test_the_command_exits_with_2_before_a_process_starts(ranks, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_a_session_refuses_what_its_processes_cannot_have(tmp_path):
+def test_a_session_refuses_options_that_its_processes_cannot_share(tmp_path):
     path = tmp_path / "session.json"
     run = ["--model", "llama-tiny", "--system", "ddp", "--ranks", "1"]
     write_session(path, [run, [*run, "--timeout", "9"]])
