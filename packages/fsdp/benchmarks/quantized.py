@@ -30,7 +30,7 @@ WAYS = {PLAIN: None, "int8": Tiles(torch.int8), "float8_e4m3fn": Tiles(torch.flo
 
 
 class Training:
-    """One way: all matrices quantised, those of embeddings and head, too."""
+    """One way: all matrices quantized, those of embeddings and head, too."""
 
     def __init__(self, name, tiles):
         self.model = build(name)

@@ -332,8 +332,8 @@ def test_a_quarter_of_the_bytes_is_gathered_in_the_same_collectives(dtype):
                 model(x).sum().backward()
             log.assert_counts({"all_gather": 2 * 2 + 1, "reduce_scatter": 3})
             logs.append(log)
-        plain, quantised = (log.wire_bytes("all_gather") for log in logs)
-        assert 0.25 < quantised / plain < 0.26
+        plain, quantized = (log.wire_bytes("all_gather") for log in logs)
+        assert 0.25 < quantized / plain < 0.26
         reduced = [log.wire_bytes("reduce_scatter") for log in logs]
         assert 1 <= reduced[1] / reduced[0] < 1.01  # tiles cost some padding
 

@@ -52,7 +52,7 @@ def fake(name, weight):
 
 
 KINDS = {
-    "quantised": (fsdp, {"quantize_fn": of_matrices(SMALL)}),
+    "quantized": (fsdp, {"quantize_fn": of_matrices(SMALL)}),
     "plain": (fsdp, {}),
     "FSDP2": (torch_fsdp, {}),
 }
@@ -82,16 +82,16 @@ def _load(path, kind):
 @pytest.mark.parametrize(
     ("writer", "saved_at", "reader", "loaded_at"),
     [
-        ("quantised", 2, "quantised", 4),
-        ("quantised", 4, "plain", 2),
-        ("quantised", 2, "FSDP2", 2),
-        ("plain", 4, "quantised", 2),
-        ("FSDP2", 2, "quantised", 1),
+        ("quantized", 2, "quantized", 4),
+        ("quantized", 4, "plain", 2),
+        ("quantized", 2, "FSDP2", 2),
+        ("plain", 4, "quantized", 2),
+        ("FSDP2", 2, "quantized", 1),
     ],
 )
 def test_checkpoints_have_unquantized_weights(tmp_path, writer, saved_at, reader, loaded_at):
     path, model = str(tmp_path / "c"), net()
-    optimizer, rounded = sgd(model), {"quantised": fake}
+    optimizer, rounded = sgd(model), {"quantized": fake}
     plain = lambda name, weight: weight
     plain_losses(model, optimizer, range(3), rounded.get(writer, plain))
     wanted = plain_losses(model, optimizer, range(3, 6), rounded.get(reader, plain))
