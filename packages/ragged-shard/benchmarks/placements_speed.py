@@ -81,9 +81,9 @@ def _redistributions():
         "one dim to another": ((uneven, Shard(1)), (Shard(0), Shard(1))),
     }
     result = {}
-    for name, (ours, stock) in pairs.items():
+    for name, (ours, native) in pairs.items():
         times, sent = {}, {}
-        for kind, (source, target) in (("ours", ours), ("stock", stock)):
+        for kind, (source, target) in (("ours", ours), ("stock", native)):
             tensor = distribute_tensor(whole, mesh, [source], src_data_rank=None)
             samples = []
             for _ in range(ROUNDS):

@@ -16,9 +16,9 @@ from resource import RUSAGE_CHILDREN, getrusage
 from time import perf_counter
 
 from ragged_shard.planner import TensorSpec, _core, plan_layout
-from ragged_shard.planner.blocks import resolve_target, specs_of
-from ragged_shard.planner.presets import PRESETS, preset_model
-from ragged_shard.planner.reference import Block, any_that_fits, least_shard
+from ragged_shard.planner.models.presets import PRESETS, preset_model
+from ragged_shard.planner.models.shapes import resolve_target, specs_of
+from ragged_shard.planner.solver.reference import BlockedTensor, any_that_fits, least_shard
 
 ROWS = (1, 16, 128)
 WORLD_SIZES = (8, 64, 1024, 4096)
@@ -65,18 +65,20 @@ def groups_of(name: str, rows: int) -> list[tuple[TensorSpec, ...]]:
     return [specs_of(group, rows, target) for group in model.groups]
 
 
-def searched(specs: Sequence[TensorSpec], world_size: int, nodes: int = 20_000) -> _core.Found:
+def searched(
+    specs: Sequence[TensorSpec], world_size: int, nodes: int = 20_000
+) -> _core.SearchResult:
     numels, blocks = [spec.numel for spec in specs], [spec.block for spec in specs]
     return _core.search(numels, blocks, world_size, 1, nodes)
 
 
-def blocks_of(specs: Sequence[TensorSpec]) -> list[Block]:
-    return [Block(spec.numel, spec.block) for spec in specs]
+def blocked_tensors(specs: Sequence[TensorSpec]) -> list[BlockedTensor]:
+    return [BlockedTensor(spec.numel, spec.block) for spec in specs]
 
 
 def bisected(specs: Sequence[TensorSpec], world_size: int) -> int:
     """The shard that the paper's search finds."""
-    tensors = blocks_of(specs)
+    tensors = blocked_tensors(specs)
     total = sum(tensor.numel for tensor in tensors)
     least = least_shard(tensors, world_size, 1)
     return any_that_fits(tensors, world_size, 1, least, total) or total
@@ -91,7 +93,7 @@ def group_row(case: str, specs: Sequence[TensorSpec], world_size: int) -> GroupR
         tensors=len(specs),
         plan_ms=plan_ms,
         nodes=searched(specs, world_size).nodes,
-        scanned=layout.shard_size - least_shard(blocks_of(specs), world_size, 1) + 1,
+        scanned=layout.shard_size - least_shard(blocked_tensors(specs), world_size, 1) + 1,
         exact=layout.exact,
         padding_percent=100 * layout.padding_ratio,
         bisection_percent=100 * (bisected(specs, world_size) * world_size / layout.total - 1),

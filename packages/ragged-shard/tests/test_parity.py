@@ -75,8 +75,8 @@ def every_case(world_size):
                 assert_bitwise(result, function(tensor), f"{what} {name}")
             for target in (Replicate(), *(Shard(dim) for dim in range(len(case.shape)))):
                 moved = x.redistribute(placements=[target])
-                stock = distribute_tensor(tensor, mesh, [target], src_data_rank=None)
-                assert_bitwise(moved.to_local(), stock.to_local(), f"{what} -> {target}")
+                native = distribute_tensor(tensor, mesh, [target], src_data_rank=None)
+                assert_bitwise(moved.to_local(), native.to_local(), f"{what} -> {target}")
                 back = moved.redistribute(placements=[placement])
                 assert_bitwise(back.to_local(), x.to_local(), f"{target} -> {what}")
     assert dist.get_world_size() == world_size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragged_shard.planner.blocks import resolve_target
-from ragged_shard.planner.presets import preset_model
-from ragged_shard.planner.sweep import Settings, sweep
+from ragged_shard.planner.command_line.sweep import SweepSettings, sweep
+from ragged_shard.planner.models.presets import preset_model
+from ragged_shard.planner.models.shapes import resolve_target
 
 __all__ = ["ROWS", "Padding", "paddings"]
 
@@ -38,7 +38,7 @@ def paddings(model: str, ranks: Sequence[int], rows: Sequence[int] = ROWS) -> li
         ValueError: as in the planner.
     """
     planned = preset_model(model)
-    settings = Settings(resolve_target(planned, None))
+    settings = SweepSettings(resolve_target(planned, None))
     return [
         Padding(model, point.rows, point.world_size, point.padding_ratio)
         for point in sweep(planned, ranks, rows, settings)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ragged_shard.planner.presets import PRESETS
+from ragged_shard.planner.models.presets import PRESETS
 
 __all__ = ["SHAPES", "Depth", "Shape", "shape_named"]
 

@@ -11,7 +11,7 @@ import torch
 from dbuffer.placements import Placements
 from dbuffer.views import tensor_shape
 from ragged_shard.planner import Layout
-from ragged_shard.planner.plot import COLOURS, RANKS_SHOWN
+from ragged_shard.planner.command_line.plot import COLOURS, RANKS_SHOWN
 
 __all__ = ["BufferReport", "TensorReport", "draw", "tensor_reports"]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 
+from ragged_shard import patch_points
+
 TYPE_CHECKING = False  # as typing has it, whose import costs the planner milliseconds
 if TYPE_CHECKING:
     from ragged_shard.fallback import (
@@ -17,13 +19,12 @@ if TYPE_CHECKING:
         reset_fallbacks,
         strict,
     )
+    from ragged_shard.geometry.specs import dim_of, even_shape, local_shape
     from ragged_shard.interleaved import InterleavedShard
-    from ragged_shard.ownership import Ownership
     from ragged_shard.patches import install, is_installed, uninstall
     from ragged_shard.ragged import RaggedShard
-    from ragged_shard.spec import dim_of, even_shape, local_shape
     from ragged_shard.strided import StridedRaggedShard
-    from ragged_shard.visualization import visualize
+    from ragged_shard.visualization.ownership import Ownership, visualize
 
 __version__ = "0.1.0"
 
@@ -45,31 +46,35 @@ __all__ = [
     "visualize",
 ]
 
-_HOMES = {
+_MODULES = {
     "InterleavedShard": "interleaved",
-    "Ownership": "ownership",
+    "Ownership": "visualization.ownership",
     "RaggedShard": "ragged",
     "RaggedShardFallbackWarning": "fallback",
     "StridedRaggedShard": "strided",
-    "dim_of": "spec",
-    "even_shape": "spec",
+    "dim_of": "geometry.specs",
+    "even_shape": "geometry.specs",
     "fallbacks": "fallback",
     "install": "patches",
     "is_installed": "patches",
-    "local_shape": "spec",
+    "local_shape": "geometry.specs",
     "reset_fallbacks": "fallback",
     "strict": "fallback",
     "uninstall": "patches",
-    "visualize": "visualization",
+    "visualize": "visualization.ownership",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ragged_shard' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"ragged_shard.{_HOMES[name]}"), name)
+    value: object = getattr(importlib.import_module(f"ragged_shard.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+# The constructors of placements install the patches, which import the placements.
+patch_points.installer = lambda: importlib.import_module("ragged_shard.patches").install()
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,12 @@
-"""What differs between torch 2.11 and 2.15, and the private names this package stands on.
+"""Private names of torch that this package uses, and the differences between torch 2.11 and 2.15.
 
-tests/test_compat.py and test_seams.py hold canaries: one fails when a difference or a name is gone.
+tests/test_compat.py and test_patch_points.py have a canary for each: it fails when the difference
+or the name is gone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +15,9 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute, _utils
+from torch.distributed.tensor import _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-from ragged_shard.interleaved import InterleavedShard
-from ragged_shard.ragged import RaggedShard
 
 # 2.13 renamed these two, and warns about the old names.
 _Collective = Callable[..., torch.Tensor]
@@ -74,7 +71,7 @@ def make_spec(
     return DTensorSpec(like.mesh, placements, tensor_meta=tensor_meta)
 
 
-def stock_local_shape(
+def native_local_shape(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
@@ -87,7 +84,7 @@ def stock_local_shape(
     return tuple(local)
 
 
-def stock_offsets(
+def native_offsets(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
@@ -103,18 +100,3 @@ def stock_offsets(
 def clear_native_cache() -> None:
     """Clears this thread's cache of decisions in C++, which torch 2.11 to 2.15 have."""
     torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-def stable_hash(stock: Callable[[DTensor], str], tensor: DTensor) -> str:
-    """`DTensor._stable_hash_for_caching` (2.12 and later), with the local shape and strides.
-
-    torch.compile's cache takes two tensors with one hash for one: with ragged shards they may
-    differ in what each rank holds, and a warm cache then fails on sizes. (Stock's uneven Shard has
-    that bug too, and is left to torch.)
-    """
-    digest = stock(tensor)
-    if not any(isinstance(p, RaggedShard | InterleavedShard) for p in tensor._spec.placements):
-        return digest
-    local = tensor._local_tensor
-    text = f"{digest} {tuple(local.shape)} {local.stride()}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

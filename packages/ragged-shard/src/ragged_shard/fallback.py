@@ -66,7 +66,7 @@ def strict(*, enabled: bool = True) -> Iterator[None]:
         _strict = before
 
 
-def note(spec: DTensorSpec, current: DTensorSpec) -> None:
+def record_fallback(spec: DTensorSpec, current: DTensorSpec) -> None:
     """Counts a redistribution if it is a fallback; called before anything is sent.
 
     Raises:

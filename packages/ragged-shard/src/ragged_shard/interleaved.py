@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard.seams import ensure_installed
+from ragged_shard.patch_points import ensure_installed
 
 
 class InterleavedShard(Placement):

@@ -2,7 +2,7 @@
 
 Each patch point is a function or method of torch's that asks "is there a placement of this
 package?" and takes this package's way if so; what holds none runs torch's code unchanged.
-tests/test_seams.py has a canary for each: what torch does, silently, without it.
+tests/test_patch_points.py has a canary for each: what torch does, silently, without it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._random import OffsetBasedRNGTracker
 from torch.distributed.tensor._sharding_prop import LocalLRUCache, ShardingPropagator
 
-from ragged_shard import (
-    _compat,
-    checkpoint,
-    gathered_handlers,
-    offsets,
-    placing,
-    propagation,
-    redistribute,
-    seams,
-)
+from ragged_shard import _compat, patch_points, random_regions
+from ragged_shard.dispatch import handlers, propagation
+from ragged_shard.dtensor import checkpoint, construction, local_tensor
+from ragged_shard.geometry.specs import any_custom
 from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.patch_points import Patches
 from ragged_shard.ragged import RaggedShard
-from ragged_shard.seams import Patches
-from ragged_shard.spec import any_ours
+from ragged_shard.redistribution import redistribute
 from ragged_shard.strided import StridedRaggedShard
 
 _lock = threading.RLock()
@@ -66,7 +60,7 @@ def install() -> None:
         TypeError: a version of torch that is not supported; nothing is replaced.
     """
     with _lock:
-        if seams.installed is not None:
+        if patch_points.installed is not None:
             return
         patches = Patches()
         try:
@@ -74,7 +68,7 @@ def install() -> None:
         except BaseException:
             patches.restore()
             raise
-        seams.installed = patches
+        patch_points.installed = patches
 
 
 def uninstall() -> None:
@@ -88,16 +82,16 @@ def uninstall() -> None:
             the same place of torch's since. Nothing is put back.
     """
     with _lock:
-        if seams.installed is None:
+        if patch_points.installed is None:
             return
         _refuse_tensors_in_use()
-        seams.installed.restore()
-        seams.installed = None
+        patch_points.installed.restore()
+        patch_points.installed = None
 
 
 def is_installed() -> bool:
     """Returns whether `install` is in effect."""
-    return seams.installed is not None
+    return patch_points.installed is not None
 
 
 def _apply(patches: Patches) -> None:
@@ -106,34 +100,34 @@ def _apply(patches: Patches) -> None:
     safe = torch.serialization.safe_globals([kind for kind in kinds if kind not in known])
     safe.__enter__()
     patches.undo_with("the safe globals", lambda: safe.__exit__(None, None, None))
-    patches.function(api.distribute_tensor, placing.distribute_tensor)
+    patches.function(api.distribute_tensor, construction.distribute_tensor)
     patches.function(
         redistribution.redistribute_local_tensor, redistribute.redistribute_local_tensor
     )
     patches.function(
-        utils._compute_local_shape_and_global_offset, offsets.local_shape_and_global_offset
+        utils._compute_local_shape_and_global_offset, local_tensor.local_shape_and_global_offset
     )
     patches.function(state_dict_utils._distribute_tensors, checkpoint.distribute_tensors)
-    patches.method(api._FromTorchTensor, "forward", placing.from_torch_tensor)
-    patches.method(api._ToTorchTensor, "backward", placing.to_local_backward)
+    patches.method(api._FromTorchTensor, "forward", construction.from_torch_tensor)
+    patches.method(api._ToTorchTensor, "backward", construction.to_local_backward)
     patches.method(redistribution.Redistribute, "backward", redistribute.redistribute_backward)
-    patches.method(OffsetBasedRNGTracker, "_distribute_region", placing.distribute_region)
+    patches.method(OffsetBasedRNGTracker, "_distribute_region", random_regions.distribute_region)
     patches.method(DTensor, "__create_write_items__", checkpoint.create_write_items)
     patches.method(DTensor, "__create_chunk_list__", checkpoint.create_chunk_list)
     patches.method(DTensor, "__get_tensor_shard__", checkpoint.get_tensor_shard)
     if hasattr(DTensor, "_stable_hash_for_caching"):  # 2.12 and later
-        patches.method(DTensor, "_stable_hash_for_caching", _compat.stable_hash)
+        patches.method(DTensor, "_stable_hash_for_caching", local_tensor.stable_hash)
     patches.method(
         ShardingPropagator, "propagate_op_sharding_non_cached", propagation.propagate_op_sharding
     )
     dispatcher = DTensor._op_dispatcher
-    patches.method(type(dispatcher), "unwrap_to_op_info", placing.unwrap_to_op_info)
+    patches.method(type(dispatcher), "unwrap_to_op_info", propagation.unwrap_to_op_info)
     propagator: Any = dispatcher.sharding_propagator
     cache = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
     patches.attribute(propagator, "propagate_op_sharding", cache)
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    for op, guarded in gathered_handlers.guarded(handlers).items():
-        patches.item(handlers, op, guarded)
+    table: dict[Any, Any] = dispatcher._custom_op_handlers
+    for op, guarded in handlers.guarded(table).items():
+        patches.item(table, op, guarded)
     _compat.clear_native_cache()
     patches.undo_with("torch's cache of decisions", _compat.clear_native_cache)
 
@@ -143,7 +137,7 @@ def _refuse_tensors_in_use() -> None:
     tensors = [
         each
         for each in gc.get_objects()
-        if issubclass(type(each), DTensor) and any_ours(each._spec.placements)
+        if issubclass(type(each), DTensor) and any_custom(each._spec.placements)
     ]
     if tensors:
         first = tensors[0]

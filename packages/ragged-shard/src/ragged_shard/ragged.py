@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard.seams import ensure_installed
+from ragged_shard.patch_points import ensure_installed
 
 
 class RaggedShard(Placement):

@@ -7,9 +7,13 @@ placement that it does not know, and calls `register`. Its regions take anything
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_shard.geometry.specs import any_custom
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.strided import StridedRaggedShard
@@ -40,3 +44,25 @@ def _interleaved(region: Any, placement: InterleavedShard, axis_size: int, axis_
         for index in range(placement.interleaves)
     )
     return region.select(placement.dim, *(piece for piece in pieces if piece))
+
+
+def distribute_region(
+    native: Callable[..., Any], tracker: object, spec: DTensorSpec, *args: Any, **kwargs: Any
+) -> Any:
+    """`OffsetBasedRNGTracker._distribute_region`, behind torch's random numbers for DTensors.
+
+    Raises:
+        RuntimeError: a placement of this package, for which torch would draw the numbers of a
+            replica on every rank.
+    """
+    if any_custom(spec.placements):
+        raise random_refused("torch.distributed.tensor", spec.placements)
+    return native(tracker, spec, *args, **kwargs)
+
+
+def random_refused(name: str, placements: Sequence[Placement]) -> RuntimeError:
+    """The error of drawing random numbers without dist-rng."""
+    return RuntimeError(
+        f"{name}: torch by itself cannot draw random numbers for placements {tuple(placements)}; "
+        f"install dist-rng and call dist_rng.install(), which draws what one device would"
+    )

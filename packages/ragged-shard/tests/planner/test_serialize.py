@@ -90,22 +90,22 @@ def without(name):
 
 BAD = [
     ("", "got no JSON"),
-    ("[1]", "got version None, wants 1"),
-    (without("version"), "got version None, wants 1"),
-    (changed(version=2), "got version 2, wants 1; plan again"),
+    ("[1]", "expected version 1, got None"),
+    (without("version"), "expected version 1, got None"),
+    (changed(version=2), "expected version 1, got 2; plan again"),
     (without("specs"), "a wrong field ('specs')"),
     (without("order"), "a wrong field ('order')"),
     (without("exact"), "missing 1 required positional argument: 'exact'"),
     (changed(colour=1), "unexpected keyword argument 'colour'"),
     (changed(starts=3), "a wrong field ("),
     (changed(specs=[{"name": "a"}]), "missing 1 required positional argument: 'numel'"),
-    (changed(specs=[{"name": "a", "numel": -1}]), "TensorSpec 'a' numel: got -1"),
-    (changed(starts=[0, 13]), "the boundary of shards at 9 cuts its block number 2"),
-    (changed(world_size="2"), "Layout world_size: got '2'"),
+    (changed(specs=[{"name": "a", "numel": -1}]), "TensorSpec 'a' numel: expected ...got -1"),
+    (changed(starts=[0, 13]), "got one at 9 inside block 2"),
+    (changed(world_size="2"), "Layout world_size: expected ...got '2'"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=[message for _, message in BAD])
 def test_bad_text_is_named(text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\.\.", ".*")):
         Layout.from_json(text)

@@ -33,26 +33,26 @@ def test_a_list_as_shape_becomes_a_tuple():
 
 
 BAD = [
-    ({"name": 3, "numel": 1}, "TensorSpec name: got 3"),
-    ({"numel": -1}, "'w' numel: got -1"),
-    ({"numel": 1.0}, "'w' numel: got 1.0 of type float"),
-    ({"numel": "8"}, "'w' numel: got '8' of type str"),
-    ({"numel": 2**63}, f"'w' numel: got {2**63}"),
-    ({"numel": 8, "block": 0}, "'w' block: got 0"),
-    ({"numel": 8, "block": -2}, "'w' block: got -2"),
-    ({"numel": 8, "block": 2.5}, "'w' block: got 2.5 of type float"),
-    ({"numel": 8, "block": 9}, "'w' block: got 9 for a tensor of 8 elements, wants at most 8"),
-    ({"numel": 0, "block": 0}, "'w' block: got 0"),
-    ({"numel": 6, "shape": (2, 2)}, "'w' shape: got (2, 2) of 4 elements, wants numel=6"),
-    ({"numel": 6, "shape": (-2, -3)}, "'w' shape: got -2"),
-    ({"numel": 6, "shape": (2, 3.0)}, "'w' shape: got 3.0"),
-    ({"numel": 6, "shape": 6}, "'w' shape: got 6, wants a tuple"),
+    ({"name": 3, "numel": 1}, "TensorSpec name: expected ...got 3"),
+    ({"numel": -1}, "'w' numel: expected ...got -1"),
+    ({"numel": 1.0}, "'w' numel: expected ...got 1.0 of type float"),
+    ({"numel": "8"}, "'w' numel: expected ...got '8' of type str"),
+    ({"numel": 2**63}, f"'w' numel: expected ...got {2**63}"),
+    ({"numel": 8, "block": 0}, "'w' block: expected ...got 0"),
+    ({"numel": 8, "block": -2}, "'w' block: expected ...got -2"),
+    ({"numel": 8, "block": 2.5}, "'w' block: expected ...got 2.5 of type float"),
+    ({"numel": 8, "block": 9}, "'w' block: expected at most 8... got 9"),
+    ({"numel": 0, "block": 0}, "'w' block: expected ...got 0"),
+    ({"numel": 6, "shape": (2, 2)}, "'w' shape: expected a shape of numel=6... got (2, 2) of 4"),
+    ({"numel": 6, "shape": (-2, -3)}, "'w' shape: expected ...got -2"),
+    ({"numel": 6, "shape": (2, 3.0)}, "'w' shape: expected ...got 3.0"),
+    ({"numel": 6, "shape": 6}, "'w' shape: expected a tuple... got 6"),
 ]
 
 
 @pytest.mark.parametrize(("values", "message"), BAD, ids=[message for _, message in BAD])
 def test_bad_values_are_named(values, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\.\.", ".*")):
         TensorSpec(**{"name": "w", **values})
 
 

@@ -27,44 +27,59 @@ def test_a_good_layout_passes():
 
 
 BROKEN = [
-    ({"starts": (2, 14, 11, 30)}, "tensor 2 ('c'): starts at 11, wants 14 or more, behind"),
-    ({"order": (2, 0, 1, 3)}, "tensor 0 ('a'): starts at 2, wants 29 or more, behind tensor 2"),
-    ({"starts": (2, 14, 20, 58)}, "tensor 3 ('d'): ends at 61, wants at most 60, the end of 3"),
-    ({"starts": (2, 14, 20, 31)}, "tensor 3 ('d'): starts at 31, wants a multiple of 2"),
-    ({"starts": (2, 13, 20, 30)}, "tensor 1 ('b'): starts at 13, wants a multiple of 2"),
+    (
+        {"starts": (2, 14, 11, 30)},
+        "tensor 2 ('c'): expected a start of 14 ...got 11",
+    ),
+    (
+        {"order": (2, 0, 1, 3)},
+        "tensor 0 ('a'): expected a start of 29 ...got 2",
+    ),
+    (
+        {"starts": (2, 14, 20, 58)},
+        "tensor 3 ('d'): expected an end of at most 60...got 61",
+    ),
+    (
+        {"starts": (2, 14, 20, 31)},
+        "tensor 3 ('d'): expected a start ... multiple of 2, got 31",
+    ),
+    (
+        {"starts": (2, 13, 20, 30)},
+        "tensor 1 ('b'): expected a start ... multiple of 2, got 13",
+    ),
     (
         {"starts": (2, 14, 16, 30)},
-        "tensor 2 ('c'): the boundary of shards at 20 cuts its block number 0, elements 16 to 25",
+        "tensor 2 ('c'): ...got one at 20 inside block 0, elements 16 to 25",
     ),
     (
         {"starts": (10, 20, 20, 30), "shard_size": 16, "world_size": 4},
-        "tensor 0 ('a'): the boundary of shards at 16 cuts its block number 1, elements 14 to 18",
+        "tensor 0 ('a'): ...got one at 16 inside block 1, elements 14 to 18",
     ),
     (
         {"shard_size": 11, "alignment": 1, "proved_lower_bound": 0},
-        "cuts its block number 2, elements 10 to 12 of the",
+        "inside block 2, elements 10 to 12 of the",
     ),
-    ({"starts": (2, 14, 20)}, "Layout starts: got 3, wants 4, one per spec"),
-    ({"starts": (2, 14, 20, -1)}, "Layout starts: got -1"),
-    ({"starts": (2, 14, 20, 30.0)}, "Layout starts: got 30.0 of type float"),
-    ({"order": (0, 1, 2)}, "Layout order: got (0, 1, 2), wants each of 0 to 3 once"),
-    ({"order": (0, 1, 2, 2)}, "Layout order: got (0, 1, 2, 2), wants each"),
-    ({"order": (0, 1, 2, "3")}, "Layout order: got '3' of type str"),
-    ({"shard_size": 21}, "Layout shard_size: got 21, wants a multiple of the alignment, 2"),
-    ({"shard_size": -2}, "Layout shard_size: got -2"),
-    ({"shard_size": 2**62}, f"Layout buffer_size: got {3 * 2**62}"),
-    ({"world_size": 0}, "Layout world_size: got 0"),
-    ({"alignment": 0}, "Layout alignment: got 0"),
-    ({"align_starts": 1}, "Layout align_starts: got 1, wants a bool"),
-    ({"exact": "no"}, "Layout exact: got 'no', wants a bool"),
-    ({"exact": True}, "Layout proved_lower_bound: got 12 with exact=True, wants"),
-    ({"proved_lower_bound": 22}, "Layout proved_lower_bound: got 22 with exact=False"),
+    ({"starts": (2, 14, 20)}, "Layout starts: expected 4, one per spec... got 3"),
+    ({"starts": (2, 14, 20, -1)}, "Layout starts: expected ...got -1"),
+    ({"starts": (2, 14, 20, 30.0)}, "Layout starts: expected ...got 30.0 of type float"),
+    ({"order": (0, 1, 2)}, "Layout order: expected each of 0 to 3 once... got (0, 1, 2)"),
+    ({"order": (0, 1, 2, 2)}, "Layout order: expected each... got (0, 1, 2, 2)"),
+    ({"order": (0, 1, 2, "3")}, "Layout order: expected ...got '3' of type str"),
+    ({"shard_size": 21}, "Layout shard_size: expected a multiple of the alignment, 2... got 21"),
+    ({"shard_size": -2}, "Layout shard_size: expected ...got -2"),
+    ({"shard_size": 2**62}, f"Layout buffer_size: expected ...got {3 * 2**62}"),
+    ({"world_size": 0}, "Layout world_size: expected ...got 0"),
+    ({"alignment": 0}, "Layout alignment: expected ...got 0"),
+    ({"align_starts": 1}, "Layout align_starts: expected a bool... got 1"),
+    ({"exact": "no"}, "Layout exact: expected a bool... got 'no'"),
+    ({"exact": True}, "Layout proved_lower_bound: expected ...got 12 with exact=True"),
+    ({"proved_lower_bound": 22}, "Layout proved_lower_bound: expected ...got 22 with exact=False"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_a_broken_layout_is_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\.\.", ".*")):
         verify(replace(GOOD, **changes))
 
 
@@ -78,7 +93,7 @@ def test_a_boundary_behind_the_first_is_looked_at_too():
         world_size=5,
         proved_lower_bound=8,
     )
-    with pytest.raises(ValueError, match="boundary of shards at 20 cuts its block number 3"):
+    with pytest.raises(ValueError, match="got one at 20 inside block 3"):
         verify(layout)
 
 

@@ -2,7 +2,7 @@
 # arguments: solve.py does.
 from collections.abc import Sequence
 
-class Found:
+class SearchResult:
     @property
     def any(self) -> bool: ...
     @property
@@ -16,7 +16,7 @@ class Found:
 
 def search(
     numels: Sequence[int], blocks: Sequence[int], ranks: int, step: int, most_nodes: int
-) -> Found: ...
+) -> SearchResult: ...
 
 # Empty if the tensors do not fit.
 def arrange(numels: Sequence[int], blocks: Sequence[int], ranks: int, shard: int) -> list[int]: ...

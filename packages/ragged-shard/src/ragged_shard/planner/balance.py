@@ -1,4 +1,4 @@
-"""Which rank gets which shard of a layout, where ranks have work to do for what they hold."""
+"""Assigns the shards of a layout to ranks, where holding a tensor makes its rank work."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,22 +8,22 @@ from ragged_shard.planner.spec import check_size
 
 
 def balance(layout: Layout, work: Sequence[int], busy: Sequence[int]) -> Layout:
-    """Hand whole shards to other ranks, so that the busiest rank has as little work as can be.
+    """Moves whole shards to other ranks, so that the busiest rank has as little work as possible.
 
-    A model has many groups, and the planner lays out one at a time: if all of them gave rank 0 the
-    largest tensor, it would do the work of all the largest. Shards that share a tensor with a
-    neighbour stay where they are; of the others, the one with most work goes to the rank that is
-    least busy, and so on. That is best for this layout; the shard's size and padding stay.
+    A model has many groups, and the planner lays out one at a time: if every layout gave rank 0
+    its largest tensor, rank 0 would do the work of all the largest. Shards that share a tensor
+    with a neighbour keep their ranks; of the others, the one with most work goes to the rank that
+    is least busy, and so on. That is optimal for this layout; the shard's size and padding stay.
 
     Args:
         layout: of a group.
-        work: for each tensor, in the order of ``layout.specs``, what holding it makes a rank do,
-            in any unit. Only what one rank holds whole counts.
-        busy: what each rank does for other groups, in the same unit.
+        work: for each tensor, in the order of ``layout.specs``, the work that holding it means for
+            a rank, in any unit. Only tensors that one rank holds entirely count.
+        busy: the work of each rank for other groups, in the same unit.
 
     Returns:
-        A layout of the same shards in another order, or the same one if none is better.
-        ``exact`` and ``proved_lower_bound`` say of its order only what holds for all orders.
+        A layout of the same shards in another order, or the same one if none is better. Its
+        ``exact`` and ``proved_lower_bound`` state only what holds for all orders.
 
     Raises:
         ValueError: another number of tensors or ranks, or amounts that are negative or no integers.
@@ -47,7 +47,7 @@ def balance(layout: Layout, work: Sequence[int], busy: Sequence[int]) -> Layout:
 
 
 def work_of_shards(layout: Layout, work: Sequence[int]) -> list[int]:
-    """The work of each rank's shard: of the tensors that it holds whole."""
+    """Returns the work of each rank's shard: that of the tensors it holds entirely."""
     shards = [0] * layout.world_size
     for i, amount in enumerate(work):
         if len(owners := layout.owners(i)) == 1:
@@ -56,7 +56,7 @@ def work_of_shards(layout: Layout, work: Sequence[int]) -> list[int]:
 
 
 def _moved(layout: Layout, target: dict[int, int]) -> Layout:
-    """The layout with shards at other places; tensors without elements come first."""
+    """The layout with shards on other ranks; tensors without elements come first."""
     starts = []
     for i, start in enumerate(layout.starts):
         owners = layout.owners(i)
@@ -75,6 +75,6 @@ def _moved(layout: Layout, target: dict[int, int]) -> Layout:
 
 def _check(what: str, amounts: Sequence[int], count: int, of: str) -> None:
     if len(amounts) != count:
-        raise ValueError(f"{what}: got {len(amounts)} amounts, wants {count}, one per {of}")
+        raise ValueError(f"{what}: expected {count} amounts, one per {of}, got {len(amounts)}")
     for amount in amounts:
         check_size(what, amount, least=0)

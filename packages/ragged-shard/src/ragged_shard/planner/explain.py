@@ -1,27 +1,31 @@
-"""A layout's padding in plain sentences: how much, where, and which block asks for it."""
+"""Explains the padding of a layout: how much there is, where, and which block causes it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ragged_shard.planner.in_order import Group, blocks_of, plan_in_order
-from ragged_shard.planner.layout import Layout
-from ragged_shard.planner.steps import least_in_any_order
+from ragged_shard.planner.buffer import BufferMap
+from ragged_shard.planner.solver.search import (
+    PlanRequest,
+    blocked_tensors,
+    least_in_any_order,
+    solve_in_order,
+)
 
-#: Block sizes that are loosened to see what they cost: those of most elements.
+#: The number of block sizes whose cost is computed: those with most elements.
 MOST_BLOCKS = 8
-#: Gaps that are named.
+#: The number of gaps that are named.
 MOST_GAPS = 3
-#: A search with loosened blocks only illustrates; it may give up early.
+#: A search with smaller blocks only illustrates, so it may give up early.
 NODE_LIMIT = 1_000
 
 
-def explain(layout: Layout) -> str:
-    """Return some sentences, a line each; see ``Layout.explain``."""
+def explain(layout: BufferMap) -> str:
+    """Returns some sentences, a line each; see ``Layout.explain``."""
     parts = (_sizes, _bounds, _large, _costs, _gaps)
     return "\n".join(line for part in parts for line in part(layout))
 
 
-def _sizes(layout: Layout) -> Iterator[str]:
+def _sizes(layout: BufferMap) -> Iterator[str]:
     yield (
         f"{_count(len(layout.specs), 'tensor')} with {_count(layout.total, 'element')} in "
         f"{_count(layout.world_size, 'shard')} of {layout.shard_size:,}; "
@@ -30,7 +34,7 @@ def _sizes(layout: Layout) -> Iterator[str]:
     )
 
 
-def _bounds(layout: Layout) -> Iterator[str]:
+def _bounds(layout: BufferMap) -> Iterator[str]:
     if layout.shard_size == layout.lower_bound:
         yield "No shard can be smaller: the tensors alone need as much."
         return
@@ -41,29 +45,31 @@ def _bounds(layout: Layout) -> Iterator[str]:
     )
     if not layout.exact:
         yield (
-            "The search gave up at its node limit: the smallest shard for this order lies between "
+            "The search gave up at its node limit: the smallest shard for this order is between "
             f"{layout.proved_lower_bound:,} and {layout.shard_size:,}."
         )
         return
-    group = _group(layout)
-    least = least_in_any_order(blocks_of(group, layout.order), layout.world_size, layout.alignment)
+    request = _request(layout)
+    least = least_in_any_order(
+        blocked_tensors(request, layout.order), layout.world_size, layout.alignment
+    )
     if least == layout.shard_size:
         yield "No order of the tensors allows a smaller shard."
     else:
         yield (
-            "No smaller shard is possible in this order of the tensors; another order might do "
-            f"with less, but none with less than {least:,}."
+            "No smaller shard is possible in this order of the tensors; another order might "
+            f"need less, but none less than {least:,}."
         )
 
 
-def _large(layout: Layout) -> Iterator[str]:
-    """Name the tensor of the largest block whose multiple the shard has to be."""
-    cut_twice = [i for i in layout.order if layout.specs[i].block > 1 and len(layout.owners(i)) > 2]
-    if not cut_twice or layout.shard_size == layout.lower_bound:
+def _large(layout: BufferMap) -> Iterator[str]:
+    """Names the tensor of the largest block of which the shard must be a multiple."""
+    spread = [i for i in layout.order if layout.specs[i].block > 1 and len(layout.owners(i)) > 2]
+    if not spread or layout.shard_size == layout.lower_bound:
         return
-    i = max(cut_twice, key=lambda i: layout.specs[i].block)
+    i = max(spread, key=lambda i: layout.specs[i].block)
     block = layout.specs[i].block
-    others = len({layout.specs[i].block for i in cut_twice}) - 1
+    others = len({layout.specs[i].block for i in spread}) - 1
     also = f", and of {_count(others, 'other block size')}" if others else ""
     yield (
         f"{_name(layout, i)} is spread over {len(layout.owners(i)):,} shards, so the shard must be "
@@ -71,11 +77,11 @@ def _large(layout: Layout) -> Iterator[str]:
     )
 
 
-def _costs(layout: Layout) -> Iterator[str]:
-    """Say which block size, or the alignment, costs most: by planning without it."""
+def _costs(layout: BufferMap) -> Iterator[str]:
+    """Names the block size, or the alignment, that costs most, by planning without it."""
     if layout.shard_size == layout.lower_bound:
         return
-    group = _group(layout)
+    request = _request(layout)
     elements: dict[int, int] = {}
     for spec in layout.specs:
         if spec.block > 1 and spec.numel:
@@ -86,10 +92,10 @@ def _costs(layout: Layout) -> Iterator[str]:
         specs = tuple(
             replace(spec, block=1) if spec.block == block else spec for spec in layout.specs
         )
-        shards[block] = plan_in_order(replace(group, specs=specs), layout.order).shard_size
+        shards[block] = solve_in_order(replace(request, specs=specs), layout.order).shard_size
     if layout.alignment > 1:
-        free = replace(group, alignment=1, align_starts=False)
-        size = plan_in_order(free, layout.order).shard_size
+        free = replace(request, alignment=1, align_starts=False)
+        size = solve_in_order(free, layout.order).shard_size
         if size < min(shards.values(), default=layout.shard_size):
             yield (
                 f"The alignment costs most: without it the shard would have {size:,} elements, "
@@ -100,7 +106,7 @@ def _costs(layout: Layout) -> Iterator[str]:
         return
     block = min(shards, key=lambda block: (shards[block], -block))
     if shards[block] >= layout.shard_size:
-        yield "No single block size forces this: with any one of them at 1, others ask for as much."
+        yield "No single block size forces this: with any one of them at 1, others need as much."
         return
     of_block = [i for i in layout.order if layout.specs[i].block == block and layout.specs[i].numel]
     more = f" and {_count(len(of_block) - 1, 'more tensor')}" if len(of_block) > 1 else ""
@@ -111,8 +117,8 @@ def _costs(layout: Layout) -> Iterator[str]:
     )
 
 
-def _gaps(layout: Layout) -> Iterator[str]:
-    """Say where the padding lies."""
+def _gaps(layout: BufferMap) -> Iterator[str]:
+    """Locates the padding."""
     if not layout.padding:
         return
     before = {layout.starts[i]: i for i in layout.order if layout.specs[i].numel}
@@ -121,12 +127,12 @@ def _gaps(layout: Layout) -> Iterator[str]:
         (gap for gap in gaps if gap.stop in before), key=lambda gap: (-gap.size, gap.start)
     )
     if not inner:
-        yield "All of the padding lies behind the last tensor."
+        yield "All of the padding is after the last tensor."
         return
     between = sum(gap.size for gap in inner)
     yield (
         f"{_count(between, 'element')} of padding in {_count(len(inner), 'gap')} before "
-        f"tensors, {layout.padding - between:,} behind the last one."
+        f"tensors, {layout.padding - between:,} after the last one."
     )
     for gap in inner[:MOST_GAPS]:
         i = before[gap.stop]
@@ -136,26 +142,28 @@ def _gaps(layout: Layout) -> Iterator[str]:
             why = f"its start is aligned to {layout.alignment:,}"
         elif gap.stop % layout.shard_size == 0:
             shard = gap.stop // layout.shard_size - 1
-            why = f"it cannot begin in what is left of shard {shard:,}"
+            why = f"it cannot start in what is left of shard {shard:,}"
         else:
             boundary = gap.stop // layout.shard_size + 1
-            why = f"shard {boundary:,} then begins between two of its blocks"
-        yield f"{what} waits {_count(gap.size, 'element')}: {why}."
+            why = f"shard {boundary:,} then starts between two of its blocks"
+        yield f"{what} has {_count(gap.size, 'element')} of padding before it: {why}."
 
 
-def _group(layout: Layout) -> Group:
-    return Group(layout.specs, layout.world_size, layout.alignment, layout.align_starts, NODE_LIMIT)
+def _request(layout: BufferMap) -> PlanRequest:
+    return PlanRequest(
+        layout.specs, layout.world_size, layout.alignment, layout.align_starts, NODE_LIMIT
+    )
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _name(layout: Layout, i: int) -> str:
+def _name(layout: BufferMap, i: int) -> str:
     return repr(layout.specs[i].name)
 
 
-def _padding(layout: Layout, shard: int) -> str:
+def _padding(layout: BufferMap, shard: int) -> str:
     ratio = (shard * layout.world_size - layout.total) / layout.total
     return _percent(ratio)
 

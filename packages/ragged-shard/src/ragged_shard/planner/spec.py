@@ -1,4 +1,4 @@
-"""What the planner is told of a tensor: its size, and the blocks that no shard may cut."""
+"""``TensorSpec``: a tensor's size, and the blocks that no shard boundary may split."""
 
 import operator
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class TensorSpec:
     """One tensor of a group.
 
     Attributes:
-        name: what errors and explanations call it; names need not differ.
-        numel: number of elements; may be 0.
+        name: used by errors and explanations; names need not differ.
+        numel: the number of elements; may be 0.
         block: elements of a block, the run of the flattened storage that stays on one rank.
             Blocks are counted from the tensor's first element, and the last one may be shorter.
-            1 lets a boundary fall anywhere; ``numel`` gives the whole tensor to one owner.
+            1 allows a boundary anywhere; ``numel`` gives the whole tensor to one owner.
         shape: the tensor's shape, where there is one; the order "shape" sorts by it.
 
     Raises:
@@ -32,50 +32,51 @@ class TensorSpec:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, and make sizes plain ints and the shape a plain tuple."""
+        """Validates the values, and converts sizes to plain ints and the shape to a tuple."""
         if not isinstance(self.name, str):
-            raise ValueError(f"TensorSpec name: got {self.name!r}, wants a string")
+            raise ValueError(f"TensorSpec name: expected a string, got {self.name!r}")
         who = f"TensorSpec {self.name!r}"
         for name, least in (("numel", 0), ("block", 1)):
-            given = getattr(self, name)
-            size = check_size(f"{who} {name}", given, least=least)
-            if size is not given:
+            value = getattr(self, name)
+            size = check_size(f"{who} {name}", value, least=least)
+            if size is not value:
                 object.__setattr__(self, name, size)
         if self.block > self.numel > 0:
             raise ValueError(
-                f"{who} block: got {self.block} for a tensor of {self.numel} elements, wants at "
-                f"most {self.numel}; pass min(block, numel)"
+                f"{who} block: expected at most {self.numel}, the elements of the tensor, got "
+                f"{self.block}; pass min(block, numel)"
             )
         if self.shape is None:
             return
         if not isinstance(self.shape, tuple | list):
-            raise ValueError(f"{who} shape: got {self.shape!r}, wants a tuple of integers")
+            raise ValueError(f"{who} shape: expected a tuple of integers, got {self.shape!r}")
         shape = tuple(check_size(f"{who} shape", size, least=0) for size in self.shape)
         if prod(shape) != self.numel:
             raise ValueError(
-                f"{who} shape: got {shape} of {prod(shape)} elements, wants "
-                f"numel={self.numel} of them"
+                f"{who} shape: expected a shape of numel={self.numel} elements, got {shape} of "
+                f"{prod(shape)}"
             )
         object.__setattr__(self, "shape", shape)
 
 
 def check_size(what: str, value: int, *, least: int) -> int:
-    """Return ``value`` as an int if it is an integer between ``least`` and the largest int64.
+    """Returns ``value`` as an int if it is an integer between ``least`` and the largest int64.
 
     Args:
         what: names the value in the error.
-        value: what has ``__index__`` is an integer, and a float is none.
-        least: the smallest value that is right.
+        value: anything with ``__index__`` is an integer; a float is not.
+        least: the smallest value allowed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not such an integer.
     """
     try:
         size: int = operator.index(value)
     except TypeError:
         raise ValueError(
-            f"{what}: got {value!r} of type {type(value).__name__}, wants an integer; pass int(..)"
+            f"{what}: expected an integer, got {value!r} of type {type(value).__name__}; pass "
+            f"int(..)"
         ) from None
     if not least <= size <= MOST_ELEMENTS:
-        raise ValueError(f"{what}: got {size}, wants {least} to 2**63 - 1")
+        raise ValueError(f"{what}: expected {least} to 2**63 - 1, got {size}")
     return size

@@ -1,0 +1,1 @@
+"""Decides what operators do to the placements of this package."""

@@ -1,0 +1,1 @@
+"""One rule per kind of operator: which placements of its inputs give which outputs."""

@@ -1,0 +1,252 @@
+"""Operators on interleaved inputs: what is true of a Shard is true of it, where order is no matter.
+
+An interleaved shard holds other rows than a Shard of the same dim, but as many (where its chunks
+are cut evenly). An operator that treats the rows alike does to it what it does to a Shard, so stock
+is asked about a Shard. Operators that care which rows they are (views, splits) have rules here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from ragged_shard.dispatch.operator_call import (
+    AxisDecision,
+    AxisPlacement,
+    AxisRule,
+    OperatorCall,
+    TensorOperand,
+)
+from ragged_shard.dispatch.rules.interleaved_views import interleaved_placement, join, split, view
+from ragged_shard.geometry.specs import tensor_meta_of
+from ragged_shard.interleaved import InterleavedShard
+
+_LIKE = frozenset(
+    {
+        "_fused_rms_norm",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "alias",
+        "amax",
+        "amin",
+        "clone",
+        "contiguous",
+        "detach",
+        "empty_like",
+        "expand",
+        "full_like",
+        "lift_fresh",
+        "linalg_vector_norm",
+        "mean",
+        "native_layer_norm",
+        "norm",
+        "ones_like",
+        "permute",
+        "prod",
+        "squeeze",
+        "sum",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "zeros_like",
+    }
+)
+_POINTWISE = frozenset({"copy_", "equal", "fill_", "masked_fill", "masked_fill_", "where", "zero_"})
+
+
+#: Of those, the ones that need as many rows on every rank: local sizes, means, empty shards.
+_EVEN = frozenset(
+    {
+        "amax",
+        "amin",
+        "expand",
+        "linalg_vector_norm",
+        "mean",
+        "norm",
+    }
+)
+
+
+def rule_for(call: OperatorCall) -> AxisRule | None:
+    """The rule of an operator for interleaved inputs, or None."""
+    if call.op.namespace != "aten":
+        return None
+    name = call.op._schema.name.removeprefix("aten::")
+    if name == "cat":
+        return join
+    if name in ("view", "_unsafe_view", "reshape"):
+        return view
+    if _all_of_one_chunk(call):
+        return as_shard
+    if name in ("split", "split_with_sizes"):
+        return split
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        return product
+    if name in _LIKE:
+        return like
+    if name in ("_foreach_max", "_foreach_norm"):
+        return reduced_lists
+    if name.startswith(("_foreach_", "_fused_")):
+        return elementwise_lists
+    if name in _POINTWISE or torch.Tag.pointwise in call.op.tags:
+        return elementwise
+    return None
+
+
+def as_shard(call: OperatorCall) -> AxisDecision:
+    """Any operator where every interleaved input has one chunk, and so holds what a Shard does.
+
+    Stock decides everything; its shards are called interleaved ones again, for `join`.
+    """
+    inputs = tuple(interleaved_placement(operand.spec) for operand in call.operands)
+    lead = next(on_axis for on_axis in inputs if on_axis is not None)
+    return AxisDecision(inputs, (lead,), as_shard=True)
+
+
+def like(call: OperatorCall) -> AxisDecision | None:
+    """One or more inputs of which only the first is interleaved."""
+    found = [interleaved_placement(operand.spec) for operand in call.operands]
+    if found[0] is None:
+        return None
+    uneven = not _even(call.operands[0], found[0])
+    if uneven and call.op._schema.name.removeprefix("aten::") in _EVEN:
+        return None
+    if any(other is not None for other in found[1:]) and call.operands[0].item is None:
+        return None
+    axis = found[0].axis
+    inputs = tuple(on_axis or AxisPlacement(axis, Replicate()) for on_axis in found)
+    return AxisDecision(inputs, (found[0],), as_shard=True) if _one_kind(found) else None
+
+
+def elementwise(call: OperatorCall) -> AxisDecision | None:
+    """One tensor out: every operand cut as the interleaved one along the same dim."""
+    lead = call.operands[0]
+    if not call.in_place:
+        candidates = [o for o in call.operands if interleaved_placement(o.spec) is not None]
+        lead = max(candidates, key=lambda operand: operand.spec.ndim)
+    on_axis = interleaved_placement(lead.spec)
+    if on_axis is None:
+        return AxisDecision((None,) * len(call.operands), (None,))
+    placed = tuple(_beside(operand, lead, on_axis) for operand in call.operands)
+    return None if None in placed else AxisDecision(placed, (on_axis,), as_shard=True)
+
+
+def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
+    """`_foreach_*` and `_fused_*`: index by index, after the first list."""
+    leads = [operand for operand in call.operands if operand.argument == 0]
+    inputs: list[AxisPlacement | None] = []
+    for operand in call.operands:
+        lead = leads[operand.item or 0]
+        on_axis = interleaved_placement(lead.spec)
+        if on_axis is None:
+            inputs.append(None)
+            continue
+        placed = _beside(operand, lead, on_axis)
+        if placed is None:
+            return None
+        inputs.append(placed)
+    outputs = tuple(interleaved_placement(lead.spec) for lead in leads)
+    return AxisDecision(tuple(inputs), outputs, as_shard=True)
+
+
+def reduced_lists(call: OperatorCall) -> AxisDecision | None:
+    """`_foreach_norm` and `_foreach_max`: index by index, where no rank has less than another."""
+    found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
+    if not all(on_axis is None or _even(operand, on_axis) for operand, on_axis in found):
+        return None
+    return elementwise_lists(call)
+
+
+def product(call: OperatorCall) -> AxisDecision | None:
+    """Matrix products: rows or columns stay interleaved, a contraction needs both sides alike."""
+    *addends, left, right = call.operands
+    on_left, on_right = interleaved_placement(left.spec), interleaved_placement(right.spec)
+    contracted = left.spec.ndim - 1, right.spec.ndim - 2
+    if on_left is not None and _dim(on_left) == contracted[0]:
+        on_right = _with_dim(on_left, contracted[1])
+    elif on_right is not None and _dim(on_right) == contracted[1]:
+        on_left = _with_dim(on_right, contracted[0])
+    elif left.spec.ndim == 3 and _batch_is_cut(on_left, on_right):
+        on_left = on_right = on_left or on_right
+    elif on_left is not None and on_right is not None:
+        return None  # rows and columns on one axis
+    lead = on_left or on_right
+    if lead is None:
+        return None
+    replicated = AxisPlacement(lead.axis, Replicate())
+    inputs = [_addend(operand, left, lead, replicated, contracted) for operand in addends]
+    inputs += [on_left or replicated, on_right or replicated]
+    return None if None in inputs else AxisDecision(tuple(inputs), (lead,), as_shard=True)
+
+
+def _batch_is_cut(left: AxisPlacement | None, right: AxisPlacement | None) -> bool:
+    """Whether the first dim is interleaved, in both operands alike if in both."""
+    found = [on_axis for on_axis in (left, right) if on_axis is not None]
+    return all(on_axis == found[0] and _dim(on_axis) == 0 for on_axis in found) and bool(found)
+
+
+def _addend(
+    operand: TensorOperand,
+    left: TensorOperand,
+    lead: AxisPlacement,
+    replicated: AxisPlacement,
+    contracted: tuple[int, int],
+) -> AxisPlacement | None:
+    """How the addend of `addmm` is placed: as the result, where a dim of it is interleaved."""
+    dim, ndim = _dim(lead), left.spec.ndim
+    if dim == contracted[0] and lead == interleaved_placement(left.spec):
+        return None  # stock would have to add it once only
+    aligned = dim - ndim + operand.spec.ndim
+    if aligned < 0 or operand.shape[aligned] == 1:
+        return replicated
+    return _with_dim(lead, aligned)
+
+
+def _all_of_one_chunk(call: OperatorCall) -> bool:
+    return all(
+        placement.interleaves == 1
+        for spec in call.specs
+        for placement in spec.placements
+        if isinstance(placement, InterleavedShard)
+    )
+
+
+def _beside(
+    operand: TensorOperand, lead: TensorOperand, on_axis: AxisPlacement
+) -> AxisPlacement | None:
+    dim = _dim(on_axis)
+    if tuple(operand.shape) == tuple(lead.shape):
+        return on_axis
+    if operand.spec.ndim > lead.spec.ndim:
+        return None
+    aligned = dim - lead.spec.ndim + operand.spec.ndim
+    if aligned < 0 or operand.shape[aligned] == 1:
+        return AxisPlacement(on_axis.axis, Replicate())
+    return _with_dim(on_axis, aligned)
+
+
+def _even(operand: TensorOperand, on_axis: AxisPlacement) -> bool:
+    placement = on_axis.placement
+    assert isinstance(placement, InterleavedShard)
+    return (
+        placement.chunk(tensor_meta_of(operand.spec).shape) % operand.spec.mesh.size(on_axis.axis)
+        == 0
+    )
+
+
+def _one_kind(found: list[AxisPlacement | None]) -> bool:
+    kinds = {
+        f.placement.interleaves for f in found if f and isinstance(f.placement, InterleavedShard)
+    }
+    return len(kinds) == 1
+
+
+def _dim(on_axis: AxisPlacement) -> int:
+    assert isinstance(on_axis.placement, InterleavedShard)
+    return on_axis.placement.dim
+
+
+def _with_dim(on_axis: AxisPlacement, dim: int) -> AxisPlacement:
+    assert isinstance(on_axis.placement, InterleavedShard)
+    return AxisPlacement(on_axis.axis, InterleavedShard(dim, on_axis.placement.interleaves))

@@ -1,0 +1,1 @@
+"""Constructs, describes and checkpoints DTensors with the placements of this package."""

@@ -1,0 +1,105 @@
+"""The part of a tensor that a rank holds as one box: torch's call about local shape and offset.
+
+A ragged shard of whole rows, ``dims=(0,)``, is a box, and so is an owned tensor, ``dims=()``; a run
+of elements and interleaved chunks are several boxes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ragged_shard.geometry.specs import Placements, any_custom, is_custom
+from ragged_shard.geometry.stored_boxes import normalized
+from ragged_shard.geometry.validation import check_fit
+from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.ragged import RaggedShard
+
+
+def local_shape_and_global_offset(
+    native: Callable[..., Any],
+    global_shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    my_coordinate: Any,
+    placements: Sequence[Placement],
+    skip_offset: bool = False,
+) -> Any:
+    """`torch.distributed.tensor._utils._compute_local_shape_and_global_offset`.
+
+    Args:
+        native: torch's own function.
+        global_shape: of the tensor.
+        mesh_shape: size of each axis.
+        my_coordinate: one index per axis, or a function from an axis to the index.
+        placements: one per axis.
+        skip_offset: return ``()`` for the offset, which is then answered for every placement.
+
+    Returns:
+        The shape of the local tensor, and the offset of its first element in the global tensor. An
+        empty ragged shard is where its rows would begin.
+
+    Raises:
+        ValueError: the placements do not fit; the local tensor is not one box of the global one.
+    """
+    if not any_custom(placements):
+        return native(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+    shape, sizes = tuple(global_shape), tuple(mesh_shape)
+    at = my_coordinate if callable(my_coordinate) else my_coordinate.__getitem__
+    placements = tuple(normalized(placement, len(shape)) for placement in placements)
+    check_fit(shape, sizes, placements)
+    if not skip_offset and not _is_one_box(shape, placements):
+        raise ValueError(
+            f"compute_local_shape_and_global_offset: expected placements under which a rank holds "
+            f"one box of the tensor, got {placements} of shape {shape}, which may be several; use "
+            f"DTensor.__create_chunk_list__() for the boxes, or skip_offset=True for the local "
+            f"shape alone"
+        )
+    below = tuple(_below(placement) for placement in placements)
+    local, offset = native(shape, sizes, my_coordinate, below, skip_offset)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, InterleavedShard) and placement.interleaves > 1:
+            local = placement.local_shape(local, sizes[axis], at(axis))
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):  # on top of all others, and one at most
+            if not skip_offset:
+                offset = (offset[0] + placement.first_row(local, at(axis)), *offset[1:])
+            local = placement.local_shape(local, at(axis))
+    return local, offset
+
+
+def _below(placement: Placement) -> Placement:
+    """The placement as torch knows it: under a ragged one, or without the interleaving."""
+    if isinstance(placement, InterleavedShard) and placement.interleaves == 1:
+        return Shard(placement.dim)
+    return Replicate() if is_custom(placement) else placement
+
+
+def _is_one_box(shape: tuple[int, ...], placements: Placements) -> bool:
+    """Whether every rank's local tensor is one box: the same decision on all ranks."""
+    for placement in placements:
+        if isinstance(placement, RaggedShard) and (len(placement.dims) > 1 or not shape):
+            return False
+        if isinstance(placement, InterleavedShard) and placement.interleaves > 1:
+            return False
+        if isinstance(placement, _StridedShard):
+            return False
+    return True
+
+
+def stable_hash(native: Callable[[DTensor], str], tensor: DTensor) -> str:
+    """`DTensor._stable_hash_for_caching` (2.12 and later), with the local shape and strides.
+
+    torch.compile's cache takes two tensors with one hash for one: with ragged shards they may
+    differ in what each rank holds, and a warm cache then fails on sizes. (Stock's uneven Shard has
+    that bug too, and is left to torch.)
+    """
+    digest = native(tensor)
+    if not any_custom(tensor._spec.placements):
+        return digest
+    local = tensor._local_tensor
+    text = f"{digest} {tuple(local.shape)} {local.stride()}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,153 @@
+"""Questions about the placements of a spec: which are ours, what they cut, what shape is local."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ragged_shard import _compat
+from ragged_shard.geometry.stored_boxes import local_lengths
+from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.ragged import RaggedShard
+
+Placements = tuple[Placement, ...]
+
+
+def is_custom(placement: Placement) -> TypeGuard[RaggedShard | InterleavedShard]:
+    """Whether stock torch does not know this placement."""
+    return isinstance(placement, RaggedShard | InterleavedShard)
+
+
+def any_custom(placements: Sequence[Placement]) -> bool:
+    """Whether stock torch does not know one of these placements."""
+    for placement in placements:  # noqa: SIM110 - on the path of every stock redistribution
+        if isinstance(placement, RaggedShard | InterleavedShard):
+            return True
+    return False
+
+
+def ragged_axis(placements: Sequence[Placement]) -> int | None:
+    """The mesh axis with a ragged placement, or None."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            return axis
+    return None
+
+
+def replace_axis(placements: Sequence[Placement], axis: int, placement: Placement) -> Placements:
+    """The placements with another one on an axis."""
+    return (*placements[:axis], placement, *placements[axis + 1 :])
+
+
+def with_placements(
+    spec: DTensorSpec, placements: Placements, tensor_meta: TensorMeta | None = None
+) -> DTensorSpec:
+    """A spec on the same mesh, of the same tensor unless another meta is given."""
+    return _compat.make_spec(spec, placements, tensor_meta or tensor_meta_of(spec))
+
+
+def tensor_meta_of(spec: DTensorSpec) -> TensorMeta:
+    """The shape, stride and dtype of a spec, which every spec that reaches us has."""
+    assert spec.tensor_meta is not None, f"{spec} has no tensor_meta"
+    return spec.tensor_meta
+
+
+def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> tuple[int, ...]:
+    """The shape of this rank's local tensor, for any placements.
+
+    Args:
+        shape: of the global tensor.
+        mesh: of any number of axes; a rank that is not part of it has ``(0,)``, as in torch.
+        placements: one per axis.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return (0,)
+    return local_shape_at(tuple(shape), tuple(mesh.shape), tuple(coordinate), placements)
+
+
+def local_shape_at(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: Placements,
+) -> tuple[int, ...]:
+    """The shape of the local tensor at a coordinate of a mesh, which need not exist.
+
+    What is cached by these arguments keeps no mesh, and so no process group, alive.
+
+    Args:
+        shape: of the global tensor.
+        mesh_shape: size of each axis.
+        coordinate: index on each axis.
+        placements: one per axis.
+    """
+    axis = ragged_axis(placements)
+    if axis is not None:
+        ragged = placements[axis]
+        assert isinstance(ragged, RaggedShard)
+        below = replace_axis(placements, axis, Replicate())
+        return ragged.local_shape(
+            local_shape_at(shape, mesh_shape, coordinate, below), coordinate[axis]
+        )
+    native = tuple(Replicate() if is_custom(p) else p for p in placements)
+    result = _compat.native_local_shape(shape, mesh_shape, coordinate, native)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, InterleavedShard):
+            result = placement.local_shape(result, mesh_shape[axis], coordinate[axis])
+    return result
+
+
+def even_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...] | None:
+    """The shape of the local tensor of every rank; None where it differs between ranks.
+
+    All ranks get the same decision, without a process group: what they can plan by.
+
+    Args:
+        shape: of the global tensor, which the placements fit.
+        mesh_shape: size of each axis.
+        placements: one per axis, stock or ours, none of them ragged.
+
+    Raises:
+        ValueError: a ragged placement, whose units are of what the others leave.
+    """
+    sizes = list(shape)
+    for axis_size, placement in zip(mesh_shape, placements, strict=True):
+        if isinstance(placement, RaggedShard):
+            raise ValueError(
+                f"even_shape: {placement!r} among {tuple(placements)}; wants the placements that "
+                f"leave its base, Replicate in its place"
+            )
+        dim = dim_of(placement)
+        if dim is not None:
+            lengths = local_lengths(placement, sizes[dim], axis_size)
+            if len(lengths) > 1:
+                return None
+            sizes[dim] = lengths.pop()
+    return tuple(sizes)
+
+
+def base_shape(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Placements, axis: int
+) -> tuple[int, ...]:
+    """The shape of what this rank would hold if the axis replicated."""
+    return local_shape(shape, mesh, replace_axis(placements, axis, Replicate()))
+
+
+def shards_any_dim(placements: Sequence[Placement]) -> bool:
+    """Whether one of these placements, stock or ours, cuts a dim by itself."""
+    return any(dim_of(placement) is not None for placement in placements)
+
+
+def dim_of(placement: Placement) -> int | None:
+    """The dim that a placement, stock or ours, cuts by itself; None for all others."""
+    if isinstance(placement, Shard | _StridedShard | InterleavedShard):
+        return placement.dim
+    return None

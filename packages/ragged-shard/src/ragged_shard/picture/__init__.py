@@ -1,1 +1,0 @@
-"""Pictures of an ownership: `grid` scales it down, `terminal` and `svg` draw it."""

@@ -1,0 +1,1 @@
+"""``python -m ragged_shard.planner``: padding of models over world sizes and block sizes."""

@@ -1,0 +1,1 @@
+"""The parameters of models, as the planner's command line lays them out."""

@@ -1,0 +1,1 @@
+"""Searches for the smallest shard of a group of tensors."""

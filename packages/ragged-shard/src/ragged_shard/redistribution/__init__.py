@@ -1,0 +1,1 @@
+"""Moves local tensors from one set of placements to another."""
