@@ -53,8 +53,9 @@ def build_model(
         ValueError: torch or transformers is missing, transformers cannot build the model, or the
             model has no such experts or layers.
     """
-    model = _on_meta(config)
-    shapes = dict(_stacked(model) if experts == "stacked" else _published(model))
+    torch, transformers = _library("torch", config), _library("transformers", config)
+    model = _on_meta(config, torch, transformers)
+    shapes = dict(_stacked(model) if experts == "stacked" else _published(model, transformers))
     groups = tuple(_grouped(shapes, f"{model.base_model_prefix}."))
     if experts == "separate" and any(
         parameter.kind == "expert" and len(parameter.shape) > 2
@@ -84,8 +85,7 @@ def count_mtp_layers(config: ModelConfig) -> int:
     return int(count)
 
 
-def _on_meta(config: ModelConfig) -> Any:
-    torch, transformers = _library("torch", config), _library("transformers", config)
+def _on_meta(config: ModelConfig, torch: Any, transformers: Any) -> Any:
     model_type = _MODEL_TYPES.get(config.architecture, config.architecture)
     values = {key: value for key, value in config.values.items() if key not in _IGNORED}
     try:
@@ -116,13 +116,12 @@ def _stacked(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, tuple(parameter.shape)
 
 
-def _published(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _published(model: Any, transformers: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The parameters as in the published checkpoint, in the order of the model.
 
     A persistent buffer is a parameter there (DeepSeek-V3's correction of the router's bias). The
     separate experts replace the stacked ones, one expert after another.
     """
-    loading = importlib.import_module("transformers.core_model_loading")
     tied = set(model.state_dict()) - {name for name, _ in model.named_parameters()}
     tied -= {name for name, _ in model.named_buffers()}
     waiting: _Shapes = {}
@@ -132,7 +131,7 @@ def _published(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         if ".experts." not in name and waiting:
             yield from _by_expert(waiting)
             waiting = {}
-        converted = loading.revert_weight_conversion(model, {name: tensor})
+        converted = transformers.core_model_loading.revert_weight_conversion(model, {name: tensor})
         shapes = {key: tuple(value.shape) for key, value in converted.items()}
         if len(shapes) > 1:
             waiting |= shapes
