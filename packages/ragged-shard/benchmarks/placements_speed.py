@@ -1,4 +1,4 @@
-"""Cached dispatch on a ragged tensor beside a Shard, and redistribution beside stock's."""
+"""Cached dispatch on a ragged tensor beside a Shard, and redistribution beside torch's."""
 
 import statistics
 import time
@@ -62,8 +62,8 @@ def redistribution_rows():
                 "shard_ms": round(shard, 2),
                 "ragged_ms": round(ragged, 2),
                 "ratio": round(ragged / shard, 3),
-                "collectives, shard": sent["stock"],
-                "collectives, ragged": sent["ours"],
+                "collectives, shard": sent["native"],
+                "collectives, ragged": sent["ragged"],
             }
         )
     return rows
@@ -81,9 +81,9 @@ def _redistributions():
         "one dim to another": ((uneven, Shard(1)), (Shard(0), Shard(1))),
     }
     result = {}
-    for name, (ours, native) in pairs.items():
+    for name, (ragged, native) in pairs.items():
         times, sent = {}, {}
-        for kind, (source, target) in (("ours", ours), ("stock", native)):
+        for kind, (source, target) in (("ragged", ragged), ("native", native)):
             tensor = distribute_tensor(whole, mesh, [source], src_data_rank=None)
             samples = []
             for _ in range(ROUNDS):
@@ -97,7 +97,7 @@ def _redistributions():
             with CommLog() as log:
                 tensor.redistribute(placements=[target])
             sent[kind] = ", ".join(f"{n} {op}" for op, n in log.counts().items()) or "none"
-        result[name] = (times["ours"], times["stock"], sent)
+        result[name] = (times["ragged"], times["native"], sent)
     return result
 
 

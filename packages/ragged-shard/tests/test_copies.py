@@ -51,12 +51,12 @@ def copied(name):
         mesh = init_device_mesh("cpu", shape)
         tensor = distribute_tensor(value(), mesh, placements)
         with CommLog() as log:
-            twin = COPIES[name](tensor)
+            copied = COPIES[name](tensor)
         log.assert_counts({})
-        assert type(twin) is DTensor
-        assert twin.placements == tensor.placements == tuple(placements)
+        assert type(copied) is DTensor
+        assert copied.placements == tensor.placements == tuple(placements)
         tensor.to_local().zero_()
-        assert_bitwise(twin.full_tensor(), value(), f"{name} {placements}")
+        assert_bitwise(copied.full_tensor(), value(), f"{name} {placements}")
 
 
 @pytest.mark.parametrize("name", COPIES)

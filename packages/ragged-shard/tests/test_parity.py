@@ -23,7 +23,7 @@ def composition(total, parts, seed):
 
 
 def placements(shape, world_size, seed):
-    """Placements of ours for a tensor of this shape on one axis."""
+    """Placements of this package for a tensor of this shape on one axis."""
     owner = RaggedShard.owned_by(seed % world_size, world_size)
     numel = torch.Size(shape).numel()
     if not shape or not numel:

@@ -1,8 +1,8 @@
-"""Canaries: what stock torch does, silently, to a placement it does not know, seam by seam.
+"""Canaries: what torch does, silently, to a placement it does not know, for each patch point.
 
-`Unknown` stands for ours before the package is there: the seams let it pass, so it meets torch's
-own code. When one of these tests fails, torch has changed: read its code, and see whether the seam
-is still needed and still enough.
+`Unknown` is a placement that no patch point recognises, so torch's own code runs. When one of these
+tests fails, torch has changed: read its code, and decide whether the patch point is still needed
+and still sufficient.
 """
 
 import inspect
@@ -26,7 +26,7 @@ SHAPE, STRIDE = torch.Size((8, 4)), (4, 1)
 
 
 class Unknown(Placement):
-    """As RaggedShard, but nobody told torch, nor the seams."""
+    """As RaggedShard, but unknown to torch and to the patch points."""
 
     def __init__(self):
         super().__init__()
@@ -69,8 +69,8 @@ def test_stock_redistributes_to_an_unknown_placement_by_doing_nothing(mesh):
         except (RuntimeError, ValueError, AssertionError):
             continue  # louder than it was
         assert result is whole
-    ours = RaggedShard((0,), (3, 5))
-    result = redistribute_local_tensor(whole, spec(mesh, Replicate()), spec(mesh, ours))
+    ragged = RaggedShard((0,), (3, 5))
+    result = redistribute_local_tensor(whole, spec(mesh, Replicate()), spec(mesh, ragged))
     assert result.shape == (3, 4)
 
 
@@ -84,29 +84,29 @@ def test_stock_says_an_unknown_shard_is_the_whole_tensor(mesh):
 def test_stock_saves_an_unknown_shard_as_the_whole_tensor(mesh):
     [item] = _create_write_items("w", unknown(mesh))
     assert item.tensor_data.chunk.sizes == SHAPE
-    ours = distribute_tensor(
+    ragged = distribute_tensor(
         torch.ones(SHAPE), mesh, [RaggedShard((0,), (3, 5))], src_data_rank=None
     )
-    [item] = _create_write_items("w", ours)
+    [item] = _create_write_items("w", ragged)
     assert item.tensor_data.chunk.sizes == (3, 4)
 
 
 def test_stock_loads_the_whole_tensor_into_an_unknown_shard(mesh):
     assert unknown(mesh).__create_chunk_list__()[0].sizes == SHAPE
-    ours = distribute_tensor(
+    ragged = distribute_tensor(
         torch.ones(SHAPE), mesh, [RaggedShard((0,), (3, 5))], src_data_rank=None
     )
-    assert [tuple(chunk.sizes) for chunk in ours.__create_chunk_list__()] == [(3, 4)]
+    assert [tuple(chunk.sizes) for chunk in ragged.__create_chunk_list__()] == [(3, 4)]
 
 
 def test_stock_copies_a_broadcast_tensor_over_an_unknown_shard_as_if_whole(mesh):
     state = {"w": (unknown(mesh, rows=8), torch.full(SHAPE, 7.0))}
     _distribute_tensors(state, ["w"], torch.device("cpu"))
     assert state["w"].to_local().shape == SHAPE
-    ours = distribute_tensor(
+    ragged = distribute_tensor(
         torch.ones(SHAPE), mesh, [RaggedShard((0,), (3, 5))], src_data_rank=None
     )
-    state = {"w": (ours, torch.full(SHAPE, 7.0))}
+    state = {"w": (ragged, torch.full(SHAPE, 7.0))}
     _distribute_tensors(state, ["w"], torch.device("cpu"))
     assert state["w"].to_local().tolist() == torch.full((3, 4), 7.0).tolist()
 
@@ -127,7 +127,7 @@ def test_stock_refuses_to_distribute_to_an_unknown_placement(mesh):
 def test_stock_lets_a_local_tensor_of_any_size_be_an_unknown_shard(mesh):
     made = DTensor.from_local(torch.ones(2, 4), mesh, [Unknown()], shape=SHAPE, stride=STRIDE)
     assert made.to_local().shape == (2, 4)
-    with pytest.raises(ValueError, match=r"want a local tensor of \(3, 4\), got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"expect a local tensor of \(3, 4\), got \(2, 4\)"):
         DTensor.from_local(
             torch.ones(2, 4), mesh, [RaggedShard((0,), (3, 5))], shape=SHAPE, stride=STRIDE
         )
@@ -140,8 +140,8 @@ def test_stock_hashes_shards_of_other_sizes_alike(mesh):
     assert (
         unknown(mesh, 3)._stable_hash_for_caching() == unknown(mesh, 5)._stable_hash_for_caching()
     )
-    ours = spec(mesh, RaggedShard((0,), (3, 5)))  # as two ranks have them
-    three, five = (DTensor(torch.ones(n, 4), ours, requires_grad=False) for n in (3, 5))
+    ragged = spec(mesh, RaggedShard((0,), (3, 5)))  # as two ranks have them
+    three, five = (DTensor(torch.ones(n, 4), ragged, requires_grad=False) for n in (3, 5))
     assert three._stable_hash_for_caching() != five._stable_hash_for_caching()
 
 

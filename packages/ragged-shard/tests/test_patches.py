@@ -154,7 +154,7 @@ def test_decisions_do_not_outlive_an_installation(uninstalled):
         ragged_shard.uninstall()
         with fake_mesh((2,)) as mesh:
             y = distribute_tensor(torch.ones(8, 4), mesh, [Replicate()], src_data_rank=None)
-            assert_bitwise((y + y).to_local(), torch.full((8, 4), 2.0), "stock")
+            assert_bitwise((y + y).to_local(), torch.full((8, 4), 2.0), "native")
 
 
 def test_tensors_that_still_exist_are_not_stranded(uninstalled):

@@ -36,7 +36,7 @@ struct Cursor {
 // the buffer's end for the largest S, and not negative.
 bool advance(Cursor& cursor, const Tensor& tensor, Size step, Size joint, Range range, Size slack);
 
-// False only if no shard size of the range that lies on the lattice holds the tensors; exact if
+// False only if no shard size of the range of the lattice holds the tensors; exact if
 // low == high. With `starts`, and low == high, also where each tensor starts.
 bool may_fit(const Problem& problem, const Lattice& lattice, Range range,
              std::vector<Size>* starts = nullptr);

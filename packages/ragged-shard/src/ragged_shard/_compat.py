@@ -77,7 +77,7 @@ def native_local_shape(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The local shape at a coordinate of a mesh under stock placements."""
+    """The local shape at a coordinate of a mesh, under torch's placements."""
     local, _ = _utils._compute_local_shape_and_global_offset(
         shape, mesh_shape, list(coordinate), placements, True
     )
@@ -90,7 +90,7 @@ def native_offsets(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The global offset of the shard at a coordinate of a mesh under stock placements."""
+    """The global offset of the shard at a coordinate of a mesh, under torch's placements."""
     _, offsets = _utils._compute_local_shape_and_global_offset(
         shape, mesh_shape, list(coordinate), placements
     )

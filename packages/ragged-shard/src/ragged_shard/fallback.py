@@ -1,4 +1,4 @@
-"""Operators without a rule for our placements: they gather, warn, count, and can be refused."""
+"""Operators without a rule for ragged inputs: they gather, warn, are counted, can be refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class GatheredSpec(DTensorSpec):
-    """The spec of an input that is gathered for want of a rule, naming the operator.
+    """The spec of an input that is gathered because the operator, which it names, has no rule.
 
-    Propagation is cached, redistribution is not: what must happen on every call hangs on the spec
-    that the redistribution aims at.
+    Propagation is cached, redistribution is not: so what must happen on every call is attached to
+    the target spec of the redistribution.
     """
 
     operator: str = "?"
@@ -39,7 +39,7 @@ _strict = False
 
 
 def fallbacks() -> Mapping[str, int]:
-    """How often each operator gathered an input for want of a rule: name to count, a copy."""
+    """Returns how often each operator without a rule gathered an input: name to count, a copy."""
     return dict(_counts)
 
 

@@ -27,7 +27,7 @@ def replica(tensor, mesh):
 
 
 # name: (function of x (12, 8) under InterleavedShard(0, 3), placement of the result)
-KEPT = {
+PRESERVED = {
     "neg": (torch.neg, InterleavedShard(0, 3)),
     "add": (lambda x: x + x, InterleavedShard(0, 3)),
     "zeros_like": (torch.zeros_like, InterleavedShard(0, 3)),
@@ -68,8 +68,8 @@ KEPT = {
 }
 
 
-def kept(name):
-    function, expected = KEPT[name]
+def preserved(name):
+    function, expected = PRESERVED[name]
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(operand(12, 8), mesh, [InterleavedShard(0, 3)])
     with CommLog() as log, ragged_shard.strict():
@@ -79,9 +79,9 @@ def kept(name):
     assert_close(result.full_tensor(), function(operand(12, 8)), rtol=1e-6, atol=1e-6, what=name)
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_treats_rows_alike_and_what_falls_apart_at_the_seams(name):
-    run_ranks(kept, 2, name)
+@pytest.mark.parametrize("name", PRESERVED)
+def test_what_treats_rows_alike_and_what_falls_apart_between_chunks(name):
+    run_ranks(preserved, 2, name)
 
 
 def uneven():

@@ -1,4 +1,4 @@
-"""Rules of ours for one axis beside stock's for the others."""
+"""Rules of this package for one axis, combined with torch's for the others."""
 
 import pytest
 import torch

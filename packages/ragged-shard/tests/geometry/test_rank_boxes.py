@@ -132,7 +132,7 @@ STRIDED = StridedRaggedShard((0, 1), (5, 7), 2)
         ((), (2,), (RaggedShard.owned_by(1, 2),), (0,), []),
         ((), (2,), (RaggedShard.owned_by(1, 2),), (1,), [[(), ()]]),
     ],
-    ids=["strided", "interleaved", "stock-strided", "ragged-inter", "empty", "other", "owner"],
+    ids=["strided", "interleaved", "native-strided", "ragged-inter", "empty", "other", "owner"],
 )  # fmt: skip
 def test_the_boxes_of_a_rank(shape, mesh_shape, placements, coordinate, expected):
     boxes = rank_boxes(shape, mesh_shape, placements, coordinate)

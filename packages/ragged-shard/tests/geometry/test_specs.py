@@ -105,7 +105,7 @@ def test_the_local_shape_is_that_of_cutting_a_tensor(case):
 def test_the_even_shape_is_every_ranks_or_none(case):
     shape, mesh_shape, placements = case
     if ragged_axis(placements) is not None:
-        with pytest.raises(ValueError, match="wants the placements that leave its base"):
+        with pytest.raises(ValueError, match="expected placements that are not ragged"):
             even_shape(shape, mesh_shape, placements)
         return
     found = set()
@@ -128,8 +128,13 @@ def test_the_base_of_an_axis_is_what_the_others_leave():
 
 
 def test_which_placements_are_ours():
-    ours = [ROWS, OWNED, StridedRaggedShard((0,), (1, 1), 2), InterleavedShard(0, 2)]
-    for placement in ours:
+    ragged_and_interleaved = [
+        ROWS,
+        OWNED,
+        StridedRaggedShard((0,), (1, 1), 2),
+        InterleavedShard(0, 2),
+    ]
+    for placement in ragged_and_interleaved:
         assert is_custom(placement)
         assert any_custom((R, placement))
     native = [R, S0, P, _StridedShard(0, split_factor=2)]

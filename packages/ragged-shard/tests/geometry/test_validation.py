@@ -108,7 +108,7 @@ def test_a_rank_beside_the_mesh_places_nothing():
 
 
 def test_units_are_asked_of_every_ranks_base():
-    """5 rows cut in two leave 3 and 2: two units fit the second rank only, and both are told."""
+    """5 rows on two ranks are 3 and 2: two units fit the second rank only, and both ranks raise."""
     placements = (StridedRaggedShard((0,), (1, 1), 2), S0)
     for rank in range(4):
         with fake_mesh((2, 2), rank=rank) as mesh:

@@ -80,10 +80,10 @@ def test_tensors_follow_one_another_in_the_order(layout):
 
 @given(layouts())
 def test_sizes_add_up(layout):
-    held = [place for place in buffer_of(layout) if place]
-    assert layout.total == len(held) == sum(spec.numel for spec in layout.specs)
-    assert layout.padding == layout.buffer_size - len(held) >= 0
-    assert layout.padding_ratio == (layout.padding / len(held) if held else 0)
+    occupied = [place for place in buffer_of(layout) if place]
+    assert layout.total == len(occupied) == sum(spec.numel for spec in layout.specs)
+    assert layout.padding == layout.buffer_size - len(occupied) >= 0
+    assert layout.padding_ratio == (layout.padding / len(occupied) if occupied else 0)
 
 
 @given(layouts())
@@ -97,14 +97,14 @@ def test_bounds_are_bounds(layout):
 @given(layouts())
 def test_parts_are_what_each_shard_holds(layout):
     for rank, shard in enumerate(shards_of(layout)):
-        held = [None] * layout.shard_size
+        occupied = [None] * layout.shard_size
         for part in layout.parts(rank):
             assert part.interval.size > 0
             assert part.interval == layout.part(part.tensor, rank)
             for k in range(part.interval.size):
-                assert held[part.offset + k] is None
-                held[part.offset + k] = (part.tensor, part.interval.start + k)
-        assert held == shard
+                assert occupied[part.offset + k] is None
+                occupied[part.offset + k] = (part.tensor, part.interval.start + k)
+        assert occupied == shard
         offsets = [part.offset for part in layout.parts(rank)]
         assert offsets == sorted(offsets)
 

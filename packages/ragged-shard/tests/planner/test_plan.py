@@ -97,8 +97,8 @@ def test_thousands_of_tensors_on_100000_ranks():
     verify(layout)
     assert layout.exact
     assert sum(layout.units(7)) * layout.unit_size(7) == sizes[7][0]
-    held = sum(part.interval.size for rank in range(100_000) for part in layout.parts(rank))
-    assert held == layout.total
+    allocated = sum(part.interval.size for rank in range(100_000) for part in layout.parts(rank))
+    assert allocated == layout.total
 
 
 def hard():

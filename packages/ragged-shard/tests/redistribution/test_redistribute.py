@@ -27,7 +27,7 @@ ROWS, ELEMENTS = (0,), (0, 1)
 
 
 def one_axis(world_size):
-    """Placements of a (12, 8) tensor on one axis, ours and stock's."""
+    """Placements of a (12, 8) tensor on one axis, of this package and of torch."""
     pad = (0,) * (world_size - 2)
     return [
         R,
@@ -49,7 +49,7 @@ def whole(shape=(12, 8), dtype=torch.float32):
 
 
 def fewest_elements(size, source, target, shape=(12, 8)):
-    """What all ranks together must receive: what each wants and does not have."""
+    """What all ranks together must receive: what each needs and does not have."""
     numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
     return sum(
         len(set(local(numbers, target, rank, size)) - set(local(numbers, source, rank, size)))
@@ -311,23 +311,23 @@ def test_async_op_returns_before_the_collective_has_ended():
 
 
 def flattened():
-    """What torch makes of a dim that is flattened behind another, in torch's own words and ours."""
+    """What torch makes of a dim flattened behind another, as torch's placement and this package's."""
     mesh = init_device_mesh("cpu", (2,))
     tensor = whole()
     for interleaved, strided in (
         (InterleavedShard(0, 3), _StridedShard(0, split_factor=3)),
         (InterleavedShard(1, 2), _StridedShard(1, split_factor=2)),
     ):
-        ours = distribute_tensor(tensor, mesh, [interleaved])
+        placed = distribute_tensor(tensor, mesh, [interleaved])
         meta = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-        native = DTensor.from_local(ours.to_local(), mesh, [strided], **meta)
+        native = DTensor.from_local(placed.to_local(), mesh, [strided], **meta)
         with CommLog() as log:
             there = native.redistribute(placements=[interleaved])
-            back = ours.redistribute(placements=[strided])
+            back = placed.redistribute(placements=[strided])
         log.assert_counts({})
         assert (there.placements, back.placements) == ((interleaved,), (strided,))
-        assert_bitwise(there.to_local(), ours.to_local(), f"{strided} -> {interleaved}")
-        assert_bitwise(back.to_local(), ours.to_local(), f"{interleaved} -> {strided}")
+        assert_bitwise(there.to_local(), placed.to_local(), f"{strided} -> {interleaved}")
+        assert_bitwise(back.to_local(), placed.to_local(), f"{interleaved} -> {strided}")
         with CommLog() as log:
             ragged = native.redistribute(placements=[RaggedShard(ROWS, (5, 7))])
         log.assert_counts({"all_to_all": 1})
@@ -369,16 +369,16 @@ def source_of_truth():
         log.assert_counts({})
         expected = local(mine, placement, dist.get_rank(), 2)
         assert own.to_local().flatten().tolist() == expected
-        kept = own.to_local().clone()
+        before = own.to_local().clone()
         mine.add_(1)
-        assert_bitwise(own.to_local(), kept, "the tensor's memory is not shared")
+        assert_bitwise(own.to_local(), before, "the tensor's memory is not shared")
         mine.sub_(1)
     mesh = init_device_mesh("cpu", (1, 2))
     placements = [R, RaggedShard.owned_by(dist.get_world_size() - 1, 2)]
     own = distribute_tensor(mine, mesh, placements, src_data_rank=None)
-    kept = own.to_local().clone()
+    before = own.to_local().clone()
     mine.add_(1)
-    assert_bitwise(own.to_local(), kept, "nor on two axes, where one rank holds all of it")
+    assert_bitwise(own.to_local(), before, "nor on two axes, where one rank holds all of it")
 
 
 def test_distribute_tensor_takes_the_first_ranks_data_or_each_ranks_own():

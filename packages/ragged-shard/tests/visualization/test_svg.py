@@ -24,7 +24,7 @@ def texts(root, kind=None):
 
 
 def inside(root):
-    """The labels of the cells: they stand on a part's colour."""
+    """The labels of the cells: drawn over a part's colour."""
     return [t.text for t in root.iter(f"{NAME}text") if t.get("paint-order")]
 
 

@@ -1,7 +1,8 @@
-"""torch's own special handlers (argmax, convolution), which would not see a placement of ours.
+"""Guards torch's special handlers of operators (argmax, convolution) against ragged inputs.
 
-They run before sharding propagation and take what they do not know for a replica, silently. For one
-of ours a rule decides as for any operator; where there is none, the inputs are gathered.
+The handlers run before sharding propagation and silently treat a placement they do not know as a
+replica. For a placement of this package a rule decides, as for any operator; without a rule the
+inputs are gathered.
 """
 
 from __future__ import annotations

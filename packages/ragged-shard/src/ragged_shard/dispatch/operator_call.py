@@ -1,4 +1,4 @@
-"""What a rule is asked and what it answers, and how the decision joins stock's propagation.
+"""What a sharding rule takes and returns: an operator call, and a decision about one mesh axis.
 
 Note: a rule decides one mesh axis only. torch decides the others, for the same operator with
 Replicate (or Shard, for an interleaved input) on that axis; then the rule's placements are set in
@@ -31,16 +31,16 @@ class AxisDecision:
     """A rule's decision.
 
     Attributes:
-        inputs: for every tensor of the call: what it must be on which axis; None leaves it to
-            native, with one of ours gathered first.
+        inputs: for every tensor of the call, the placement it must have on an axis; None leaves it
+            to torch, after a placement of this package is gathered.
         outputs: likewise for the outputs; one entry stands for every output.
         arguments: positional arguments to put in place of the given ones, by index: local sizes
             where the operator was given global ones. A function gets the output's spec.
         as_shard: torch decides for a Shard in place of the InterleavedShard, and may move it to
             another dim: the outputs then state only how the dim is interleaved. Otherwise torch
             decides for a replica, and the outputs of this decision are final.
-        elementwise: the operator works element by element, so it needs no strategy of stock's where
-            all tensors of a shape are placed alike.
+        elementwise: the operator works element by element, so it needs no strategy of
+            torch where all tensors of a shape have the same placements.
     """
 
     inputs: tuple[AxisPlacement | None, ...]

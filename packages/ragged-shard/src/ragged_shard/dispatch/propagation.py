@@ -1,4 +1,4 @@
-"""The seam in sharding propagation: rules of ours for one axis, joined to stock's for the others.
+"""The patch point in sharding propagation: rules for one mesh axis, combined with torch's.
 
 The layers, outermost first: ragged axes, interleaved axes, native. Each takes its axis off the
 inputs, asks the next layer about the rest, and puts its own decision on. An operator that no rule
@@ -37,7 +37,7 @@ from ragged_shard.random_regions import random_refused
 def propagate_op_sharding(
     native: Callable[..., OutputSharding], propagator: object, op_schema: OpSchema
 ) -> OutputSharding:
-    """`ShardingPropagator.propagate_op_sharding_non_cached`, knowing our placements.
+    """`ShardingPropagator.propagate_op_sharding_non_cached`, with the rules of this package.
 
     Args:
         native: torch's own method.
@@ -72,7 +72,7 @@ def unwrap_to_op_info(
     """`OpDispatcher.unwrap_to_op_info`, checking the local tensors of ragged operands.
 
     Torch calls it for an operator whose decision is not in the cache, so the check costs cached
-    dispatch nothing: it meets a DTensor that was constructed directly at its first operator.
+    dispatch nothing: it checks a DTensor that was constructed directly at its first operator.
 
     Raises:
         ValueError: a local tensor of another shape than this package's, such as a flat one.
@@ -85,7 +85,7 @@ def unwrap_to_op_info(
 
 @dataclass(frozen=True)
 class _Layer:
-    """Decides the axes with placements of one kind, and asks the inner layer about the rest.
+    """Decides the axes with placements of one kind; the inner layer decides the others.
 
     Attributes:
         kind: class of the placements.
@@ -110,7 +110,7 @@ class _Layer:
         return joined or self._gathered(call)
 
     def _joined(self, call: OperatorCall, decision: AxisDecision) -> OutputSharding | None:
-        """Stock's decision about the other axes with ours put on; None where they do not fit."""
+        """Combines the inner decision with the rule's; None where they do not fit."""
         given = [
             _without_axis(spec, self.kind, on_axis, as_shard=decision.as_shard)
             for spec, on_axis in zip(call.specs, decision.inputs, strict=True)
@@ -128,7 +128,7 @@ class _Layer:
             if on_axis is not None:
                 moved = placements[on_axis.axis] != asked.placements[on_axis.axis]
                 if moved and not _is_shard(on_axis):
-                    return None  # stock would move this axis: it has its reasons, and gathers
+                    return None  # torch would redistribute this axis, so the inputs are gathered
                 if not moved:
                     placements = replace_axis(placements, on_axis.axis, on_axis.placement)
                 others = replace_axis(before.placements, on_axis.axis, Replicate())
@@ -153,7 +153,7 @@ class _Layer:
         return _elementwise(schema, self.propagator)
 
     def _gathered(self, call: OperatorCall) -> OutputSharding:
-        """What happens without a rule: replicas in place of ours, and stock's decision."""
+        """Decides without a rule: for replicas in place of this kind of placement."""
         _refuse_in_place(call, self.kind)
         given = [_without_axis(spec, self.kind) for spec in call.specs]
         result = self.inner(_with_specs(call.schema, given))
@@ -170,13 +170,13 @@ class _Layer:
 
 
 def _is_shard(on_axis: AxisPlacement) -> bool:
-    """Whether an decision's placement holds what a Shard of stock's holds, so stock may move it."""
+    """Whether a decision's placement holds what a Shard holds, so that torch may move it."""
     placement = on_axis.placement
     return isinstance(placement, InterleavedShard) and placement.interleaves == 1
 
 
 def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
-    """The decision about an elementwise operator that stock has no strategy for.
+    """Decides an elementwise operator for which torch has no strategy.
 
     None where operands of one shape are placed differently, or a sum would be changed unreduced.
     """
@@ -294,7 +294,7 @@ def _with_specs(
 
 
 def _specs_of(schema: OpSchema, call: OperatorCall) -> list[DTensorSpec]:
-    """The specs that stock wants; its suggestions may leave the keywords out."""
+    """The specs that torch requires; its suggestion may omit keyword tensors."""
     specs = list(OperatorCall(schema).specs)
     return specs + list(call.specs[len(specs) :])
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints: a shard of ours is saved and loaded as the boxes that it consists of.
+"""Distributed checkpoints: a shard is saved and loaded as the boxes that it consists of.
 
 DCP knows a tensor as boxes, each with its offset. A ragged shard is a run of storage, a few boxes
 (partial rows at its ends, whole rows between); an interleaved shard is a box per chunk. Every box
@@ -48,7 +48,7 @@ class CheckpointBox:
 
 
 def checkpoint_boxes(spec: DTensorSpec) -> tuple[CheckpointBox, ...]:
-    """What this rank holds of a tensor whose spec has a placement of ours, in local order.
+    """Finds the boxes that this rank holds under placements of this package, in local order.
 
     Args:
         spec: with a shape; of a mesh that this rank is part of.

@@ -1,4 +1,4 @@
-"""The seams where tensors become DTensors, and gradients too: `distribute_tensor`, `from_local`."""
+"""Patch points that construct DTensors and their gradients: `distribute_tensor`, `from_local`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """`torch.distributed.tensor.distribute_tensor`, knowing our placements.
+    """`torch.distributed.tensor.distribute_tensor`, with the placements of this package.
 
     On a mesh of one axis the source rank sends each rank its pieces and no more. On several axes
-    the axis of ours replicates first.
+    the axis with a placement of this package replicates first.
 
     Raises:
         ValueError: placements that do not fit; nothing was sent.
@@ -80,16 +80,16 @@ def from_torch_tensor(
     *more: object,
     **options: object,
 ) -> DTensor:
-    """`_FromTorchTensor.forward`, behind `DTensor.from_local`, checking what ours needs.
+    """`_FromTorchTensor.forward`, behind `DTensor.from_local`, with checks of ragged shards.
 
     Raises:
-        ValueError: no shape and stride, which a shard of ours does not tell; a local tensor that is
-            not what the placements make of that shape on this rank; what does not fit the mesh.
+        ValueError: no shape and stride, which a ragged shard does not determine; a local tensor of
+            another shape than the placements give this rank; placements that do not fit the mesh.
     """
     if any_custom(placements):
         if shape is None or stride is None:
             raise ValueError(
-                f"from_local: {placements} do not tell the global tensor's size from a local "
+                f"from_local: {placements} do not determine the global tensor's size from a local "
                 f"tensor of {tuple(input.shape)}; pass shape= and stride="
             )
         placements = tuple(normalized(placement, len(shape)) for placement in placements)
@@ -100,7 +100,7 @@ def from_torch_tensor(
             raise ValueError(
                 f"from_local: on rank {device_mesh.get_rank()}, coordinate "
                 f"{device_mesh.get_coordinate()}, placements {placements} of a tensor of "
-                f"{tuple(shape)} want a local tensor of {wanted}, got {tuple(input.shape)}"
+                f"{tuple(shape)} expect a local tensor of {wanted}, got {tuple(input.shape)}"
             )
         if (
             ragged_axis(placements) is not None
@@ -117,7 +117,7 @@ def from_torch_tensor(
 def to_local_backward(
     native: Callable[..., object], ctx: Any, grad_output: torch.Tensor | None
 ) -> object:
-    """`_ToTorchTensor.backward`: the gradient of a local tensor of ours is placed like it."""
+    """`_ToTorchTensor.backward`: the gradient has the placements of the local tensor."""
     spec: DTensorSpec = ctx.dtensor_spec
     if grad_output is None or not any_custom(spec.placements):
         return native(ctx, grad_output)
@@ -139,7 +139,7 @@ def _put_on(
     at: Placements,
     target: Placements,
 ) -> torch.Tensor:
-    """From replicas on our axes to our placements, without communication."""
+    """Shards the axes with placements of this package, without communication."""
     axes = [axis for axis, placement in enumerate(target) if is_custom(placement)]
     axes.sort(key=lambda axis: isinstance(target[axis], RaggedShard))
     for axis in axes:

@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds as one box: torch's call about local shape and offset.
+"""Local shape, offset and compile-cache hash of a DTensor, which torch asks for.
 
 A ragged shard of whole rows, ``dims=(0,)``, is a box, and so is an owned tensor, ``dims=()``; a run
 of elements and interleaved chunks are several boxes.
@@ -94,8 +94,8 @@ def stable_hash(native: Callable[[DTensor], str], tensor: DTensor) -> str:
     """`DTensor._stable_hash_for_caching` (2.12 and later), with the local shape and strides.
 
     torch.compile's cache takes two tensors with one hash for one: with ragged shards they may
-    differ in what each rank holds, and a warm cache then fails on sizes. (Stock's uneven Shard has
-    that bug too, and is left to torch.)
+    differ in what each rank holds, and a warm cache then fails on sizes. (Torch's uneven Shard has
+    that bug too, and is not changed.)
     """
     digest = native(tensor)
     if not any_custom(tensor._spec.placements):

@@ -1,4 +1,4 @@
-"""Questions about the placements of a spec: which are ours, what they cut, what shape is local."""
+"""Placements of a spec: which are this package's, which dim they shard, the local shape."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Placements = tuple[Placement, ...]
 
 
 def is_custom(placement: Placement) -> TypeGuard[RaggedShard | InterleavedShard]:
-    """Whether stock torch does not know this placement."""
+    """Whether this is a placement of this package."""
     return isinstance(placement, RaggedShard | InterleavedShard)
 
 
 def any_custom(placements: Sequence[Placement]) -> bool:
-    """Whether stock torch does not know one of these placements."""
-    for placement in placements:  # noqa: SIM110 - on the path of every stock redistribution
+    """Whether one of these is a placement of this package."""
+    for placement in placements:  # noqa: SIM110 - on the path of every redistribution
         if isinstance(placement, RaggedShard | InterleavedShard):
             return True
     return False
@@ -52,7 +52,7 @@ def with_placements(
 
 
 def tensor_meta_of(spec: DTensorSpec) -> TensorMeta:
-    """The shape, stride and dtype of a spec, which every spec that reaches us has."""
+    """The shape, stride and dtype of a spec, which every spec here has."""
     assert spec.tensor_meta is not None, f"{spec} has no tensor_meta"
     return spec.tensor_meta
 
@@ -113,7 +113,7 @@ def even_shape(
     Args:
         shape: of the global tensor, which the placements fit.
         mesh_shape: size of each axis.
-        placements: one per axis, stock or ours, none of them ragged.
+        placements: one per axis, of torch or this package, none of them ragged.
 
     Raises:
         ValueError: a ragged placement, whose units are of what the others leave.
@@ -122,8 +122,8 @@ def even_shape(
     for axis_size, placement in zip(mesh_shape, placements, strict=True):
         if isinstance(placement, RaggedShard):
             raise ValueError(
-                f"even_shape: {placement!r} among {tuple(placements)}; wants the placements that "
-                f"leave its base, Replicate in its place"
+                f"even_shape: expected placements that are not ragged, got {placement!r} among "
+                f"{tuple(placements)}; pass Replicate in its place"
             )
         dim = dim_of(placement)
         if dim is not None:
@@ -142,12 +142,12 @@ def base_shape(
 
 
 def shards_any_dim(placements: Sequence[Placement]) -> bool:
-    """Whether one of these placements, stock or ours, cuts a dim by itself."""
+    """Whether one of these placements shards a dim."""
     return any(dim_of(placement) is not None for placement in placements)
 
 
 def dim_of(placement: Placement) -> int | None:
-    """The dim that a placement, stock or ours, cuts by itself; None for all others."""
+    """Returns the dim that a placement shards; None for a ragged or replicating one."""
     if isinstance(placement, Shard | _StridedShard | InterleavedShard):
         return placement.dim
     return None

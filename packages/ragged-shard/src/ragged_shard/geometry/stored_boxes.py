@@ -43,7 +43,7 @@ class StorageWindow:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other."""
+        """Whether its elements are contiguous."""
         step = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -73,7 +73,7 @@ def stored_boxes(
     """What a rank of an axis holds of the base, in the order of its local storage.
 
     Args:
-        placement: Replicate, Shard, or one of ours.
+        placement: Replicate, Shard, or one of this package.
         base: shape of the base.
         axis_size: ranks on the axis.
         rank: index on the axis.
@@ -182,9 +182,9 @@ def rank_stored_boxes(
     runs: list[_Runs] = [(range(size),) for size in shape]
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, _CUTS_A_DIM):
-            held = runs[placement.dim]
-            wanted = _wanted(placement, sum(map(len, held)), size, index)
-            runs[placement.dim] = tuple(run for part in wanted for run in _take(held, part))
+            current = runs[placement.dim]
+            wanted = _wanted(placement, sum(map(len, current)), size, index)
+            runs[placement.dim] = tuple(run for part in wanted for run in _take(current, part))
     base = tuple(sum(map(len, of_dim)) for of_dim in runs)
     local: tuple[TensorBox, ...] = (TensorBox((0,) * len(base), base),)
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
@@ -241,7 +241,7 @@ def _chunk(part: range, count: int, index: int) -> range:
 
 
 def _take(runs: _Runs, wanted: range) -> Iterator[range]:
-    """What lies at these positions of the runs, put one behind the other."""
+    """The runs at these positions, counted over all runs in order."""
     start = 0
     for run in runs:
         found = run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)]

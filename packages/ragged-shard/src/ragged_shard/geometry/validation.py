@@ -30,7 +30,7 @@ from ragged_shard.strided import StridedRaggedShard
 
 
 def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> None:
-    """Raises where placements of ours do not fit a tensor on a mesh.
+    """Raises where placements of this package do not fit a tensor on a mesh.
 
     Args:
         shape: of the global tensor.

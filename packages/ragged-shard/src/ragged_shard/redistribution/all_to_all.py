@@ -1,7 +1,7 @@
 """From one placement to another on one axis, where both are held in pieces: one all-to-all.
 
-Only what changes owner travels: each pair of ranks sends the intersection of what one has and the
-other wants. The plan is arithmetic on shapes, computed once per placement pair and rank.
+Only elements that change owner are sent: each pair of ranks sends the intersection of what one has
+and the other needs. The plan is arithmetic on shapes, computed once per placement pair and rank.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def plan_all_to_all(
     sent, sent_to, received, received_from = [], [], [], []
     for other in range(axis_size):
         # Both sides walk the sender's pieces first, so the buffers agree.
-        theirs = stored_boxes(target, base, axis_size, other)
-        pairs = [(piece, piece.box.intersect(want.box)) for piece in mine for want in theirs]
+        targets = stored_boxes(target, base, axis_size, other)
+        pairs = [(piece, piece.box.intersect(want.box)) for piece in mine for want in targets]
         windows = [piece.window_of(box) for piece, box in pairs if box is not None]
         sent += windows
         sent_to.append(sum(window.numel for window in windows))
@@ -88,14 +88,14 @@ def all_to_all(
 
     Args:
         local: contiguous, of the source's local shape.
-        source: Shard or one of ours.
-        target: Shard or one of ours.
+        source: Shard, or one of this package.
+        target: Shard, or one of this package.
         base: shape of the base of the axis.
         mesh: that holds the axis.
         axis: on which both placements are.
 
     Returns:
-        The new local tensor, perhaps still on its way (an AsyncCollectiveTensor).
+        The new local tensor, perhaps not yet received (an AsyncCollectiveTensor).
     """
     size, rank = mesh.size(axis), mesh.get_local_rank(axis)
     plan = plan_all_to_all(source, target, base, size, rank)
@@ -150,7 +150,7 @@ def view_of(flat: torch.Tensor, window: StorageWindow) -> torch.Tensor:
 def _nothing_moves(
     source: Placement, target: Placement, base: tuple[int, ...], axis_size: int
 ) -> bool:
-    """Whether every rank already has what it wants: known to all of them without a word."""
+    """Whether every rank already has its elements, which all of them know without communication."""
     if isinstance(source, RaggedShard) and isinstance(target, RaggedShard):
         return all(
             source.interval(base, rank) == target.interval(base, rank) for rank in range(axis_size)

@@ -1,11 +1,12 @@
-"""From one placement to another on one axis, the other axes staying as they are.
+"""Redistributes one mesh axis from one placement to another, while the other axes stay.
 
-At least one of the two is ours. What each pair costs, in elements a rank sends, with B the base:
+At least one of the two is of this package, called "ragged" below. What each pair costs, in elements
+that a rank sends:
 
-    Replicate -> ours      nothing: every rank cuts out its pieces
-    ours -> Replicate      its own pieces to each of the others (all-gather, or a broadcast)
-    Partial -> ours        everybody's pieces but its own (reduce-scatter)
-    Shard or ours -> ours  what it has and others want (all-to-all), both ways
+    Replicate -> ragged        nothing: every rank slices its pieces
+    ragged -> Replicate        its own pieces to each of the others (all-gather, or a broadcast)
+    Partial -> ragged          the pieces of all other ranks (reduce-scatter)
+    Shard or ragged -> ragged  what it has and others need (all-to-all), both ways
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def redistribute_axis(
 
     Args:
         local: of the source's local shape.
-        source: Replicate, Partial, Shard or ours.
-        target: Replicate, Shard or ours.
+        source: Replicate, Partial, Shard, or one of this package.
+        target: Replicate, Shard, or one of this package.
         base: shape of the base of the axis, the same for all ranks of the axis.
         mesh: that holds the axis.
         axis: on which both placements are.
 
     Returns:
-        The new local tensor, perhaps still on its way (an AsyncCollectiveTensor); it may be a view
+        The new local tensor, perhaps not yet received (an AsyncCollectiveTensor); it may be a view
         of the old one where nothing moved.
     """
     size, rank = mesh.size(axis), mesh.get_local_rank(axis)
@@ -88,7 +89,7 @@ def _reduced(
     size, rank = mesh.size(axis), mesh.get_local_rank(axis)
     shape = local_shape_on_axis(target, base, size, rank)
     if type(source) is not Partial or source.reduce_op not in REDUCE_OPS:
-        # A kind of Partial that knows better than we do how it is reduced (norms, masks).
+        # A subclass of Partial that defines its own reduction (norms, masks).
         whole = source._reduce_value(local, mesh, axis)
         return _cut(whole, target, base, mesh, axis)
     pieces = pack(local, _all_in_base(target, base, size))
@@ -99,14 +100,14 @@ def _reduced(
 def _windows(
     placement: Placement, base: tuple[int, ...], size: int, rank: int
 ) -> tuple[StorageWindow, ...]:
-    """Where a rank's pieces lie in its local tensor."""
+    """The windows of a rank's pieces in its local tensor."""
     return tuple(piece.window for piece in stored_boxes(placement, base, size, rank))
 
 
 def _in_base(
     placement: Placement, base: tuple[int, ...], size: int, rank: int
 ) -> tuple[StorageWindow, ...]:
-    """Where a rank's pieces lie in a contiguous base."""
+    """The windows of a rank's pieces in a contiguous base."""
     return tuple(
         whole.window_of(piece.box)
         for whole in stored_boxes(Replicate(), base, size, rank)
@@ -138,7 +139,7 @@ def scatter(
 
     Args:
         tensor: the whole; on other ranks than the source's its shape and dtype matter only.
-        target: one of ours.
+        target: one of this package.
         mesh: that holds the axis.
         axis: over which to scatter.
         source_rank: index on the axis, or None: every rank cuts its own tensor.

@@ -1,7 +1,8 @@
-"""The seam under every redistribution, `redistribute_local_tensor`, for specs with ours in them.
+"""The patch point of every redistribution, `redistribute_local_tensor`.
 
-Axis by axis: what stock torch can do, it does, on the tensor that remains when our axes are taken
-away; ours are taken off before and put on after. Two cases are short: several axes that become
+It proceeds axis by axis. Torch redistributes its own placements, on the tensor without the axes of
+this package, which become Replicate before and are sharded again after.
+Two cases are shorter: several axes that become
 replicas are gathered at once (`multi_axis_gather`), and if only one axis changes, and besides it
 sums become replicas, nothing is taken off.
 """
@@ -50,7 +51,7 @@ def redistribute_local_tensor(
     async_op: bool = False,
     **options: object,
 ) -> torch.Tensor:
-    """torch/distributed/tensor/_redistribute.py's function of this name, knowing our placements.
+    """Redistributes a local tensor, in place of torch's function of this name.
 
     Args:
         native: torch's own function.
@@ -74,7 +75,7 @@ def redistribute_local_tensor(
         )
     mesh = current_spec.mesh
     record_fallback(target_spec, current_spec)
-    if mesh.get_coordinate() is None:  # as stock does: such a rank holds nothing
+    if mesh.get_coordinate() is None:  # as in torch: such a rank holds nothing
         return local_tensor
     reduction = _reduction_axis(target_spec)
     target: Placements = tuple(target_spec.placements)
@@ -133,7 +134,7 @@ def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
 
 @dataclass
 class _Redistribution:
-    """One redistribution under way: where it is, and where it goes."""
+    """One redistribution in progress: its current and its target placements."""
 
     spec: DTensorSpec
     target: Placements
@@ -184,7 +185,7 @@ class _Redistribution:
             return False
         others = [p for other, p in enumerate(self.at) if other != axis]
         if any(isinstance(p, RaggedShard) for p in others):
-            return False  # it lies on top of this axis, and must come off first
+            return False  # it applies after this axis, and must be gathered first
         if isinstance(now, RaggedShard) and isinstance(then, RaggedShard):
             return True
         # A dim cut by two axes is cut in the order of the axes; exchanges know one axis only.
@@ -223,8 +224,8 @@ class _Redistribution:
         waiting = final
         for axis in put_on:  # stays a sum until its own axis is reduced and scattered at once
             now = self.at[axis]
-            kept = now if isinstance(now, Partial) else Replicate()
-            waiting = replace_axis(waiting, axis, kept)
+            waiting_placement = now if isinstance(now, Partial) else Replicate()
+            waiting = replace_axis(waiting, axis, waiting_placement)
         local = self._native_around_interleaved(local, waiting)
         for axis in put_on:
             self.target = replace_axis(self.at, axis, final[axis])
@@ -235,7 +236,7 @@ class _Redistribution:
         return [axis for axis, now in enumerate(self.at) if now != final[axis]]
 
     def _native_around_interleaved(self, local: torch.Tensor, target: Placements) -> torch.Tensor:
-        """Stock's way to the target, on the tensor that remains without our axes."""
+        """Lets torch redistribute to the target, on the tensor without interleaved axes."""
         hidden = [axis for axis, now in enumerate(self.at) if is_custom(now)]
         start, end, shape = self.at, target, tuple(self.meta.shape)
         for axis in hidden:
@@ -278,10 +279,10 @@ class _Redistribution:
 def redistribute_backward(
     native: Callable[..., object], ctx: Any, grad_output: torch.Tensor | None
 ) -> object:
-    """`Redistribute.backward` of torch/distributed/tensor/_redistribute.py, knowing ours.
+    """`Redistribute.backward` of torch/distributed/tensor/_redistribute.py, with this package's.
 
-    The gradient of a sum is a replica: stock says so where the gradient is a Shard; here it is said
-    where it is one of ours.
+    The gradient of a Partial is a replica: torch ensures it where the gradient is a Shard, and this
+    function where it has a placement of this package.
     """
     if grad_output is not None:
         grads: Placements = grad_output._spec.placements  # type: ignore[attr-defined]

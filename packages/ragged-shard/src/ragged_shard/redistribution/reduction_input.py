@@ -1,4 +1,4 @@
-"""A ragged shard made ready for a reduction: its empty shards filled, or its weight applied.
+"""A ragged shard prepared for a reduction: its empty shards filled, or its weight applied.
 
 Internal: it is what the input of a reduction is "redistributed" to, so that the local operator, run
 by torch's own dispatch, is right on every rank. Nothing is sent and no tensor stays in it.
@@ -19,7 +19,7 @@ class ReductionInput(Placement):
 
     Args:
         ragged: the placement of the tensor.
-        value: that stands in for an empty shard, as one row; infinities become the dtype's bounds.
+        value: that replaces an empty shard, as one row; infinities become the dtype's bounds.
         weighted: shards are multiplied by their share of the tensor, so that means add up.
     """
 

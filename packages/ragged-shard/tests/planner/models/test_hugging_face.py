@@ -112,7 +112,7 @@ def sizes(vocabulary, hidden, inner, layers, heads, key_value, **others):
 
 
 # The sizes in the config.json of public models, and their parameters as the Hugging Face hub's
-# total of `safetensors`, or general.parameter_count of a GGUF of theirs, gives them.
+# total of `safetensors`, or general.parameter_count of their GGUF files, gives them.
 PUBLISHED = {
     "Mistral-7B-v0.1": ("mistral", sizes(32000, 4096, 14336, 32, 32, 8), 7_241_732_096),
     "SmolLM3-3B": ("smollm3", sizes(128256, 2048, 11008, 36, 16, 4), 3_075_098_624),

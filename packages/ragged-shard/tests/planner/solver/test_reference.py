@@ -13,7 +13,7 @@ MOST = 2**63 - 1
 
 
 def legal(start, tensor, shard):
-    """Whether every block lies in one shard: by looking at each block."""
+    """Whether every block is inside one shard, by checking each block."""
     for first in range(0, tensor.numel, tensor.block):
         last = min(first + tensor.block, tensor.numel) - 1
         if (start + first) // shard != (start + last) // shard:

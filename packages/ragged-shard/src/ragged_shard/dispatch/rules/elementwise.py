@@ -70,14 +70,14 @@ def pointwise(call: OperatorCall) -> AxisDecision | None:
     """One tensor out, of the shape of the ragged operand.
 
     In place, the first argument leads, whatever its placement: where it is not ragged, ragged
-    operands come to it.
+    operands are redistributed to it.
     """
     lead = _lead(call)
     if lead is None:
         return None
     on_axis = ragged_placement(lead)
-    if on_axis is None:  # in place on a tensor of stock's: what is ragged is gathered, and stock
-        nothing = tuple(None for _ in call.specs)  # cuts it as the target needs it
+    if on_axis is None:  # in place on a native tensor: ragged operands are gathered, and torch
+        nothing = tuple(None for _ in call.specs)  # shards them as the target requires
         return AxisDecision(nothing, (None,))
     placed = align_operands(call.specs, on_axis)
     return None if placed is None else AxisDecision(placed, (on_axis,), elementwise=True)
@@ -102,7 +102,7 @@ def _lead(call: OperatorCall) -> DTensorSpec | None:
 def foreach(call: OperatorCall) -> AxisDecision | None:
     """`_foreach_*` and `_fused_*`: the tensors of the first list lead those of the other lists.
 
-    Indices without a ragged tensor are stock's. Tensors outside lists (a learning rate, a scale)
+    Torch decides indices without a ragged tensor. Tensors outside lists (a learning rate, a scale)
     are replicated.
     """
     leads = [operand for operand in call.operands if operand.argument == 0]

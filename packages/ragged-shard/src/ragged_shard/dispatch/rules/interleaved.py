@@ -1,8 +1,8 @@
-"""Operators on interleaved inputs: what is true of a Shard is true of it, where order is no matter.
+"""Operators on interleaved inputs, which are sharded like a Shard where the order is irrelevant.
 
 An interleaved shard holds other rows than a Shard of the same dim, but as many (where its chunks
-are cut evenly). An operator that treats the rows alike does to it what it does to a Shard, so stock
-is asked about a Shard. Operators that care which rows they are (views, splits) have rules here.
+divide evenly). An operator that treats all rows the same does to it what it does to a Shard, so
+torch decides for a Shard. Operators for which a row's index matters (views, splits) have rules.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
 def as_shard(call: OperatorCall) -> AxisDecision:
     """Any operator where every interleaved input has one chunk, and so holds what a Shard does.
 
-    Stock decides everything; its shards are called interleaved ones again, for `join`.
+    Torch decides everything; its shards become interleaved ones again, for `join`.
     """
     inputs = tuple(interleaved_placement(operand.spec) for operand in call.operands)
     lead = next(on_axis for on_axis in inputs if on_axis is not None)
@@ -196,7 +196,7 @@ def _addend(
     """How the addend of `addmm` is placed: as the result, where a dim of it is interleaved."""
     dim, ndim = _dim(lead), left.spec.ndim
     if dim == contracted[0] and lead == interleaved_placement(left.spec):
-        return None  # stock would have to add it once only
+        return None  # torch would have to add it on one rank only
     aligned = dim - ndim + operand.spec.ndim
     if aligned < 0 or operand.shape[aligned] == 1:
         return replicated

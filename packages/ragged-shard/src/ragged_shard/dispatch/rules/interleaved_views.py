@@ -15,7 +15,7 @@ from ragged_shard.interleaved import InterleavedShard
 
 
 def split(call: OperatorCall) -> AxisDecision | None:
-    """`split` and `split_with_sizes`: along the interleaved dim at the seams of its chunks.
+    """`split` and `split_with_sizes`: along the interleaved dim between its chunks.
 
     A part of one chunk is what a Shard holds; it is said as ``InterleavedShard(dim, 1)``, so that
     the gradients of the parts are known for what they are where they are put together (`join`).

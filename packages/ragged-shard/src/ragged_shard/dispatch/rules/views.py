@@ -23,7 +23,7 @@ def resolved(size: object, numel: int) -> tuple[int, ...]:
 
 
 def local_size(output: DTensorSpec) -> Sequence[int]:
-    """The size of this rank's part of an output, to stand in place of the global one."""
+    """The local size of an output on this rank, which replaces the global one."""
     return local_shape(tensor_meta_of(output).shape, output.mesh, output.placements)
 
 
@@ -42,7 +42,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
         return None
     shape = resolved(call.argument("size"), meta.shape.numel())
     if shards_any_dim(spec.placements):
-        return None  # stock may move what the other axes cut, and the units are of what is left
+        return None  # torch may move what other axes shard, and units are of the remaining tensor
     dims = _dims(ragged, meta.shape, shape)
     result = AxisPlacement(on_axis.axis, ragged.with_units(dims, ragged.local_units))
 
