@@ -311,7 +311,7 @@ def test_async_op_returns_before_the_collective_has_ended():
 
 
 def flattened():
-    """What torch makes of a dim flattened behind another, as torch's placement and this package's."""
+    """A dim flattened behind another: as torch places it, and as this package does."""
     mesh = init_device_mesh("cpu", (2,))
     tensor = whole()
     for interleaved, strided in (
