@@ -10,7 +10,7 @@ COLOURS = {
     "eager_ms": ("Eager, dtensor-rules", "#3b6ea8"),
     "cache_ms": ("rules, cache, in Python", "#d9a441"),
     "rules_ms": ("rules, in Python", "#a97bb5"),
-    "stock_ms": ("Eager, stock DTensor", "#c8553d"),
+    "native_ms": ("Eager, native DTensor", "#c8553d"),
 }
 LEFT, WIDTH, BAR, GAP = 230, 520, 15, 16
 

@@ -1,7 +1,7 @@
-"""Steps of LLaMA, Mixtral and DiT, tensor-parallel: by hand, static, Eager, and stock DTensor.
+"""Steps of LLaMA, Mixtral and DiT, tensor-parallel: by hand, static, Eager, and native DTensor.
 
 A step is forward, loss, backward, a fused AdamW and zero_grad, of two layers of 64 features. By
-hand and static compute and send the same, which is checked before anything is timed. Stock is the
+hand and static compute and send the same, which is checked before anything is timed. Native is the
 plan's Eager mode with dtensor-rules off: torch's dispatch under plan-api's hooks.
 """
 
@@ -32,10 +32,10 @@ from python_dispatch import in_python
 RANKS, HIDDEN, BATCH, TOKENS = 8, 64, 4, 16
 MOST = 1.05
 NAMES = {"llama": "LLaMA", "mixtral": "Mixtral", "dit": "DiT"}
-KINDS = ("hand", "static", "eager", "stock")
+KINDS = ("hand", "static", "eager", "native")
 # With one part more at a time (veScale, figures 11 and 12): the model's mode, and what is entered.
 PARTS = {
-    "stock": ("eager", contextlib.nullcontext),
+    "native": ("eager", contextlib.nullcontext),
     "rules": ("eager", functools.partial(in_python, cached=False)),
     "cache": ("eager", functools.partial(in_python, cached=True)),
     "eager": ("eager", dtensor_rules.enabled),
@@ -193,21 +193,21 @@ def _rank_fused(rounds=8):
 def _interleaved(steps, clock, rounds, turns=12, warmup=3):
     """Milliseconds a step of each kind, every time; kinds take turns.
 
-    All but stock DTensor run with dtensor-rules switched on, as `parallelize` leaves them.
-    Switching takes so long that in each round the others take several turns, of which stock, some
+    All but native DTensor run with dtensor-rules switched on, as `parallelize` leaves them.
+    Switching takes so long that in each round the others take several turns, of which native, some
     four times as long, takes two.
     """
     times = {kind: [] for kind in steps}
-    stock = {kind: step for kind, step in steps.items() if kind == "stock"}
-    others = {kind: step for kind, step in steps.items() if kind != "stock"}
+    native = {kind: step for kind, step in steps.items() if kind == "native"}
+    others = {kind: step for kind, step in steps.items() if kind != "native"}
     gc.collect()
     gc.disable()
     for _ in range(rounds):
         dtensor_rules.enable()
         _turns(others, clock, turns, warmup, times)
-        if stock:
+        if native:
             dtensor_rules.disable()
-            _turns(stock, clock, 2, 1, times)
+            _turns(native, clock, 2, 1, times)
     dtensor_rules.enable()
     gc.enable()
     return times

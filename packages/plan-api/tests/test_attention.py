@@ -27,16 +27,16 @@ def inputs(mesh, placements):
 @pytest.mark.parametrize("dp", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("tp", PLACEMENTS, ids=str)
 def test_batch_and_heads_may_be_sharded(mesh, dp, tp):
-    ours = inputs(mesh, [dp, tp])
-    alone = [x.to_local().detach().clone().requires_grad_() for x in ours]
-    result = F.scaled_dot_product_attention(*ours, is_causal=True)
+    actual = inputs(mesh, [dp, tp])
+    alone = [x.to_local().detach().clone().requires_grad_() for x in actual]
+    result = F.scaled_dot_product_attention(*actual, is_causal=True)
     expected = F.scaled_dot_product_attention(*alone, is_causal=True)
     assert result.placements == (dp, tp)
     assert torch.equal(result.to_local(), expected)
     upstream = torch.randn_like(expected)
     result.backward(DTensor.from_local(upstream, mesh, [dp, tp], run_check=False))
     expected.backward(upstream)
-    for one, other in zip(ours, alone, strict=True):
+    for one, other in zip(actual, alone, strict=True):
         assert one.grad.placements == (dp, tp)
         assert torch.equal(one.grad.to_local(), other.grad)
 

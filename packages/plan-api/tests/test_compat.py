@@ -24,7 +24,7 @@ def gradient():
 with fake_mesh((2, 2)) as mesh:
     try:
         gradient()
-        print("stock")
+        print("native")
     except AssertionError as error:
         print(error)
     use_rule_for_convolution_backward()
@@ -40,6 +40,6 @@ def test_torch_cannot_place_the_gradients_of_a_convolution_on_two_axes():
     )
     assert result.returncode == 0, result.stderr
     if TorchVersion(torch.__version__) < "2.14":
-        assert result.stdout == "stock\n"
+        assert result.stdout == "native\n"
     else:
         assert "mixes None with placements" in result.stdout

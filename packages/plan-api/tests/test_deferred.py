@@ -116,9 +116,9 @@ def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
     torch.manual_seed(0)
     ids = torch.arange(32).view(4, 8)
     loss = small_llama()(input_ids=ids, labels=ids).loss.item()
-    for states, ours in run_ranks(check, 4, timeout=120):
+    for states, actual in run_ranks(check, 4, timeout=120):
         assert all(torch.equal(*pair) for pair in zip(states, expected, strict=True))
-        assert ours == pytest.approx(loss, abs=1e-5)
+        assert actual == pytest.approx(loss, abs=1e-5)
 
 
 def test_numbers_drawn_in_between_are_not_drawn_again(mesh):
@@ -141,8 +141,8 @@ def test_a_model_that_seeds_the_generator_has_the_bits_that_it_seeds(mesh):
     after = torch.rand(3)
     torch.manual_seed(1)
     model = parallelize(deferred_init(make), Plan(mesh))
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours.full_tensor(), theirs)
+    for actual, native in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(actual.full_tensor(), native)
     assert torch.equal(after, torch.rand(3))
 
 

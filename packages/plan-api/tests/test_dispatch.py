@@ -98,11 +98,11 @@ def test_forward_and_backward_are_one_devices(number):
         own = range(2 * rank, min(2 * rank + 2, number))
         for name, given in cases.items():
             wanted = _results(Experts(number), given)
-            ours, (seen, count, rows), after = found[name]
-            for one, other in zip(ours, wanted, strict=True):
+            actual, (seen, count, rows), after = found[name]
+            for one, other in zip(actual, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
-            theirs = [one - own.start for one in given[1].flatten().tolist() if one in own]
-            assert Counter(seen_one for row in seen for seen_one in row) == Counter(theirs), name
+            native = [one - own.start for one in given[1].flatten().tolist() if one in own]
+            assert Counter(seen_one for row in seen for seen_one in row) == Counter(native), name
             assert (count, rows, after) == (len(own), len(own), number), name
 
 
@@ -162,7 +162,7 @@ def test_pairs_that_leave_the_rank_are_sent_and_no_others():
 
     row, counts = 4 * FEATURES, (4 * 8, 2 * 8)
     first, second = run_ranks(check, 2)
-    # Rank 0 has two tokens, and sends them twice; it has no expert that anybody wants.
+    # Rank 0 has two tokens, and sends them twice; it has no expert that any token has chosen.
     two_twice = (4 * row, 4 * row)
     assert first == [counts, two_twice, (0, 0), two_twice, (0, 0)]
     # What rank 1 has chosen is its own; what it gives back is what came.
@@ -224,10 +224,10 @@ def test_what_mixtral_sends_is_what_the_routers_chose(mode):
         sent = [[one for one in record.collectives if one.name == "all_to_all"]]
         own = range(2) if mesh.get_rank() == 0 else range(2, 3)
         elsewhere = [sum(one not in own for one in index.flatten().tolist()) for index in locals_]
-        told = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
+        text = {(one.axis, one.cause, "mixtral.py" in one.line) for one in sent[0]}
         sites = Counter((one.site, one.phase.value) for one in sent[0])
         grads = [param.grad.full_tensor() for param in model.parameters()]
-        return sites, told, elsewhere, grads
+        return sites, text, elsewhere, grads
 
     def bytes_sent():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -245,12 +245,12 @@ def test_what_mixtral_sends_is_what_the_routers_chose(mode):
     sent = run_ranks(bytes_sent, 2, timeout=120)
     for checkpoints, again in ((False, 0), (True, 3)):
         found = run_ranks(check, 2, checkpoints, timeout=120)
-        for rank, (sites, told, elsewhere, grads) in enumerate(found):
+        for rank, (sites, text, elsewhere, grads) in enumerate(found):
             assert sites == Counter(
                 {(site, "forward"): 3 for site in experts}
                 | {(site, "backward"): 2 + again for site in experts}
             )
-            assert told == {("dp", "plan", True)}
+            assert text == {("dp", "plan", True)}
             row = 4 * 32
             assert sent[rank][1::3] == [row * pairs for pairs in elsewhere]
             assert sent[rank][2::3] == [row * pairs for pairs in found[1 - rank][2]]
@@ -322,8 +322,8 @@ def test_what_is_no_argument_or_no_shard_or_no_axis_is_refused(mesh):
 def test_tokens_that_are_whole_along_the_axis_are_refused(mesh):
     plan = plan_of(mesh).shard("<in:x>", R, "dp")
     model = parallelize(Experts(), plan, src_data_rank=None)
-    said = r"dispatches tokens along 'dp'.*would send the same.*Shard\(0\), 'dp'.*or use index\("
-    with pytest.raises(ValueError, match=said):
+    pattern = r"dispatches tokens along 'dp'.*would send the same.*Shard\(0\), 'dp'.*or use index\("
+    with pytest.raises(ValueError, match=pattern):
         model(*_inputs(CHOICES["both ranks"]))
 
 
@@ -359,8 +359,8 @@ def test_what_cannot_be_dispatched_is_refused(change, message):
 
 
 def test_axes_of_which_some_cut_tokens_are_refused(mesh):
-    said = r"zoo\.mixtral: .* ep=.* 'dp' that do and 'tp' that do not; .*sp=True for tp"
-    with pytest.raises(ValueError, match=said):
+    pattern = r"zoo\.mixtral: .* ep=.* 'dp' that do and 'tp' that do not; .*sp=True for tp"
+    with pytest.raises(ValueError, match=pattern):
         zoo.mixtral(mesh, dp="dp", ep=("dp", "tp"))
     with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ep'"):
         zoo.mixtral(mesh, dp="dp", ep="ep")

@@ -68,16 +68,16 @@ def failure(model, plan, *args, mode="eager", **kwargs):
     parallelize(model, plan, mode=mode, **({"guard_steps": 0} if mode == "static" else {}))
     with pytest.raises(RuntimeError) as raised:
         model(*args, **kwargs)
-    told = str(raised.value)
+    message = str(raised.value)
     assert type(raised.value) is RuntimeError
-    assert told.count("\nin ") == 1
-    return told
+    assert message.count("\nin ") == 1
+    return message
 
 
-def pasted(plan, told):
+def pasted(plan, message):
     """The plan with the entries that an error names."""
-    lines = re.findall(r"^plan\.\w+\(.*$", told, re.MULTILINE)
-    assert lines, told
+    lines = re.findall(r"^plan\.\w+\(.*$", message, re.MULTILINE)
+    assert lines, message
     for line in lines:
         exec(line, {"plan": plan, **IN_PLAN})
     return lines
@@ -98,27 +98,27 @@ def mended(make, plan, call, most=6):
 
 def test_a_forgotten_input_is_named_with_its_module_expression_and_entry(mesh):
     x, mask = inputs()
-    told = failure(Layers(), plan_of(mesh), x, mask)
-    assert "in layers.0 (Attention), at test_forward_errors.py:" in told
-    assert "`scores + mask[:, None]`" in told
-    assert "mask is a torch.Tensor of (4, 5, 5)" in told
-    assert "scores is a DTensor of (4, 2, 5, 5), placed S(0), S(1)" in told
-    assert told.endswith('plan.shard("<in:mask>", [Shard(0), Replicate()])')  # as x is
+    message = failure(Layers(), plan_of(mesh), x, mask)
+    assert "in layers.0 (Attention), at test_forward_errors.py:" in message
+    assert "`scores + mask[:, None]`" in message
+    assert "mask is a torch.Tensor of (4, 5, 5)" in message
+    assert "scores is a DTensor of (4, 2, 5, 5), placed S(0), S(1)" in message
+    assert message.endswith('plan.shard("<in:mask>", [Shard(0), Replicate()])')  # as x is
 
 
 def test_an_input_that_nothing_is_said_of_is_named_where_it_enters(mesh):
     plan = Plan(mesh).shard(r"layers\.\d+\.(q|k|v)\.weight", S0, "tp")
-    told = failure(Layers(), plan, inputs()[0])
-    assert "in layers.0.q (Linear)" in told
-    assert "the plan says of layers.0.q: entry 0 of the plan (test_forward_errors.py:" in told
-    assert "shard weight:0 tp=S(0)" in told
-    assert 'plan.shard("<in:x>", [Replicate(), Replicate()])' in told
+    message = failure(Layers(), plan, inputs()[0])
+    assert "in layers.0.q (Linear)" in message
+    assert "the plan says of layers.0.q: entry 0 of the plan (test_forward_errors.py:" in message
+    assert "shard weight:0 tp=S(0)" in message
+    assert 'plan.shard("<in:x>", [Replicate(), Replicate()])' in message
 
 
 def test_a_layer_that_makes_tensors_is_named_with_those_that_are_like_it(mesh):
-    told = failure(Layers(positions=True), plan_of(mesh), inputs()[0])
-    assert r'plan.factory(r"layers\.\d+", [Replicate(), Replicate()])' in told
-    assert "plan.shard(" not in told
+    message = failure(Layers(positions=True), plan_of(mesh), inputs()[0])
+    assert r'plan.factory(r"layers\.\d+", [Replicate(), Replicate()])' in message
+    assert "plan.shard(" not in message
 
 
 def test_modules_of_another_class_are_not_meant(mesh):
@@ -127,8 +127,8 @@ def test_modules_of_another_class_are_not_meant(mesh):
             return x + torch.arange(4)
 
     model = nn.Sequential(nn.Linear(4, 4), Shifted())
-    told = failure(model, Plan(mesh).shard("<in>", S0, "dp"), torch.ones(4, 4))
-    assert 'plan.factory("1", ' in told
+    message = failure(model, Plan(mesh).shard("<in>", S0, "dp"), torch.ones(4, 4))
+    assert 'plan.factory("1", ' in message
 
 
 def test_a_tensor_that_is_no_buffer_is_to_be_one(mesh):
@@ -140,19 +140,19 @@ def test_a_tensor_that_is_no_buffer_is_to_be_one(mesh):
         def forward(self, x):
             return x * self.scale
 
-    told = failure(nn.Sequential(Scaled()), Plan(mesh).shard("<in>", S0, "dp"), torch.ones(4, 4))
-    assert "in 0 (Scaled)" in told
-    assert "register_buffer('scale', ...)" in told
-    assert "plan." not in told.replace("no entry of the plan", "")
+    message = failure(nn.Sequential(Scaled()), Plan(mesh).shard("<in>", S0, "dp"), torch.ones(4, 4))
+    assert "in 0 (Scaled)" in message
+    assert "register_buffer('scale', ...)" in message
+    assert "plan." not in message.replace("no entry of the plan", "")
 
 
 def test_heads_that_the_axis_does_not_divide_name_the_weights_and_what_gathers_them(mesh):
-    told = failure(Layers(heads=3), plan_of(mesh), inputs()[0])
-    assert "unevenly sharded" in told
-    assert "in layers.0 (Attention)" in told
-    assert "its operand is a DTensor of (4, 5, 12), placed S(0), S(2), by entry 0 of" in told
-    assert "shard weight:0 tp=S(0)" in told
-    assert [line for line in told.splitlines() if line.startswith("plan.")] == [
+    message = failure(Layers(heads=3), plan_of(mesh), inputs()[0])
+    assert "unevenly sharded" in message
+    assert "in layers.0 (Attention)" in message
+    assert "its operand is a DTensor of (4, 5, 12), placed S(0), S(2), by entry 0 of" in message
+    assert "shard weight:0 tp=S(0)" in message
+    assert [line for line in message.splitlines() if line.startswith("plan.")] == [
         rf'plan.shard(r"layers\.\d+\.{one}.<out>", Replicate(), "tp")' for one in "qkv"
     ]
 
@@ -210,10 +210,10 @@ def test_a_plan_of_llama_is_completed_by_what_errors_name():
 
 def test_a_cache_of_keys_names_who_has_it_and_how_to_do_without(mesh):
     ids = torch.arange(12).view(2, 6)
-    told = failure(models.llama(), zoo.llama(mesh), input_ids=ids, use_cache=True)
-    assert "in model.layers.0.self_attn (LlamaAttention), at cache_utils.py:" in told
-    assert "self.keys is a torch.Tensor of a DynamicLayer" in told
-    assert "pass use_cache=False" in told
+    message = failure(models.llama(), zoo.llama(mesh), input_ids=ids, use_cache=True)
+    assert "in model.layers.0.self_attn (LlamaAttention), at cache_utils.py:" in message
+    assert "self.keys is a torch.Tensor of a DynamicLayer" in message
+    assert "pass use_cache=False" in message
     parallelize(models.llama(), zoo.llama(mesh))(input_ids=ids, use_cache=False)
 
 
@@ -236,9 +236,9 @@ def test_generate_names_static_mode_which_gives_one_device_s_tokens():
         same = tokens(static) == expected, tokens(static, use_cache=False) == expected
         return str(raised.value), same, "generate" in vars(model)
 
-    for told, same, patched in run_ranks(check, 2):
-        assert "in generate(), outside of modules, at utils.py:" in told
-        assert "mode='static'" in told
+    for message, same, patched in run_ranks(check, 2):
+        assert "in generate(), outside of modules, at utils.py:" in message
+        assert "mode='static'" in message
         assert same == (True, True)
         assert not patched
 
@@ -250,9 +250,9 @@ def test_static_mode_names_the_module_whose_code_says_sizes_of_the_whole(mesh):
         .shard(r"layers\.\d+\.(q|k|v)\.(weight|bias)", S0, "tp")
         .redistribute(r"layers\.\d+\.o.<in>", Shard(2), R, "tp", grad_src=R)
     )
-    told = failure(model, plan, x, mode="static")
-    assert "in layers.0 (Attention)" in told
-    assert "generate_static(plan, model, example_inputs)" in told
+    message = failure(model, plan, x, mode="static")
+    assert "in layers.0 (Attention)" in message
+    assert "generate_static(plan, model, example_inputs)" in message
 
 
 def test_a_call_while_another_error_is_handled_says_nothing_of_it(mesh):

@@ -21,12 +21,12 @@ def test_an_error_of_a_result_names_entry_line_and_shape(mesh, mode):
     model = parallelize(nn.Sequential(nn.Identity()), plan, mode=mode, guard_steps=0)
     with pytest.raises(ValueError, match="no part 1") as raised:
         model(torch.ones(4, 2))
-    told = str(raised.value)
-    assert "at 0.forward, for entry 1 of the plan (test_hook_errors.py:" in told
-    assert "redist <out>:1 dp=R" in told
-    assert "Tensor of (" in told
+    message = str(raised.value)
+    assert "at 0.forward, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "redist <out>:1 dp=R" in message
+    assert "Tensor of (" in message
     assert type(raised.value) is ValueError
-    assert told.count("\nat 0.forward") == 1
+    assert message.count("\nat 0.forward") == 1
 
 
 def test_an_error_of_torch_s_names_the_argument_alone(mesh):
@@ -38,12 +38,12 @@ def test_an_error_of_torch_s_names_the_argument_alone(mesh):
     model = parallelize(Two(), plan)
     with pytest.raises((RuntimeError, IndexError, ValueError, AssertionError)) as raised:
         model(torch.ones(4, 2), torch.ones(6, 2))
-    told = str(raised.value)
-    assert "at forward_pre, for entry 1 of the plan" in told
-    assert "dp=S(3)" in told
-    assert "entry 0" not in told
-    assert "(6, 2)" in told
-    assert told.count("\nat ") == 1
+    message = str(raised.value)
+    assert "at forward_pre, for entry 1 of the plan" in message
+    assert "dp=S(3)" in message
+    assert "entry 0" not in message
+    assert "(6, 2)" in message
+    assert message.count("\nat ") == 1
 
 
 def test_an_error_that_is_caught_by_its_class_keeps_its_message():
@@ -62,9 +62,9 @@ def test_an_error_in_backward_names_the_entry_and_the_gradient(mesh):
     loss = parallelize(nn.Sequential(nn.Linear(2, 2)), plan)(torch.ones(4, 2)).sum()
     with pytest.raises((RuntimeError, IndexError, ValueError, AssertionError)) as raised:
         loss.backward()
-    told = str(raised.value)
-    assert "at the backward of 0.forward, for entry 1 of the plan (test_hook_errors.py:" in told
-    assert "tp=R; got a DTensor of (4, 2), placed " in told
+    message = str(raised.value)
+    assert "at the backward of 0.forward, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "tp=R; got a DTensor of (4, 2), placed " in message
 
 
 def test_an_error_in_backward_of_static_mode_names_the_entry_and_the_gradient(mesh):
@@ -73,9 +73,9 @@ def test_an_error_in_backward_of_static_mode_names_the_entry_and_the_gradient(me
     loss = model(torch.ones(3, 4)).sum()
     with pytest.raises(ValueError, match="2 ranks divide evenly") as raised:
         loss.backward()
-    told = str(raised.value)
-    assert "at the backward of up.forward, for entry 0 of the plan (test_hook_errors.py:" in told
-    assert "got a torch.Tensor of (3, " in told
+    message = str(raised.value)
+    assert "at the backward of up.forward, for entry 0 of the plan (test_hook_errors.py:" in message
+    assert "got a torch.Tensor of (3, " in message
 
 
 def test_an_error_of_a_module_on_local_tensors_names_its_entry(mesh):
@@ -83,9 +83,9 @@ def test_an_error_of_a_module_on_local_tensors_names_its_entry(mesh):
     model = parallelize(nn.Sequential(nn.Identity()), plan)
     with pytest.raises(ValueError, match="no Partial input") as raised:
         model(torch.ones(4, 2))
-    told = str(raised.value)
-    assert "at 0, for entry 1 of the plan (test_hook_errors.py:" in told
-    assert "a DTensor of (4, 2), placed R, P" in told
+    message = str(raised.value)
+    assert "at 0, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "a DTensor of (4, 2), placed R, P" in message
 
 
 def test_an_error_of_a_parameter_that_static_mode_moves_names_its_entry(mesh):
@@ -93,10 +93,10 @@ def test_an_error_of_a_parameter_that_static_mode_moves_names_its_entry(mesh):
     model = parallelize(nn.Sequential(nn.Linear(2, 3)), plan, mode="static", guard_steps=0)
     with pytest.raises(ValueError, match="2 ranks divide evenly") as raised:
         model(torch.ones(4, 2))
-    told = str(raised.value)
-    assert "for entry 0 of the plan (test_hook_errors.py:" in told
-    assert "redist bias:0 tp=S(0); got a " in told
-    assert told.count("for entry 0") == 1
+    message = str(raised.value)
+    assert "for entry 0 of the plan (test_hook_errors.py:" in message
+    assert "redist bias:0 tp=S(0); got a " in message
+    assert message.count("for entry 0") == 1
 
 
 def test_an_error_of_an_operator_of_static_mode_names_its_entry(mesh):
@@ -120,9 +120,9 @@ def test_an_error_of_attention_over_sequences_names_its_entry(mesh):
     model = parallelize(nn.Sequential(Attends()), plan)
     with pytest.raises(ValueError, match=r"dropout_p=0\.5") as raised:
         model(torch.ones(2, 2, 4, 4))
-    told = str(raised.value)
-    assert "at attention of 0, for entry 1 of the plan (test_hook_errors.py:" in told
-    assert "a DTensor of (2, 2, 4, 4), placed R, S(2)" in told
+    message = str(raised.value)
+    assert "at attention of 0, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "a DTensor of (2, 2, 4, 4), placed R, S(2)" in message
 
 
 def test_an_error_of_gathering_a_parameter_names_its_entry(mesh):
@@ -132,10 +132,10 @@ def test_an_error_of_gathering_a_parameter_names_its_entry(mesh):
     dist.destroy_process_group(mesh.get_group("dp"))
     with pytest.raises(RuntimeError) as raised:
         model(torch.ones(4, 2))
-    told = str(raised.value)
-    assert "at the gather of parameter weight, for entry 0 and 1 of the plan" in told
-    assert "(test_hook_errors.py:" in told
-    assert "got a DTensor of (4, 2), placed S(0), R" in told
+    message = str(raised.value)
+    assert "at the gather of parameter weight, for entry 0 and 1 of the plan" in message
+    assert "(test_hook_errors.py:" in message
+    assert "got a DTensor of (4, 2), placed S(0), R" in message
 
 
 def test_an_error_of_gradients_that_go_back_into_order_names_the_entry(mesh):
@@ -150,6 +150,6 @@ def test_an_error_of_gradients_that_go_back_into_order_names_the_entry(mesh):
     dist.destroy_process_group(mesh.get_group("tp"))
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
-    told = str(raised.value)
-    assert "at the backward of forward, for entry 2 of the plan (test_hook_errors.py:" in told
-    assert "got a torch.Tensor of (2, 2, 4, 4)" in told
+    message = str(raised.value)
+    assert "at the backward of forward, for entry 2 of the plan (test_hook_errors.py:" in message
+    assert "got a torch.Tensor of (2, 2, 4, 4)" in message

@@ -29,8 +29,8 @@ def test_with_fused_attention_it_trains_as_on_one_device():
         return models.train(model, loss, steps=5), installed(model).coverage.unused_sites
 
     losses = models.train(models.llama(attn_implementation="sdpa"), loss, steps=5)
-    for ours, never in run_ranks(check, 4, timeout=180):
-        assert ours == pytest.approx(losses, abs=1e-5)
+    for actual, never in run_ranks(check, 4, timeout=180):
+        assert actual == pytest.approx(losses, abs=1e-5)
         assert never == []
 
 
@@ -49,7 +49,7 @@ def test_without_labels_there_is_no_loss_to_place():
 
 @pytest.mark.parametrize("alone", [False, True], ids=["fused-comm", "one by one"])
 def test_a_microbatch_that_is_not_synchronised_counts(alone):
-    """With fused-comm, and without it, which is said once."""
+    """With fused-comm, and without it, which is logged once."""
 
     def loss(model, number):
         torch.manual_seed(100 + number)
@@ -71,14 +71,14 @@ def test_a_microbatch_that_is_not_synchronised_counts(alone):
                 loss(model, 2).backward()
         finally:
             options.find_spec = before
-        said = [str(one.message) for one in caught if "plan-api[comm]" in str(one.message)]
-        return [param.grad.full_tensor() for param in model.parameters()], len(said), waits
+        pattern = [str(one.message) for one in caught if "plan-api[comm]" in str(one.message)]
+        return [param.grad.full_tensor() for param in model.parameters()], len(pattern), waits
 
     model = models.llama()
     for micro in range(3):
         loss(model, micro).backward()
-    for grads, said, waits in run_ranks(check, 2):
-        assert said == alone
+    for grads, pattern, waits in run_ranks(check, 2):
+        assert pattern == alone
         assert waits
         for param, grad in zip(model.parameters(), grads, strict=True):
             torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-6)

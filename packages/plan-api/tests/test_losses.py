@@ -49,13 +49,13 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
         plain = logits.clone().requires_grad_()
         expected = F.cross_entropy(plain, targets, reduction=reduction, **options)
         expected.square().sum().backward()
-        ours = distribute_tensor(logits, mesh, placements).requires_grad_()
+        actual = distribute_tensor(logits, mesh, placements).requires_grad_()
         targets = distribute_tensor(targets, mesh, [R, R])
         options = {name: distribute_tensor(one, mesh, [R, R]) for name, one in options.items()}
-        loss = F.cross_entropy(ours, targets, reduction=reduction, **options)
+        loss = F.cross_entropy(actual, targets, reduction=reduction, **options)
         loss.redistribute(placements=[R, R]).square().sum().backward()
         close = torch.allclose(loss.full_tensor(), expected, rtol=1e-5, atol=1e-6)
-        same = torch.allclose(ours.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+        same = torch.allclose(actual.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
         return None if close and same else (placements, rows, reduction, list(options), close, same)
 
     assert run_ranks(check, 4, timeout=180) == [[]] * 4
@@ -71,11 +71,11 @@ def test_more_ranks_than_classes_and_half_precision():
         for dtype in (torch.float32, torch.bfloat16):
             plain = logits.to(dtype, copy=True).requires_grad_()
             F.cross_entropy(plain, targets).backward()
-            ours = distribute_tensor(logits.to(dtype), mesh, [S1]).requires_grad_()
-            loss = F.cross_entropy(ours, distribute_tensor(targets, mesh, [R]))
+            actual = distribute_tensor(logits.to(dtype), mesh, [S1]).requires_grad_()
+            loss = F.cross_entropy(actual, distribute_tensor(targets, mesh, [R]))
             loss.backward()
             tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-            grad = ours.grad.full_tensor()
+            grad = actual.grad.full_tensor()
             results.append(torch.allclose(grad, plain.grad, rtol=tolerance, atol=tolerance))
         return results
 

@@ -52,12 +52,12 @@ def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
         plain = inputs.clone().requires_grad_()
         expected = LOSSES[name](plain, targets, reduction=reduction)
         expected.square().sum().backward()
-        ours = distribute_tensor(inputs, mesh, placements).requires_grad_()
+        actual = distribute_tensor(inputs, mesh, placements).requires_grad_()
         targets = distribute_tensor(targets, mesh, placements)
-        loss = LOSSES[name](ours, targets, reduction=reduction)
+        loss = LOSSES[name](actual, targets, reduction=reduction)
         loss.redistribute(placements=[R, R]).square().sum().backward()
         close = torch.allclose(loss.full_tensor(), expected, rtol=1e-5, atol=1e-6)
-        return close and torch.allclose(ours.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+        return close and torch.allclose(actual.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
 
     assert run_ranks(check, 4, timeout=120) == [[]] * 4
 
@@ -74,14 +74,14 @@ def test_uneven_and_empty_shards_weights_sums_and_half_precision():
                 plain = x.to(dtype, copy=True).requires_grad_()
                 expected = F.binary_cross_entropy(plain, y.to(dtype), weight.to(dtype))
                 expected.backward()
-                ours = distribute_tensor(x.to(dtype), mesh, [S0]).requires_grad_()
+                actual = distribute_tensor(x.to(dtype), mesh, [S0]).requires_grad_()
                 others = [distribute_tensor(one.to(dtype), mesh, [R]) for one in (y, weight)]
-                loss = F.binary_cross_entropy(ours, *others)
+                loss = F.binary_cross_entropy(actual, *others)
                 loss.backward()
                 tolerance = 1e-6 if dtype is torch.float32 else 1e-2
-                for mine, theirs in ((loss, expected), (ours.grad, plain.grad)):
+                for mine, native in ((loss, expected), (actual.grad, plain.grad)):
                     mine = mine.full_tensor()
-                    found.append(torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance))
+                    found.append(torch.allclose(mine, native, rtol=tolerance, atol=tolerance))
             part = distribute_tensor(x / 4, mesh, [R]).to_local()
             summed = torch.distributed.tensor.DTensor.from_local(part, mesh, [Partial()])
             found.append(torch.allclose(F.mse_loss(summed, y).full_tensor(), F.mse_loss(x, y)))
@@ -114,5 +114,5 @@ def test_the_gradients_of_a_planned_model_are_those_of_one_device():
     alone = Fit()
     alone(x, y).backward()
     for grads in run_ranks(check, 2):
-        for ours, param in zip(grads, alone.parameters(), strict=True):
-            torch.testing.assert_close(ours, param.grad)
+        for actual, param in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(actual, param.grad)

@@ -22,7 +22,7 @@ def mesh():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"guard_steps": 1}, "expected mode='static' for guard_steps, got .*leave guard_steps out"),
         ({"guard_steps": -1, "mode": "static"}, "guard_steps expected 0 or more, got -1"),
@@ -36,9 +36,9 @@ def mesh():
     ],
     ids=str,
 )
-def test_options_without_effect_or_meaning_are_refused_first(mesh, options, said):
+def test_options_without_effect_or_meaning_are_refused_first(mesh, options, message):
     model = TwoLinears()
-    with CommLog() as log, pytest.raises(ValueError, match=said):
+    with CommLog() as log, pytest.raises(ValueError, match=message):
         parallelize(model, Plan(mesh), **options)
     assert log.calls == ()
     assert not any(isinstance(param, DTensor) for param in model.parameters())

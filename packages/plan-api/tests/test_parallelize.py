@@ -172,15 +172,15 @@ def test_a_rank_outside_of_the_mesh_is_told_so_and_keeps_nobody_waiting():
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
         model = nn.Sequential(nn.Linear(4, 4))
         plan = Plan(mesh).shard("<in>", R).shard(r"0\.weight", S0)
-        told = [row.after for row in explain(plan, model).rows]
+        message = [row.after for row in explain(plan, model).rows]
         if mesh.get_coordinate() is None:
             with (
                 CommLog() as log,
                 pytest.raises(ValueError, match=r"has ranks \[0, 1\], got rank 2"),
             ):
                 parallelize(model, plan)
-            return told, sum(log.counts().values()), type(model[0].weight) is nn.Parameter
-        return told, parallelize(model, plan)(torch.ones(2, 4)).shape, model[0].weight.placements
+            return message, sum(log.counts().values()), type(model[0].weight) is nn.Parameter
+        return message, parallelize(model, plan)(torch.ones(2, 4)).shape, model[0].weight.placements
 
     *inside, outside = run_ranks(check, 3)
     assert inside == [(["tp=R", "tp=S(0)"], (2, 4), (S0,))] * 2
@@ -218,10 +218,10 @@ def test_gradients_are_those_of_one_device_however_backward_places_them():
         model(x).sum().backward()
         return [
             (
-                ours.grad.placements == ours.placements,
-                torch.allclose(ours.grad.full_tensor(), theirs.grad),
+                actual.grad.placements == actual.placements,
+                torch.allclose(actual.grad.full_tensor(), native.grad),
             )
-            for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True)
+            for actual, native in zip(model.parameters(), expected.parameters(), strict=True)
         ]
 
     assert run_ranks(check, 4) == [[(True, True)] * 2] * 4

@@ -105,8 +105,8 @@ def test_a_graph_that_is_kept_goes_back_twice(way):
         alone(torch.ones(8, WIDTH)).square().mean().backward()
     expected = [p.grad for p in alone.parameters() if p.requires_grad]
     for grads in run_ranks(check, 2, timeout=120):
-        for ours, theirs in zip(grads, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for actual, native in zip(grads, expected, strict=True):
+            torch.testing.assert_close(actual, native)
 
 
 class Squares(nn.Module):
@@ -196,12 +196,12 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
         gc.collect()
         params = list(model.parameters())
         copies = [copy._local for copy in objects(UnshardedParam)]
-        kept, beside = storages([p._local_tensor for p in params] + copies), []
+        saved, beside = storages([p._local_tensor for p in params] + copies), []
 
         def look(_):
             large = (t for t in objects(torch.Tensor) if t.nbytes >= LARGE)
             now = storages(large)
-            beside.append(sum(size for at, size in now.items() if at not in kept))
+            beside.append(sum(size for at, size in now.items() if at not in saved))
 
         for layer in model.layers[::5]:
             layer.weight.register_post_accumulate_grad_hook(look)
@@ -211,14 +211,14 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
         sent = sum(call.wire_bytes for call in log.calls if call.input_bytes > 8)
         sent -= 2 * 8 * BROAD * 4 * (ranks - 1) / ranks  # the model's output, and its gradient
         return (
-            sum(kept.values()) / 4 / elements,
+            sum(saved.values()) / 4 / elements,
             max(beside) / 4 / elements,
             sent / 4 / elements * ranks / (ranks - 1),
         )
 
     parameters, gradients, traffic = EXPECTED[way](ranks)
-    for kept, beside, sent in run_ranks(check, ranks, timeout=120):
-        assert kept == pytest.approx(parameters, rel=0.001)
+    for saved, beside, sent in run_ranks(check, ranks, timeout=120):
+        assert saved == pytest.approx(parameters, rel=0.001)
         assert gradients - 0.03 <= beside <= gradients + 3.2 / LAYERS
         assert sent == pytest.approx(traffic, rel=0.03)
 

@@ -1,4 +1,4 @@
-"""What can be said in a plan, and what cannot."""
+"""Entries that a plan accepts, and those that it refuses."""
 
 import pytest
 from torch.distributed.tensor import Replicate, Shard

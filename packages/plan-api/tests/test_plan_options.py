@@ -1,4 +1,4 @@
-"""Options of a plan's methods: what cannot be in effect is refused when said, or when lowered."""
+"""Options of methods of a plan: those without effect are refused at the call, or when lowered."""
 
 import json
 
@@ -19,16 +19,16 @@ def mesh():
         yield mesh
 
 
-def _refused(model, plan, said, **options):
+def _refused(model, plan, message, **options):
     before = dict(model.named_parameters())
-    with CommLog() as log, pytest.raises(ValueError, match=said):
+    with CommLog() as log, pytest.raises(ValueError, match=message):
         parallelize(model, plan, use=(), **options)
     log.assert_counts({})
     assert all(param is before[name] for name, param in model.named_parameters())
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda plan: plan.shard("w", S0, "dp", "run"), "such as Phase.RUN, got 'run'"),
         (lambda plan: plan.shard("w", S0, "dp", unit=0), "unit: expected at least 1, got 0"),
@@ -42,9 +42,9 @@ def _refused(model, plan, said, **options):
     ],
     ids=["phase", "unit of nothing", "unit below", "unit of a float", "unit of a bool", "reshard"],
 )  # fmt: skip
-def test_values_are_refused_when_they_are_said(mesh, call, said):
+def test_values_are_refused_when_they_are_said(mesh, call, message):
     plan = Plan(mesh)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         call(plan)
     assert plan.entries == ()
 
@@ -99,9 +99,9 @@ def test_what_fully_shard_leaves_out_is_placed_as_the_plan_says(mesh):
 
 def test_a_sequence_out_of_order_needs_attention_that_knows_it(mesh):
     model = TwoLinears()
-    said = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"
-    _refused(model, Plan(mesh).sequence("<in>", "dp"), said)
-    _refused(model, Plan(mesh).sequence("<in>", "dp").context("", "tp"), said)
+    message = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"
+    _refused(model, Plan(mesh).sequence("<in>", "dp"), message)
+    _refused(model, Plan(mesh).sequence("<in>", "dp").context("", "tp"), message)
     assert lower(Plan(mesh).sequence("<in>", "dp", order="contiguous"), model).sites
     assert lower(Plan(mesh).sequence("<in>", "dp").context("", "dp"), model).sites
 
@@ -115,7 +115,7 @@ def _text(mesh, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda found: found.update(covers=True), "the plan: .*got 'covers'; did you mean 'cover'"),
         (lambda found: found.pop("cover"), "the plan: expected 'cover', got none"),
@@ -135,8 +135,8 @@ def _text(mesh, change):
     ids=["a plan's", "a plan's missing", "verb", "an entry's", "phase", "an entry's missing",
          "option of shard", "option of fully_shard"],
 )  # fmt: skip
-def test_names_in_json_are_those_that_are_read(mesh, change, said):
-    with pytest.raises(ValueError, match=said):
+def test_names_in_json_are_those_that_are_read(mesh, change, message):
+    with pytest.raises(ValueError, match=message):
         Plan.from_json(_text(mesh, change), mesh)
 
 

@@ -87,13 +87,17 @@ def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
         lower(plan, model)
     lines = str(caught.value).splitlines()[1:]
     assert all(line.startswith("test_resolve.py:") for line in lines)
-    said = [line.split("): ", 1)[1] for line in lines]
-    assert said[0].startswith("no parameter or buffer has this name; did you mean 'layers.0.up.w")
-    assert said[1].startswith("no module has this name; did you mean 'layers.0.down'")
-    assert said[2] == "layers.0.up.bias has shape (8,): there is no dim 1"
-    assert said[3] == ("forward of layers.0 (Block) has no argument 'maks'; did you mean 'mask'?")
-    assert said[4] == "forward of layers.0 (Block) has 2 arguments: x, mask"
-    assert said[5] == "no parameter or buffer has this name"
+    message = [line.split("): ", 1)[1] for line in lines]
+    assert message[0].startswith(
+        "no parameter or buffer has this name; did you mean 'layers.0.up.w"
+    )
+    assert message[1].startswith("no module has this name; did you mean 'layers.0.down'")
+    assert message[2] == "layers.0.up.bias has shape (8,): there is no dim 1"
+    assert message[3] == (
+        "forward of layers.0 (Block) has no argument 'maks'; did you mean 'mask'?"
+    )
+    assert message[4] == "forward of layers.0 (Block) has 2 arguments: x, mask"
+    assert message[5] == "no parameter or buffer has this name"
 
 
 @pytest.mark.parametrize(

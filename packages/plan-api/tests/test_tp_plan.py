@@ -32,8 +32,8 @@ def test_a_llama_trains_as_on_one_device():
         models.train(models.llama(tie_word_embeddings=tied), steps=5) for tied in (False, True)
     ]
     for found in run_ranks(check, 4, timeout=240):
-        for (ours, placements, never), theirs in zip(found, losses, strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-5, rel=0)
+        for (actual, placements, never), native in zip(found, losses, strict=True):
+            assert actual == pytest.approx(native, abs=1e-5, rel=0)
             assert placements == [Shard(0), Shard(1), Shard(0)]
             assert never == []
 

@@ -100,7 +100,7 @@ def _parallel(case, mesh, sp):
     model = parallelize(case.make(), case.plan(mesh, sp=sp))
     models.reinitialize(model)
     pairs = zip(model.parameters(), _alone(case).parameters(), strict=True)
-    equal = all(torch.equal(ours.full_tensor(), theirs) for ours, theirs in pairs)
+    equal = all(torch.equal(actual.full_tensor(), native) for actual, native in pairs)
     with ragged_shard.strict():
         losses, norms = _train(model, case)
     state = installed(model)
@@ -131,15 +131,15 @@ def test_they_train_as_on_one_device(shape):
 
     expected = {name: _train(_alone(CASES[name]), CASES[name]) for name in names}
     for found in run_ranks(check, shape[0] * shape[1], timeout=480):
-        for (name, sp), ours in found.items():
+        for (name, sp), actual in found.items():
             losses, norms = expected[name]
-            said = f"{name}, {sp=}"
+            message = f"{name}, {sp=}"
             within = CASES[name].within
-            assert ours.losses == pytest.approx(losses, abs=within, rel=0), said
-            assert ours.norms == pytest.approx(norms, abs=1e-6, rel=0.01), said
-            assert ours.equal, said
-            assert ours.extras == ("dist-rng", "dtensor-rules", "fused-comm"), said
-            assert ours.unused_sites == [], said
+            assert actual.losses == pytest.approx(losses, abs=within, rel=0), message
+            assert actual.norms == pytest.approx(norms, abs=1e-6, rel=0.01), message
+            assert actual.equal, message
+            assert actual.extras == ("dist-rng", "dtensor-rules", "fused-comm"), message
+            assert actual.unused_sites == [], message
 
 
 def test_dropout_is_on(monkeypatch):

@@ -72,9 +72,9 @@ def test_key_value_heads_that_do_not_divide_are_refused_alone():
     with fake_mesh((4,), ("tp",)) as mesh:
         with pytest.raises(ValueError, match="is 2 times") as caught:
             lower(zoo.llama(mesh), models.llama())
-        said = str(caught.value).splitlines()[1:]
-        assert len(said) == 4
-        assert not any("q_proj.weight is" in line for line in said)
+        pattern = str(caught.value).splitlines()[1:]
+        assert len(pattern) == 4
+        assert not any("q_proj.weight is" in line for line in pattern)
 
 
 @pytest.mark.ranks
@@ -146,8 +146,8 @@ def test_units_that_fit_are_cut_between(mesh):
     model = parallelize(Attention(), queries(mesh, 2).shard("<in>", R, "tp"), src_data_rank=None)
     assert model.query.weight.to_local().shape == (6, 6)
     # What it would have come to; the second are the words of torch 2.11.
-    said = r"not evenly divisible|Attempted to split the sharded dim"
-    with pytest.raises(RuntimeError, match=said):
+    pattern = r"not evenly divisible|Attempted to split the sharded dim"
+    with pytest.raises(RuntimeError, match=pattern):
         model(torch.ones(2, 6))
 
 

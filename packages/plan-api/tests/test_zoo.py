@@ -14,15 +14,15 @@ PLANS = ("dit", "gpt2", "llama", "mixtral", "vit")
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_sequence_is_cut_along_tp_or_not_at_all(mesh, name):
-    said = rf"zoo\.{name}: sp=True shards the sequence along tp, which is None"
-    with pytest.raises(ValueError, match=said):
+    message = rf"zoo\.{name}: sp=True shards the sequence along tp, which is None"
+    with pytest.raises(ValueError, match=message):
         getattr(zoo, name)(mesh, tp=None, dp="dp", sp=True)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_a_vocabulary_is_cut_along_tp_or_not_at_all(mesh, name):
-    said = rf"zoo\.{name}: loss_parallel=True shards the vocabulary along tp, which is None"
-    with pytest.raises(ValueError, match=said):
+    message = rf"zoo\.{name}: loss_parallel=True shards the vocabulary along tp, which is None"
+    with pytest.raises(ValueError, match=message):
         getattr(zoo, name)(mesh, tp=None, dp="dp", loss_parallel=True)
 
 
