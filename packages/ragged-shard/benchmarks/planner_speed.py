@@ -65,9 +65,7 @@ def groups_of(name: str, rows: int) -> list[tuple[TensorSpec, ...]]:
     return [specs_of(group, rows, target) for group in model.groups]
 
 
-def searched(
-    specs: Sequence[TensorSpec], world_size: int, nodes: int = 20_000
-) -> _core.SearchResult:
+def searched(specs: Sequence[TensorSpec], world_size: int, nodes: int = 20_000) -> _core.Found:
     numels, blocks = [spec.numel for spec in specs], [spec.block for spec in specs]
     return _core.search(numels, blocks, world_size, 1, nodes)
 

@@ -1,4 +1,4 @@
-// An order that wastes little for one shard size. The C++ counterpart of arrange.py.
+// An order that wastes little for one shard size. The C++ counterpart of arrange() in reference.py.
 #pragma once
 
 #include <vector>

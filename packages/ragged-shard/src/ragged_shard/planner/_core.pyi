@@ -1,8 +1,8 @@
-# The same search as reference.py's, and the same order as arrange.py's. Nothing here checks its
-# arguments: solve.py does.
+# The same search as reference.py's, and the same order as its arrange(). Nothing here checks its
+# arguments: plan.py does.
 from collections.abc import Sequence
 
-class SearchResult:
+class Found:
     @property
     def any(self) -> bool: ...
     @property
@@ -16,7 +16,7 @@ class SearchResult:
 
 def search(
     numels: Sequence[int], blocks: Sequence[int], ranks: int, step: int, most_nodes: int
-) -> SearchResult: ...
+) -> Found: ...
 
 # Empty if the tensors do not fit.
 def arrange(numels: Sequence[int], blocks: Sequence[int], ranks: int, shard: int) -> list[int]: ...
