@@ -13,29 +13,14 @@ SUFFIXES = {".py", ".pyi", ".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh"}
 GENERATED = NOT_SOURCE | {"build", "dist"}
 SOURCES = {"src", "include"}  # folders below these are counted; tests mirror them
 
-_ARGUMENTS = "one option after another, of a command line"
-_STEPS = "its steps are still to become functions"
 _UNGROUPED = "its modules are still to be grouped into subpackages"
 #: A file and function, or a folder: why it may be larger.
 ALLOWED = {
-    "packages/ragged-shard/src/ragged_shard/planner/arguments.py:_parser": _ARGUMENTS,
-    "integration/src/integration/option_table/fully_shard/observation.py:observe": _STEPS,
-    "integration/src/integration/option_table/observation.py:observe": _STEPS,
-    "integration/src/integration/train/loop.py:__init__": _STEPS,
-    "packages/fsdp/src/fsdp/integrations.py:_reading_rows": _STEPS,
-    "packages/plan-api/src/plan_api/parallelize.py:parallelize": _STEPS,
     "integration/src/integration": _UNGROUPED,
     "integration/src/integration/compare": _UNGROUPED,
     "integration/src/integration/report": _UNGROUPED,
     "integration/src/integration/scale": _UNGROUPED,
     "integration/src/integration/train": _UNGROUPED,
-    "packages/dist-rng/src/cpp": _UNGROUPED,
-    "packages/dist-rng/src/dist_rng": _UNGROUPED,
-    "packages/fsdp/src/fsdp": _UNGROUPED,
-    "packages/fused-comm/src/fused_comm": _UNGROUPED,
-    "packages/plan-api/src/plan_api/static": _UNGROUPED,
-    "packages/ragged-shard/src/ragged_shard": _UNGROUPED,
-    "packages/ragged-shard/src/ragged_shard/planner": _UNGROUPED,
 }
 
 
