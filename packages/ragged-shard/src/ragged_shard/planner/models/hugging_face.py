@@ -8,7 +8,6 @@ transformers 5. "separate": every expert's matrices are tensors of their own, as
 checkpoints; transformers' own conversion of checkpoints gives their names and shapes.
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,7 +52,14 @@ def build_model(
         ValueError: torch or transformers is missing, transformers cannot build the model, or the
             model has no such experts or layers.
     """
-    torch, transformers = _library("torch", config), _library("transformers", config)
+    try:  # the rest of the planner does without these two
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{config.name}: reading a model's shapes needs {error.name}: "
+            f"pip install ragged-shard[models]; the presets need neither torch nor transformers"
+        ) from error
     model = _on_meta(config, torch, transformers)
     shapes = dict(_stacked(model) if experts == "stacked" else _published(model, transformers))
     groups = tuple(_grouped(shapes, f"{model.base_model_prefix}."))
@@ -97,16 +103,6 @@ def _on_meta(config: ModelConfig, torch: Any, transformers: Any) -> Any:
         raise ValueError(
             f"{config.name}: transformers {transformers.__version__} cannot build a "
             f"{config.architecture!r} from this configuration: {reason}"
-        ) from error
-
-
-def _library(name: str, config: ModelConfig) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{config.name}: reading a model's shapes needs {name}: "
-            f"pip install ragged-shard[models]; the presets need neither"
         ) from error
 
 
