@@ -51,6 +51,7 @@ def test_import_changes_nothing_in_torch_and_disable_takes_all_back():
         "torch.distributed.tensor._dispatch.OpDispatcher.wrap",
         "torch.distributed.tensor._dtensor_spec.DTensorSpec.__setattr__",
         "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta",
+        "torch.distributed.tensor._redistribute._gen_transform_infos_non_cached",
         "torch.distributed.tensor._redistribute._optimize_transform_infos",
         "torch.distributed.tensor._sharding_prop.FakeTensorMode",
     ]

@@ -345,6 +345,9 @@ def scaled_dot_product():
         nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
 
 
+@pytest.mark.skipif(
+    TORCH_RELEASE < (2, 12), reason="torch 2.11 has no sharding strategy for attention on CPUs"
+)
 def test_attention_without_dropout_draws_nothing_and_is_not_refused():
     run_ranks(scaled_dot_product, 2, timeout=240)  # torch decomposes it for a strategy
 
