@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.nightly_record import main, page, read, read_report
+from tools.nightly_record import PAGES, main, page, read, read_report
 
 CASES = {
     "passed": '<testcase classname="a.test_x" time="1.5"/>',
@@ -65,3 +65,7 @@ def test_a_failure_or_no_test_at_all_is_one_and_is_recorded(names, package, repo
 
 def test_an_error_counts_as_a_failure(report):
     assert read_report(report("error"))["a.test_y"].counts.failed == 1
+
+
+def test_the_page_is_made_from_the_record():
+    assert (PAGES / "nightly.md").read_text() == page(read(PAGES / "nightly.json"))
