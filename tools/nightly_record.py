@@ -30,7 +30,7 @@ class Result:
         counts: of the tests.
         seconds: that they took.
         date: of the run, as ISO 8601 has it.
-        commit: as ``git describe --always --dirty`` names it.
+        commit: as ``git describe --always`` names it; the record itself may differ from it.
         torch: its version.
         cores: of the machine.
     """
@@ -63,13 +63,7 @@ class Record:
 
 def read_report(report: Path) -> dict[str, Result]:
     """The results in a JUnit file of pytest's, by the module of the tests."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    commit = _commit()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     cores = os.cpu_count() or 1
     found: dict[str, tuple[Counts, float]] = {}
@@ -84,6 +78,18 @@ def read_report(report: Path) -> dict[str, Result]:
         name: Result(counts, seconds, today, commit, version("torch"), cores)
         for name, (counts, seconds) in found.items()
     }
+
+
+def _commit() -> str:
+    """The commit of the working tree, with -dirty where more than the record differs from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/nightly.*")
+    return git("describe", "--always") + ("-dirty" if changed else "")
 
 
 def read(path: Path) -> Record:
