@@ -22,7 +22,7 @@ ZOO = Path(__file__).parents[1] / "packages/plan-api/src/plan_api/zoo"
 #: The paper's own counts, for its plans of models of the same names.
 PAPER = {"llama": 29, "mixtral": 38, "dit": 36}
 #: Functions that build nothing.
-NOT_PLANS = frozenset({"check_options", "expert_axes", "fused", "names_of"})
+NOT_PLANS = frozenset({"check_options", "expert_axes", "interleaved_shard", "names_of"})
 
 
 def count(name: str) -> Built:
@@ -38,7 +38,7 @@ def main() -> None:
     """Prints a line per plan of the zoo."""
     print(f"{'plan':10}{'lines':>6}{'paper':>7}{'static':>8}")
     for path in sorted(ZOO.glob("*.py")):
-        if path.stem in ("__init__", "needs"):
+        if path.stem in ("__init__", "requirements"):
             continue
         built = count(path.stem)
         paper = str(PAPER.get(path.stem, "-"))

@@ -41,7 +41,7 @@ def test_batch_and_heads_may_be_sharded(mesh, dp, tp):
         assert torch.equal(one.grad.to_local(), other.grad)
 
 
-def test_a_mask_is_refused_with_the_remedy(mesh):
+def test_a_mask_is_an_error_with_a_remedy(mesh):
     mask = distribute_tensor(torch.zeros(6, 6), mesh, [Replicate()] * 2, src_data_rank=None)
     with pytest.raises(RuntimeError, match=r"expected no mask.*attn_implementation='eager'"):
         F.scaled_dot_product_attention(*inputs(mesh, [Shard(0), Shard(1)]), attn_mask=mask)

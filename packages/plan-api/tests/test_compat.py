@@ -33,7 +33,7 @@ with fake_mesh((2, 2)) as mesh:
 
 
 @pytest.mark.filterwarnings("default")
-def test_torch_cannot_place_the_gradients_of_a_convolution_on_two_axes():
+def test_torch_cannot_shard_the_gradients_of_a_convolution_on_two_axes():
     # In a process of its own: what is taken off torch's registry stays off.
     result = subprocess.run(
         [sys.executable, "-c", CONVOLUTION], capture_output=True, text=True, timeout=120

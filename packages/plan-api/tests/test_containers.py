@@ -42,14 +42,14 @@ X, Y = torch.ones(2), torch.zeros(2)
     ],
     ids=["tensor", "tuple", "nested", "namedtuple", "dataclass", "dataclass in a list"],
 )
-def test_every_tensor_is_moved_and_the_structure_stays(value, expected):
+def test_every_tensor_is_mapped_in_the_same_structure(value, expected):
     moved = map_tensors(value, negative)
     assert type(moved) is type(value)
     assert repr(moved) == repr(expected)
 
 
 @pytest.mark.parametrize("value", [X, (X, 1), {"a": X}, Result(X), None, "text", 3, ()])
-def test_what_is_not_changed_is_the_same_object(value):
+def test_an_unchanged_structure_is_the_same_object(value):
     assert map_tensors(value, lambda x: x) is value
 
 
@@ -69,13 +69,13 @@ def test_what_is_not_changed_is_the_same_object(value):
         (None, 0, None),
     ],
 )
-def test_one_part_of_a_result_is_moved(value, index, expected):
+def test_one_part_of_a_result_is_replaced(value, index, expected):
     moved = replace_part(value, index, negative, "here")
     assert type(moved) is type(expected)
     assert repr(moved) == repr(expected)
 
 
-def test_an_output_of_transformers_keeps_its_two_faces_alike():
+def test_field_and_key_of_a_transformers_output_stay_equal():
     from transformers.modeling_outputs import CausalLMOutput
 
     output = replace_part(CausalLMOutput(loss=X, logits=Y + 1), "logits", negative, "here")
@@ -96,12 +96,12 @@ def test_an_output_of_transformers_keeps_its_two_faces_alike():
         (3, 0, "no part 0 in a int"),
     ],
 )
-def test_a_part_that_is_not_there_is_named(value, index, message):
+def test_a_missing_part_is_an_error(value, index, message):
     with pytest.raises(ValueError, match=f"here: there is {message}"):
         replace_part(value, index, negative, "here")
 
 
-def test_a_part_that_is_none_stays_so_in_a_mapping_that_leaves_it_out():
+def test_a_field_that_is_none_stays_none():
     """As the loss of transformers' outputs, of a model that was given no labels."""
 
     class Output(dict):

@@ -62,7 +62,7 @@ def test_a_table_is_not_truncated_without_a_terminal(mesh, capsys, monkeypatch):
     assert found.rows[0].line in drawn
 
 
-def test_a_plan_survives_json(mesh, model):
+def test_a_plan_is_serialized_and_read_again(mesh, model):
     plan = Plan(mesh, cover=True) | plan_of(mesh) | plan_of(mesh).under("encoder.1")
     plan.annotate("<in>", Partial("avg"), "dp").shard("w", S0, "dp", Phase.RUN)
     text = plan.to_json()
@@ -74,7 +74,7 @@ def test_a_plan_survives_json(mesh, model):
     assert json.loads(text)["mesh"] == {"dp": 2, "tp": 2}
 
 
-def test_placements_of_other_packages_survive_json(mesh):
+def test_placements_of_other_packages_are_serialized(mesh):
     ragged = pytest.importorskip("ragged_shard", reason="an extra of plan-api")
     plan = Plan(mesh).shard("w", ragged.InterleavedShard(0, 3), "tp")
     plan.shard("v", ragged.RaggedShard((0,), (1, 2)), "tp")
@@ -107,7 +107,7 @@ def test_a_plan_fits_a_mesh_of_another_size(mesh, model):
         assert [row.bytes for row in rows] == ["", "", "32", "16"]
 
 
-def test_diff_ignores_where_entries_were_written(mesh):
+def test_diff_ignores_source_lines(mesh):
     other = Plan(mesh).shard("layers.0.<in>", R, "tp").shard("more", S0, "dp")
     found = diff(plan_of(mesh), other)
     assert [entry.path.text for entry in found.added] == ["more"]

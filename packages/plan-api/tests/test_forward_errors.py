@@ -96,7 +96,7 @@ def mended(make, plan, call, most=6):
     raise AssertionError(added)
 
 
-def test_a_forgotten_input_is_named_with_its_module_expression_and_entry(mesh):
+def test_a_plain_input_is_named_with_module_expression_and_entry(mesh):
     x, mask = inputs()
     message = failure(Layers(), plan_of(mesh), x, mask)
     assert "in layers.0 (Attention), at test_forward_errors.py:" in message
@@ -106,7 +106,7 @@ def test_a_forgotten_input_is_named_with_its_module_expression_and_entry(mesh):
     assert message.endswith('plan.shard("<in:mask>", [Shard(0), Replicate()])')  # as x is
 
 
-def test_an_input_that_nothing_is_said_of_is_named_where_it_enters(mesh):
+def test_a_plain_input_is_named_at_the_outermost_module(mesh):
     plan = Plan(mesh).shard(r"layers\.\d+\.(q|k|v)\.weight", S0, "tp")
     message = failure(Layers(), plan, inputs()[0])
     assert "in layers.0.q (Linear)" in message
@@ -115,13 +115,13 @@ def test_an_input_that_nothing_is_said_of_is_named_where_it_enters(mesh):
     assert 'plan.shard("<in:x>", [Replicate(), Replicate()])' in message
 
 
-def test_a_layer_that_makes_tensors_is_named_with_those_that_are_like_it(mesh):
+def test_a_layer_that_creates_tensors_is_named_with_its_siblings(mesh):
     message = failure(Layers(positions=True), plan_of(mesh), inputs()[0])
     assert r'plan.factory(r"layers\.\d+", [Replicate(), Replicate()])' in message
     assert "plan.shard(" not in message
 
 
-def test_modules_of_another_class_are_not_meant(mesh):
+def test_siblings_of_another_class_are_left_out(mesh):
     class Shifted(nn.Module):
         def forward(self, x):
             return x + torch.arange(4)
@@ -131,7 +131,7 @@ def test_modules_of_another_class_are_not_meant(mesh):
     assert 'plan.factory("1", ' in message
 
 
-def test_a_tensor_that_is_no_buffer_is_to_be_one(mesh):
+def test_an_unregistered_tensor_has_the_remedy_to_register_it(mesh):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -146,7 +146,7 @@ def test_a_tensor_that_is_no_buffer_is_to_be_one(mesh):
     assert "plan." not in message.replace("no entry of the plan", "")
 
 
-def test_heads_that_the_axis_does_not_divide_name_the_weights_and_what_gathers_them(mesh):
+def test_undivided_heads_name_the_weights_and_the_entry_that_gathers(mesh):
     message = failure(Layers(heads=3), plan_of(mesh), inputs()[0])
     assert "unevenly sharded" in message
     assert "in layers.0 (Attention)" in message
@@ -158,7 +158,7 @@ def test_heads_that_the_axis_does_not_divide_name_the_weights_and_what_gathers_t
 
 
 @pytest.mark.ranks
-def test_entries_that_errors_name_make_models_compute_what_one_device_does():
+def test_suggested_entries_make_models_match_one_device():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         x, mask = inputs()
@@ -191,7 +191,7 @@ def of_attention(mesh):
 
 
 @pytest.mark.ranks
-def test_a_plan_of_llama_is_completed_by_what_errors_name():
+def test_suggested_entries_complete_a_plan_of_llama():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         ids = torch.arange(12).view(2, 6)
@@ -208,7 +208,7 @@ def test_a_plan_of_llama_is_completed_by_what_errors_name():
         ]  # fmt: skip
 
 
-def test_a_cache_of_keys_names_who_has_it_and_how_to_do_without(mesh):
+def test_a_key_value_cache_is_named_with_the_remedy(mesh):
     ids = torch.arange(12).view(2, 6)
     message = failure(models.llama(), zoo.llama(mesh), input_ids=ids, use_cache=True)
     assert "in model.layers.0.self_attn (LlamaAttention), at cache_utils.py:" in message
@@ -218,7 +218,7 @@ def test_a_cache_of_keys_names_who_has_it_and_how_to_do_without(mesh):
 
 
 @pytest.mark.ranks
-def test_generate_names_static_mode_which_gives_one_device_s_tokens():
+def test_generate_suggests_static_mode_which_matches_one_device():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         ids = torch.arange(12).view(2, 6)
@@ -243,7 +243,7 @@ def test_generate_names_static_mode_which_gives_one_device_s_tokens():
         assert not patched
 
 
-def test_static_mode_names_the_module_whose_code_says_sizes_of_the_whole(mesh):
+def test_static_mode_names_the_module_with_global_sizes(mesh):
     model, x = Layers(), inputs()[0]
     plan = (
         Plan(mesh)
@@ -255,7 +255,7 @@ def test_static_mode_names_the_module_whose_code_says_sizes_of_the_whole(mesh):
     assert "generate_static(plan, model, example_inputs)" in message
 
 
-def test_a_call_while_another_error_is_handled_says_nothing_of_it(mesh):
+def test_an_error_that_is_handled_meanwhile_is_not_annotated(mesh):
     x = inputs()[0]
     model = parallelize(Layers(), plan_of(mesh))
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
@@ -271,7 +271,7 @@ def test_a_call_while_another_error_is_handled_says_nothing_of_it(mesh):
     assert not hasattr(handled, "__notes__")
 
 
-def test_an_error_of_a_class_of_its_own_stays_as_it_is_but_for_a_note(mesh):
+def test_an_error_of_a_custom_class_gets_a_note(mesh):
     class OwnError(RuntimeError):
         pass
 
@@ -287,7 +287,7 @@ def test_an_error_of_a_class_of_its_own_stays_as_it_is_but_for_a_note(mesh):
     assert note.startswith("in 0 (Raises), at test_forward_errors.py:")
 
 
-def test_what_torch_compiles_has_no_break_by_it(mesh):
+def test_compiled_models_have_no_graph_break(mesh):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -301,7 +301,7 @@ def test_what_torch_compiles_has_no_break_by_it(mesh):
     torch._dynamo.reset()
 
 
-def test_removed_hooks_say_nothing(mesh):
+def test_removed_hooks_annotate_nothing(mesh):
     model = parallelize(Layers(), plan_of(mesh))
     installed(model).remove()
     with pytest.raises(RuntimeError, match="mixed") as raised:

@@ -22,7 +22,7 @@ def placements(values):
 
 
 @pytest.mark.parametrize("given", ["by place", "by name"])
-def test_an_argument_is_found_by_place_and_by_name(mesh, given):
+def test_an_argument_is_found_by_position_and_by_name(mesh, given):
     model = parallelize(Echo(), Plan(mesh).shard("<in:1>", S0, "dp"))
     x, mask = torch.ones(4), torch.arange(4)
     found = model(x, mask) if given == "by place" else model(x, mask=mask)
@@ -31,17 +31,17 @@ def test_an_argument_is_found_by_place_and_by_name(mesh, given):
     assert found[0] is x
 
 
-def test_one_that_has_a_name_only_is_found(mesh):
+def test_a_keyword_only_argument_is_found(mesh):
     model = parallelize(Echo(), Plan(mesh).shard("<in:bias>", S0, "dp"))
     assert placements(model(torch.ones(4), bias=torch.ones(4))) == [None, None, (S0, R)]
 
 
-def test_what_is_not_given_is_left_alone(mesh):
+def test_a_missing_argument_is_skipped(mesh):
     plan = Plan(mesh).shard("<in:mask>", S0, "dp").shard("<in:bias>", S0, "dp")
     assert placements(parallelize(Echo(), plan)(torch.ones(4))) == [None] * 3
 
 
-def test_several_arguments_are_moved_at_once(mesh):
+def test_several_arguments_are_redistributed_by_one_hook(mesh):
     plan = Plan(mesh).shard("<in>", S0, "dp").shard("<in:mask>", S0, "tp")
     found = parallelize(Echo(), plan)(torch.ones(4), mask=[torch.ones(4), {"a": torch.ones(4)}])
     assert found[0].placements == (S0, R)
@@ -53,7 +53,7 @@ def test_a_result_is_chosen_by_its_number(mesh):
     assert placements(model(torch.ones(4), torch.ones(4))) == [None, (S0, R), None]
 
 
-def test_a_part_that_a_result_does_not_have_is_named_each_time(mesh):
+def test_a_missing_part_of_a_result_is_named_at_each_call(mesh):
     class One(nn.Module):
         def forward(self, x):
             return x

@@ -27,7 +27,7 @@ def batch(*rows):
 
 
 @pytest.mark.parametrize("rules", [False, True], ids=["torch's dispatch", "dtensor-rules"])
-def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
+def test_losses_and_gradients_match_one_device(rules):
     def check():
         import dtensor_rules
 
@@ -82,7 +82,7 @@ def test_more_ranks_than_classes_and_half_precision():
     assert run_ranks(check, 4) == [[True, True]] * 4
 
 
-def test_sums_are_reduced_and_plain_targets_are_the_same_on_all_ranks():
+def test_partial_logits_are_reduced_and_plain_targets_replicated():
     def check():
         install_patches(())
         mesh = init_device_mesh("cpu", (2,))

@@ -69,7 +69,7 @@ def test_buckets_without_gradients_for_them_are_refused(mesh, change, why):
 
 
 @pytest.mark.ranks
-def test_ranks_that_disagree_on_an_option_are_told_so():
+def test_options_that_differ_between_ranks_are_an_error():
     def by_bucket():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         parallelize(TwoLinears(), Plan(mesh), bucket_mb=1.0 + mesh.get_rank())
@@ -95,7 +95,7 @@ def test_ranks_that_disagree_on_an_option_are_told_so():
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_three_axes_without_dtensor_rules_are_warned_of(
+def test_three_axes_without_dtensor_rules_are_a_warning(
     monkeypatch, installed, without_dtensor_rules
 ):
     monkeypatch.setattr(options, "find_spec", lambda name: installed or None)

@@ -12,9 +12,9 @@ def test_version_is_that_of_the_installed_distribution():
     assert plan_api.__version__ == importlib.metadata.version("plan-api")
 
 
-def test_importing_it_loads_no_other_of_our_packages():
+def test_importing_it_loads_no_sibling_package():
     assert not loaded_by("import plan_api") & NOT_LOADED
 
 
-def test_that_check_notices_another_of_our_packages():
+def test_that_check_notices_a_sibling_package():
     assert "fsdp" in loaded_by("import plan_api, fsdp") & NOT_LOADED

@@ -50,7 +50,7 @@ def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     assert after_first == after_second == alone == before
 
 
-def test_uninstall_leaves_what_another_package_has_put_in_place_since():
+def test_uninstall_leaves_later_registrations():
     *_, without, restored = changes_by(
         "import plan_api, ragged_shard",
         MESH,
@@ -74,7 +74,7 @@ def test_removed_models_have_dtensors_and_no_hooks(mode):
             model(torch.ones(4, 4))
 
 
-def test_rules_of_losses_are_back_behind_torchs_loss_parallel():
+def test_loss_handlers_are_restored_after_loss_parallel():
     """Which removes the handlers of these operators when it ends."""
     with fake_mesh((2,), ("tp",)) as mesh:
         logits = distribute_tensor(torch.randn(4, 6), mesh, [Shard(1)], src_data_rank=None)

@@ -48,7 +48,7 @@ def test_paths_name_tensors(text, kind, index, named, others):
         ("fc.<in>.weight", "at the end"),
     ],
 )
-def test_what_is_no_path_is_refused(text, message):
+def test_invalid_paths_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_path(text)
 

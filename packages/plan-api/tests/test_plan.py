@@ -39,12 +39,12 @@ def test_a_mesh_without_names_has_numbers():
         (Shard(-1), "tp", "count dims from the front"),
     ],
 )
-def test_entries_that_make_no_sense_are_refused(mesh, placements, axes, message):
+def test_invalid_entries_are_refused(mesh, placements, axes, message):
     with pytest.raises(ValueError, match=message):
         Plan(mesh).shard("w", placements, axes)
 
 
-def test_another_mesh_is_no_axis(mesh):
+def test_a_submesh_of_another_mesh_is_refused(mesh):
     from torch.distributed.device_mesh import init_device_mesh
 
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -52,7 +52,7 @@ def test_another_mesh_is_no_axis(mesh):
         Plan(mesh).shard("w", S0, other)
 
 
-def test_parameters_are_sharded_and_activations_moved(mesh):
+def test_parameters_are_sharded_and_activations_redistributed(mesh):
     plan = Plan(mesh)
     with pytest.raises(ValueError, match=r"redistribute\('w.grad'\).*annotate\(\) says"):
         plan.redistribute("w.grad", R, S0, "tp")
@@ -67,7 +67,7 @@ def test_parameters_are_sharded_and_activations_moved(mesh):
     assert plan.entries[0].grad_dst == (R,)
 
 
-def test_entries_say_what_they_do_and_where_they_were_written(mesh):
+def test_entries_print_their_arguments_and_source_lines(mesh):
     plan = Plan(mesh).shard("w", S0, "tp", Phase.INIT).shard("m.<in>", (R, S0))
     assert str(plan) == (
         "shard('w', tp=Shard(dim=0), phase=INIT)\nshard('m.<in>', dp=Replicate(), tp=Shard(dim=0))"
@@ -75,7 +75,7 @@ def test_entries_say_what_they_do_and_where_they_were_written(mesh):
     assert all(entry.line.startswith("test_plan.py:") for entry in plan.entries)
 
 
-def test_plans_join_and_move_under_a_module(mesh):
+def test_plans_are_joined_and_nested_under_a_module(mesh):
     inner = Plan(mesh).shard("w", S0, "tp").shard("<in>", R, "tp")
     joined = Plan(mesh, cover=True).shard("v", S0, "tp") | inner.under("encoder.0")
     assert joined.cover

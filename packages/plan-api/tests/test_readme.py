@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand."""
+"""The Python examples of the README, and the plan in docs/plans.md, run as they are."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from plan_api import zoo
 from testkit import fake_mesh
 from testkit.inspection.readme import blocks, examples, run_example
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PLANS = (Path(__file__).parents[3] / "docs/plans.md").read_text()
 
 
 @pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
@@ -16,8 +16,8 @@ def test_an_example_runs(code, tmp_path):
     run_example(code, tmp_path)
 
 
-def test_lines_of_a_plan_within_the_text():
-    (lines,) = (code for code in blocks(README, "") if code.startswith("plan ="))
+def test_the_plan_of_fsdp_beside_experts_is_valid():
+    (lines,) = (code for code in blocks(PLANS, "") if code.startswith("plan ="))
     with fake_mesh((2, 2), ("rest", "ep")) as mesh:
         scope = {"zoo": zoo, "mesh": mesh}
         exec(lines, scope)

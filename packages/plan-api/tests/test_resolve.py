@@ -25,7 +25,7 @@ def test_each_axis_of_each_match_is_an_operation(mesh, model):
     ]
 
 
-def test_operations_read_as_they_act(mesh, model):
+def test_operations_print_site_and_placements(mesh, model):
     plan = (
         Plan(mesh)
         .redistribute("layers.0.<in>", R, S0, "tp", grad_src=P, grad_dst=R)
@@ -43,7 +43,7 @@ def test_operations_read_as_they_act(mesh, model):
     ]
 
 
-def test_an_argument_has_one_place_whatever_it_is_called(mesh, model):
+def test_an_argument_has_one_index_by_position_and_by_name(mesh, model):
     plan = Plan(mesh).shard("layers.0.<in:1>", R, "dp").shard("layers.0.<in:mask>", S0, "dp")
     lowered = lower(plan, model)
     assert [str(op) for op in lowered.ops] == ["layers.0.forward_pre:<in>:1:redist(->S(0), dp)"]
@@ -65,7 +65,7 @@ def test_any_name_may_be_a_keyword_where_forward_takes_all(mesh):
     assert len(lower(plan, Open()).ops) == 2
 
 
-def test_a_tied_parameter_is_one_under_all_its_names(mesh, model):
+def test_a_tied_parameter_is_resolved_to_its_first_name(mesh, model):
     plan = Plan(mesh).shard(r"layers\.2\.up\.weight", S0, "tp")
     assert texts(plan, model) == ["layers.0.up.init:weight:0:shard(->S(0), tp)"]
     lowered = lower(plan.shard(r"layers\.[02]\.up\.weight", S1, "tp"), model)
@@ -73,7 +73,7 @@ def test_a_tied_parameter_is_one_under_all_its_names(mesh, model):
     assert len(lowered.overrides) == 1
 
 
-def test_all_that_does_not_fit_is_listed_with_what_was_meant(mesh, model):
+def test_all_mismatches_are_listed_with_suggestions(mesh, model):
     plan = (
         Plan(mesh)
         .shard(r"layers\.\d+\.upp\.weight", S0, "tp")
@@ -144,7 +144,7 @@ def test_phases_are_operations_of_parameters(mesh, model):
         ("layers.0.up.weight", Phase.GRAD, r"expected placements \(R, R\).*got \(S\(0\), R\)"),
     ],
 )
-def test_phases_that_cannot_be_are_refused(mesh, model, path, phase, words):
+def test_invalid_phases_are_refused(mesh, model, path, phase, words):
     with pytest.raises(ValueError, match=words):
         lower(Plan(mesh).shard(path, S0, "dp", phase), model)
 
@@ -154,7 +154,7 @@ def test_activations_have_no_phases(mesh):
         Plan(mesh).shard("<in>", S0, "dp", Phase.RUN)
 
 
-def test_nothing_is_asked_of_the_tensors_memory(mesh):
+def test_models_on_meta_are_resolved(mesh):
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     assert texts(Plan(mesh).shard("weight", S0, "tp"), model)

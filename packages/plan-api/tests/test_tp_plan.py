@@ -77,13 +77,13 @@ def test_styles_become_placements(mesh):
     ("rule", "style"),
     [("model.layers.*.mlp", "moe_tp_experts"), ("model.layers.*.mlp.up_proj.weight", "colwise")],
 )
-def test_what_is_not_known_is_named_with_its_module(mesh, rule, style):
+def test_an_unknown_style_is_named_with_its_module(mesh, rule, style):
     model = models.llama()
     model._tp_plan = {rule: style}
     with pytest.raises(ValueError, match=rf"got '{style}' for '.*\(model\.layers\.0\.mlp"):
         Plan.from_tp_plan(model, mesh)
 
 
-def test_a_model_without_one_is_refused(mesh):
+def test_a_model_without_a_tp_plan_is_refused(mesh):
     with pytest.raises(ValueError, match=r"a model with a _tp_plan, .* got Linear"):
         Plan.from_tp_plan(nn.Linear(4, 4), mesh)

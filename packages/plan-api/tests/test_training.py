@@ -110,7 +110,7 @@ def _parallel(case, mesh, sp):
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_they_train_as_on_one_device(shape):
+def test_models_of_the_zoo_train_as_on_one_device(shape):
     """With sequence parallelism and without; parameters and dropout drawn on the mesh.
 
     All in one call: what torch's DTensor decides about an operator, which is most of the time of a
@@ -142,7 +142,7 @@ def test_they_train_as_on_one_device(shape):
             assert actual.unused_sites == [], message
 
 
-def test_dropout_is_on(monkeypatch):
+def test_dropout_is_enabled(monkeypatch):
     """Without it the losses are others, so the cases above do test it."""
     for name, case in CASES.items():
         model = case.make()

@@ -13,21 +13,21 @@ PLANS = ("dit", "gpt2", "llama", "mixtral", "vit")
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_sequence_is_cut_along_tp_or_not_at_all(mesh, name):
+def test_sequence_parallelism_needs_tp(mesh, name):
     message = rf"zoo\.{name}: sp=True shards the sequence along tp, which is None"
     with pytest.raises(ValueError, match=message):
         getattr(zoo, name)(mesh, tp=None, dp="dp", sp=True)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
-def test_a_vocabulary_is_cut_along_tp_or_not_at_all(mesh, name):
+def test_loss_parallelism_needs_tp(mesh, name):
     message = rf"zoo\.{name}: loss_parallel=True shards the vocabulary along tp, which is None"
     with pytest.raises(ValueError, match=message):
         getattr(zoo, name)(mesh, tp=None, dp="dp", loss_parallel=True)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_axes_that_the_mesh_lacks_are_named(mesh, name):
+def test_missing_axes_are_named(mesh, name):
     with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ep'"):
         getattr(zoo, name)(mesh, tp="ep")
     with pytest.raises(ValueError, match=r"axes \('dp', 'tp'\), not 'ddp'"):
@@ -35,7 +35,7 @@ def test_axes_that_the_mesh_lacks_are_named(mesh, name):
 
 
 @pytest.mark.parametrize("name", ["dit", "gpt2", "mixtral"])
-def test_fused_projections_need_ragged_shard_and_say_so(mesh, name, monkeypatch):
+def test_fused_projections_need_ragged_shard(mesh, name, monkeypatch):
     monkeypatch.setitem(sys.modules, "ragged_shard", None)
     with pytest.raises(ImportError, match=rf"zoo\.{name}: .*pip install plan-api\[ragged\]"):
         getattr(zoo, name)(mesh)
@@ -43,7 +43,7 @@ def test_fused_projections_need_ragged_shard_and_say_so(mesh, name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
-def test_without_an_axis_for_the_batch_all_ranks_have_it_whole(name, monkeypatch):
+def test_without_a_data_axis_the_batch_is_replicated(name, monkeypatch):
     monkeypatch.setattr(options, "find_spec", lambda name: name == "fused_comm" or None)
     with fake_mesh((2,), ("tp",)) as mesh:
         model = parallelize(getattr(models, name)().eval(), getattr(zoo, name)(mesh))

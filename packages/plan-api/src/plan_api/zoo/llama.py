@@ -51,9 +51,8 @@ def llama(
             ``cp`` is an axis of another option, or after a ``tp`` that shards sequences.
     """
     check_options("llama", tp, sp=sp, loss_parallel=loss_parallel, dp=dp, cp=cp, mesh=mesh)
-    return decoder(
-        mesh, tp, dp, sp, loss_parallel, Partial(), ContextParallel.of(cp, cp_method, cp_order)
-    )
+    context = ContextParallel.of(cp, cp_method, cp_order)
+    return decoder(mesh, tp, dp, sp, loss_parallel, Partial(), context)
 
 
 def decoder(

@@ -63,9 +63,7 @@ def mixtral(
     plan.annotate(rf"{_EXPERTS}\..*\.grad", [part] * len(axes.replicated), axes.replicated)
     if axes.sharded:
         return _expert_parallel(plan, axes, tp)
-    if (
-        data := [] if axes.summed else names_of(dp)
-    ):  # only the batch is sharded, and experts are local
+    if data := [] if axes.summed else names_of(dp):  # only the batch is sharded
         return plan.local(_EXPERTS, [Shard(0)] * len(data), data)
     return plan.local(_EXPERTS, [part] * len(axes.summed), axes.summed)
 

@@ -169,18 +169,16 @@ def shard_batch(
         random: operators that draw random numbers, per element of the batch.
         cp: context parallelism, which places the inputs where ``dp`` does not.
     """
-    shard, part = [Shard(0)] * len(along := names_of(dp)), [Partial()] * len(along)
+    rows, part = [Shard(0)] * len(along := names_of(dp)), [Partial()] * len(along)
     for name in inputs if along or cp is None else ():
-        plan.shard(
-            f"<in:{name}>", *((shard, along) if along else ([Replicate()] * len(plan.axes),))
-        )
+        plan.shard(f"<in:{name}>", *((rows, along) if along else ([Replicate()] * len(plan.axes),)))
     if not along:
         return
     plan.annotate(r"(?!.*\.experts\.).*\.grad", part, along)
     for operator in ("<op:cross_entropy>", *random):
-        plan.annotate(operator, shard, along)
+        plan.annotate(operator, rows, along)
     plan.redistribute("<out:loss>", part, [Replicate()] * len(along), along)
-    plan.annotate("<out:logits>", shard, along)
+    plan.annotate("<out:logits>", rows, along)
 
 
 def shard_classes(plan: Plan, tp: str) -> None:

@@ -78,7 +78,7 @@ def _results(model, given, mesh=None, axes=1):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [4, 3], ids=["2 and 2 experts", "2 and 1"])
-def test_forward_and_backward_are_one_devices(number):
+def test_forward_and_backward_match_one_device(number):
     cases = {
         name: _inputs([[min(one, number - 1) for one in row] for row in choices])
         for name, choices in CHOICES.items()
@@ -107,7 +107,7 @@ def test_forward_and_backward_are_one_devices(number):
 
 
 @pytest.mark.ranks
-def test_experts_learn_from_tokens_that_need_no_gradients():
+def test_experts_get_gradients_from_tokens_without_gradients():
     """As behind frozen layers; a rank that nobody sends to has no gradients, and waits for none."""
     given = _inputs(CHOICES["nothing for the first rank"])
 
@@ -124,7 +124,7 @@ def test_experts_learn_from_tokens_that_need_no_gradients():
 
 
 @pytest.mark.ranks
-def test_experts_are_divided_along_two_axes_as_shards_are():
+def test_experts_are_sharded_along_two_axes():
     """The group of both has the first axis outermost: rank 1 of 2 x 2 has the second quarter."""
 
     def check(given):
@@ -141,7 +141,7 @@ def test_experts_are_divided_along_two_axes_as_shards_are():
 
 
 @pytest.mark.ranks
-def test_pairs_that_leave_the_rank_are_sent_and_no_others():
+def test_only_assignments_of_other_ranks_are_communicated():
     """Three all-to-alls forward, one of them of counts, and two backward; on ranks with nothing."""
     given = _inputs(CHOICES["nothing for the first rank"])  # eight pairs, all for rank 1
 
@@ -172,7 +172,7 @@ def test_pairs_that_leave_the_rank_are_sent_and_no_others():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("frozen", ["nothing", "the tokens", "the experts", "all but the weights"])
-def test_backward_comes_by_on_all_ranks_whatever_is_trained(frozen):
+def test_backward_communicates_on_all_ranks_whatever_is_trained(frozen):
     given = _inputs(CHOICES["nothing for the second rank"])
 
     def results(model, mesh=None):
@@ -204,7 +204,7 @@ def test_backward_comes_by_on_all_ranks_whatever_is_trained(frozen):
     reason="torch 2.11's topk of a DTensor has no backward",
 )
 @pytest.mark.parametrize("mode", ["eager", "static"])
-def test_what_mixtral_sends_is_what_the_routers_chose(mode):
+def test_mixtral_sends_the_tokens_that_its_routers_chose(mode):
     """With activation checkpointing too, which sends twice what forward sends."""
 
     def check(checkpoints):
@@ -259,7 +259,7 @@ def test_what_mixtral_sends_is_what_the_routers_chose(mode):
                 torch.testing.assert_close(one, param.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_it_is_explained_and_survives_json(mesh):
+def test_dispatch_is_explained_and_serialized(mesh):
     plan = plan_of(mesh)
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
     assert str(plan).splitlines()[-1] == (
@@ -299,8 +299,10 @@ def test_it_is_explained_and_survives_json(mesh):
     ],
     ids=["too few", "not divided", "weights", "tokens", "count", "two"],
 )
-def test_what_does_not_fit_the_module_is_refused(mesh, change, make, message):
-    with pytest.raises(ValueError, match=rf"(?s)test_dispatch\.py:\d+: dispatch\(.*{message}"):
+def test_entries_that_do_not_fit_the_module_are_refused(mesh, change, make, message):
+    with pytest.raises(
+        ValueError, match=rf"(?s)test_expert_dispatch\.py:\d+: dispatch\(.*{message}"
+    ):
         lower(change(plan_of(mesh)), make())
 
 
@@ -310,7 +312,7 @@ def test_a_module_on_dtensors_is_refused(mesh):
         lower(plan, Experts())
 
 
-def test_what_is_no_argument_or_no_shard_or_no_axis_is_refused(mesh):
+def test_arguments_of_dispatch_are_checked(mesh):
     with pytest.raises(ValueError, match=r"dispatch\('table'\): expected an argument"):
         Plan(mesh).dispatch("table", S0, "dp")
     with pytest.raises(ValueError, match="expected one Shard of the module's parameters"):
@@ -319,7 +321,7 @@ def test_what_is_no_argument_or_no_shard_or_no_axis_is_refused(mesh):
         Plan(mesh).dispatch("<in:chosen>", S0, "ep")
 
 
-def test_tokens_that_are_whole_along_the_axis_are_refused(mesh):
+def test_replicated_tokens_are_refused(mesh):
     plan = plan_of(mesh).shard("<in:x>", R, "dp")
     model = parallelize(Experts(), plan, src_data_rank=None)
     pattern = r"dispatches tokens along 'dp'.*would send the same.*Shard\(0\), 'dp'.*or use index\("
@@ -341,7 +343,7 @@ def test_tokens_that_are_whole_along_the_axis_are_refused(mesh):
     ],
     ids=["too large", "negative", "three dims", "nothing"],
 )
-def test_what_cannot_be_dispatched_is_refused(change, message):
+def test_inputs_that_cannot_be_dispatched_are_refused(change, message):
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         model = parallelize(Experts(), plan_of(mesh), mode="eager")
@@ -358,7 +360,7 @@ def test_what_cannot_be_dispatched_is_refused(change, message):
         run_ranks(check, 2)
 
 
-def test_axes_of_which_some_cut_tokens_are_refused(mesh):
+def test_expert_axes_of_which_some_shard_tokens_are_refused(mesh):
     pattern = r"zoo\.mixtral: .* ep=.* 'dp' that do and 'tp' that do not; .*sp=True for tp"
     with pytest.raises(ValueError, match=pattern):
         zoo.mixtral(mesh, dp="dp", ep=("dp", "tp"))
@@ -371,7 +373,7 @@ def test_axes_of_which_some_cut_tokens_are_refused(mesh):
 
 @pytest.mark.parametrize("mode", ["eager", "static"])
 @pytest.mark.parametrize("by", ["config", "argument"])
-def test_the_routers_loss_is_refused_where_ranks_have_tokens_of_their_own(monkeypatch, mode, by):
+def test_the_router_loss_is_refused_where_tokens_are_sharded(monkeypatch, mode, by):
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     plans = {
         "dp": lambda mesh: zoo.mixtral(mesh, tp=None, dp="dp", ep="dp"),
@@ -392,7 +394,7 @@ def test_the_routers_loss_is_refused_where_ranks_have_tokens_of_their_own(monkey
             model(input_ids=ids, labels=ids)
 
 
-def test_the_routers_loss_is_right_where_all_ranks_have_all_tokens(monkeypatch):
+def test_the_router_loss_is_correct_where_tokens_are_replicated(monkeypatch):
     monkeypatch.setattr(options, "find_spec", lambda name: None)
     with fake_mesh((1,), ("tp",)) as mesh:
         model = models.mixtral(output_router_logits=True)

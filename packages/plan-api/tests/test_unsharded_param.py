@@ -74,7 +74,7 @@ def train(model, steps=4, width=WIDTH):
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (4,)], ids=str)
-def test_every_way_trains_as_one_device(shape, way, recomputes):
+def test_replication_and_zero_1_to_3_train_as_one_device(shape, way, recomputes):
     def check():
         names = ("dp", "tp")[: len(shape)]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -89,7 +89,7 @@ def test_every_way_trains_as_one_device(shape, way, recomputes):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
-def test_a_graph_that_is_kept_goes_back_twice(way):
+def test_a_retained_graph_runs_backward_twice(way):
     """What was let go after the first is gathered again for the second."""
 
     def check():
@@ -120,7 +120,7 @@ class Squares(nn.Module):
         return x.to_local() * self.weight.to_local() ** 2
 
 
-def test_local_tensors_that_are_saved_are_there_for_backward():
+def test_saved_local_tensors_are_filled_for_backward():
     with fake_mesh((2,), ("dp",)) as mesh:
         plan = Plan(mesh).shard("weight", S0, "dp").shard("weight", R, "dp", Phase.RUN)
         model = parallelize(Squares(), plan.shard("<in>", R, "dp"))
@@ -129,7 +129,7 @@ def test_local_tensors_that_are_saved_are_there_for_backward():
         assert model.weight.grad.shape == (8,)
 
 
-def test_after_backward_nothing_is_gathered_of_frozen_parameters_either():
+def test_frozen_parameters_are_freed_after_backward():
     with fake_mesh((2,), ("dp",)) as mesh:
         gc.collect()
         model = parallelize(Layers(), plan_of(mesh, "ZeRO-3"))
@@ -139,7 +139,7 @@ def test_after_backward_nothing_is_gathered_of_frozen_parameters_either():
         assert not any(copy.is_allocated for copy in copies)
 
 
-def test_what_is_written_to_the_local_tensor_is_used():
+def test_writes_to_the_local_tensor_are_unsharded():
     """As DCP loads a checkpoint."""
     with fake_mesh((2,), ("dp",)) as mesh:
         plan = Plan(mesh).shard("weight", S0, "dp", Phase.OPTIM).shard("<in>", R, "dp")
@@ -183,7 +183,7 @@ def objects(*kinds):
     ids=["2 ranks", "4 ranks", "without fused-comm"],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
+def test_memory_and_communication_are_those_of_the_zero_paper(ranks, options, way):
     """A bucket is a layer: two of them and one new gradient are alive beside what is counted."""
 
     def check():
@@ -224,7 +224,7 @@ def test_memory_and_traffic_are_those_of_the_paper(ranks, options, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_nobody_has_is_freed(way):
+def test_an_unreferenced_model_is_freed(way):
     with fake_mesh((2,), ("dp",)) as mesh:
         model = parallelize(Layers(), plan_of(mesh, way))
         parts = [param._local_tensor for param in model.parameters()]
@@ -237,7 +237,7 @@ def test_a_model_that_nobody_has_is_freed(way):
         assert [one() for one in seen] == [None] * len(seen)
 
 
-def test_what_is_gathered_is_recorded_with_its_line():
+def test_gathers_are_recorded_with_their_line():
     with fake_mesh((2,), ("dp",)) as mesh:
         model = parallelize(Layers(), plan_of(mesh, "ZeRO-3"))
         train(model, 1)
@@ -247,4 +247,4 @@ def test_what_is_gathered_is_recorded_with_its_line():
         forward = [one for one in gathers if one.phase.name == "FORWARD" and one.site]
         assert [one.site for one in forward] == [f"layers.{at}" for at in range(4) for _ in "wb"]
         assert {one.cause for one in forward} == {"plan"}
-        assert all("test_phases.py:" in one.line for one in forward)
+        assert all("test_unsharded_param.py:" in one.line for one in forward)

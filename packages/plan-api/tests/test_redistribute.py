@@ -23,7 +23,7 @@ def placed(mesh, placements, shape=(4, 4)):
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def test_a_plain_tensor_is_the_same_on_all_ranks_and_cut_without_communication(mesh, model):
+def test_a_plain_tensor_is_replicated_and_sharded_without_communication(mesh, model):
     move = mover(Plan(mesh).shard("layers.0.<in>", S0, "dp"), model)
     x = torch.arange(16.0).reshape(4, 4)
     with CommLog() as log:
@@ -34,7 +34,7 @@ def test_a_plain_tensor_is_the_same_on_all_ranks_and_cut_without_communication(m
     assert torch.equal(moved.to_local(), x[:2])
 
 
-def test_the_gradient_of_a_sum_along_an_axis_of_no_entry_goes_back_as_it_comes(mesh, model):
+def test_the_gradient_of_a_partial_is_unchanged_along_other_axes(mesh, model):
     plan = Plan(mesh).redistribute("layers.0.<in>", S0, R, "dp", grad_src=R, grad_dst=S0)
     given = DTensor.from_local(torch.ones(2, 4), mesh, (S0, P), run_check=False).requires_grad_()
     moved = mover(plan, model)(given)
@@ -43,7 +43,7 @@ def test_the_gradient_of_a_sum_along_an_axis_of_no_entry_goes_back_as_it_comes(m
     assert given.grad.placements == (S0, R)
 
 
-def test_what_the_plan_says_a_plain_tensor_is_it_is(mesh, model):
+def test_a_plain_tensor_has_the_placements_of_src(mesh, model):
     move = mover(Plan(mesh).redistribute("layers.0.<in>", S0, R, "dp"), model)
     with CommLog() as log:
         moved = move(torch.ones(2, 4))
@@ -51,7 +51,7 @@ def test_what_the_plan_says_a_plain_tensor_is_it_is(mesh, model):
     assert (moved.shape, moved.placements) == ((4, 4), (R, R))
 
 
-def test_an_annotated_tensor_is_taken_as_it_is(mesh, model):
+def test_annotate_does_not_redistribute(mesh, model):
     move = mover(Plan(mesh).annotate("layers.0.<in>", S0, "dp"), model)
     local = torch.ones(2, 4)
     with CommLog() as log:
@@ -65,7 +65,7 @@ def test_an_annotated_tensor_is_taken_as_it_is(mesh, model):
         move(other)
 
 
-def test_axes_that_are_not_named_stay_as_they_are(mesh, model):
+def test_other_axes_keep_their_placements(mesh, model):
     move = mover(Plan(mesh).shard("layers.0.<in>", R, "tp"), model)
     for before in ((S0, S1), (S0, P), (R, S0)):
         assert move(placed(mesh, [S0 if p == P else p for p in before])).placements[1] == R
@@ -73,19 +73,19 @@ def test_axes_that_are_not_named_stay_as_they_are(mesh, model):
     assert moved.placements == (S0, R)
 
 
-def test_what_is_placed_already_is_not_touched(mesh, model):
+def test_a_tensor_in_its_placements_is_the_same_object(mesh, model):
     move = mover(Plan(mesh).shard("layers.0.<in>", (S0, R)), model)
     x = placed(mesh, (S0, R))
     assert move(x) is x
 
 
-def test_a_source_that_is_another_is_named(mesh, model):
+def test_a_wrong_src_is_an_error(mesh, model):
     move = mover(Plan(mesh).redistribute("layers.0.<in>", S0, R, "tp"), model)
     with pytest.raises(ValueError, match=r"<in>:0 is S\(1\) along 'tp', and the plan says S\(0\)"):
         move(placed(mesh, (R, S1)))
 
 
-def test_another_mesh_is_named(mesh, model):
+def test_another_mesh_is_an_error(mesh, model):
     move = mover(Plan(mesh).shard("layers.0.<in>", R, "tp"), model)
     move(placed(mesh, (S0, S1)))  # these placements are known from now on
     for other in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4, 1))):
@@ -95,7 +95,7 @@ def test_another_mesh_is_named(mesh, model):
     assert move(placed(equal, (S0, S1))).placements == (S0, R)
 
 
-def test_a_gradient_comes_back_as_the_plan_says(mesh, model):
+def test_a_gradient_has_the_placements_of_grad_dst(mesh, model):
     """Autograd would leave a part of a sum a sum; the plan asks for a shard of it."""
     plain = mover(Plan(mesh).redistribute("layers.0.<in>", S0, R, "tp"), model)
     asked = mover(Plan(mesh).redistribute("layers.0.<in>", S0, R, "tp", grad_dst=R), model)

@@ -41,7 +41,7 @@ CHOSEN = torch.tensor([4, 0, 2, 3, 1])
 @pytest.mark.parametrize(
     ("rank", "own", "number"), [(0, [3, 0, 2, 3, 1], 3), (1, [1, 2, 2, 0, 2], 2)]
 )
-def test_a_rank_counts_its_own_and_the_rest_is_their_number(by_name, rank, own, number):
+def test_other_ranks_experts_get_the_size_of_the_shard(by_name, rank, own, number):
     with fake_mesh((2,), ("tp",), rank=rank) as mesh:
         model = parallelize(Experts(), plan_of(mesh), src_data_rank=None)
         table = model.table
@@ -54,7 +54,7 @@ def test_a_rank_counts_its_own_and_the_rest_is_their_number(by_name, rank, own, 
         assert (model.number, model.knows, model.table) == (5, False, table)
 
 
-def test_rows_are_counted_along_several_axes_as_they_are_cut():
+def test_experts_sharded_along_several_axes_are_renumbered():
     """Of 7 along 2 and then 2: 2 and 2, 2 and 1."""
     found = []
     for rank in range(4):
@@ -69,7 +69,7 @@ def test_rows_are_counted_along_several_axes_as_they_are_cut():
     assert found == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-def test_what_is_not_an_index_of_the_table_becomes_the_number_of_rows():
+def test_invalid_indices_get_the_size_of_the_shard():
     with fake_mesh((2,), ("tp",), rank=1) as mesh:
         model = parallelize(Experts(), plan_of(mesh), src_data_rank=None)
         model(torch.ones(3, 4), torch.tensor([-1, 5, 9]))
@@ -77,14 +77,14 @@ def test_what_is_not_an_index_of_the_table_becomes_the_number_of_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_what_counts_nothing_is_refused_by_the_entry(mesh, dtype):
+def test_an_argument_without_integers_is_refused(mesh, dtype):
     model = parallelize(Experts(), plan_of(mesh))
     with pytest.raises(ValueError, match=rf"expected a tensor of integers.*got {dtype}") as raised:
         model(torch.ones(2, 4), torch.ones(2).to(dtype))
-    assert "at the model, for entry 2 of the plan (test_indices.py:" in str(raised.value)
+    assert "at the model, for entry 2 of the plan (test_expert_indices.py:" in str(raised.value)
 
 
-def test_attributes_are_the_modules_own_again_after_an_error(mesh):
+def test_attributes_are_restored_after_an_error(mesh):
     model = parallelize(Experts(), plan_of(mesh))
     with pytest.raises(RuntimeError, match="size of tensor"):
         model(torch.ones(3, 3), torch.tensor([0, 1, 2]))
@@ -92,13 +92,13 @@ def test_attributes_are_the_modules_own_again_after_an_error(mesh):
     assert isinstance(model.table, DTensor)
 
 
-def test_what_is_computed_has_to_be_whole_where_experts_are_divided(mesh):
+def test_sharded_inputs_are_refused_where_experts_are_sharded(mesh):
     model = parallelize(Experts(), plan_of(mesh).shard("<in>", S0, "tp"))
     with pytest.raises(ValueError, match=r"sharded along 'tp'.*add shard\('.*Replicate\(\), 'tp'"):
         model(torch.ones(4, 4), CHOSEN[:2])
 
 
-def test_it_is_explained_and_survives_json(mesh):
+def test_index_is_explained_and_serialized(mesh):
     plan = plan_of(mesh)
     assert Plan.from_json(plan.to_json(), mesh).entries == plan.entries
     assert str(plan).splitlines()[-1] == (
@@ -146,8 +146,8 @@ class Biased(Experts):
         (lambda plan: plan.index("<in:choice>", S0, "tp"), Experts, "did you mean 'chosen'"),
     ],
 )
-def test_what_does_not_fit_the_module_is_refused(mesh, change, make, message):
-    with pytest.raises(ValueError, match=rf"(?s)test_indices\.py:\d+: index\(.*{message}"):
+def test_entries_that_do_not_fit_the_module_are_refused(mesh, change, make, message):
+    with pytest.raises(ValueError, match=rf"(?s)test_expert_indices\.py:\d+: index\(.*{message}"):
         lower(change(plan_of(mesh)), make())
 
 
@@ -158,13 +158,13 @@ def test_a_module_on_dtensors_is_refused(mesh):
 
 
 @pytest.mark.parametrize("placement", [R, P, [S0, S1]], ids=str)
-def test_parameters_are_divided_by_one_shard(mesh, placement):
+def test_placements_are_shards_of_one_dim(mesh, placement):
     with pytest.raises(ValueError, match="expected one Shard of the module's parameters"):
         Plan(mesh).index("<in:chosen>", placement)
 
 
 @pytest.mark.parametrize("path", ["", "table", "<out>"])
-def test_it_names_an_argument(mesh, path):
+def test_other_paths_than_arguments_are_refused(mesh, path):
     with pytest.raises(ValueError, match=r"expected an argument|names nothing"):
         Plan(mesh).index(path, S0, "tp")
 
@@ -182,7 +182,7 @@ def test_more_ranks_than_experts_are_refused(mesh):
     reason="torch 2.11's topk of a DTensor has no backward",
 )
 @pytest.mark.parametrize("number", [2, 3])
-def test_each_of_transformers_ways_to_run_experts_gives_one_devices_losses(number):
+def test_each_experts_implementation_of_transformers_matches_one_device(number):
     """3 on 2 ranks: 2 and 1; its grouped_mm leaves memory unset where it is not told of others."""
 
     def make(way):

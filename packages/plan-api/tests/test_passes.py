@@ -25,7 +25,7 @@ def op(
     return Op(path, hook_point, tensor, index, kind, axis, dst, None, None, None, EntryRef(entry))
 
 
-def test_one_site_is_one_hook_and_one_tensor_one_step():
+def test_operations_on_one_tensor_are_one_step_of_one_site():
     sites = fuse([op(0), op(1, axis="dp", dst=S0), op(2, index=1), op(3, path="n")])
     assert [(site.path, len(site.steps)) for site in sites] == [("m", 2), ("n", 1)]
     first = sites[0].steps[0]
@@ -33,12 +33,12 @@ def test_one_site_is_one_hook_and_one_tensor_one_step():
     assert first.entries == (0, 1)
 
 
-def test_a_local_tensor_is_annotated_before_it_is_moved():
+def test_annotate_comes_before_redistribute():
     (site,) = fuse([op(0), op(1, kind=OpKind.ANNOTATE, dst=S0)])
     assert [step.kind for step in site.steps] == [OpKind.ANNOTATE, OpKind.REDIST]
 
 
-def test_the_same_said_twice_is_no_override():
+def test_a_repeated_operation_is_no_override():
     ops, overrides = resolve_overrides([op(0), op(1), op(2, dst=S0)])
     assert [(o.entry.number, o.dst) for o in ops] == [(2, S0)]
     assert [(one.earlier.entry.number, one.later.entry.number) for one in overrides] == [(1, 2)]
@@ -67,7 +67,7 @@ OPS = st.builds(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(OPS, max_size=12))
-def test_fused_is_equal_to_unfused(ops):
+def test_fused_operations_equal_single_ones(ops):
     """Placements of every tensor at every site, after one operation after another, and fused."""
     one_by_one = {}
     for one in ops:

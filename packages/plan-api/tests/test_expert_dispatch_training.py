@@ -87,7 +87,7 @@ def _parallel(case, mesh, mode):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_they_train_as_on_one_device(ranks):
+def test_mixtral_with_dispatch_trains_as_on_one_device(ranks):
     """All in one call: what DTensor decides about operators is forgotten between calls."""
     names = [name for name, case in CASES.items() if len(case.shape) == ranks // 2]
 

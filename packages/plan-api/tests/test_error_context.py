@@ -15,21 +15,21 @@ R, S0 = Replicate(), Shard(0)
 
 
 @pytest.mark.parametrize("mode", ["eager", "static"])
-def test_an_error_of_a_result_names_entry_line_and_shape(mesh, mode):
+def test_an_error_of_an_output_names_entry_line_and_shape(mesh, mode):
     plan = Plan(mesh).shard("<in>", S0, "dp").redistribute("0.<out:1>", S0, R, "dp", grad_src=R)
     plan.annotate("<out>", S0, "dp")
     model = parallelize(nn.Sequential(nn.Identity()), plan, mode=mode, guard_steps=0)
     with pytest.raises(ValueError, match="no part 1") as raised:
         model(torch.ones(4, 2))
     message = str(raised.value)
-    assert "at 0.forward, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "at 0.forward, for entry 1 of the plan (test_error_context.py:" in message
     assert "redist <out>:1 dp=R" in message
     assert "Tensor of (" in message
     assert type(raised.value) is ValueError
     assert message.count("\nat 0.forward") == 1
 
 
-def test_an_error_of_torch_s_names_the_argument_alone(mesh):
+def test_an_error_of_torch_names_one_argument(mesh):
     class Two(nn.Module):
         def forward(self, x, y):
             return x
@@ -46,7 +46,7 @@ def test_an_error_of_torch_s_names_the_argument_alone(mesh):
     assert message.count("\nat ") == 1
 
 
-def test_an_error_that_is_caught_by_its_class_keeps_its_message():
+def test_an_error_of_a_subclass_keeps_its_message():
     step = SiteStep("<in>", 0, OpKind.REDIST, {"dp": AxisMove(S0)}, (0,), ("train.py:3",))
     full = torch.OutOfMemoryError("full")
     for _ in range(2):  # it may pass several hooks
@@ -63,7 +63,9 @@ def test_an_error_in_backward_names_the_entry_and_the_gradient(mesh):
     with pytest.raises((RuntimeError, IndexError, ValueError, AssertionError)) as raised:
         loss.backward()
     message = str(raised.value)
-    assert "at the backward of 0.forward, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert (
+        "at the backward of 0.forward, for entry 1 of the plan (test_error_context.py:" in message
+    )
     assert "tp=R; got a DTensor of (4, 2), placed " in message
 
 
@@ -74,7 +76,9 @@ def test_an_error_in_backward_of_static_mode_names_the_entry_and_the_gradient(me
     with pytest.raises(ValueError, match="2 ranks divide evenly") as raised:
         loss.backward()
     message = str(raised.value)
-    assert "at the backward of up.forward, for entry 0 of the plan (test_hook_errors.py:" in message
+    assert (
+        "at the backward of up.forward, for entry 0 of the plan (test_error_context.py:" in message
+    )
     assert "got a torch.Tensor of (3, " in message
 
 
@@ -84,17 +88,17 @@ def test_an_error_of_a_module_on_local_tensors_names_its_entry(mesh):
     with pytest.raises(ValueError, match="no Partial input") as raised:
         model(torch.ones(4, 2))
     message = str(raised.value)
-    assert "at 0, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "at 0, for entry 1 of the plan (test_error_context.py:" in message
     assert "a DTensor of (4, 2), placed R, P" in message
 
 
-def test_an_error_of_a_parameter_that_static_mode_moves_names_its_entry(mesh):
+def test_an_error_of_a_redistributed_parameter_in_static_mode_names_its_entry(mesh):
     plan = Plan(mesh).redistribute("0.bias", R, S0, "tp")
     model = parallelize(nn.Sequential(nn.Linear(2, 3)), plan, mode="static", guard_steps=0)
     with pytest.raises(ValueError, match="2 ranks divide evenly") as raised:
         model(torch.ones(4, 2))
     message = str(raised.value)
-    assert "for entry 0 of the plan (test_hook_errors.py:" in message
+    assert "for entry 0 of the plan (test_error_context.py:" in message
     assert "redist bias:0 tp=S(0); got a " in message
     assert message.count("for entry 0") == 1
 
@@ -108,7 +112,7 @@ def test_an_error_of_an_operator_of_static_mode_names_its_entry(mesh):
     model = parallelize(nn.Sequential(Takes()), plan, mode="static", guard_steps=0)
     with pytest.raises(ValueError, match="expected a size that 2 ranks divide") as raised:
         model(torch.ones(4, 3))
-    assert "at 0.op, for entry 0 of the plan (test_hook_errors.py:" in str(raised.value)
+    assert "at 0.op, for entry 0 of the plan (test_error_context.py:" in str(raised.value)
 
 
 def test_an_error_of_attention_over_sequences_names_its_entry(mesh):
@@ -121,7 +125,7 @@ def test_an_error_of_attention_over_sequences_names_its_entry(mesh):
     with pytest.raises(ValueError, match=r"dropout_p=0\.5") as raised:
         model(torch.ones(2, 2, 4, 4))
     message = str(raised.value)
-    assert "at attention of 0, for entry 1 of the plan (test_hook_errors.py:" in message
+    assert "at attention of 0, for entry 1 of the plan (test_error_context.py:" in message
     assert "a DTensor of (2, 2, 4, 4), placed R, S(2)" in message
 
 
@@ -134,11 +138,11 @@ def test_an_error_of_gathering_a_parameter_names_its_entry(mesh):
         model(torch.ones(4, 2))
     message = str(raised.value)
     assert "at the gather of parameter weight, for entry 0 and 1 of the plan" in message
-    assert "(test_hook_errors.py:" in message
+    assert "(test_error_context.py:" in message
     assert "got a DTensor of (4, 2), placed S(0), R" in message
 
 
-def test_an_error_of_gradients_that_go_back_into_order_names_the_entry(mesh):
+def test_an_error_of_reordered_gradients_names_the_entry(mesh):
     class Attends(nn.Module):
         def forward(self, x):
             return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -151,5 +155,5 @@ def test_an_error_of_gradients_that_go_back_into_order_names_the_entry(mesh):
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
     message = str(raised.value)
-    assert "at the backward of forward, for entry 2 of the plan (test_hook_errors.py:" in message
+    assert "at the backward of forward, for entry 2 of the plan (test_error_context.py:" in message
     assert "got a torch.Tensor of (2, 2, 4, 4)" in message

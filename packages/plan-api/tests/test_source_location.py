@@ -25,7 +25,7 @@ def source(line):
     return (Path(plan_api.__file__).parent / name).read_text().splitlines()[int(number) - 1]
 
 
-def test_a_users_entry_has_the_users_line(mesh):
+def test_a_users_entry_has_the_line_of_the_user(mesh):
     plan, line = Plan(mesh).shard("w", Shard(0), "tp"), here()
     assert plan.entries[0].line == line
     chained = (
@@ -38,7 +38,7 @@ def test_a_users_entry_has_the_users_line(mesh):
     )
 
 
-def test_a_plan_of_the_zoo_has_the_users_call_and_its_own_line(mesh):
+def test_an_entry_of_the_zoo_has_both_lines(mesh):
     plan, line = zoo.mixtral(mesh, ep="tp"), here()
     assert {one.line.split(" > ")[0] for one in plan.entries} == {line}
     of = {one.path.text: one.line for one in plan.entries}
@@ -50,20 +50,20 @@ def test_a_plan_of_the_zoo_has_the_users_call_and_its_own_line(mesh):
     assert "plan.local(_EXPERTS" in source(of[r".*\.mlp\.experts"])
 
 
-def test_a_models_own_plan_has_the_users_call_and_the_line_that_reads_it(mesh):
+def test_an_entry_of_a_tp_plan_has_both_lines(mesh):
     plan, line = Plan.from_tp_plan(models.llama(), mesh), here()
     assert all(one.line.startswith(f"{line} > spec/tp_plan.py:") for one in plan.entries)
     assert all("plan.shard(" in source(one.line) for one in plan.entries)
 
 
-def test_a_folder_of_a_like_name_is_not_this_package(mesh, tmp_path):
+def test_a_folder_with_this_package_as_prefix_is_the_users(mesh, tmp_path):
     beside = Path(plan_api.__file__).parent.with_name("plan_api_of_mine") / "train.py"
     found = {"Plan": Plan, "mesh": mesh, "Shard": Shard}
     exec(compile('plan = Plan(mesh).shard("w", Shard(0), "tp")', str(beside), "exec"), found)
     assert found["plan"].entries[0].line == "train.py:1"
 
 
-def test_explain_and_errors_show_both(mesh):
+def test_explain_and_errors_show_both_lines(mesh):
     plan, line = zoo.llama(mesh), here()
     rows = {row.site: row.line for row in explain(plan, models.llama()).rows}
     assert rows["lm_head"].startswith(f"{line} > zoo/llama.py:")
@@ -72,7 +72,7 @@ def test_explain_and_errors_show_both(mesh):
         explain(plan, torch.nn.Linear(2, 2))
 
 
-def test_track_shows_both(monkeypatch):
+def test_track_shows_both_lines(monkeypatch):
     monkeypatch.setattr(plan_api.options, "find_spec", lambda name: None)
     with fake_mesh((2,), ("tp",)) as mesh:
         plan, line = zoo.llama(mesh), here()

@@ -29,7 +29,7 @@ if TORCH_RELEASE >= (2, 12):  # 2.11's DTensor has no strategy for it
 
 
 @pytest.mark.parametrize("rules", [False, True], ids=["torch's dispatch", "dtensor-rules"])
-def test_losses_and_gradients_are_the_one_devices_whatever_is_cut(rules):
+def test_losses_and_gradients_match_one_device(rules):
     def check():
         import dtensor_rules
 

@@ -71,7 +71,7 @@ def train(model, rows):
 @pytest.mark.ranks
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_experts_that_loop_over_indices_train_as_on_one_device(shape, rows):
+def test_experts_in_a_loop_train_as_on_one_device(shape, rows):
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         return train(parallelize(Routed(), plan_of(mesh)), rows)
@@ -81,7 +81,7 @@ def test_experts_that_loop_over_indices_train_as_on_one_device(shape, rows):
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_region_sees_plain_tensors_and_its_parameters_stay(mesh):
+def test_a_region_gets_plain_tensors_and_keeps_its_parameters(mesh):
     seen = []
 
     class Inner(nn.Linear):
@@ -97,7 +97,7 @@ def test_a_region_sees_plain_tensors_and_its_parameters_stay(mesh):
     assert isinstance(model[0].weight, DTensor)
 
 
-def test_a_region_that_raises_leaves_the_model_as_it_was(mesh):
+def test_a_region_that_raises_restores_the_model(mesh):
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize(model, Plan(mesh).local("0", R, "tp"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -105,7 +105,7 @@ def test_a_region_that_raises_leaves_the_model_as_it_was(mesh):
     assert isinstance(model[0].weight, DTensor)
 
 
-def test_a_part_of_a_sum_is_no_input_of_a_region(mesh):
+def test_a_partial_input_of_a_region_is_refused(mesh):
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
     plan = Plan(mesh).annotate("0.<in>", P, "tp").local("1", R, "tp")
     with pytest.raises(ValueError, match=r"1 runs on local .* no Partial input.*add shard\('1"):
@@ -120,13 +120,13 @@ def test_a_part_of_a_sum_is_no_input_of_a_region(mesh):
         lambda plan: plan.local("layers.0.up", R, "tp"),
     ],
 )
-def test_nothing_is_moved_inside_of_a_region(mesh, model, add):
+def test_redistribution_inside_a_region_is_refused(mesh, model, add):
     with pytest.raises(ValueError, match=r"is inside of 'layers\.0', which runs on local tensors"):
         lower(add(Plan(mesh).local("layers.0", R, "tp")), model)
 
 
 @pytest.mark.parametrize("verb", ["factory", "local"])
-def test_these_name_modules(mesh, model, verb):
+def test_factory_and_local_take_paths_of_modules(mesh, model, verb):
     with pytest.raises(ValueError, match=r"'layers\.0\.<in>' has to name modules"):
         getattr(Plan(mesh), verb)("layers.0.<in>", R, "tp")
     with pytest.raises(ValueError, match=r"no module has this name; did you mean 'layers\.\d\.up'"):
@@ -142,7 +142,7 @@ class Making(nn.Module):
         return made, torch.ones(3, device="meta"), torch.zeros_like(x)
 
 
-def test_what_forward_makes_is_placed(mesh):
+def test_tensors_created_in_forward_are_placed(mesh):
     outer = nn.Sequential(Making())
     parallelize(outer, Plan(mesh).factory("", S0, "tp"))
     made, elsewhere, like = outer(torch.ones(2))
@@ -162,12 +162,12 @@ def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch):
 
 
 @pytest.mark.parametrize(("axes", "copies"), [("dp", 3), ("dp", 0), (("dp", "tp"), 2)])
-def test_copies_that_ranks_do_not_make_up_are_refused(mesh, model, axes, copies):
+def test_replicas_that_do_not_divide_the_ranks_are_refused(mesh, model, axes, copies):
     with pytest.raises(ValueError, match=rf"expected replicate= on .* got {copies} on axes"):
         lower(Plan(mesh).fully_shard(r"layers\.\d", axes, replicate=copies), model)
 
 
-def test_fully_shard_is_found_by_entry_point_and_applied_from_inside(mesh, model, tmp_path):
+def test_fully_shard_is_found_by_entry_point_and_applied_innermost_first(mesh, model, tmp_path):
     """A package that is installed as others are: metadata beside a module."""
     (tmp_path / "some_fsdp.py").write_text(
         "calls = []\ndef fully_shard(module, **options):\n    calls.append((module, options))\n"

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-def test_with_fused_attention_it_trains_as_on_one_device():
+def test_llama_with_fused_attention_trains_as_on_one_device():
     """Which cannot be with dropout: torch makes its mask of plain tensors (test_training.py)."""
 
     def loss(model):  # without padding: the CPU's attention of DTensors takes no mask
@@ -34,7 +34,7 @@ def test_with_fused_attention_it_trains_as_on_one_device():
         assert never == []
 
 
-def test_without_labels_there_is_no_loss_to_place():
+def test_llama_without_labels_has_no_loss():
     def check():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = models.llama()
@@ -48,7 +48,7 @@ def test_without_labels_there_is_no_loss_to_place():
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["fused-comm", "one by one"])
-def test_a_microbatch_that_is_not_synchronised_counts(alone):
+def test_microbatches_under_no_sync_accumulate(alone):
     """With fused-comm, and without it, which is logged once."""
 
     def loss(model, number):

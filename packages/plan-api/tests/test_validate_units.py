@@ -78,7 +78,7 @@ def test_key_value_heads_that_do_not_divide_are_refused_alone():
 
 
 @pytest.mark.ranks
-def test_nothing_is_sent_before_and_the_model_stays():
+def test_undivided_heads_are_refused_without_communication():
     def check():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = models.llama(**THREE, num_key_value_heads=3)
@@ -92,7 +92,7 @@ def test_nothing_is_sent_before_and_the_model_stays():
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
-def test_what_torch_can_do_is_not_refused():
+def test_divided_heads_train_as_on_one_device():
     """Whole key-value heads, one of them, and cut ones that are gathered train as on one device."""
 
     def llama(heads):
@@ -123,7 +123,7 @@ def test_what_torch_can_do_is_not_refused():
             assert losses == pytest.approx(expected, abs=1e-5, rel=0)
 
 
-def test_a_module_on_local_tensors_is_not_asked(mesh):
+def test_a_module_on_local_tensors_is_not_checked(mesh):
     plan = queries(mesh).local("", Shard(1), "tp")
     assert len(lower(plan, Attention()).ops) == 3
 
@@ -138,11 +138,11 @@ def test_a_module_on_local_tensors_is_not_asked(mesh):
     ],
 )
 def test_a_unit_is_a_size_or_an_attribute(mesh, unit, message):
-    with pytest.raises(ValueError, match=rf"(?s)test_units\.py:\d+: shard\(.*{message}"):
+    with pytest.raises(ValueError, match=rf"(?s)test_validate_units\.py:\d+: shard\(.*{message}"):
         lower(queries(mesh, unit), Attention())
 
 
-def test_units_that_fit_are_cut_between(mesh):
+def test_shards_between_units_are_accepted(mesh):
     model = parallelize(Attention(), queries(mesh, 2).shard("<in>", R, "tp"), src_data_rank=None)
     assert model.query.weight.to_local().shape == (6, 6)
     # What it would have come to; the second are the words of torch 2.11.
@@ -151,14 +151,14 @@ def test_units_that_fit_are_cut_between(mesh):
         model(torch.ones(2, 6))
 
 
-def test_axes_that_cut_one_dim_count_together(mesh):
+def test_axes_that_shard_one_dim_are_multiplied(mesh):
     """6 units of 2 can be cut along each of two axes of size 2, and not along both."""
     plan = Plan(mesh).shard(r"query\.weight", [S0, S0], unit=2)
     with pytest.raises(ValueError, match="axes 'dp' of size 2 and 'tp' of size 2 do not divide 6"):
         lower(plan, Attention())
 
 
-def test_axes_along_which_it_is_whole_or_gathered_do_not_count(mesh):
+def test_axes_that_replicate_or_gather_are_left_out(mesh):
     """What rests in halves and runs whole (ZeRO-3), beside tensor parallelism that is gathered."""
     plan = Plan(mesh).shard(r"query\.weight", [S0, S0], unit="head_dim")
     plan.shard(r"query\.weight", R, "dp", Phase.RUN)
@@ -167,7 +167,7 @@ def test_axes_along_which_it_is_whole_or_gathered_do_not_count(mesh):
     lower(plan.shard("query.<out>", R, "tp"), Attention())
 
 
-def test_it_is_said_of_parameters_and_survives_json(mesh):
+def test_unit_is_for_parameters_and_is_serialized(mesh):
     with pytest.raises(ValueError, match=r"shard\('<in>', unit=\): only parameters have units"):
         Plan(mesh).shard("<in>", S0, "tp", unit="head_dim")
     plan = queries(mesh) | queries(mesh, 4)
@@ -175,7 +175,7 @@ def test_it_is_said_of_parameters_and_survives_json(mesh):
     assert ", unit='head_dim')" in str(plan)
 
 
-def test_sizes_are_any_integers():
+def test_units_are_any_integer_type():
     with fake_mesh((2,), ("tp",)) as mesh:
         plan = queries(mesh, unit=np.int64(4))
         assert '"unit": 4' in plan.to_json()
@@ -186,7 +186,7 @@ def test_sizes_are_any_integers():
                 parallelize(model, queries(mesh, unit=unit))
 
 
-def test_axes_and_copies_are_any_integers():
+def test_axes_and_replicas_are_any_integer_type():
     with fake_mesh((4,), ("dp",)) as mesh:
         by_name = Plan(mesh).shard("weight", S0, "dp").fully_shard("", "dp", replicate=2)
         number = np.int64

@@ -42,7 +42,7 @@ def _refused(model, plan, message, **options):
     ],
     ids=["phase", "unit of nothing", "unit below", "unit of a float", "unit of a bool", "reshard"],
 )  # fmt: skip
-def test_values_are_refused_when_they_are_said(mesh, call, message):
+def test_invalid_values_are_refused_by_the_methods(mesh, call, message):
     plan = Plan(mesh)
     with pytest.raises(ValueError, match=message):
         call(plan)
@@ -50,7 +50,7 @@ def test_values_are_refused_when_they_are_said(mesh, call, message):
 
 
 @pytest.mark.parametrize("text", ["row(2)", "rows(0)", "whole(3)"])
-def test_a_granularity_that_the_package_does_not_know_is_refused_first(mesh, text):
+def test_an_unknown_granularity_is_refused_before_anything_changes(mesh, text):
     pytest.importorskip("fsdp")
     plan = Plan(mesh).shard(r".*weight", S0, "tp").fully_shard("", "dp", text)
     _refused(TwoLinears(), plan, rf"test_plan_options.*granularity='{text[:3]}")
@@ -89,7 +89,7 @@ def test_phases_along_the_axes_of_fully_shard_are_refused(mesh, phases):
     assert lower(beside, model).schedules["b.weight"].has_phases
 
 
-def test_what_fully_shard_leaves_out_is_placed_as_the_plan_says(mesh):
+def test_parameters_ignored_by_fully_shard_have_the_plans_placements(mesh):
     pytest.importorskip("fsdp")
     plan = Plan(mesh).shard("up.weight", S0, "dp").fully_shard("", ("dp", "tp"), flat=True)
     model = parallelize(TwoLinears(), plan, use=())
@@ -97,7 +97,7 @@ def test_what_fully_shard_leaves_out_is_placed_as_the_plan_says(mesh):
     assert model.down.weight.device_mesh.ndim == 1
 
 
-def test_a_sequence_out_of_order_needs_attention_that_knows_it(mesh):
+def test_a_reordered_sequence_needs_a_context_entry(mesh):
     model = TwoLinears()
     message = r"sequence.*expected a context\(\) entry along 'dp'.*order='contiguous'"
     _refused(model, Plan(mesh).sequence("<in>", "dp"), message)
@@ -135,11 +135,11 @@ def _text(mesh, change):
     ids=["a plan's", "a plan's missing", "verb", "an entry's", "phase", "an entry's missing",
          "option of shard", "option of fully_shard"],
 )  # fmt: skip
-def test_names_in_json_are_those_that_are_read(mesh, change, message):
+def test_unknown_names_in_json_are_refused(mesh, change, message):
     with pytest.raises(ValueError, match=message):
         Plan.from_json(_text(mesh, change), mesh)
 
 
-def test_text_that_is_no_json(mesh):
+def test_text_without_json_is_refused(mesh):
     with pytest.raises(ValueError, match="got no JSON"):
         Plan.from_json("{", mesh)

@@ -55,7 +55,7 @@ def states_of(make):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("random", [True, False], ids=["dist-rng", "without dist-rng"])
-def test_shards_have_the_bits_of_one_device(random):
+def test_shards_are_bitwise_those_of_one_device(random):
     def check():
         import dist_rng
 
@@ -96,7 +96,7 @@ def small_llama():
 
 @pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 @pytest.mark.ranks
-def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
+def test_llama_is_initialised_bitwise_as_on_one_device():
     def check():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_an_unmodified_llama_begins_with_the_bits_of_one_device():
         assert actual == pytest.approx(loss, abs=1e-5)
 
 
-def test_numbers_drawn_in_between_are_not_drawn_again(mesh):
+def test_numbers_drawn_between_init_and_parallelize_are_not_repeated(mesh):
     model = deferred_init(nn.Linear, 4, 4)
     torch.manual_seed(5)
     parallelize(model, Plan(mesh))
@@ -130,7 +130,7 @@ def test_numbers_drawn_in_between_are_not_drawn_again(mesh):
     assert torch.equal(after, torch.rand(3))
 
 
-def test_a_model_that_seeds_the_generator_has_the_bits_that_it_seeds(mesh):
+def test_a_model_that_seeds_the_generator_has_these_random_numbers(mesh):
     def make():
         torch.manual_seed(7)
         first = nn.Linear(4, 4)
@@ -146,7 +146,7 @@ def test_a_model_that_seeds_the_generator_has_the_bits_that_it_seeds(mesh):
     assert torch.equal(after, torch.rand(3))
 
 
-def test_nothing_is_allocated_but_shards(monkeypatch):
+def test_only_shards_are_allocated(monkeypatch):
     """64 GiB as one tensor, of which this rank has a 4,096th."""
 
     def make():
@@ -163,7 +163,7 @@ def test_nothing_is_allocated_but_shards(monkeypatch):
         assert torch.equal(model.weight.to_local(), torch.full((2**11, 2**11), 3.0))
 
 
-def test_a_model_that_looks_at_values_is_refused():
+def test_a_model_that_reads_values_is_refused():
     def make():
         model = nn.Linear(2, 2)
         if model.weight.sum() > 0:
@@ -174,7 +174,7 @@ def test_a_model_that_looks_at_values_is_refused():
         deferred_init(make)
 
 
-def test_the_tape_goes_with_the_model():
+def test_the_tape_is_freed_with_the_model():
     from plan_api.runtime import deferred_init as deferred
 
     gc.collect()
@@ -186,7 +186,7 @@ def test_the_tape_goes_with_the_model():
     assert len(deferred._tapes) == before
 
 
-def test_while_a_model_is_made_the_recorded_initialiser_takes_the_calls_of_torchs():
+def test_trunc_normal_is_recorded_while_a_model_is_made():
     original = nn.init._no_grad_trunc_normal_
 
     def make():

@@ -15,7 +15,7 @@ from testkit import fake_mesh
     [(Partial(), Partial()), (Shard(0), Replicate()), (Replicate(), Replicate())],
     ids=["sum", "shard", "whole"],
 )
-def test_a_gradient_of_a_masked_sum_is_a_sum_or_whole(given, comes):
+def test_the_gradient_of_a_masked_partial_is_partial_or_replicated(given, comes):
     # torch 2.13 takes a sum for a masked one here; 2.15 refuses it.
     with fake_mesh((2,), ("tp",)) as mesh:
         step = SiteStep("<out>", 0, OpKind.REDIST, {"tp": AxisMove(Replicate())}, (0,))

@@ -65,7 +65,7 @@ def test_a_model_on_meta_stays_there(mesh):
     assert model.weight._local_tensor.shape == (2, 4)
 
 
-def test_parameters_without_an_entry_are_listed_where_all_have_to_have_one(mesh, model):
+def test_cover_lists_parameters_without_an_entry(mesh, model):
     plan = Plan(mesh, cover=True) | tensor_parallel(mesh)
     with pytest.raises(ValueError, match=r"got none for: layers.0.down.bias, layers.1.down.b"):
         parallelize(model, plan)
@@ -73,7 +73,7 @@ def test_parameters_without_an_entry_are_listed_where_all_have_to_have_one(mesh,
     parallelize(model, plan.shard(r".*\.down\.bias", R, "tp"))
 
 
-def test_it_is_done_once(mesh, model):
+def test_a_model_is_parallelized_once(mesh, model):
     with pytest.raises(ValueError, match="this Model was not parallelized"):
         installed(model)
     parallelize(model, tensor_parallel(mesh))
@@ -81,7 +81,7 @@ def test_it_is_done_once(mesh, model):
         parallelize(model, tensor_parallel(mesh))
 
 
-def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
+def test_dtensors_are_not_placed_again(mesh, model):
     placed = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [S0, R], src_data_rank=None))
     model.layers[1].up.weight = placed
     parallelize(model, tensor_parallel(mesh))
@@ -89,7 +89,7 @@ def test_what_is_a_dtensor_already_stays_as_it_is(mesh, model):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_are_placed_whatever_part_of_the_model_was_called(
+def test_gradients_are_reduced_whatever_part_of_the_model_was_called(
     mesh, model, monkeypatch, fused
 ):
     monkeypatch.setattr(options, "find_spec", lambda name: fused and name == "fused_comm")
@@ -123,7 +123,7 @@ def test_overrides_are_logged(mesh, model, caplog):
     assert model.layers[1].up.weight.placements == (R, S1)
 
 
-def test_sites_that_the_first_step_does_not_pass_are_logged_once(mesh, model, caplog):
+def test_unused_sites_are_logged_once(mesh, model, caplog):
     class Unused(nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -165,7 +165,7 @@ def test_plans_that_differ_are_an_error_on_every_rank():
 
 
 @pytest.mark.ranks
-def test_a_rank_outside_of_the_mesh_is_told_so_and_keeps_nobody_waiting():
+def test_a_rank_outside_the_mesh_is_an_error_and_no_other_rank_waits():
     """The plan is of ranks 0 and 1 of 3; the third may explain it."""
 
     def check():
@@ -188,7 +188,7 @@ def test_a_rank_outside_of_the_mesh_is_told_so_and_keeps_nobody_waiting():
 
 
 @pytest.mark.ranks
-def test_all_ranks_get_the_parameters_of_the_first():
+def test_all_ranks_get_the_parameters_of_the_first_rank():
     def check():
         torch.manual_seed(torch.distributed.get_rank())
         mesh = init_device_mesh("cpu", (2,))
@@ -204,7 +204,7 @@ def test_all_ranks_get_the_parameters_of_the_first():
 
 
 @pytest.mark.ranks
-def test_gradients_are_those_of_one_device_however_backward_places_them():
+def test_gradients_match_one_device_in_any_placements():
     """Of a sharded weight whose outputs are summed, backward makes the whole gradient on tp."""
 
     def check():
