@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_rng.cuda.boxes import boxes_of
-from dist_rng.regions.draw_layout import draw_layout
+from dist_rng.regions.draw_strides import draw_strides
 from dist_rng.regions.region import IndexRange, Region
 
 
@@ -35,7 +35,7 @@ def expected(region, strides):
 
 def assert_boxes_are(region, strides=None):
     strides = region.dense_strides() if strides is None else strides
-    boxes = boxes_of(draw_layout(region, tuple(strides)))
+    boxes = boxes_of(draw_strides(region, tuple(strides)))
     assert sorted(elements(boxes)) == expected(region, strides)
     return boxes
 

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer.group_ops import index_of
 from dbuffer.memory import BufferMemory, ResizableMemory
 from dbuffer.placements import (
     Inner,
@@ -19,6 +18,7 @@ from dbuffer.placements import (
     checked_placements,
     is_sharded,
 )
+from dbuffer.tensor_lookup import index_of
 from dbuffer.views import tensor_shape
 from ragged_shard.planner import Layout
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dbuffer import _compat, errors, group_ops, views
+from dbuffer import _compat, errors, tensor_lookup, views
 from dbuffer.arguments import checked, checked_memory
 from dbuffer.collectives import (
     Axis,
@@ -34,7 +34,6 @@ from dbuffer.collectives import (
     axis_of,
     collectives_for,
 )
-from dbuffer.group_ops import Tensors, index_of, padding_of
 from dbuffer.memory import BufferMemory
 from dbuffer.placements import (
     Inner,
@@ -45,6 +44,7 @@ from dbuffer.placements import (
     of_tensor,
 )
 from dbuffer.report import BufferReport, tensor_reports
+from dbuffer.tensor_lookup import Tensors, index_of, padding_of
 from ragged_shard.planner import Layout
 
 __all__ = ["DBuffer"]
@@ -434,7 +434,7 @@ class DBuffer:
         """
         given = self._pieces("copy_from", tensors)
         missing = [part for i, part in self._parts().items() if i not in given]
-        zeros = [*missing, *group_ops.padding_of(self.layout, self._local, self._rank_of_local)]
+        zeros = [*missing, *tensor_lookup.padding_of(self.layout, self._local, self._rank_of_local)]
         if zeros:
             torch._foreach_zero_(zeros)
         self._each(torch._foreach_copy_, given)
@@ -466,8 +466,8 @@ class DBuffer:
     def _pieces(self, what: str, tensors: Tensors) -> dict[int, torch.Tensor]:
         """What this rank keeps of whole tensors, shaped as `_parts`."""
         self._check(what)
-        given = group_ops.by_index(self.layout, tensors, what)
-        return group_ops.pieces_of(self.layout, given, self._rank_of_local)
+        given = tensor_lookup.by_index(self.layout, tensors, what)
+        return tensor_lookup.pieces_of(self.layout, given, self._rank_of_local)
 
     def _parts(self) -> dict[int, torch.Tensor]:
         """What this rank has of each tensor."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from dist_rng.cpu.draws import CompiledLayout, cpu_draw
 from dist_rng.cpu.self_check import check
 from dist_rng.distributions import Distribution
-from dist_rng.regions.draw_layout import draw_layout, require_fit
+from dist_rng.regions.draw_strides import draw_strides, require_fit
 from dist_rng.regions.region import Region
 
 
@@ -105,5 +105,5 @@ def compiled_layout(
     require_fit(region, shape, strides)
     # torch.Tensor.is_contiguous ignores dims of size 1.
     longer = [dim for dim in region.memory_order if region.global_shape[dim] != 1]
-    grid = draw_layout(region, strides).grid()
+    grid = draw_strides(region, strides).grid()
     return CompiledLayout(grid, region.global_numel, contiguous=longer == sorted(longer))

@@ -22,7 +22,7 @@ from dist_rng.philox.kernel_spec import (
     prepared_probabilities,
 )
 from dist_rng.philox.launches import Launch, LaunchSchedule, launch_schedule
-from dist_rng.regions.draw_layout import draw_layout, require_fit
+from dist_rng.regions.draw_strides import draw_strides, require_fit
 from dist_rng.regions.region import Region
 
 
@@ -127,7 +127,7 @@ def fill_params(
     probabilities: Tensor | None,
 ) -> list[FillParams]:
     """Returns the launches that fill ``local``: one per box and launch of torch that overlap."""
-    layout = draw_layout(region, local.stride(), logical=counts_in_logical_order(spec))
+    layout = draw_strides(region, local.stride(), logical=counts_in_logical_order(spec))
     params = []
     for launch in schedule.launches:
         for box in boxes_of(layout):

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from dist_rng.regions.draw_layout import DrawLayout, DrawLayoutDim
+from dist_rng.regions.draw_strides import DrawDim, DrawStrides
 from dist_rng.regions.region import IndexRange
 
 MAX_DIMS = 8  # kMaxDims in src/cuda/fill_params.h
@@ -60,7 +60,7 @@ class _Progression:
 
 
 @lru_cache(maxsize=4096)
-def boxes_of(layout: DrawLayout) -> tuple[KernelBox, ...]:
+def boxes_of(layout: DrawStrides) -> tuple[KernelBox, ...]:
     """Returns boxes that contain each element of ``layout`` once."""
     longer = [dim for dim in layout.dims if dim.size != 1]
     start = sum(d.pieces[0].start * d.draw_stride for d in layout.dims if d.size == 1)
@@ -74,7 +74,7 @@ def boxes_of(layout: DrawLayout) -> tuple[KernelBox, ...]:
     return tuple(_windows(next(boxes), layout.windows))
 
 
-def _box(dims: list[DrawLayoutDim], chosen: tuple[_Progression, ...], start: int) -> KernelBox:
+def _box(dims: list[DrawDim], chosen: tuple[_Progression, ...], start: int) -> KernelBox:
     pairs = list(zip(dims, chosen, strict=True))
     return KernelBox(
         first=0,
@@ -95,15 +95,15 @@ def _windows(box: KernelBox, windows: tuple[IndexRange, ...]) -> Iterator[Kernel
         packed += len(window)
 
 
-def _boxes_of_runs(layout: DrawLayout) -> Iterator[KernelBox]:
+def _boxes_of_runs(layout: DrawStrides) -> Iterator[KernelBox]:
     # Slow for many runs, but such layouts are rare: ragged shards of interleaved shards.
     for draw, count, local, stride in layout.grid().runs():
         yield KernelBox(0, count, draw, local, (KernelBoxDim(count, count, count, 1, stride),))
 
 
-def _joined(dims: list[DrawLayoutDim]) -> list[DrawLayoutDim]:
+def _joined(dims: list[DrawDim]) -> list[DrawDim]:
     """Joins each dim with the next inner one where draws and local elements have no gap."""
-    joined: list[DrawLayoutDim] = []
+    joined: list[DrawDim] = []
     for dim in dims:
         size = dim.size
         if (
@@ -112,7 +112,7 @@ def _joined(dims: list[DrawLayoutDim]) -> list[DrawLayoutDim]:
             and joined[-1].local_stride == size * dim.local_stride
         ):
             pieces = tuple(IndexRange(p.start * size, p.stop * size) for p in joined[-1].pieces)
-            joined[-1] = DrawLayoutDim(pieces, dim.draw_stride, dim.local_stride)
+            joined[-1] = DrawDim(pieces, dim.draw_stride, dim.local_stride)
         else:
             joined.append(dim)
     return joined

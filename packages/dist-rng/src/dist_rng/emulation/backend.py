@@ -22,7 +22,7 @@ from dist_rng.philox.kernel_spec import (
     prepared_probabilities,
 )
 from dist_rng.philox.launches import LaunchSchedule, launch_schedule
-from dist_rng.regions.draw_layout import draw_layout, require_fit
+from dist_rng.regions.draw_strides import draw_strides, require_fit
 from dist_rng.regions.region import Region
 
 
@@ -77,7 +77,7 @@ def _fill(
     position: GeneratorPosition,
     probabilities: Tensor | None,
 ) -> None:
-    layout = draw_layout(region, local.stride(), logical=counts_in_logical_order(spec))
+    layout = draw_strides(region, local.stride(), logical=counts_in_logical_order(spec))
     stream = _core.PhiloxStream(
         position.seed,
         position.offset,

@@ -9,7 +9,7 @@ from dist_rng.regions.region import IndexRange, Region, dense_strides_of
 
 
 @dataclass(frozen=True)
-class DrawLayoutDim:
+class DrawDim:
     """One dim of a grid.
 
     Attributes:
@@ -30,10 +30,10 @@ class DrawLayoutDim:
 
 
 @dataclass(frozen=True)
-class DrawLayout:
+class DrawStrides:
     """The dims of a grid in the order in which the device counts them, outermost first."""
 
-    dims: tuple[DrawLayoutDim, ...]
+    dims: tuple[DrawDim, ...]
     windows: tuple[IndexRange, ...] | None
 
     def grid(self) -> _core.LocalGrid:
@@ -86,9 +86,9 @@ def require_fit(region: Region, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def draw_layout(
+def draw_strides(
     region: Region, local_strides: tuple[int, ...], *, logical: bool = False
-) -> DrawLayout:
+) -> DrawStrides:
     """Returns the dims of a local tensor with their strides in draws and in the local tensor.
 
     Args:
@@ -97,10 +97,8 @@ def draw_layout(
         logical: whether the device counts elements in the order of the dims, not of memory.
     """
     order = range(len(region.global_shape)) if logical else region.memory_order
-    draw_strides = dense_strides_of(region.global_shape, order)
+    of_draws = dense_strides_of(region.global_shape, order)
     if region.windows is not None:
         local_strides = dense_strides_of(region.grid_shape, order)
-    dims = tuple(
-        DrawLayoutDim(region.pieces[dim], draw_strides[dim], local_strides[dim]) for dim in order
-    )
-    return DrawLayout(dims, region.windows)
+    dims = tuple(DrawDim(region.pieces[dim], of_draws[dim], local_strides[dim]) for dim in order)
+    return DrawStrides(dims, region.windows)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dist_rng.regions.draw_layout import require_fit
+from dist_rng.regions.draw_strides import require_fit
 from dist_rng.regions.region import IndexRange, Region
 
 BOX = Region.box((9, 14), (2, 3), (5, 7))

@@ -1,4 +1,4 @@
-"""Operators on all tensors of a buffer at once: one kernel, or one pass of foreach."""
+"""Finds tensors by index or name in a layout, and what a buffer has between and behind them."""
 
 from __future__ import annotations
 
