@@ -53,7 +53,7 @@ def test_invalid_values_are_refused_by_the_methods(mesh, call, message):
 def test_an_unknown_granularity_is_refused_before_anything_changes(mesh, text):
     pytest.importorskip("fsdp")
     plan = Plan(mesh).shard(r".*weight", S0, "tp").fully_shard("", "dp", text)
-    _refused(TwoLinears(), plan, rf"test_plan_options.*granularity='{text[:3]}")
+    _refused(TwoLinears(), plan, rf"test_validate.*granularity='{text[:3]}")
 
 
 def test_fully_shard_of_a_module_twice_is_an_override(mesh):
