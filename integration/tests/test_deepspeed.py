@@ -70,7 +70,7 @@ with process_group(60):
     system.forward_backward(model, {"input_ids": tokens, "labels": tokens}, parts=1, last=True)
 assert functional.linear is torchs
 print([one.__name__ for one in seen], flush=True)
-leave(0)
+exit_process(0)
 """
 
 
@@ -100,7 +100,7 @@ def installed(monkeypatch):
         ({"pp_degree": 2}, "--pp-degree"),
         ({"dtype": "bf16"}, "--dtype bf16"),
         ({"init": "sharded"}, "--init whole"),
-        ({"optimizer": "muon"}, "--optimizer adamw only"),
+        ({"optimizer": "muon"}, "expected --optimizer adamw"),
     ],
 )
 def test_what_it_does_not_do_is_refused(options, named, installed, tmp_path):
