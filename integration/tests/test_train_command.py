@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
         (["--data", "SHORT", "--system", "ddp", "--ranks", "2"], "the data has 63 bytes, fewer"),
         (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "contains no bytes to train on"),
         (["--system", "fsdp3"], "unknown system 'fsdp3'"),
-        (["--warmup-steps", "70", "--decay-steps", "40"], "are more than the 100 of the run"),
+        (["--warmup-steps", "70", "--decay-steps", "40"], "expected a sum of at most --steps, 100"),
         (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
         (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
     ],
