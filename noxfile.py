@@ -109,9 +109,9 @@ def compat(session: nox.Session, torch: str) -> None:
         report = RESULTS / f"{name}-{torch}.xml"
         report.unlink(missing_ok=True)
         # Other versions warn of other things; their warnings are not for this repository to repair.
-        options = ("-W", "default", f"--junit-xml={report}")
+        junit = f"--junit-xml={report}"
         try:
-            session.run("pytest", *options, str(PACKAGES[name] / "tests"))
+            session.run("pytest", "-W", "default", junit, str(PACKAGES[name] / "tests"))
         except CommandFailed:  # the next package is tested all the same
             failed.append(name)
         record = ("tools.nightly_record", str(report), "--package", name)
