@@ -18,6 +18,17 @@ def test_python_blocks_are_examples(tmp_path):
     assert examples(_test_file(tmp_path, text)) == ["a = 1\n", "b = 2\n"]
 
 
+def test_blocks_of_further_pages_are_examples(tmp_path):
+    package = tmp_path / "packages" / "name"
+    package.mkdir(parents=True)
+    (tmp_path / "page.md").write_text("```python\nb = 2\n```\n")
+    test_file = _test_file(package, "```python\na = 1\n```\n")
+    assert examples(test_file, "page.md") == ["a = 1\n", "b = 2\n"]
+    (tmp_path / "page.md").write_text("no block\n")
+    with pytest.raises(ValueError, match=r"page.md: expected at least one ```python block"):
+        examples(test_file, "page.md")
+
+
 def test_blocks_of_any_language_also_within_lists():
     text = "```\nplain\n```\n\n- item\n\n  ```sh\n  ls\n    -l\n  ```\n\n```python\na\n```\n"
     assert blocks(text, "") == ["plain\n"]
@@ -27,7 +38,7 @@ def test_blocks_of_any_language_also_within_lists():
 
 
 def test_a_readme_without_any(tmp_path):
-    with pytest.raises(ValueError, match=r"README.md has no ```python block"):
+    with pytest.raises(ValueError, match=r"README.md: expected at least one ```python block"):
         examples(_test_file(tmp_path, "nothing"))
 
 

@@ -13,6 +13,11 @@ ELSEWHERE = {"docs/guide.md": "integration/tests/test_guide.py"} | {
     str(page.relative_to(ROOT)): "tools/tests/test_examples.py"
     for page in ROOT.glob("docs/examples/*.md")
 }
+# Pages about one package, which its own test of the README runs too.
+OF_PACKAGES = {
+    f"docs/{package}.md": f"packages/{package}/tests/test_readme.py"
+    for package in ("dtensor-rules", "fsdp", "ragged-shard")
+}
 
 
 def of(text):
@@ -37,12 +42,15 @@ def test_python_blocks_of_a_page_are_run_by_a_test(page):
     if "```python" not in page.read_text():
         return
     name = str(page.relative_to(ROOT))
-    test = ROOT / ELSEWHERE.get(name, f"{page.parent.relative_to(ROOT)}/tests/test_readme.py")
+    own = f"{page.parent.relative_to(ROOT)}/tests/test_readme.py"
+    test = ROOT / (ELSEWHERE | OF_PACKAGES).get(name, own)
     assert test.is_file(), f"{name} has Python blocks, and there is no {test}"
     if name == "testkit/README.md":  # whose own test of `examples` runs it as well
         assert "README" in test.read_text()
+    elif name in OF_PACKAGES:
+        assert f'examples(__file__, "{name}")' in test.read_text()
     elif name not in ELSEWHERE:
-        assert "examples(__file__)" in test.read_text()
+        assert "examples(__file__" in test.read_text()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

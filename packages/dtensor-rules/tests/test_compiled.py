@@ -19,7 +19,7 @@ from dtensor_rules.registry import compiled
 from testkit import fake_mesh
 
 HERE = Path(__file__).parent
-README = (HERE.parent / "README.md").read_text()
+PAGE = (HERE.parents[2] / "docs/dtensor-rules.md").read_text()
 COMPILER = os.environ.get("CXX", "c++")
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
 NEG = "aten.neg.default"
@@ -216,12 +216,12 @@ def test_actions_of_the_wrong_type_do_not_compile(tmp_path):
     assert failed.stderr.count("dtensor_rules: a rule's action takes one const Call&") == 2
 
 
-def test_the_readme_s_example_compiles_by_its_command_and_runs(tmp_path):
-    section = README.partition("### From C++")[2].partition("\n## ")[0]
+def test_the_example_in_cpp_compiles_by_its_command_and_runs(tmp_path):
+    section = PAGE.partition("### From C++")[2].partition("\n## ")[0]
     (source,) = re.findall(r"^```cpp\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     (command,) = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     (use,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    (tmp_path / "cut_rules.cpp").write_text(source)
+    (tmp_path / "shard_rules.cpp").write_text(source)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path}
     subprocess.run(["sh", "-ec", command], check=True, cwd=tmp_path, env=environment)

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, and print what it shows."""
+"""The examples of the README and of docs/ragged-shard.md run, and print the output shown there."""
 
 import re
 import shlex
@@ -10,8 +10,9 @@ import pytest
 
 from testkit.inspection.readme import blocks, examples, run_example
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-# What a terminal shows has spaces at the ends of lines, and drawn rules of its width.
+PAGE = (Path(__file__).parents[3] / "docs/ragged-shard.md").read_text()
+EXAMPLES = examples(__file__, "docs/ragged-shard.md")
+# A terminal's output has spaces at the ends of lines, and rules as wide as the terminal.
 RULE = re.compile(r"^[ ─]+$")
 
 
@@ -20,20 +21,20 @@ def shown(text):
     return [line for line in lines if line and not RULE.match(line)]
 
 
-@pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
 def test_an_example_runs(code, tmp_path):
     run_example(code, tmp_path)
 
 
 def test_the_picture_of_a_placement_is_what_its_example_prints(tmp_path, capfd):
-    (code,) = (each for each in blocks(README, "python") if "StridedRaggedShard" in each)
-    (picture,) = (each for each in blocks(README, "") if each.startswith("tensor (6, 8)"))
+    (code,) = (each for each in blocks(PAGE, "python") if "StridedRaggedShard" in each)
+    (picture,) = (each for each in blocks(PAGE, "") if each.startswith("tensor (6, 8)"))
     run_example(code, tmp_path)
     assert shown(capfd.readouterr().out) == shown(picture)
 
 
 def test_the_planners_command_prints_the_table_beside_it(tmp_path):
-    command, table = (each for each in blocks(README, "") if "deepseek-v3" in each)
+    command, table = (each for each in blocks(PAGE, "") if "deepseek-v3" in each)
     program, *arguments = shlex.split(command)
     assert program == "python"
     done = subprocess.run(

@@ -14,8 +14,8 @@ from fsdp.api import (
     share_comm_ctx,
     uninstall,
 )
+from fsdp.granularity import Block, Granularity, Rows, Whole
 from fsdp.module import FSDPModule
-from fsdp.policy import Block, Granularity, Rows, Whole
 from fsdp.quantized import Tiles
 
 __version__ = "0.1.0"

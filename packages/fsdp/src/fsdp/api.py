@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dbuffer import Strategy
 from fsdp import _compat
+from fsdp.granularity import Granularity
 from fsdp.mesh import checked_mesh, checked_reshard, device_of, post_forward_mesh
 from fsdp.module import FSDPModule, set_fsdp_class
 from fsdp.param import (
@@ -36,7 +37,6 @@ from fsdp.param_group import (
     PlannedParamGroup,
     group_params,
 )
-from fsdp.policy import Granularity
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp._compat import placement_and_mesh
+from fsdp.granularity import Whole, block_size
 from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
-from fsdp.policy import Whole, block_size
 from fsdp.quantized.arguments import checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
 

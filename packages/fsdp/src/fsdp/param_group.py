@@ -25,9 +25,9 @@ from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
+from fsdp.granularity import Whole
 from fsdp.mesh import sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
-from fsdp.policy import Whole
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
 from ragged_shard.planner import Layout, TensorSpec, plan_layout

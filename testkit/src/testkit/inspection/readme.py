@@ -1,4 +1,4 @@
-"""The Python examples of a package's README, for the tests that run them unchanged."""
+"""Reads the Python examples of a package's README, for the tests that run them unchanged."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from pathlib import Path
 __all__ = ["blocks", "examples", "run_example"]
 
 
-def examples(test_file: str) -> list[str]:
-    """The ``python`` blocks of the README two folders above a test's file.
+def examples(test_file: str, *pages: str) -> list[str]:
+    """Returns the ``python`` blocks of a package's README and of other pages about the package.
 
     Args:
-        test_file: ``__file__`` of a module in ``packages/<name>/tests``.
+        test_file: ``__file__`` of a module in ``<package>/tests``.
+        pages: paths from the root of the repository, which is two folders above the package.
 
     Raises:
-        ValueError: there is none.
+        ValueError: one of them has no such block.
     """
-    readme = Path(test_file).resolve().parents[1] / "README.md"
-    found = blocks(readme.read_text(), "python")
-    if not found:
-        raise ValueError(f"{readme} has no ```python block; expected one at least")
+    package = Path(test_file).resolve().parents[1]
+    found = []
+    for page in [package / "README.md", *(package.parents[1] / path for path in pages)]:
+        shown = blocks(page.read_text(), "python")
+        if not shown:
+            raise ValueError(f"{page}: expected at least one ```python block, got none")
+        found += shown
     return found
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a Markdown text in a language, those within lists dedented.
+    """Returns the fenced blocks of a Markdown text in a language, without their indentation.
 
     Args:
-        text: of a page, or of a part of one.
-        language: the word behind the fence; empty: blocks that name none.
+        text: a page, or a part of one.
+        language: as named after the opening fence; empty for blocks that name none.
     """
-    # Every opening fence is matched, so that none is taken for the end of another's block.
+    # Blocks of other languages are matched too, or their closing fences would open a block here.
     fenced = r"^( *)```([^`\n]*)\n(.*?)^\1```$"
     found = re.findall(fenced, text, re.MULTILINE | re.DOTALL)
     return [textwrap.dedent(code) for _, word, code in found if word.strip() == language]
 
 
 def run_example(code: str, folder: Path) -> None:
-    """Runs an example in a process of its own, in an empty folder.
+    """Runs an example in a separate process, in an empty folder.
 
     Raises:
-        CalledProcessError: it failed; what it printed is on the test's own output.
+        CalledProcessError: the example failed; its output is part of the test's output.
     """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)

@@ -6,8 +6,8 @@ import math
 
 from torch import nn
 
+from fsdp.granularity import Balance, Whole
 from fsdp.optim.muon.newton_schulz import newton_schulz_cost
-from fsdp.policy import Balance, Whole
 
 __all__ = ["WholeMatrices"]
 

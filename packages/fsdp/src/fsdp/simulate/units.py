@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import _compat
 from fsdp.api import PlacementFn
+from fsdp.granularity import Whole, block_size
 from fsdp.param import FSDPParam, NamedParam, has_extension, managed_modules, named_params
 from fsdp.param_group import (
     Dtypes,
@@ -24,7 +25,6 @@ from fsdp.param_group import (
     plan_buffer,
     tensor_specs,
 )
-from fsdp.policy import Whole, block_size
 from ragged_shard.planner import Layout, TensorSpec
 
 __all__ = ["PlannedGroup", "Unit", "Units", "find_units", "plan_groups"]
