@@ -53,7 +53,7 @@ CASES = {
 
 
 def _make(case):
-    # Heads so that static mode has Eager's bits, see test_static_training.
+    # Heads so that static mode has Eager's bits, see static/test_training.py.
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.1}
     return models.mixtral(num_local_experts=case.experts, **heads)
 

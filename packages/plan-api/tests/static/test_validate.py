@@ -21,7 +21,7 @@ def mesh():
 REFUSED = {
     "fully_shard": (
         lambda plan: plan.fully_shard("up", "tp").fully_shard("", "tp"),
-        r"test_static_validate.py:\d+: fully_shard\('up', tp.*: expected mode='eager' for "
+        r"test_validate.py:\d+: fully_shard\('up', tp.*: expected mode='eager' for "
         r"fully_shard, got mode='static'.*use mode='eager', or leave fully_shard out",
     ),
     "src": (
@@ -43,7 +43,7 @@ REFUSED = {
     ),
     "phases": (
         lambda plan: plan.shard("up.weight", S0).shard("up.weight", R, None, Phase.RUN),
-        r"test_static_validate.py:\d+: up.weight: expected the same placements in every phase",
+        r"test_validate.py:\d+: up.weight: expected the same placements in every phase",
     ),
     "a factory": (
         lambda plan: plan.factory("up", S0),

@@ -36,7 +36,7 @@ def test_entries_are_printed_saved_and_lowered(cp):
         "order='zigzag', heads='config.num_key_value_heads')",
     ]
     assert Plan.from_json(plan.to_json(), cp).entries == plan.entries
-    assert all(one.line.startswith("test_context_plan.py") for one in plan.entries)
+    assert all(one.line.startswith("test_plan.py") for one in plan.entries)
     ops = [str(op) for op in lower(plan, llama()).ops]
     assert "forward_pre:<in>:0:order(->S(1), cp, order='zigzag')" in ops
     assert "forward_pre:<in>:shift_labels:redist(->S(1), cp)" in ops

@@ -86,7 +86,7 @@ def test_all_mismatches_are_listed_with_suggestions(mesh, model):
     with pytest.raises(ValueError, match="the plan does not fit the model") as caught:
         lower(plan, model)
     lines = str(caught.value).splitlines()[1:]
-    assert all(line.startswith("test_resolve.py:") for line in lines)
+    assert all(line.startswith("test_lower.py:") for line in lines)
     message = [line.split("): ", 1)[1] for line in lines]
     assert message[0].startswith(
         "no parameter or buffer has this name; did you mean 'layers.0.up.w"
