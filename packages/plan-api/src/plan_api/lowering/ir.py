@@ -23,7 +23,7 @@ from plan_api.spec.placements import format_placement
 
 __all__ = [
     "AxisMove", "EntryRef", "ExpertIndices", "FullyShard", "HookPoint", "Lowered", "Op", "OpKind",
-    "Override", "Schedule", "Site", "SiteStep", "TokenDispatch",
+    "Override", "PhasePlacements", "Schedule", "Site", "SiteStep", "TokenDispatch",
 ]  # fmt: skip
 
 _Options: TypeAlias = tuple[tuple[str, Any], ...]
@@ -193,6 +193,29 @@ class Site:
     def moved(self) -> tuple[SiteStep, ...]:
         """The steps that the site's own hook applies; `plan_api.ops` installs the others."""
         return tuple(one for one in self.steps if one.kind not in _NOT_REDISTRIBUTED)
+
+
+@dataclass(frozen=True)
+class PhasePlacements:
+    """The placements that a plan gives one parameter or buffer in each phase; see `Phase`.
+
+    Attributes:
+        phases: those that entries name; the others follow from them.
+        init: the placements after `parallelize`.
+        rest: those of the optimizer and of checkpoints.
+        run: those while its module runs.
+        gradient: those of its gradient during backward.
+        entries: the numbers of the plan's entries that they come from.
+        lines: the source lines of these entries.
+    """
+
+    phases: frozenset[HookPoint]
+    init: _Placements
+    rest: _Placements
+    run: _Placements
+    gradient: _Placements
+    entries: tuple[int, ...]
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -19,14 +16,14 @@ from plan_api.lowering.ir import (
     Op,
     OpKind,
     Override,
+    PhasePlacements,
     Schedule,
     Site,
     SiteStep,
 )
 from plan_api.spec.axes import axis_names
-from plan_api.spec.placements import format_placement
 
-__all__ = ["fuse", "resolve_overrides", "schedules"]
+__all__ = ["fuse", "phase_placements", "resolve_overrides", "schedules"]
 
 _Placements = tuple[Placement, ...]
 
@@ -84,18 +81,15 @@ def _move(op: Op) -> AxisMove:
     return AxisMove(op.dst, op.src, op.grad_dst, op.grad_src, op.options)
 
 
-def schedules(
-    tensors: Mapping[str, torch.Tensor], ops: Iterable[Op], mesh: DeviceMesh
-) -> dict[str, Schedule]:
-    """Computes the schedule of every tensor that a plan places, by its first name.
+def phase_placements(ops: Iterable[Op], mesh: DeviceMesh) -> dict[str, PhasePlacements]:
+    """Computes the placements of each tensor that a plan places, in every phase.
 
     Args:
-        tensors: parameters and buffers, by name.
         ops: of the plan.
         mesh: of the plan.
 
-    Raises:
-        ValueError: a buffer has phases, or a gradient has placements of no phase.
+    Returns:
+        the placements by the first name of the parameter or buffer.
     """
     placed: dict[str, dict[HookPoint, dict[int, Placement]]] = {}
     entries: dict[str, dict[int, str]] = {}
@@ -107,24 +101,22 @@ def schedules(
             phases.setdefault(op.hook_point, {})[axes.index(op.axis)] = op.dst
             entries.setdefault(name, {})[op.entry.number] = op.entry.line
     return {
-        name: replace(
-            _schedule(name, tensors[name], phases, mesh),
-            entries=tuple(entries[name]),
-            lines=tuple(dict.fromkeys(line for line in entries[name].values() if line)),
+        name: _phase_placements(
+            phases,
+            mesh,
+            tuple(entries[name]),
+            tuple(dict.fromkeys(line for line in entries[name].values() if line)),
         )
         for name, phases in placed.items()
     }
 
 
-def _schedule(
-    name: str,
-    tensor: torch.Tensor,
+def _phase_placements(
     phases: Mapping[HookPoint, Mapping[int, Placement]],
     mesh: DeviceMesh,
-) -> Schedule:
-    if not isinstance(tensor, nn.Parameter) and set(phases) != {HookPoint.INIT}:
-        raise ValueError(f"{name} is a buffer: it is placed once, with phase INIT")
-
+    entries: tuple[int, ...],
+    lines: tuple[str, ...],
+) -> PhasePlacements:
     def placements_in(phase: HookPoint, default: _Placements) -> _Placements:
         changed = phases.get(phase, {})
         return tuple(changed.get(axis, otherwise) for axis, otherwise in enumerate(default))
@@ -132,17 +124,27 @@ def _schedule(
     init = placements_in(HookPoint.INIT, (Replicate(),) * mesh.ndim)
     rest, run = placements_in(HookPoint.OPTIM, init), placements_in(HookPoint.RUN, init)
     gradient = placements_in(HookPoint.GRAD, rest if HookPoint.OPTIM not in phases else run)
-    if gradient not in (rest, run):
-        raise ValueError(
-            f"the gradient of {name}: expected placements {_text(rest)}, which the optimizer "
-            f"takes, or {_text(run)}, which backward makes, got {_text(gradient)}"
+    return PhasePlacements(frozenset(phases), init, rest, run, gradient, entries, lines)
+
+
+def schedules(phases: Mapping[str, PhasePlacements], mesh: DeviceMesh) -> dict[str, Schedule]:
+    """Computes the schedule of every tensor that a plan places, by its first name.
+
+    Args:
+        phases: of the tensors, as `check_phases` accepts them.
+        mesh: of the plan.
+    """
+    return {
+        name: Schedule(
+            _strided_where_inner_axes_shard(placed.run, placed.rest, mesh),
+            placed.run,
+            keeps_unsharded=placed.init == placed.run != placed.rest,
+            reduces_at_end=placed.gradient != placed.rest,
+            entries=placed.entries,
+            lines=placed.lines,
         )
-    return Schedule(
-        _strided_where_inner_axes_shard(run, rest, mesh),
-        run,
-        keeps_unsharded=init == run != rest,
-        reduces_at_end=gradient != rest,
-    )
+        for name, placed in phases.items()
+    }
 
 
 def _strided_where_inner_axes_shard(
@@ -166,7 +168,3 @@ def _strided_where_inner_axes_shard(
         if inner:
             placements[axis] = _StridedShard(placement.dim, split_factor=math.prod(inner))
     return tuple(placements)
-
-
-def _text(placements: _Placements) -> str:
-    return f"({', '.join(map(format_placement, placements))})"

@@ -1,6 +1,8 @@
 """Refuses plans that do not fit a model, before anything is changed or communicated.
 
-Static mode has its own requirements, in `plan_api.static.validate`.
+Here are all checks of a plan against a model, but those of names: `lower` reports the entries that
+match nothing when it resolves them. Static mode has its own requirements, in
+`plan_api.static.validate`; `plan_api.runtime.agreement` compares plans between ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +15,30 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
+from plan_api.lowering.expert_indices import (
+    IndexingStep,
+    expert_dim_sizes,
+    experts_of_ranks,
+    indexing_steps,
+)
 from plan_api.lowering.fully_shard import entry_for, find_fully_shard
-from plan_api.lowering.ir import EntryRef, FullyShard, HookPoint, Op, OpKind, Schedule
-from plan_api.lowering.model_names import is_inside, named_state
+from plan_api.lowering.ir import (
+    EntryRef,
+    FullyShard,
+    HookPoint,
+    Op,
+    OpKind,
+    Override,
+    PhasePlacements,
+    Schedule,
+)
+from plan_api.lowering.model_names import is_inside, named_state, resolve_argument
 from plan_api.spec.axes import axis_names
+from plan_api.spec.placements import format_placement
 
-__all__ = ["check_buckets", "check_cover", "validate"]
+__all__ = ["check_buckets", "check_cover", "check_overrides", "check_phases", "validate"]
 
 
 def validate(
@@ -51,6 +70,47 @@ def validate(
     _check_key_value_heads(ops, model, mesh)
     _check_units(ops, model, schedules, mesh)
     _check_expert_modules(ops)
+    _check_expert_indices(ops, model, schedules, mesh)
+
+
+def check_overrides(overrides: Sequence[Override]) -> None:
+    """Refuses a plan that overrides its own entries, under ``strict=True``.
+
+    Raises:
+        ValueError: names all of them.
+    """
+    if overrides:
+        text = "\n".join(map(str, overrides))
+        raise ValueError(
+            f"strict=True: expected no overrides, got a plan that overrides itself:\n{text}"
+        )
+
+
+def check_phases(
+    tensors: Mapping[str, torch.Tensor], phases: Mapping[str, PhasePlacements]
+) -> None:
+    """Refuses phases of buffers, and placements of a gradient that no phase has.
+
+    Args:
+        tensors: parameters and buffers, by name.
+        phases: of those that the plan places, by their first names.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    for name, placed in phases.items():
+        if not isinstance(tensors[name], nn.Parameter) and placed.phases != {HookPoint.INIT}:
+            raise ValueError(f"{name} is a buffer: it is placed once, with phase INIT")
+        if placed.gradient not in (placed.rest, placed.run):
+            raise ValueError(
+                f"the gradient of {name}: expected placements {_text(placed.rest)}, "
+                f"which the optimizer takes, or {_text(placed.run)}, which backward "
+                f"makes, got {_text(placed.gradient)}"
+            )
+
+
+def _text(placements: Iterable[Placement]) -> str:
+    return f"({', '.join(map(format_placement, placements))})"
 
 
 def check_cover(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
@@ -175,6 +235,74 @@ def _check_expert_modules(ops: Sequence[Op]) -> None:
             )
 
 
+def _check_expert_indices(
+    ops: Sequence[Op], model: nn.Module, schedules: Mapping[str, Schedule], mesh: DeviceMesh
+) -> None:
+    """Refuses indices into parameters that are not sharded by expert, and two dispatches."""
+    kinds: dict[str, list[OpKind]] = {}
+    for indexing in indexing_steps(ops):
+        entry, module = indexing.entry, model.get_submodule(indexing.path)
+        number = _number_of_experts(indexing, model, schedules, mesh)
+        of_ranks = experts_of_ranks(number, mesh, indexing.axes(mesh))
+        if not of_ranks[-1]:
+            raise ValueError(
+                f"{entry.description}: expected at least one of {number} on each rank, got none on "
+                f"the last of {len(of_ranks)} ranks, as torch.chunk splits them; shard them on "
+                f"fewer ranks"
+            )
+        options = dict(entry.options)
+        if indexing.step.kind is OpKind.DISPATCH:
+            for argument in (options["tokens"], options["weights"]):
+                if argument is not None:
+                    resolve_argument(entry.description, indexing.path, module, argument)
+        _check_attributes(entry, module, number)
+        others = kinds.setdefault(indexing.path, [])
+        others.append(indexing.step.kind)
+        if len(others) > 1 and OpKind.DISPATCH in others:
+            raise ValueError(
+                f"{entry.description}: expected one argument of {indexing.path} that indexes into "
+                f"sharded parameters, got another one; tokens are dispatched by one"
+            )
+
+
+def _number_of_experts(
+    indexing: IndexingStep, model: nn.Module, schedules: Mapping[str, Schedule], mesh: DeviceMesh
+) -> int:
+    """Returns the size of the expert dim, which the sharded parameters must have in common."""
+    description, dim = indexing.entry.description, indexing.dim
+    sizes = expert_dim_sizes(indexing, model, schedules, mesh)
+    for name, size in sizes.other.items():
+        if size in sizes.sharded.values():
+            raise ValueError(
+                f"{description}: dim {dim} of {name} has size {size} too, and is not sharded "
+                f"like that of {', '.join(sizes.sharded)}: place it by Shard({dim}) along the same "
+                f"axes, and no others"
+            )
+    if len(set(sizes.sharded.values())) != 1:
+        found = ", ".join(f"{name} ({size})" for name, size in sizes.sharded.items()) or "none"
+        raise ValueError(
+            f"{description}: expected parameters of {indexing.path} sharded along dim {dim} on "
+            f"these axes, all of one size, got: {found}"
+        )
+    return next(iter(sizes.sharded.values()))
+
+
+def _check_attributes(entry: EntryRef, module: nn.Module, number: int) -> None:
+    """Refuses attributes that the module does not have, and a wrong number of experts."""
+    options = dict(entry.options)
+    count, flag = options["count"], options.get("flag")
+    for name in (count, flag):
+        if name is not None and not hasattr(module, name):
+            raise ValueError(
+                f"{entry.description}: {type(module).__name__} has no attribute {name!r}"
+            )
+    if count is not None and getattr(module, count) != number:
+        raise ValueError(
+            f"{entry.description}: count= expected the attribute with the number of experts, "
+            f"{number}, got {count!r}, which is {getattr(module, count)!r}"
+        )
+
+
 def _check_orders(ops: Sequence[Op]) -> None:
     """Refuses two orders of a sequence along one axis, and a reordered one without attention."""
     attended = {op.axis for op in ops if op.kind is OpKind.CONTEXT}
@@ -213,12 +341,12 @@ def _check_key_value_heads(ops: Sequence[Op], model: nn.Module, mesh: DeviceMesh
             continue
         # Heads are divided along the axis, and along those that shard the projections to heads.
         axes = {op.axis: None} | {
-            one.axis: None
-            for one in ops
-            if one.kind is OpKind.SHARD
-            and is_inside(one.path, op.path)
-            and dict(one.entry.options).get("unit") is not None
-            and not one.dst.is_replicate()
+            other.axis: None
+            for other in ops
+            if other.kind is OpKind.SHARD
+            and is_inside(other.path, op.path)
+            and dict(other.entry.options).get("unit") is not None
+            and not other.dst.is_replicate()
         }
         names = axis_names(mesh)
         sizes = {axis: mesh.size(names.index(axis)) for axis in axes}
