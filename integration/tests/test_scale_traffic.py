@@ -146,9 +146,9 @@ def test_a_world_that_does_not_divide_is_refused(way, ranks, wanted):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="expected some of llama3-70b, .* got 'gpt-2'"):
+    with pytest.raises(ValueError, match=r"expected some of llama3-70b, .* got 'gpt-2'"):
         shape_named("gpt-2")
-    with pytest.raises(ValueError, match="expected .*FSDP.* got 'DDP'"):
+    with pytest.raises(ValueError, match=r"expected .*FSDP.* got 'DDP'"):
         strategy_named("DDP")
 
 
