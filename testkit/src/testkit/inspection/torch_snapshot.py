@@ -189,7 +189,14 @@ def _tables() -> Iterator[tuple[str, Mapping[Any, Any]]]:
             yield f"torch.nn.modules.module.{name}", dict(enumerate(hooks.values()))
     yield "torch.serialization safe globals", dict.fromkeys(torch.serialization.get_safe_globals())
     yield "torch.utils._pytree.SUPPORTED_NODES", pytree.SUPPORTED_NODES
-    yield "torch.distributed.Backend._plugins", torch.distributed.Backend._plugins
+    # torch 2.15 registers its own backends when the first group of each is created.
+    plugins = torch.distributed.Backend._plugins
+    registered = {
+        name: plugin
+        for name, plugin in plugins.items()
+        if not plugin.creator_fn.__module__.startswith("torch.")
+    }
+    yield "torch.distributed.Backend._plugins", registered
 
 
 def _settings() -> Iterator[tuple[str, object]]:
