@@ -19,12 +19,12 @@ from integration.data.digits import CLASSES
 from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.models import build_model, model_shape
-from integration.report import write_report
+from integration.report.comparison import write_report
+from integration.report.comparison_terminal import print_results
 from integration.report.diffusion_figure import draw_diffusion
 from integration.report.diffusion_text import diffusion_finding, diffusion_rows, diffusion_text
 from integration.report.formatting import ABSENT
 from integration.report.palette import DARK, LIGHT
-from integration.report.terminal import print_results
 from integration.sampling import digits_in_turn
 from integration.train.config import parse_config
 

@@ -14,11 +14,11 @@ from integration.compare.runner import Outcome
 from integration.compare.setup import Comparison, DataFacts
 from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
-from integration.report import write_report
+from integration.report.comparison import write_report
+from integration.report.comparison_terminal import print_results
 from integration.report.optimizer_figure import draw_optimizers
 from integration.report.optimizer_text import optimizer_finding, optimizer_rows
 from integration.report.palette import DARK, LIGHT
-from integration.report.terminal import print_results
 from integration.train.config import parse_config
 
 LOSSES = [5.0, 4.0, 3.5]

@@ -17,6 +17,7 @@ from integration.compare.runner import Outcome
 from integration.errors import UsageError
 from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.report.case_figure import draw_cases
+from integration.report.comparison_terminal import _parallel_table
 from integration.report.formatting import TIMES
 from integration.report.palette import DARK, LIGHT
 from integration.report.parallel_figure import FLOOR, draw_parallelism
@@ -26,7 +27,6 @@ from integration.report.parallel_text import (
     parallel_rows,
     parallel_text,
 )
-from integration.report.terminal import _parallel_table
 from integration.train.config import parse_config
 
 LOSSES = [5.0, 4.0]

@@ -13,12 +13,12 @@ from integration.compare.random_numbers import RandomResult, RandomVerdict
 from integration.compare.results import Results, SystemResult, Verdict
 from integration.compare.run_result import Failure
 from integration.compare.setup import Comparison, DataFacts
-from integration.report import write_report
+from integration.report.comparison import write_report
+from integration.report.comparison_terminal import print_results
 from integration.report.formatting import ABSENT
 from integration.report.palette import DARK, LIGHT
 from integration.report.random_figure import draw_random, source_colour
 from integration.report.random_text import random_finding, random_rows
-from integration.report.terminal import print_results
 
 REFERENCE = [5.0, 4.0, 3.5]
 DIST_RNG_RUN = "dropout-dtensor-tp-4-dist-rng"

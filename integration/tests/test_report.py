@@ -18,16 +18,16 @@ from integration.compare.runner import Outcome
 from integration.compare.setup import Comparison, DataFacts
 from integration.compare.training_job import TrainingJob
 from integration.metrics import CollectiveCount, MetricsFile, RunSummary, StepRecord, write_summary
-from integration.report import write_report
+from integration.report.comparison import write_report
+from integration.report.comparison_terminal import print_results
 from integration.report.cost_figure import draw_cost
 from integration.report.environment import describe_environment
 from integration.report.figures import svg_of
 from integration.report.formatting import ABSENT, TIMES, scientific
 from integration.report.loss_figure import draw_losses
 from integration.report.page_text import finding
-from integration.report.palette import DARK, LIGHT, styles
-from integration.report.system_rows import rows
-from integration.report.terminal import print_results
+from integration.report.palette import DARK, LIGHT
+from integration.report.system_rows import rows, styles
 
 COLLECTIVES = [
     CollectiveCount("all_gather", 4, 2 * 2**20),
@@ -354,7 +354,7 @@ def test_the_terminal_table_fits_eighty_columns(good, capsys):
 
 
 def test_the_templates_travel_with_the_package():
-    for name in ("report.html.j2", "report.md.j2"):
+    for name in ("report.html.j2", "comparison.html.j2", "report.md.j2"):
         assert (files("integration.report") / name).is_file()
 
 

@@ -68,8 +68,8 @@ def _run(comparison: Comparison) -> Results | None:
 
 def _report(comparison: Comparison, results: Results, arguments: Sequence[str]) -> Path:
     # Imported after the runs, which do not need matplotlib's memory.
-    from integration.report import write_report
-    from integration.report.terminal import print_results
+    from integration.report.comparison import write_report
+    from integration.report.comparison_terminal import print_results
 
     report = write_report(comparison, results, arguments)
     print_results(results, report, Console(highlight=False))

@@ -9,7 +9,8 @@ from integration.compare.cost import Cost
 from integration.compare.results import SystemResult
 from integration.report.figures import new_figure, style_axes
 from integration.report.formatting import TIMES
-from integration.report.palette import Style, Theme, label, styles
+from integration.report.palette import Style, Theme
+from integration.report.system_rows import label, styles
 
 _BAR = 0.62
 _MIB = 2**20

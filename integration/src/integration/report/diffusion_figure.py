@@ -17,7 +17,8 @@ from integration.report.difference_axes import DifferenceLine, DifferencePanel, 
 from integration.report.figures import WIDTH_INCHES, new_figure, save_png, style_axes
 from integration.report.formatting import scientific
 from integration.report.loss_figure import draw_curves
-from integration.report.palette import LIGHT, Theme, styles
+from integration.report.palette import LIGHT, Theme
+from integration.report.system_rows import styles
 
 # An image and its frame, in pixels.
 _CELL = SIDE + 2

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from integration.compare.results import DiffusionResult, SystemResult, Verdict
 from integration.models import model_shape
-from integration.report.formatting import ABSENT, out_of_tolerance, scientific, size
-from integration.report.system_rows import SystemRow, rows
+from integration.report.formatting import ABSENT, scientific, size
+from integration.report.system_rows import SystemRow, out_of_tolerance, rows
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from integration.compare.deviation import Deviation
 from integration.models import model_shape
 
 ABSENT = "\N{EN DASH}"
@@ -37,15 +36,3 @@ def size(parameters: int) -> str:
 def loss_unit(model: str) -> str:
     """Returns the unit of a model's loss."""
     return model_shape(model).loss_unit
-
-
-def out_of_tolerance(
-    name: str, found: Deviation, tolerance: float, unit: str = "nats per token"
-) -> str:
-    """Returns the sentence on a run whose losses exceed the tolerance."""
-    if math.isnan(found.maximum):
-        return f"The loss of {name} is not finite from step {found.step} on."
-    return (
-        f"{name} exceeds its tolerance: it differs by {scientific(found.maximum)} {unit} at step"
-        f" {found.step}, and the tolerance is {scientific(tolerance)}."
-    )

@@ -10,7 +10,8 @@ from integration.compare.results import SystemResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
 from integration.report.figures import new_figure, style_axes
 from integration.report.formatting import loss_unit
-from integration.report.palette import Style, Theme, label, styles
+from integration.report.palette import Style, Theme
+from integration.report.system_rows import label, styles
 
 
 def draw_losses(

@@ -10,7 +10,8 @@ from integration.report.difference_axes import DifferencePanel, draw_differences
 from integration.report.figures import new_figure, style_axes
 from integration.report.loss_figure import difference_lines, draw_curves
 from integration.report.optimizer_text import TITLES
-from integration.report.palette import Theme, styles
+from integration.report.palette import Theme
+from integration.report.system_rows import styles
 
 
 def draw_optimizers(results: Sequence[OptimizerResult], theme: Theme) -> Figure:

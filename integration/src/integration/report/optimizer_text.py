@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from integration.compare.results import OptimizerResult, SystemResult, Verdict
 from integration.optimizers import ADAM_8BIT, MUON
-from integration.report.formatting import listed, out_of_tolerance, scientific, size
-from integration.report.system_rows import SystemRow, rows
+from integration.report.formatting import listed, scientific, size
+from integration.report.system_rows import SystemRow, out_of_tolerance, rows
 
 TITLES = {ADAM_8BIT: "8-bit Adam", MUON: "Muon"}
 

@@ -13,13 +13,13 @@ from integration.report.formatting import (
     TIMES,
     listed,
     loss_unit,
-    out_of_tolerance,
     scientific,
     size,
 )
 from integration.report.optimizer_text import optimizer_finding
 from integration.report.parallel_text import parallel_finding
 from integration.report.random_text import random_finding
+from integration.report.system_rows import out_of_tolerance
 
 _WORK_NOTE = (
     f"Local microbatches: microbatches of a step on a rank {TIMES} samples of each. GFLOP: FLOPs"

@@ -20,11 +20,11 @@ from integration.report.environment import Environment
 from integration.report.formatting import ABSENT, loss_unit
 from integration.report.optimizer_text import OptimizerRow, OptimizerText, optimizer_rows
 from integration.report.page_text import PageText
-from integration.report.palette import DARK, LIGHT, styles
+from integration.report.palette import DARK, LIGHT
 from integration.report.parallel_text import TITLES, ParallelRow, ParallelText, parallel_rows
 from integration.report.random_figure import source_colour
 from integration.report.random_text import RandomRow, RandomText, random_rows
-from integration.report.system_rows import SystemRow, rows
+from integration.report.system_rows import SystemRow, rows, styles
 
 _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
 
@@ -165,7 +165,7 @@ def render_markdown(page: ReportPage) -> str:
 
 def render_html(page: ReportPage) -> str:
     """Returns the content of report.html, with its figures in a light and a dark form."""
-    return _render("report.html.j2", page, escape=True)
+    return _render("comparison.html.j2", page, escape=True)
 
 
 def _render(template: str, page: ReportPage, *, escape: bool) -> str:

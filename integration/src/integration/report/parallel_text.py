@@ -11,10 +11,9 @@ from integration.report.formatting import (
     TIMES,
     listed,
     loss_unit,
-    out_of_tolerance,
     scientific,
 )
-from integration.report.system_rows import microbatches
+from integration.report.system_rows import microbatches, out_of_tolerance
 
 # Column titles of the cases.
 TITLES = {

@@ -9,7 +9,7 @@ from integration.compare.random_jobs import RANKS, RandomCase, Source
 from integration.compare.random_numbers import RandomResult
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
 from integration.report.figures import new_figure, style_axes
-from integration.report.palette import MARKERS, Style, Theme
+from integration.report.palette import MARKERS, Style, Theme, style_of
 from integration.report.random_text import CASES
 
 
@@ -44,7 +44,7 @@ def draw_random(results: Sequence[RandomResult], theme: Theme) -> Figure:
 
 def source_colour(source: Source, theme: Theme) -> str:
     """Returns the colour of a source of random numbers."""
-    return theme.series[list(reversed(Source)).index(source)]
+    return style_of(source, theme).colour
 
 
 def _line(result: RandomResult, theme: Theme) -> DifferenceLine:

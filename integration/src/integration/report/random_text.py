@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from integration.compare.deviation import Deviation
 from integration.compare.random_jobs import DROPOUT, RANKS, RandomCase, Source
 from integration.compare.random_numbers import RandomResult, RandomVerdict
-from integration.report.formatting import ABSENT, listed, out_of_tolerance, scientific, size
+from integration.report.formatting import ABSENT, listed, scientific, size
+from integration.report.system_rows import out_of_tolerance
 
 CASES = {RandomCase.INIT: "random init", RandomCase.DROPOUT: "dropout"}
 _DRAWN = {RandomCase.INIT: "initial weights", RandomCase.DROPOUT: "dropout masks"}

@@ -1,22 +1,24 @@
 """The contents of a report, which terminal.py, markdown.py and html.py render.
 
 A report has sections; a section has verdicts, paragraphs, tables, figures and commands.
-Nothing here is specific to an experiment or to an output.
+Nothing here is specific to an experiment or to an output. Text between backticks is code.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from matplotlib.figure import Figure as MatplotlibFigure
 
+from integration.report.formatting import ABSENT
 from integration.report.palette import Theme
 
 __all__ = [
-    "Cell", "Column", "Command", "Content", "Figure", "Paragraph", "Report", "Section", "Table",
-    "VerdictRow",
+    "Cell", "Column", "Command", "Content", "Figure", "LogExcerpt", "Paragraph", "Report",
+    "Section", "Table", "VerdictRow", "anchor",
 ]  # fmt: skip
 
 
@@ -48,11 +50,13 @@ class Cell:
         text: its contents.
         passes: whether it is marked as passed or failed; None: not marked.
         series: the system or source whose colour is shown beside it; None: none.
+        link: the title of the section that it links to; empty: none.
     """
 
     text: str
     passes: bool | None = None
     series: str | None = None
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,24 @@ class Table:
     """A table.
 
     Attributes:
-        columns: its columns.
+        columns: its columns; without any title it has no row of headings.
         rows: a cell per column; text stands for a cell without marks.
-        title: heading above it on the terminal and, if not empty, on the page.
+        title: its heading, if not empty.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell | str, ...], ...]
     title: str = ""
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """The cells of its rows."""
+        return [[Cell(c) if isinstance(c, str) else c for c in row] for row in self.rows]
+
+    @property
+    def has_headings(self) -> bool:
+        """Whether any column has a title."""
+        return any(column.title for column in self.columns)
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,14 @@ class Command:
     text: str
 
 
-Content: TypeAlias = Paragraph | Table | Figure | Command
+@dataclass(frozen=True)
+class LogExcerpt:
+    """Lines of a log."""
+
+    text: str
+
+
+Content: TypeAlias = Paragraph | Table | Figure | Command | LogExcerpt
 
 
 @dataclass(frozen=True)
@@ -140,10 +161,14 @@ class Report:
     Attributes:
         title: its heading.
         sections: its sections, in order.
+        subject: a paragraph below the heading on what was compared or computed; empty: none.
+        date: when it was made; empty if that does not matter.
     """
 
     title: str
     sections: tuple[Section, ...]
+    subject: str = ""
+    date: str = ""
 
     @property
     def verdicts(self) -> tuple[VerdictRow, ...]:
@@ -154,3 +179,34 @@ class Report:
     def passes(self) -> bool:
         """Whether no verdict failed."""
         return all(verdict.passes is not False for verdict in self.verdicts)
+
+    @property
+    def verdict_table(self) -> Table | None:
+        """The table of the verdicts, whose rows link to their sections; None without verdicts."""
+        columns = (
+            Column("compared", terminal="compared"),
+            Column("verdict", terminal="verdict"),
+            Column("largest difference", terminal="largest difference"),
+            Column("tolerance", terminal="tolerance"),
+            Column("finding"),
+        )
+        rows = tuple(
+            _verdict_cells(section, row) for section in self.sections for row in section.verdicts
+        )
+        return Table(columns, rows) if rows else None
+
+
+def anchor(title: str) -> str:
+    """Returns the fragment of the address of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _verdict_cells(section: Section, row: VerdictRow) -> tuple[Cell, ...]:
+    verdict = {True: "passes", False: "does not pass", None: ABSENT}[row.passes]
+    return (
+        Cell(row.subject, link=section.title),
+        Cell(verdict, passes=row.passes),
+        Cell(row.largest or ABSENT),
+        Cell(row.tolerance or ABSENT),
+        Cell(row.finding),
+    )

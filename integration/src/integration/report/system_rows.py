@@ -1,12 +1,15 @@
 """The rows of the tables of systems."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from integration.compare.cost import LocalWork
+from integration.compare.deviation import Deviation
 from integration.compare.results import SystemResult, Verdict
 from integration.metrics import RunSummary
 from integration.report.formatting import ABSENT, TIMES, mebibytes, scientific
+from integration.report.palette import Style, Theme, style_of
 
 _MIB = 2**20
 
@@ -78,3 +81,25 @@ def _collectives(summary: RunSummary | None) -> str:
         return ABSENT
     kinds = (f"{each.calls} {each.kind}, {mebibytes(each.bytes)}" for each in summary.collectives)
     return "; ".join(kinds) or "none"
+
+
+def styles(results: Sequence[SystemResult], theme: Theme) -> dict[str, Style]:
+    """Returns the style of every system by name."""
+    return {result.system: style_of(result.system, theme) for result in results}
+
+
+def label(result: SystemResult) -> str:
+    """Returns a system's label in a figure."""
+    return f"{result.system} (failed)" if result.verdict is Verdict.FAILED else result.system
+
+
+def out_of_tolerance(
+    name: str, found: Deviation, tolerance: float, unit: str = "nats per token"
+) -> str:
+    """Returns the sentence on a run whose losses exceed the tolerance."""
+    if math.isnan(found.maximum):
+        return f"The loss of {name} is not finite from step {found.step} on."
+    return (
+        f"{name} exceeds its tolerance: it differs by {scientific(found.maximum)} {unit} at step"
+        f" {found.step}, and the tolerance is {scientific(tolerance)}."
+    )
