@@ -148,7 +148,7 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     out = tmp_path / "run"
     processes, logs = start(hosts, out, steps=100_000)
     wait_for_step(out, 5, processes)
-    hosts.cut()
+    hosts.disconnect()
     # After 15 s, the time-out of collectives; what others do is awaited for 10 more at most.
     assert codes(processes, within=30) == [1, 1]
     for host, log in enumerate(logs):
@@ -166,7 +166,7 @@ def test_a_host_that_disappears_is_named_and_the_run_goes_on_from_its_checkpoint
     out = tmp_path / "run"
     processes, logs = start(hosts, out)
     wait_for_step(out, 5, processes)
-    hosts.cut()
+    hosts.disconnect()
     hosts.kill(1)
     assert codes(processes, within=30) == [1, -9]
     assert "error: rank 0 of 2 stopped: the host of rank 1, " in sentence(logs[0])

@@ -38,15 +38,15 @@ def test_selection():
 
 
 def test_an_empty_selection_is_an_error():
-    with pytest.raises(ValueError, match=r"none with world_size=7.*world sizes \[1, 2, 3, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"got world_size=7,(?s:.*)world sizes \[1, 2, 3, 4, 8\]"):
         cases(world_size=7)
 
 
 def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="one per axis"):
+    with pytest.raises(ValueError, match="one placement per axis"):
         Case((2, 2), (Shard(0),), (4,))
     for dim in (1, -1):
-        with pytest.raises(ValueError, match="names no dim"):
+        with pytest.raises(ValueError, match="expected a dim of a tensor"):
             Case((2,), (Shard(dim),), (4,))
 
 
@@ -100,9 +100,12 @@ def test_an_unknown_reduction_is_refused():
 
 def test_a_mesh_or_tensor_of_another_shape_is_refused():
     case = Case((2,), (Shard(0),), (4,))
-    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match=r"expected \(2,\) and \(4,\)"):
+    with (
+        fake_mesh((2,)) as mesh,
+        pytest.raises(ValueError, match=r"shape \(2,\) and .* shape \(4,\), got"),
+    ):
         case.distribute(mesh, torch.ones(5))
-    with fake_mesh((4,)) as mesh, pytest.raises(ValueError, match=r"given a mesh of \(4,\)"):
+    with fake_mesh((4,)) as mesh, pytest.raises(ValueError, match=r"got \(4,\) and"):
         case.distribute(mesh)
 
 

@@ -39,6 +39,6 @@ def test_of_dtensors_the_local_products_count_and_no_other_whether_dtensor_has_m
 
 
 def test_products_are_known_when_the_block_has_ended():
-    with CommLog() as log, pytest.raises(RuntimeError, match="no record yet"):
+    with CommLog() as log, pytest.raises(RuntimeError, match="expected a block that has ended"):
         _ = log.product_flops
     assert log.product_flops == 0

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
@@ -15,6 +15,7 @@ from dtensor_rules.planning.costs import CostModel
 from dtensor_rules.planning.path_search import NoPathError
 from dtensor_rules.planning.step_times import Codebook, Topology
 from testkit import fake_mesh
+from testkit.mesh import clear_redistribution_caches
 
 R, P, AVG, S0, S1 = Replicate(), Partial(), Partial("avg"), Shard(0), Shard(1)
 STRIDED = _StridedShard(0, split_factor=2)
@@ -22,16 +23,11 @@ META = TensorMeta(torch.Size((16, 24)), (24, 1), torch.float32)
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
+def no_cached_plans():
     """Torch's answers depend on what it was asked before: its planners keep earlier targets."""
-    _forget()
+    clear_redistribution_caches()
     yield
-    _forget()
-
-
-def _forget():
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute._planner_cache.clear()
+    clear_redistribution_caches()
 
 
 def spec(mesh, placements, **options):
@@ -39,7 +35,7 @@ def spec(mesh, placements, **options):
 
 
 def of_torch(source, target):
-    _forget()
+    clear_redistribution_caches()
     try:
         return redistribute_cost(source, target)
     except AssertionError:

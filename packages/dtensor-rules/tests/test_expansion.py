@@ -21,6 +21,7 @@ import dtensor_rules
 from dtensor_rules import _compat
 from dtensor_rules.planning import expansion
 from testkit import fake_mesh
+from testkit.mesh import clear_redistribution_caches
 
 aten = torch.ops.aten
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -44,14 +45,9 @@ OPERATORS = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
+def no_cached_plans():
     yield
-    _forget()
-
-
-def _forget():
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute._planner_cache.clear()
+    clear_redistribution_caches()
 
 
 def spec(mesh, shape, placements, *, strided_is_order=False):
@@ -64,7 +60,7 @@ def spec(mesh, shape, placements, *, strided_is_order=False):
 
 def decision(op, args, **kwargs):
     """What torch's propagation makes of a call, in words; its error where it makes none."""
-    _forget()
+    clear_redistribution_caches()
     schema = OpSchema(op, args, kwargs, schema_info=_compat.schema_info(op))
     propagator = DTensor._op_dispatcher.sharding_propagator
     try:

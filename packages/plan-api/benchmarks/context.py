@@ -1,11 +1,11 @@
-"""Attention over a cut sequence: time by method and order, share of work, and the ring's overlap.
+"""Measures attention over a sharded sequence: times by method and order, balance, and overlap.
 
     .nox/dev/bin/python packages/plan-api/benchmarks/context.py --json bench-results/context.json
 
 A step is forward and backward of one causal attention, float32, on gloo ranks of one thread each.
-Rounds of all cases are interleaved; times are medians over rounds of the slowest rank's. The
-ring's trace goes beside the JSON, as Chrome's (chrome://tracing, ui.perfetto.dev): one process per
-rank, its host and what is on its way.
+Rounds of all cases are interleaved; times are the medians over rounds of the slowest rank's. A
+trace of the ring is written beside the JSON, in Chrome's format (chrome://tracing,
+ui.perfetto.dev), with one process per rank, whose threads are the host and the messages in flight.
 """
 
 import argparse
@@ -38,12 +38,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    found = run_ranks(measured, options.ranks, options.tokens, options.rounds, timeout=900)
-    rows = [timed_row(case, found, options) for case in CASES]
-    rows += [overlap_row(phase, found) for phase in ("forward", "backward")]
-    origin = min(start for _, _, spans in found for _, start, _ in spans)
+    ranks = run_ranks(measure_rank, options.ranks, options.tokens, options.rounds, timeout=900)
+    rows = [timed_row(case, ranks, options) for case in CASES]
+    rows += [overlap_row(phase, ranks) for phase in ("forward", "backward")]
+    origin = min(span.start for measured in ranks for span in measured.spans)
     events = [
-        event for rank, (_, _, spans) in enumerate(found) for event in chrome(spans, rank, origin)
+        event
+        for rank, measured in enumerate(ranks)
+        for event in chrome_events(measured.spans, rank, origin)
     ]
     options.json.parent.mkdir(exist_ok=True, parents=True)
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -54,67 +56,95 @@ def main() -> None:
     print(f"written: {options.json}, {trace}")
 
 
-def measured(tokens, rounds):
-    """On one rank: seconds of steps and of kernels alone, by case, and of the ring what it did."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    steps = {case: step_of(case, mesh, tokens) for case in CASES}
-    work = {order: kernels_of(order, mesh, tokens) for order in ORDERS}
-    times = {name: [] for name in (*steps, *work)}
-    for number in range(rounds + 1):
-        for name, step in {**steps, **work}.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            if number:  # the first warms up
-                times[name].append(time.perf_counter() - start)
-    forward, backward = phases_of(("ring", "zigzag"), mesh, tokens)
-    there, back = [], []
-    for _ in range(rounds):
-        there.append(traced(forward))
-        back.append(traced(backward))
-    ranks = mesh.size()
-    sent = {
-        "forward": Messages.of(there, [rounds_alone(mesh, tokens, ranks - 1) for _ in there]),
-        "backward": Messages.of(back, [rounds_alone(mesh, tokens, 2 * ranks - 1) for _ in back]),
-    }
-    return times, sent, there[-1] + back[-1]
+@dataclass(frozen=True)
+class Span:
+    """A kernel or a wait on the host, or a message in flight; times in seconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
-class Messages:
-    """Of the ring on one rank, forward or backward, in seconds, medians over rounds.
+class MessageTimes:
+    """The times of the ring's messages on one rank in forward or backward: medians over rounds.
 
     Attributes:
-        alone: what they take when nothing is computed.
-        on_their_way: what they take beside computing, each from its begin to its end.
-        while_computing: of this, while this rank computed.
-        waited_for: the rank, for them.
+        alone: of the messages without computation, in seconds, as the others.
+        in_flight: of the messages beside computation, summed over the messages.
+        overlapped: the part of `in_flight` in which this rank computed.
+        waited: of this rank's waits for messages.
     """
 
     alone: float
-    on_their_way: float
-    while_computing: float
-    waited_for: float
+    in_flight: float
+    overlapped: float
+    waited: float
 
     @classmethod
     def of(cls, rounds, alone):
-        """Of the spans of each round, and of what messages took alone."""
+        """Computes the medians from the spans of each round, and the times without computation."""
         return cls(
             statistics.median(alone),
             statistics.median(seconds_of(spans, "message") for spans in rounds),
-            statistics.median(seconds_while_computing(spans) for spans in rounds),
+            statistics.median(overlapped_seconds(spans) for spans in rounds),
             statistics.median(seconds_of(spans, "wait") for spans in rounds),
         )
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """The measurements of one rank.
+
+    Attributes:
+        times: seconds of each round, by case, and of the kernels alone by order.
+        messages: of the ring, by phase.
+        spans: of the ring's last round, forward and backward.
+    """
+
+    times: dict[tuple[str, str] | str, list[float]]
+    messages: dict[str, MessageTimes]
+    spans: list[Span]
+
+
+def measure_rank(tokens, rounds):
+    """Measures steps, kernels alone and the ring's messages on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    steps = {case: step_of(case, mesh, tokens) for case in CASES}
+    kernels = {order: kernels_of(order, mesh, tokens) for order in ORDERS}
+    times = {name: [] for name in (*steps, *kernels)}
+    for number in range(rounds + 1):
+        for name, step in {**steps, **kernels}.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    forward, backward = phases_of(("ring", "zigzag"), mesh, tokens)
+    forward_spans, backward_spans = [], []
+    for _ in range(rounds):
+        forward_spans.append(traced(forward))
+        backward_spans.append(traced(backward))
+    ranks = mesh.size()
+    messages = {
+        "forward": MessageTimes.of(
+            forward_spans, [seconds_alone(mesh, tokens, ranks - 1) for _ in forward_spans]
+        ),
+        "backward": MessageTimes.of(
+            backward_spans, [seconds_alone(mesh, tokens, 2 * ranks - 1) for _ in backward_spans]
+        ),
+    }
+    return RankResult(times, messages, forward_spans[-1] + backward_spans[-1])
+
+
 def local_inputs(mesh, tokens):
     torch.manual_seed(0)
-    heads, own = (HEADS, KV_HEADS, KV_HEADS), tokens // mesh.size()
-    return [torch.randn(BATCH, n, own, FEATURES).requires_grad_() for n in heads]
+    heads, local_tokens = (HEADS, KV_HEADS, KV_HEADS), tokens // mesh.size()
+    return [torch.randn(BATCH, n, local_tokens, FEATURES).requires_grad_() for n in heads]
 
 
 def phases_of(case, mesh, tokens):
-    """Forward, and backward of the last forward."""
+    """Returns functions that run forward, and backward of the last forward."""
     method, name = case
     call = AttentionCall(mesh, 0, SequenceSharding(name, mesh.size()), True, None, "attention")
     inputs, outs = local_inputs(mesh, tokens), []
@@ -139,10 +169,10 @@ def step_of(case, mesh, tokens):
 
 
 def kernels_of(name, mesh, tokens):
-    """The kernels of this rank's forward, as the ring calls them, and nothing else."""
+    """Returns a function that runs only the kernels of this rank's forward of the ring."""
     order, (query, key, value) = SequenceSharding(name, mesh.size()), local_inputs(mesh, tokens)
-    kernel, own = select_kernel(query, None), query.shape[2]
-    tiles = tiles_of(order, mesh.get_local_rank(), own)
+    kernel = select_kernel(query, None)
+    tiles = tiles_of(order, mesh.get_local_rank(), query.shape[2])
 
     def work():
         with torch.no_grad():
@@ -152,16 +182,21 @@ def kernels_of(name, mesh, tokens):
     return work
 
 
-def tiles_of(order, rank, own):
-    found = [tile_between(order, rank, s, own, own, True) for s in range(order.ranks)]
-    return [tile for tile in found if tile is not None]
+def tiles_of(order, rank, local_tokens):
+    tiles = [
+        tile_between(order, rank, source, local_tokens, local_tokens, True)
+        for source in range(order.ranks)
+    ]
+    return [tile for tile in tiles if tile is not None]
 
 
 def traced(step):
-    """The spans of one step of the ring: kernels and waits of the host, and messages between."""
+    """Runs a step of the ring; returns the spans of kernels, waits and messages."""
     spans, native = [], (ring.record_function, ring._RingExchange.__init__)
 
-    class Span:
+    class RecordSpan:
+        """Replaces `record_function`."""
+
         def __init__(self, name):
             self.name = name.removeprefix("ring: ")
 
@@ -169,30 +204,30 @@ def traced(step):
             self.start = time.perf_counter()
 
         def __exit__(self, *_):
-            spans.append((self.name, self.start, time.perf_counter()))
+            spans.append(Span(self.name, self.start, time.perf_counter()))
 
-    class Watched(threading.Thread):
-        """Waits in place of the ring, which then waits for it, and sees when a message is done."""
+    class TimedWork(threading.Thread):
+        """Waits for a message on a thread, so that its end is known; the ring waits for this."""
 
         def __init__(self, works):
             super().__init__()
-            self.works, self.began = works, time.perf_counter()
+            self.works, self.started = works, time.perf_counter()
             self.start()
 
         def run(self):
             for work in self.works:
                 work.wait()
-            spans.append(("message", self.began, time.perf_counter()))
+            spans.append(Span("message", self.started, time.perf_counter()))
 
         def wait(self):
             self.join()
 
-    def begin(self, *args):
+    def init_exchange(self, *args):
         native[1](self, *args)
-        self._works = [Watched(self._works)]
+        self._works = [TimedWork(self._works)]
 
     dist.barrier()
-    ring.record_function, ring._RingExchange.__init__ = Span, begin
+    ring.record_function, ring._RingExchange.__init__ = RecordSpan, init_exchange
     try:
         step()
     finally:
@@ -201,22 +236,22 @@ def traced(step):
 
 
 def seconds_of(spans, name):
-    return sum(end - start for kind, start, end in spans if kind == name)
+    return sum(span.end - span.start for span in spans if span.name == name)
 
 
-def seconds_while_computing(spans):
-    """Of messages, what they were on their way while this rank computed."""
-    busy = [(start, end) for name, start, end in spans if name == "compute"]
+def overlapped_seconds(spans):
+    """Returns the time for which messages were in flight while this rank computed."""
     return sum(
-        max(0.0, min(end, until) - max(start, since))
-        for name, start, end in spans
-        if name == "message"
-        for since, until in busy
+        max(0.0, min(message.end, kernel.end) - max(message.start, kernel.start))
+        for message in spans
+        if message.name == "message"
+        for kernel in spans
+        if kernel.name == "compute"
     )
 
 
-def rounds_alone(mesh, tokens, messages):
-    """Seconds of so many messages of the ring, when nothing is computed meanwhile."""
+def seconds_alone(mesh, tokens, messages):
+    """Returns the time of this many messages of the ring without computation."""
     call = AttentionCall(mesh, 0, SequenceSharding("zigzag", mesh.size()), True, None, "attention")
     _, key, value = local_inputs(mesh, tokens)
     block = torch.stack([key.detach(), value.detach()])
@@ -228,44 +263,49 @@ def rounds_alone(mesh, tokens, messages):
     return time.perf_counter() - start
 
 
-def timed_row(case, found, options):
+def timed_row(case, ranks, options):
     method, name = case
-    order, own = SequenceSharding(name, options.ranks), options.tokens // options.ranks
+    order, local_tokens = SequenceSharding(name, options.ranks), options.tokens // options.ranks
     products = [
-        sum(tile.products for tile in tiles_of(order, rank, own)) for rank in range(order.ranks)
+        sum(tile.products for tile in tiles_of(order, rank, local_tokens))
+        for rank in range(order.ranks)
     ]
-    slowest = [max(one) for one in zip(*(times[case] for times, _, _ in found), strict=True)]
-    kernels = [statistics.median(times[name]) for times, _, _ in found]
+    rounds = zip(*(measured.times[case] for measured in ranks), strict=True)
+    slowest = [max(times) for times in rounds]
+    kernels = [statistics.median(measured.times[name]) for measured in ranks]
     row = {"case": f"{method}, {name}", "step_ms": round(1e3 * statistics.median(slowest), 1)}
-    if method != "ulysses":  # whose ranks have all of the sequence
+    if method != "ulysses":  # whose ranks have the full sequence
         row["most_products"] = round(max(products) / sum(products), 3)
         row["most_kernel_time"] = round(max(kernels) / sum(kernels), 3)
     return row
 
 
-def overlap_row(phase, found):
+def overlap_row(phase, ranks):
     mean = {
-        field.name: statistics.mean(getattr(sent[phase], field.name) for _, sent, _ in found)
-        for field in fields(Messages)
+        field.name: statistics.mean(
+            getattr(measured.messages[phase], field.name) for measured in ranks
+        )
+        for field in fields(MessageTimes)
     }
     row = {f"{name}_ms": round(1e3 * seconds, 2) for name, seconds in mean.items()}
-    share = mean["while_computing"] / mean["on_their_way"]
+    share = mean["overlapped"] / mean["in_flight"]
     return (
         {"case": f"messages of the ring, zigzag, {phase}"} | row | {"overlapped": round(share, 2)}
     )
 
 
-def chrome(spans, rank, origin):
-    """Messages overlap each other, so each goes to the first thread that is free."""
-    free, events = [0.0], []
-    for name, start, end in sorted(spans, key=lambda span: span[1]):
+def chrome_events(spans, rank, origin):
+    """Returns the events; messages overlap each other, so each is on the first free thread."""
+    free_from, events = [0.0], []
+    for span in sorted(spans, key=lambda span: span.start):
         thread = 0
-        if name == "message":
-            thread = next((at for at in range(1, len(free)) if free[at] <= start), len(free))
-            free[thread : thread + 1] = [end]
+        if span.name == "message":
+            free = (n for n in range(1, len(free_from)) if free_from[n] <= span.start)
+            thread = next(free, len(free_from))
+            free_from[thread : thread + 1] = [span.end]
         events.append({
-            "name": name, "ph": "X", "pid": rank, "tid": thread,
-            "ts": 1e6 * (start - origin), "dur": 1e6 * (end - start),
+            "name": span.name, "ph": "X", "pid": rank, "tid": thread,
+            "ts": 1e6 * (span.start - origin), "dur": 1e6 * (span.end - span.start),
         })  # fmt: skip
     return events
 

@@ -39,7 +39,7 @@ def without_a_rule():
     with (
         CommLog() as log,
         ragged_shard.strict(),
-        pytest.raises(RuntimeError, match="strict mode forbids"),
+        pytest.raises(RuntimeError, match="forbids"),
     ):
         ragged.t()
     log.assert_counts({})
@@ -50,7 +50,7 @@ def without_a_rule():
     assert ragged_shard.fallbacks()["aten.argmax.default"] == 1
     with pytest.raises(RuntimeError, match=r"dist_rng\.install"):
         ragged.uniform_()
-    with pytest.raises(RuntimeError, match="no rule writes in place"):
+    with pytest.raises(RuntimeError, match="no rule for this in-place operator"):
         ragged.cumsum_(0)
 
 

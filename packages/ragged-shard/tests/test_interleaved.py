@@ -19,7 +19,7 @@ PLACEMENT = InterleavedShard(1, 3)
 
 @pytest.mark.parametrize("interleaves", [0, -1])
 def test_fewer_than_one_chunk_is_refused(interleaves):
-    with pytest.raises(ValueError, match=f"interleaves must be at least 1, got {interleaves}"):
+    with pytest.raises(ValueError, match=f"expected interleaves >= 1, got {interleaves}"):
         InterleavedShard(0, interleaves)
 
 
@@ -34,10 +34,22 @@ def test_arguments_that_are_no_integers_are_refused(name, value):
 @pytest.mark.parametrize(
     ("placement", "shape", "message"),
     [
-        (InterleavedShard(2, 1), (4, 4), "dim 2 does not exist in a tensor of shape (4, 4)"),
-        (InterleavedShard(0, 1), (), "dim 0 does not exist in a tensor of shape ()"),
-        (InterleavedShard(-1, 2), (4,), "dim -1 does not exist in a tensor of shape (4,)"),
-        (InterleavedShard(1, 3), (3, 8), "dim 1 of size 8 is not made of 3 equal chunks"),
+        (
+            InterleavedShard(2, 1),
+            (4, 4),
+            "expected a dim of the tensor, whose shape is (4, 4), got 2",
+        ),
+        (InterleavedShard(0, 1), (), "expected a dim of the tensor, whose shape is (), got 0"),
+        (
+            InterleavedShard(-1, 2),
+            (4,),
+            "expected a dim of the tensor, whose shape is (4,), got -1",
+        ),
+        (
+            InterleavedShard(1, 3),
+            (3, 8),
+            "expected a number of chunks that divides 8, the size of dim 1, got 3",
+        ),
     ],
     ids=str,
 )

@@ -174,7 +174,7 @@ def test_a_replaced_function_keeps_its_callers_its_name_and_its_signature(patche
         "Adds.",
         signature,
     )
-    with pytest.raises(TypeError, match="replaced already"):
+    with pytest.raises(TypeError, match="got a patch"):
         patches.function(plain, lambda native: native())
 
 
@@ -197,7 +197,7 @@ def test_a_restored_function_is_what_it_was():
 
 def test_a_closure_is_refused(patches):
     captured = 1
-    with pytest.raises(TypeError, match="no plain function"):
+    with pytest.raises(TypeError, match="expected a plain Python function"):
         patches.function(lambda: captured, lambda native: native())
 
 

@@ -23,26 +23,24 @@ def refused(error, message):
 
 @pytest.mark.parametrize("dims", [(1,), (0, 2), (1, 0), (0, 0), (-1,), (0, 1, 3)])
 def test_dims_that_are_no_leading_prefix_are_refused(dims):
-    with refused(
-        ValueError, f"must be the leading dims in order, (0, 1, ..., k) or (); got {dims}"
-    ):
+    with refused(ValueError, f"of the leading dims in order, (0, 1, ..., k) or (), got {dims}"):
         RaggedShard(dims, (1, 1))
 
 
 @pytest.mark.parametrize("units", [(1, -1), (-3,), ()])
 def test_units_that_are_negative_or_missing_are_refused(units):
-    with refused(ValueError, f"must be one non-negative integer per rank of the axis; got {units}"):
+    with refused(ValueError, f"of one non-negative integer per rank of the axis, got {units}"):
         RaggedShard((0,), units)
 
 
 def test_units_that_are_all_zero_are_refused():
-    with refused(ValueError, "local_units (0, 0) give no rank anything"):
+    with refused(ValueError, "at least one positive number, got (0, 0)"):
         RaggedShard((0,), (0, 0))
 
 
 @pytest.mark.parametrize("units", [(2, 0), (1, 1), (1, 0, 3)])
 def test_one_whole_unit_has_one_owner(units):
-    with refused(ValueError, f"exactly one rank holds 1 and the others 0; got local_units={units}"):
+    with refused(ValueError, f"1 for one rank and 0 for the others, got {units}"):
         RaggedShard((), units)
 
 
@@ -66,26 +64,33 @@ def test_arguments_that_are_no_integers_are_refused(dims, units, message):
             RaggedShard((0,), (1, 1)),
             (4,),
             3,
-            "local_units has 2 entries for a mesh axis of 3 ranks",
+            "expected local_units= of one number for each of the 3 ranks of the mesh axis, got 2",
         ),
         (
             RaggedShard((0, 1), (1, 1)),
             (4,),
             2,
-            "dims (0, 1) do not exist in a tensor of shape (4,)",
+            "expected dims of the tensor, whose shape is (4,), got (0, 1)",
         ),
-        (RaggedShard((0,), (1, 1)), (), 2, "dims (0,) do not exist in a tensor of shape ()"),
+        (
+            RaggedShard((0,), (1, 1)),
+            (),
+            2,
+            "expected dims of the tensor, whose shape is (), got (0,)",
+        ),
         (
             RaggedShard((0,), (1, 2)),
             (4, 3),
             2,
-            "3 units do not divide the 4 elements of dims (0,) of shape (4, 3)",
+            "expected a number of units that divides 4, the elements of dims (0,) of shape (4, 3), "
+            "got 3",
         ),
         (
             RaggedShard((0, 1), (2, 5)),
             (4, 3, 7),
             2,
-            "7 units do not divide the 12 elements of dims (0, 1) of shape (4, 3, 7)",
+            "expected a number of units that divides 12, the elements of dims (0, 1) of shape "
+            "(4, 3, 7), got 7",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, RaggedShard | tuple) else None,
@@ -102,7 +107,9 @@ def test_a_placement_that_fits_is_let_pass(shape):
 
 def test_an_owner_beside_the_axis_is_refused():
     for owner in (-1, 2):
-        with refused(ValueError, f"owner {owner} is outside an axis of 2 ranks; it must be 0 to 1"):
+        with refused(
+            ValueError, f"expected an owner from 0 to 1, the ranks of the axis, got {owner}"
+        ):
             RaggedShard.owned_by(owner, 2)
 
 

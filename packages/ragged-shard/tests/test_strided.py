@@ -16,7 +16,7 @@ PLACEMENT = StridedRaggedShard((0, 1), (1, 0, 3), 2)
 
 @pytest.mark.parametrize("factor", [0, -2])
 def test_a_factor_below_one_is_refused(factor):
-    with pytest.raises(ValueError, match=f"split_factor must be at least 1, got {factor}"):
+    with pytest.raises(ValueError, match=f"expected split_factor >= 1, got {factor}"):
         StridedRaggedShard((0,), (1, 1), factor)
 
 
@@ -29,10 +29,10 @@ def test_a_factor_that_is_no_integer_is_refused(factor):
 @pytest.mark.parametrize(
     ("dims", "units", "message"),
     [
-        ((1,), (1, 1), "must be the leading dims"),
+        ((1,), (1, 1), "of the leading dims"),
         ((0,), (1, -1), "non-negative"),
-        ((0,), (0, 0), "give no rank anything"),
-        ((), (1, 1), "exactly one rank holds 1"),
+        ((0,), (0, 0), "at least one positive number"),
+        ((), (1, 1), "1 for one rank and 0 for the others"),
     ],
 )
 def test_dims_and_units_are_checked_as_those_of_ragged(dims, units, message):

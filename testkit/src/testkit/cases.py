@@ -1,7 +1,7 @@
 """The table of cases that every package's parity tests run through.
 
 Note: a case is a global tensor (shape, dtype), a mesh (shape) and one placement per mesh axis. The
-table holds what goes wrong in practice: uneven and empty shards, one dim sharded by two axes,
+table has the cases that fail in practice: uneven and empty shards, one dim sharded by two axes,
 scalars and zero-size tensors, each kind of Partial.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-#: The name of a dtype in a test id.
+#: The names of dtypes in test ids.
 SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -31,13 +31,13 @@ class Case:
     """One row of the table.
 
     Attributes:
-        mesh_shape: size of each mesh axis.
+        mesh_shape: the size of each mesh axis.
         placements: one per mesh axis.
         shape: of the global tensor.
         dtype: of the global tensor.
 
     Raises:
-        ValueError: on construction, for placements that fit neither mesh nor shape.
+        ValueError: on construction, if the placements do not fit the mesh or the shape.
     """
 
     mesh_shape: tuple[int, ...]
@@ -47,63 +47,68 @@ class Case:
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh_shape):
-            raise ValueError(f"case: {self.placements} must be one per axis of {self.mesh_shape}")
+            raise ValueError(
+                f"Case: expected one placement per axis of mesh {self.mesh_shape}, got "
+                f"{self.placements}"
+            )
         for placement in self.placements:
             if isinstance(placement, Shard) and not 0 <= placement.dim < len(self.shape):
-                raise ValueError(f"case: {placement} names no dim of a tensor of {self.shape}")
+                raise ValueError(
+                    f"Case: expected a dim of a tensor of shape {self.shape}, got {placement}"
+                )
 
     def __str__(self) -> str:
-        """The test id, e.g. ``mesh2x2-S0.R-shape5x7-f32``."""
+        """Returns the test id, e.g. ``mesh2x2-S0.R-shape5x7-f32``."""
         mesh = "x".join(map(str, self.mesh_shape))
         shape = f"shape{'x'.join(map(str, self.shape))}" if self.shape else "scalar"
         return f"mesh{mesh}-{'.'.join(map(_name, self.placements))}-{shape}-{SHORT[self.dtype]}"
 
     @property
     def world_size(self) -> int:
-        """Ranks of the mesh."""
+        """The number of ranks of the mesh."""
         return math.prod(self.mesh_shape)
 
     @property
     def partial(self) -> bool:
-        """Whether some placement is Partial."""
+        """Whether a placement is Partial."""
         return any(placement.is_partial() for placement in self.placements)
 
     def tensor(self, seed: int = 0) -> torch.Tensor:
-        """The global tensor, the same in every process.
+        """Makes the global tensor, the same in every process.
 
-        Its values are integers from -8 to 8 (bool: both), so that sums over a few hundred of them
-        are exact in every dtype, and a reduction in any order can be compared bitwise.
+        Its values are integers from -8 to 8 (for bool, both), so that sums of a few hundred of them
+        are exact in every dtype, and reductions in any order can be compared bitwise.
 
         Args:
-            seed: of a generator of its own; the default generator is left alone.
+            seed: of a separate generator; the default generator does not advance.
 
         Returns:
-            A CPU tensor of `shape` and `dtype`.
+            a CPU tensor of `shape` and `dtype`.
         """
         generator = torch.Generator().manual_seed(seed)
         values = torch.randint(-8, 9, self.shape, generator=generator)
         return values > 0 if self.dtype is torch.bool else values.to(self.dtype)
 
     def local(self, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
-        """The calling rank's part of a global tensor, computed without communication.
+        """Computes the calling rank's local tensor of a global tensor, without communication.
 
-        Shards are `torch.chunk`'s, axis after axis. The parts of a Partial differ between ranks
-        and reduce exactly to the tensor (for small integers, as `tensor` gives).
+        Shards are those of `torch.chunk`, axis after axis. The terms of a Partial differ between
+        ranks, and reduce exactly to the tensor (for small integers, as `tensor` returns).
 
         Args:
             mesh: of `mesh_shape`.
             tensor: of `shape` and any dtype.
 
         Returns:
-            A contiguous copy.
+            a contiguous copy.
 
         Raises:
-            ValueError: a mesh or a tensor of another shape.
+            ValueError: the mesh or the tensor has another shape.
         """
         if tuple(mesh.shape) != self.mesh_shape or tuple(tensor.shape) != self.shape:
             raise ValueError(
-                f"case {self}: given a mesh of {tuple(mesh.shape)} and a tensor of "
-                f"{tuple(tensor.shape)}; expected {self.mesh_shape} and {self.shape}"
+                f"Case {self}: expected a mesh of shape {self.mesh_shape} and a tensor of shape "
+                f"{self.shape}, got {tuple(mesh.shape)} and {tuple(tensor.shape)}"
             )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -117,17 +122,17 @@ class Case:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def distribute(self, mesh: DeviceMesh, tensor: torch.Tensor | None = None) -> DTensor:
-        """A DTensor of this case, made without communication.
+        """Makes a DTensor of this case without communication.
 
         Args:
             mesh: of `mesh_shape`, real or fake.
-            tensor: the global tensor, the same on every rank; by default `self.tensor()`.
+            tensor: the global tensor, the same on every rank; None for `self.tensor()`.
 
         Returns:
-            Whose `full_tensor()` is `tensor`.
+            a DTensor whose `full_tensor()` is `tensor`.
 
         Raises:
-            ValueError: a mesh or a tensor of another shape.
+            ValueError: the mesh or the tensor has another shape.
         """
         tensor = self.tensor() if tensor is None else tensor
         local = self.local(mesh, tensor).to(mesh.device_type)
@@ -148,18 +153,18 @@ def cases(
     partial: bool = True,
     dtypes: Collection[torch.dtype] | None = None,
 ) -> list[Case]:
-    """Rows of the table, in its order.
+    """Selects rows of the table, in its order.
 
-    ``@pytest.mark.parametrize("case", cases(world_size=4), ids=str)`` makes readable ids.
+    ``@pytest.mark.parametrize("case", cases(world_size=4), ids=str)`` has readable ids.
 
     Args:
-        world_size: only meshes of so many ranks; by default all, of 1 to 8.
-        mesh_ndim: only meshes of so many axes.
-        partial: include Partial placements.
-        dtypes: only these; by default all.
+        world_size: the number of ranks; None for all, 1 to 8.
+        mesh_ndim: the number of mesh axes; None for all.
+        partial: whether to include Partial placements.
+        dtypes: of the tensors; None for all.
 
     Raises:
-        ValueError: nothing is left; an empty parametrisation would be skipped in silence.
+        ValueError: no row is selected, as pytest skips an empty parametrization silently.
     """
     found = [
         case
@@ -171,14 +176,15 @@ def cases(
     ]
     if not found:
         raise ValueError(
-            f"cases: none with world_size={world_size}, mesh_ndim={mesh_ndim}, partial={partial}, "
-            f"dtypes={dtypes}; there are world sizes {sorted({c.world_size for c in _TABLE})}"
+            f"cases: expected arguments that select a row, got world_size={world_size}, "
+            f"mesh_ndim={mesh_ndim}, partial={partial}, dtypes={dtypes}; the table has world sizes "
+            f"{sorted({case.world_size for case in _TABLE})}"
         )
     return found
 
 
 def placements_named(names: str) -> tuple[Placement, ...]:
-    """Placements from their names in a test id: ``"S0.R"``, ``"Psum.S1"``.
+    """Parses placements from their names in a test id: ``"S0.R"``, ``"Psum.S1"``.
 
     Args:
         names: one per mesh axis, joined by dots.
@@ -195,16 +201,16 @@ def _name(placement: Placement) -> str:
 
 
 def _chunk(tensor: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
-    """The piece of `torch.chunk`, or an empty one where it makes fewer pieces than ranks."""
+    """Returns a chunk of `torch.chunk`; an empty one if it makes fewer chunks than ranks."""
     length = tensor.shape[dim]
-    piece = -(-length // count)
-    start = min(piece * index, length)
-    return tensor.narrow(dim, start, min(piece, length - start))
+    size = -(-length // count)
+    start = min(size * index, length)
+    return tensor.narrow(dim, start, min(size, length - start))
 
 
 def _contribution(tensor: torch.Tensor, reduce_op: str, index: int, count: int) -> torch.Tensor:
-    """What rank `index` of `count` holds of a Partial tensor."""
-    # No two ranks have the same part and none has zeros: a missing part changes the sum.
+    """Returns the term that rank `index` of `count` has of a Partial tensor."""
+    # No two ranks have the same term, and none is zero: a missing term changes the result.
     owned = torch.arange(tensor.numel()).view(tensor.shape) % count == index
     match reduce_op:
         case "sum":
@@ -216,7 +222,7 @@ def _contribution(tensor: torch.Tensor, reduce_op: str, index: int, count: int) 
             return torch.where(owned, tensor, tensor - 1)
         case "min":
             return torch.where(owned, tensor, tensor + 1)
-    raise ValueError(f"case: no exact contributions are known for Partial({reduce_op!r})")
+    raise ValueError(f"Case: expected Partial of sum, avg, max or min, got {reduce_op!r}")
 
 
 def _rows(
@@ -225,7 +231,7 @@ def _rows(
     placements: str,
     dtype: torch.dtype = torch.float32,
 ) -> list[Case]:
-    """Cases from a line such as ``"S0.R Psum.S1"``."""
+    """Returns the cases of a line such as ``"S0.R Psum.S1"``."""
     return [Case(mesh_shape, placements_named(names), shape, dtype) for names in placements.split()]
 
 
@@ -240,7 +246,7 @@ _TABLE: tuple[Case, ...] = (
     *_rows((2,), (), "R Psum"),
     *_rows((2,), (8, 4), "R S0 S1 Psum Pavg Pmax"),
     *_rows((2,), (5, 7), "S0 S1 Psum"),
-    *_rows((2,), (1, 3), "S0"),  # rank 1 holds nothing
+    *_rows((2,), (1, 3), "S0"),  # rank 1 has no elements
     *_rows((2,), (0, 3), "R S0 S1"),
     *_rows((2,), (4, 6, 2), "S1 S2"),
     *_rows((2,), (5, 7), "S0 Psum", torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Losses whose backward yields a chosen gradient, which autograd accumulates as any other."""
+"""Losses whose backward returns a given gradient, which autograd accumulates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class _LossWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # A fresh tensor, so that autograd assigns it without a copy: where it has to copy,
-        # torch 2.11 reduces a Partial DTensor on the way.
+        # A new tensor, which autograd assigns without a copy: torch 2.11's copy reduces a Partial
+        # DTensor.
         return ctx.grad.detach(), None
 
 
@@ -27,11 +27,11 @@ def loss_with_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
     Args:
         param: a leaf, a plain tensor or a DTensor.
-        grad: of the same kind and global shape, with any placements, which are left as they are;
-            its memory becomes that of the parameter's gradient.
+        grad: of the same type and global shape, with any placements, which do not change; its
+            memory becomes the parameter's gradient.
 
     Returns:
-        A plain tensor without dims; the sum of several is the loss of all of them.
+        a plain tensor without dims; the sum of several is the loss of all of them.
     """
     zero: torch.Tensor = _LossWithGrad.apply(param, grad)  # type: ignore[no-untyped-call]
     return zero

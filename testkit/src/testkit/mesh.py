@@ -1,4 +1,4 @@
-"""Meshes of any shape in one process, over torch's fake process group."""
+"""Meshes of any shape in one process, with torch's fake process group."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ def fake_mesh(
     rank: int = 0,
     device_type: str = "cpu",
 ) -> Iterator[DeviceMesh]:
-    """Plays one rank of a mesh without any other process.
+    """Makes a mesh of which this process is one rank, without other processes.
 
-    Collectives return at once and leave their outputs as allocated: shapes, placements and counts
-    are right, received values are not. Everything that needs no communication is exact.
+    Collectives return at once and do not write their outputs: shapes, placements and counts are
+    correct, received values are not. Everything that needs no communication is exact.
 
     Args:
-        shape: size of each mesh axis, e.g. ``(2, 4)``; the world is their product.
+        shape: the size of each mesh axis, e.g. ``(2, 4)``; their product is the world size.
         names: one name per axis, or None.
-        rank: the global rank to play, in ``range(prod(shape))``.
-        device_type: device type of the mesh; no such device is needed for ``"cuda"``.
+        rank: the global rank of this process, in ``range(prod(shape))``.
+        device_type: of the mesh; ``"cuda"`` does not need such a device.
 
     Yields:
-        The mesh. On exit its process groups are destroyed and torch's caches cleared.
+        the mesh. On exit its process groups are destroyed and torch's caches cleared.
 
     Raises:
-        ValueError: a size below 1, a rank outside the mesh, or names that do not fit the shape.
+        ValueError: a size is below 1, the rank is outside of the mesh, or the names do not fit the
+            shape.
         RuntimeError: a process group already exists.
     """
     sizes = _checked_sizes(shape, names)
     world_size = math.prod(sizes)
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"fake_mesh: rank={rank} is outside a mesh of shape {sizes}; "
-            f"give a rank from 0 to {world_size - 1}"
+            f"fake_mesh: expected rank= from 0 to {world_size - 1} for a mesh of shape {sizes}, "
+            f"got {rank}"
         )
     if dist.is_initialized():
         raise RuntimeError(
-            f"fake_mesh: a {dist.get_backend()} process group of {dist.get_world_size()} ranks "
-            "already exists; leave the other fake_mesh, or call dist.destroy_process_group() first"
+            f"fake_mesh: expected no process group, got a {dist.get_backend()} group of "
+            f"{dist.get_world_size()} ranks; leave the other fake_mesh, or call "
+            f"dist.destroy_process_group() first"
         )
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -63,20 +65,20 @@ def fake_mesh(
 def each_rank(
     shape: Sequence[int], names: Sequence[str] | None = None
 ) -> Iterator[tuple[int, DeviceMesh]]:
-    """Plays every rank of a mesh, one after another, in this process.
+    """Makes this process each rank of a mesh, one after another.
 
-    For tests that put all shards together: each rank's local part is computed in its own turn.
-    A mesh is usable only during its turn; leaving the loop early ends the current one.
+    For tests that assemble all shards: each iteration computes the local tensor of one rank. A mesh
+    may be used only in its iteration; leaving the loop early destroys it.
 
     Args:
-        shape: size of each mesh axis.
+        shape: the size of each mesh axis.
         names: one name per axis, or None.
 
     Yields:
-        `(rank, mesh)`, in order of rank.
+        `(rank, mesh)`, in the order of ranks.
 
     Raises:
-        ValueError: a size below 1, or names that do not fit the shape.
+        ValueError: a size is below 1, or the names do not fit the shape.
         RuntimeError: a process group already exists.
     """
     for rank in range(math.prod(_checked_sizes(shape, names))):
@@ -84,38 +86,48 @@ def each_rank(
             yield rank, mesh
 
 
-def clear_caches() -> None:
-    """Forgets what torch keeps from one process group to the next.
+def clear_redistribution_caches() -> None:
+    """Clears torch's caches of redistribution plans.
 
-    DTensor caches results that hold mesh objects (sharding propagation in Python and C++,
+    Later plans depend on them, as torch's planners keep the targets of earlier redistributions.
+    """
+    from torch.distributed.tensor import _redistribute
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+
+
+def clear_caches() -> None:
+    """Clears torch's caches that outlast a process group.
+
+    DTensor caches results with mesh objects (sharding propagation in Python and C++,
     redistribution plans, mesh topology), and compares meshes by shape: after
-    `destroy_process_group` an equal mesh would be served results that belong to the dead one.
-    The two propagation caches are per thread; this clears the calling thread's.
+    `destroy_process_group` an equal mesh would get results of the destroyed one. The two
+    propagation caches are per thread; this clears the calling thread's.
     """
     from torch.distributed.device_mesh import _mesh_resources
-    from torch.distributed.tensor import DTensor, _collective_utils, _random, _redistribute
+    from torch.distributed.tensor import DTensor, _collective_utils, _random
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     type(propagator)._propagate_tensor_meta_cached.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
+    clear_redistribution_caches()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     _random._rng_tracker = None
     _mesh_resources.mesh_stack.clear()
-    if "torch._dynamo" in sys.modules:  # compiled graphs hold group names
+    if "torch._dynamo" in sys.modules:  # compiled graphs have group names
         torch._dynamo.reset()
 
 
 def _checked_sizes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[int, ...]:
     if isinstance(shape, int):
-        raise ValueError(f"fake_mesh: shape={shape} must be a sequence; give ({shape},)")
+        raise ValueError(f"fake_mesh: expected shape= of a sequence, got {shape}; pass ({shape},)")
     sizes = tuple(shape)
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"fake_mesh: shape={sizes} must hold one size of at least 1 per axis")
+        raise ValueError(f"fake_mesh: expected shape= of one size >= 1 per axis, got {sizes}")
     if names is not None and len(tuple(names)) != len(sizes):
         raise ValueError(
-            f"fake_mesh: names={tuple(names)} must be one name per axis of shape {sizes}"
+            f"fake_mesh: expected names= of one name per axis of shape {sizes}, got {tuple(names)}"
         )
     return sizes

@@ -1,4 +1,4 @@
-"""Which torch the tests run on."""
+"""The installed release of torch, and differences between releases that tests depend on."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ TORCH_RELEASE = (int(_major), int(_minor))
 #: Whether DTensor flattens two sharded dims into one, as attention does with batch and heads.
 FLATTENS_TWO_SHARDED_DIMS = TORCH_RELEASE >= (2, 12)
 
-#: Why tests that need it are skipped elsewhere.
+#: The reason for which tests that need it are skipped.
 NO_FLATTENING = "torch 2.11's DTensor flattens no two sharded dims (batch and heads)"

@@ -31,19 +31,19 @@ is_tracing: Callable[[], bool] = funcol._are_we_tracing
 
 
 def merges_collectives() -> bool:
-    """Whether torch may merge collectives over several mesh axes; a flag of its own says no."""
+    """Returns whether torch's flag allows collectives over several mesh axes to be merged."""
     return not _redistribute._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION
 
 
 def flattened_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
-    """The mesh that these axes, ascending, were flattened into, if they were."""
+    """Returns the mesh that these axes, ascending, were flattened into; None if they were not."""
     return _redistribute._get_flattened_mesh_by_layout(mesh, axes)
 
 
 def default_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The default group, if its ranks are this mesh's in the same order.
+    """Returns the default group if its ranks are the mesh's, in the same order; else None.
 
-    It must also be able to send this mesh's tensors.
+    It must also support the mesh's device type.
     """
     world: Any = distributed_c10d._get_default_group()
     if mesh.mesh.flatten().tolist() != list(range(world.size())):
@@ -58,7 +58,7 @@ _FIELDS = {field.name for field in dataclasses.fields(DTensorSpec)}
 def make_spec(
     like: DTensorSpec, placements: tuple[Placement, ...], tensor_meta: TensorMeta
 ) -> DTensorSpec:
-    """A spec on the mesh of another, reading `_StridedShard` as the other does (2.12 and later)."""
+    """Makes a spec on the mesh of another, with its meaning of `_StridedShard` (2.12 and later)."""
     if "use_strided_shard_as_shard_order" in _FIELDS and any(
         isinstance(placement, _StridedShard) for placement in placements
     ):
@@ -77,7 +77,7 @@ def native_local_shape(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The local shape at a coordinate of a mesh, under torch's placements."""
+    """Returns the local shape at a coordinate of a mesh, with torch's placements."""
     local, _ = _utils._compute_local_shape_and_global_offset(
         shape, mesh_shape, list(coordinate), placements, True
     )
@@ -90,7 +90,7 @@ def native_offsets(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> tuple[int, ...]:
-    """The global offset of the shard at a coordinate of a mesh, under torch's placements."""
+    """Returns the global offset of the shard at a coordinate of a mesh, with torch's placements."""
     _, offsets = _utils._compute_local_shape_and_global_offset(
         shape, mesh_shape, list(coordinate), placements
     )
@@ -98,5 +98,5 @@ def native_offsets(
 
 
 def clear_native_cache() -> None:
-    """Clears this thread's cache of decisions in C++, which torch 2.11 to 2.15 have."""
+    """Clears this thread's cache of sharding decisions in C++, which torch 2.11 to 2.15 have."""
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -1,4 +1,4 @@
-"""Operators without a rule for ragged inputs: they gather, warn, are counted, can be refused."""
+"""Fallbacks: operators without a rule for ragged inputs gather, warn, are counted, or raise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class GatheredSpec(DTensorSpec):
-    """The spec of an input that is gathered because the operator, which it names, has no rule.
+    """The spec of an input that is gathered because an operator has no rule.
 
-    Propagation is cached, redistribution is not: so what must happen on every call is attached to
-    the target spec of the redistribution.
+    Propagation is cached and redistribution is not, so what has to happen on every call is attached
+    to the target spec of the redistribution.
+
+    Attributes:
+        operator: the name of the operator.
     """
 
     operator: str = "?"
@@ -24,14 +27,14 @@ class GatheredSpec(DTensorSpec):
     def of(
         cls, spec: DTensorSpec, placements: tuple[Placement, ...], operator: str
     ) -> GatheredSpec:
-        """What a spec is gathered to, and for which operator."""
+        """Returns the spec to which an input of an operator is gathered."""
         gathered = cls(spec.mesh, placements, tensor_meta=spec.tensor_meta)
         gathered.operator = operator
         return gathered
 
 
 class RaggedShardFallbackWarning(UserWarning):
-    """An operator has no rule for a placement of ragged_shard, so its input was gathered."""
+    """Warns that an operator without a rule for ragged_shard's placements gathers its input."""
 
 
 _counts: Counter[str] = Counter()
@@ -39,20 +42,20 @@ _strict = False
 
 
 def fallbacks() -> Mapping[str, int]:
-    """Returns how often each operator without a rule gathered an input: name to count, a copy."""
+    """Returns how often each operator without a rule gathered an input, by its name."""
     return dict(_counts)
 
 
 def reset_fallbacks() -> None:
-    """Forgets the counts; an operator warns again at its next fallback."""
+    """Resets the counts; an operator warns again at its next fallback."""
     _counts.clear()
 
 
 @contextmanager
 def strict(*, enabled: bool = True) -> Iterator[None]:
-    """Within the block an operator without a rule raises instead of gathering.
+    """Makes operators without a rule raise instead of gathering, within the block.
 
-    The setting is the process's, for backward runs on threads of its own.
+    The setting applies to all threads, as backward runs on its own.
 
     Example:
         >>> with ragged_shard.strict():
@@ -67,7 +70,7 @@ def strict(*, enabled: bool = True) -> Iterator[None]:
 
 
 def record_fallback(spec: DTensorSpec, current: DTensorSpec) -> None:
-    """Counts a redistribution if it is a fallback; called before anything is sent.
+    """Counts a redistribution if it is a fallback, before anything is sent.
 
     Raises:
         RuntimeError: in strict mode.
@@ -77,14 +80,15 @@ def record_fallback(spec: DTensorSpec, current: DTensorSpec) -> None:
     placements = ", ".join(map(repr, current.placements))
     if _strict:
         raise RuntimeError(
-            f"ragged_shard: {spec.operator} has no rule for [{placements}] and strict mode forbids "
-            f"gathering; redistribute the input yourself, or leave `ragged_shard.strict()`"
+            f"ragged_shard: {spec.operator} has no rule for [{placements}], and "
+            f"ragged_shard.strict() forbids gathering; redistribute the input before the operator, "
+            f"or call it outside of ragged_shard.strict()"
         )
     if not _counts[spec.operator]:
         warnings.warn(
             f"ragged_shard: {spec.operator} has no rule for [{placements}], so its input is "
-            f"gathered on every call; redistribute it yourself if that is meant "
-            f"(ragged_shard.fallbacks() counts, ragged_shard.strict() forbids)",
+            f"gathered on every call; redistribute it before the operator if that is intended "
+            f"(ragged_shard.fallbacks() counts gathers, ragged_shard.strict() forbids them)",
             RaggedShardFallbackWarning,
             stacklevel=3,
         )

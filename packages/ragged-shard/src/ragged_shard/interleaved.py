@@ -1,4 +1,4 @@
-"""InterleavedShard: a dim made of several chunks, each of which is sharded on its own."""
+"""InterleavedShard: shards each of several equal chunks of a dim."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from ragged_shard.patch_points import ensure_installed
 
 
 class InterleavedShard(Placement):
-    """Each rank of the axis holds its shard of every one of ``interleaves`` chunks of a dim.
+    """Shards each of ``interleaves`` equal chunks of a dim over the axis.
 
-    A fused QKV weight of ``3 * h`` rows is tensor-parallel as ``InterleavedShard(0, 3)``: the dim
-    is read as ``(3, h)`` and ``h`` is sharded as by `torch.chunk`; a local tensor is the rank's
-    rows of Q, then of K, then of V. Flattening a dim that is sharded behind another gives the same.
-    (veScale, appendix 12.) As of `RaggedShard`, the first one calls `ragged_shard.install`.
+    With tensor parallelism a fused QKV weight of ``3 * h`` rows is placed as
+    ``InterleavedShard(0, 3)``: the dim is viewed as ``(3, h)`` and ``h`` is sharded as by
+    `torch.chunk`; a local tensor has the rank's rows of Q, then of K, then of V. Flattening two
+    dims of which the second is sharded has the same result. (veScale, appendix 12.) As with
+    `RaggedShard`, the first construction calls `ragged_shard.install`.
 
     Args:
-        dim: of the tensor; negative counts from the end and is made positive when a tensor is
-            placed.
-        interleaves: number of chunks, at least 1; must divide the dim's size.
+        dim: of the tensor; a negative one counts from the last and is made positive when a tensor
+            is placed.
+        interleaves: the number of chunks, at least 1; it must divide the dim's size.
 
     Raises:
-        TypeError: arguments that are no integers.
-        ValueError: fewer than one chunk.
+        TypeError: an argument is not an integer.
+        ValueError: there is less than one chunk.
     """
 
     dim: int
@@ -37,43 +38,44 @@ class InterleavedShard(Placement):
         self.dim = _integer("dim", dim)
         self.interleaves = _integer("interleaves", interleaves)
         if self.interleaves < 1:
-            raise ValueError(f"InterleavedShard: interleaves must be at least 1, got {interleaves}")
+            raise ValueError(f"InterleavedShard: expected interleaves >= 1, got {interleaves}")
 
     def normalized(self, ndim: int) -> InterleavedShard:
-        """The same with a positive dim, for a tensor of so many dims."""
+        """Returns the same placement with a positive dim, for a tensor of `ndim` dims."""
         return self if self.dim >= 0 else InterleavedShard(self.dim + ndim, self.interleaves)
 
     def chunk(self, shape: Sequence[int]) -> int:
-        """Size of one chunk of the dim, for a base of this shape."""
+        """Returns the size of one chunk of the dim, for a base of this shape."""
         return shape[self.dim] // self.interleaves
 
     def piece(self, shape: Sequence[int], axis_size: int, rank: int) -> range:
-        """The part of every chunk that a rank of the axis holds."""
+        """Returns the indices within each chunk that a rank of the axis has."""
         chunk = self.chunk(shape)
         size = -(-chunk // axis_size)
         start = min(size * rank, chunk)
         return range(start, min(start + size, chunk))
 
     def local_shape(self, base_shape: Sequence[int], axis_size: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's local tensor, for a base of this shape."""
+        """Returns the shape of a rank's local tensor, for a base of this shape."""
         shape = list(base_shape)
         shape[self.dim] = self.interleaves * len(self.piece(base_shape, axis_size, rank))
         return tuple(shape)
 
     def check(self, base_shape: Sequence[int]) -> None:
-        """Raises where the placement does not fit a base.
+        """Checks that the placement fits a base.
 
         Raises:
-            ValueError: the dim does not exist, or is not made of so many chunks.
+            ValueError: the dim does not exist, or the number of chunks does not divide its size.
         """
         if not 0 <= self.dim < len(base_shape):
             raise ValueError(
-                f"{self!r}: dim {self.dim} does not exist in a tensor of shape {tuple(base_shape)}"
+                f"{self!r}: expected a dim of the tensor, whose shape is {tuple(base_shape)}, got "
+                f"{self.dim}"
             )
         if base_shape[self.dim] % self.interleaves:
             raise ValueError(
-                f"{self!r}: dim {self.dim} of size {base_shape[self.dim]} is not made of "
-                f"{self.interleaves} equal chunks"
+                f"{self!r}: expected a number of chunks that divides {base_shape[self.dim]}, the "
+                f"size of dim {self.dim}, got {self.interleaves}"
             )
 
     def __eq__(self, other: object) -> bool:

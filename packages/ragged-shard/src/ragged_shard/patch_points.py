@@ -1,8 +1,8 @@
-"""Replacing torch's functions with this package's, for every caller, and putting them back.
+"""Replaces functions of torch with those of this package for every caller, and restores them.
 
-torch imports its private functions by name into several modules, and users do so with the public
-ones, so rebinding a module's attribute reaches some callers only. A function is therefore replaced
-inside: the object stays, with its name and signature, and runs this package's code.
+torch imports its private functions by name into several modules, as users do with public ones, so
+rebinding a module's attribute reaches only some callers. So the code of the function object is
+replaced: the object remains, with its name and signature, and runs this package's code.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ class _Patch:
 
 
 class Patches:
-    """Replacements in torch that are undone together, the last one first."""
+    """Replacements in torch that are undone together, in reverse order."""
 
     def __init__(self) -> None:
         self._applied: list[_Patch] = []
 
     def function(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-        """Makes a function run ``replacement(native, *args, **kwargs)``, whoever holds it.
+        """Makes a function run ``replacement(native, *args, **kwargs)`` for all of its callers.
 
         Args:
-            function: of torch's, a plain Python function without free variables.
+            function: of torch, a plain Python function without free variables.
             replacement: gets the original as its first argument.
 
         Raises:
-            TypeError: what torch holds there is no such function (a version that is not
-                supported), or it is replaced already.
+            TypeError: it is not such a function, as in an unsupported version of torch, or is
+                replaced already.
         """
         if not isinstance(function, FunctionType) or function.__code__.co_freevars:
             raise TypeError(
-                f"ragged_shard: {function!r} is no plain function; is this torch supported?"
+                f"ragged_shard: expected a plain Python function, got {function!r}; use a "
+                f"supported version of torch"
             )
         if hasattr(function, _MARK):
-            raise TypeError(f"ragged_shard: {function!r} is replaced already")
+            raise TypeError(
+                f"ragged_shard: expected a function of torch's, got a patch: {function!r}"
+            )
         native = FunctionType(
             function.__code__,
             function.__globals__,
@@ -114,7 +117,7 @@ class Patches:
         self._applied.append(_Patch(described, lambda: vars(owner).get(name) is value, undo))
 
     def item(self, table: MutableMapping[Any, Any], key: object, value: object) -> None:
-        """Sets an entry that a table has already."""
+        """Replaces an entry that a table already has."""
         before = table[key]
         table[key] = value
         self._applied.append(
@@ -126,20 +129,20 @@ class Patches:
         )
 
     def undo_with(self, name: str, undo: Callable[[], None]) -> None:
-        """Adds what takes back a change that was made by other means."""
+        """Registers the function that undoes a change made by the caller."""
         self._applied.append(_Patch(name, lambda: True, undo))
 
     def restore(self) -> None:
         """Undoes every replacement.
 
         Raises:
-            RuntimeError: something was replaced by others since; nothing was undone.
+            RuntimeError: other code has replaced something since; nothing is undone.
         """
         for patch in self._applied:
             if not patch.in_effect():
                 raise RuntimeError(
-                    f"ragged_shard.uninstall: expected {patch.name} as ragged_shard.install() left "
-                    f"it, got something else that was put there since; undo that first"
+                    f"ragged_shard.uninstall: expected {patch.name} as set by "
+                    f"ragged_shard.install(), got another patch; undo that first"
                 )
         while self._applied:
             self._applied.pop().undo()
@@ -153,14 +156,14 @@ installer: Callable[[], object] | None = None
 
 
 def ensure_installed() -> None:
-    """Calls `ragged_shard.install` unless it is in effect, for constructors of placements."""
+    """Calls `ragged_shard.install` if it is not in effect; placements call it when constructed."""
     if installed is None:
         assert installer is not None, "ragged_shard/__init__.py registers it"
         installer()
 
 
 def _calling(name: str, co_name: str) -> Any:
-    """The code of a function that hands its arguments to a global of this name."""
+    """Returns the code of a function that calls a global of this name with its arguments."""
 
     def run(*args: object, **kwargs: object) -> object:
         return __ragged_shard_call__(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821

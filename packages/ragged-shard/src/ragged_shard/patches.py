@@ -1,8 +1,8 @@
-"""Replaces what torch does with the placements of this package, and puts it back.
+"""Makes torch support the placements of this package, and restores it.
 
-Each patch point is a function or method of torch's that asks "is there a placement of this
-package?" and takes this package's way if so; what holds none runs torch's code unchanged.
-tests/test_patch_points.py has a canary for each: what torch does, silently, without it.
+Each patch point is a function or method of torch. Its replacement runs this package's code if a
+placement of this package is among the arguments, and torch's code unchanged otherwise.
+tests/test_patch_points.py has a canary for each, which shows torch's silent error without it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _lock = threading.RLock()
 
 
 def install() -> None:
-    """Teaches torch the placements of this package; a second call does nothing.
+    """Patches torch for the placements of this package; a second call does nothing.
 
-    The first construction of a placement calls it, also where a placement is unpickled or copied.
-    `torch.load(weights_only=True)` of a file with placements is the one thing that needs the call
-    before: it refuses classes that are not registered.
+    The first construction of a placement calls it, also when a placement is unpickled or copied.
+    Only `torch.load(weights_only=True)` of a file with placements needs an explicit call before it,
+    as it refuses classes that are not registered.
 
-    Replaced in torch, for every caller, also one that imported the function by name before; what
-    holds no placement of this package runs torch's own code:
+    The following is replaced in torch for every caller, also for those that imported a function by
+    name before. Calls without a placement of this package run torch's own code:
 
     - ``torch.distributed.tensor``: ``distribute_tensor``; ``DTensor.from_local`` and the backward
       of ``to_local`` (``_FromTorchTensor.forward``, ``_ToTorchTensor.backward``); ``redistribute``
@@ -57,7 +57,7 @@ def install() -> None:
     - ``torch.serialization``: the three placements are safe globals.
 
     Raises:
-        TypeError: a version of torch that is not supported; nothing is replaced.
+        TypeError: the version of torch is not supported; nothing is replaced.
     """
     with _lock:
         if patch_points.installed is not None:
@@ -72,14 +72,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts back all that `install` has replaced; nothing happens where nothing is installed.
+    """Restores everything that `install` has replaced; without an `install` it does nothing.
 
-    A placement that is still there must not be given to torch until `install` is called again
-    (constructing another one does): torch would take it for a replica, silently.
+    Do not pass remaining placements to torch before `install` is called again (constructing a
+    placement calls it): torch would silently treat them as Replicate.
 
     Raises:
-        RuntimeError: DTensors with placements of this package still exist, or others have patched
-            the same place of torch's since. Nothing is put back.
+        RuntimeError: DTensors with placements of this package still exist, or other code has
+            patched one of the patch points since. Nothing is restored.
     """
     with _lock:
         if patch_points.installed is None:
@@ -129,15 +129,15 @@ def _apply(patches: Patches) -> None:
     for op, guarded in handlers.guarded(table).items():
         patches.item(table, op, guarded)
     _compat.clear_native_cache()
-    patches.undo_with("torch's cache of decisions", _compat.clear_native_cache)
+    patches.undo_with("torch's cache of sharding decisions", _compat.clear_native_cache)
 
 
 def _refuse_tensors_in_use() -> None:
     gc.collect()
     tensors = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), DTensor) and any_custom(each._spec.placements)
+        tensor
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), DTensor) and any_custom(tensor._spec.placements)
     ]
     if tensors:
         first = tensors[0]

@@ -1,13 +1,13 @@
-"""RaggedShard: each rank of a mesh axis holds its own number of equal units of a tensor.
+"""RaggedShard: each rank of a mesh axis has its own number of equal units of a tensor.
 
-Note: the words of this package.
+Note: the terminology of this package.
     axis: of a mesh. dim: of a tensor.
-    unit: the atom of a ragged shard. The leading dims of a tensor are flattened and cut into equal
-        units; a rank holds some of them, contiguous in storage, in rank order.
-    base: what a rank would hold if the ragged axis replicated, that is the local tensor of the
-        other axes' placements. A ragged placement is always applied last, to the flat base,
-        whatever its axis's place in the mesh; so units are units of the base.
-    held piece: a box of the base, and where a rank stores it.
+    unit: what a ragged shard never splits. The leading dims of a tensor are flattened and divided
+        into equal units; a rank has some of them, contiguous in storage, in rank order.
+    base: the local tensor if the ragged axis replicated, that is, with the placements of the other
+        axes only. A ragged placement is always applied last, to the flattened base, at any position
+        in the mesh; so units are units of the base.
+    stored box: a box of the base, and where a rank's local tensor stores it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from ragged_shard.patch_points import ensure_installed
 
 
 class RaggedShard(Placement):
-    """Rank i of the axis holds ``local_units[i]`` of ``sum(local_units)`` equal units.
+    """Shards a tensor such that rank i has ``local_units[i]`` of ``sum(local_units)`` equal units.
 
-    The units partition the flattened leading dims ``dims``: ``(0,)`` keeps rows whole; every
-    leading dim named means that elements are the units' measure; ``()`` makes the whole tensor one
-    unit, which one rank owns. The tensor must be contiguous.
+    The units partition the flattened leading dims ``dims``. ``(0,)`` does not split rows; with all
+    dims, shards may begin at any element; with ``()`` the whole tensor is one unit, which one rank
+    owns. The tensor must be contiguous.
 
-    The local tensor has one dim for all of ``dims``, then the remaining dims, which are whole: a
-    tensor of shape ``(a, b, c)`` has local tensors ``(n, b, c)`` under ``dims=(0,)`` and ``(n, c)``
-    under ``dims=(0, 1)``. Under ``()`` the owner has the tensor's own shape, and the others the
-    same with a first size of 0. (veScale-FSDP, section 4.)
+    The local tensor has one dim for all of ``dims``, then the remaining dims, which are not
+    sharded: a tensor of shape ``(a, b, c)`` has local tensors ``(n, b, c)`` with ``dims=(0,)`` and
+    ``(n, c)`` with ``dims=(0, 1)``. With ``()`` the owner's local tensor has the tensor's shape,
+    and the others the same with a first size of 0. (veScale-FSDP, section 4.)
 
     The first placement that is constructed calls `ragged_shard.install`, which patches torch.
 
     Args:
-        dims: the leading dims that are cut, ``(0, 1, ..., k)``, or ``()``; anything with
-            ``__index__`` is an integer, here and in ``local_units``.
-        local_units: units per rank of the axis, zeros allowed; their sum must divide the product
-            of the sizes of ``dims``.
+        dims: the leading dims that are sharded, ``(0, 1, ..., k)``, or ``()``; objects with
+            ``__index__`` are accepted as integers, here and in ``local_units``.
+        local_units: units of each rank of the axis, 0 is allowed; their sum must divide the
+            product of the sizes of ``dims``.
 
     Raises:
-        ValueError: dims that are no leading prefix, units that are negative or all zero.
-        TypeError: dims or units that are no integers.
+        ValueError: dims are not a leading prefix, or units are negative or all zero.
+        TypeError: dims or units are not integers.
 
     Example:
         >>> from torch.distributed.tensor import distribute_tensor
@@ -61,23 +61,23 @@ class RaggedShard(Placement):
         self.local_units = _integers("local_units", local_units)
         if self.dims != tuple(range(len(self.dims))):
             raise ValueError(
-                f"RaggedShard: dims must be the leading dims in order, (0, 1, ..., k) or (); "
+                f"RaggedShard: expected dims= of the leading dims in order, (0, 1, ..., k) or (), "
                 f"got {self.dims}"
             )
         if not self.local_units or min(self.local_units) < 0:
             raise ValueError(
-                f"RaggedShard: local_units must be one non-negative integer per rank of the axis; "
-                f"got {self.local_units}"
+                f"RaggedShard: expected local_units= of one non-negative integer per rank of the "
+                f"axis, got {self.local_units}"
             )
         if sum(self.local_units) == 0:
             raise ValueError(
-                f"RaggedShard: local_units {self.local_units} give no rank anything; at least one "
-                f"must be positive"
+                f"RaggedShard: expected local_units= with at least one positive number, got "
+                f"{self.local_units}"
             )
         if not self.dims and sum(self.local_units) != 1:
             raise ValueError(
-                f"RaggedShard: dims=() makes the whole tensor one unit, so exactly one rank holds "
-                f"1 and the others 0; got local_units={self.local_units}"
+                f"RaggedShard: with dims=() the whole tensor is one unit: expected local_units= of "
+                f"1 for one rank and 0 for the others, got {self.local_units}"
             )
         self._bounds = (0, *accumulate(self.local_units))
         self._key = (type(self).__name__, *self._fields())
@@ -85,88 +85,87 @@ class RaggedShard(Placement):
 
     @classmethod
     def owned_by(cls, owner: int, world_size: int) -> RaggedShard:
-        """The placement under which one rank of the axis holds the whole tensor.
+        """Returns the placement with which one rank of the axis has the whole tensor.
 
         Args:
             owner: index of the rank on the axis.
             world_size: size of the axis.
 
         Raises:
-            ValueError: an owner that is not on the axis.
+            ValueError: the owner is not on the axis.
         """
         if not 0 <= owner < world_size:
             raise ValueError(
-                f"RaggedShard: owner {owner} is outside an axis of {world_size} ranks; it must be "
-                f"0 to {world_size - 1}"
+                f"RaggedShard.owned_by: expected an owner from 0 to {world_size - 1}, the ranks of "
+                f"the axis, got {owner}"
             )
         return RaggedShard((), (int(rank == owner) for rank in range(world_size)))
 
     def with_units(self, dims: Iterable[int], local_units: Iterable[int]) -> RaggedShard:
-        """A placement of the same kind with other dims and units."""
+        """Returns a placement of the same class with other dims and units."""
         return RaggedShard(dims, local_units)
 
     @property
     def total_units(self) -> int:
-        """Units of the whole axis."""
+        """The number of units of all ranks of the axis."""
         return self._bounds[-1]
 
     @property
     def owner(self) -> int | None:
-        """The only rank that holds anything, or None where several do."""
+        """The only rank with units; None if several have some."""
         holders = [rank for rank, units in enumerate(self.local_units) if units]
         return holders[0] if len(holders) == 1 else None
 
     @property
     def even(self) -> bool:
-        """Whether every rank holds the same number of units."""
+        """Whether all ranks have the same number of units."""
         return len(set(self.local_units)) == 1
 
     def unit_size(self, base_shape: Sequence[int]) -> int:
-        """Elements in a unit of a base of this shape."""
+        """Returns the number of elements in a unit of a base of this shape."""
         return math.prod(base_shape) // self.total_units
 
     def interval(self, base_shape: Sequence[int], rank: int) -> range:
-        """The flat elements of the base that a rank of the axis holds."""
+        """Returns the elements of the flattened base that a rank of the axis has."""
         unit = self.unit_size(base_shape)
         return range(self._bounds[rank] * unit, self._bounds[rank + 1] * unit)
 
     def first_row(self, base_shape: Sequence[int], rank: int) -> int:
-        """The index of the first row of a rank, where units are rows or the whole tensor."""
-        assert len(self.dims) <= 1, f"{self} cuts rows"
+        """Returns the first row of a rank, where units are rows or the whole tensor."""
+        assert len(self.dims) <= 1, f"{self} splits rows"
         return self._bounds[rank] * (base_shape[0] // self.total_units)
 
     def local_shape(self, base_shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's local tensor, for a base of this shape."""
+        """Returns the shape of a rank's local tensor, for a base of this shape."""
         if not self.dims:
-            mine = self.local_units[rank] == 1
-            if mine:
-                return tuple(base_shape)
-            return (0, *base_shape[1:])
-        cut = math.prod(base_shape[: len(self.dims)]) // self.total_units
-        return (self.local_units[rank] * cut, *base_shape[len(self.dims) :])
+            is_owner = self.local_units[rank] == 1
+            return tuple(base_shape) if is_owner else (0, *base_shape[1:])
+        unit_length = math.prod(base_shape[: len(self.dims)]) // self.total_units
+        return (self.local_units[rank] * unit_length, *base_shape[len(self.dims) :])
 
     def check(self, base_shape: Sequence[int], axis_size: int) -> None:
-        """Raises where the placement does not fit a base on an axis.
+        """Checks that the placement fits a base on an axis.
 
         Raises:
-            ValueError: as many units as the axis has ranks are wanted; the dims exist; their sizes
-                are divisible by the number of units.
+            ValueError: there is not one entry of `local_units` per rank, a dim does not exist, or
+                the number of units does not divide the sizes of the dims.
         """
         if len(self.local_units) != axis_size:
             raise ValueError(
-                f"{self!r}: local_units has {len(self.local_units)} entries for a mesh axis of "
-                f"{axis_size} ranks; give one per rank"
+                f"{self!r}: expected local_units= of one number for each of the {axis_size} ranks "
+                f"of the mesh axis, got {len(self.local_units)}"
             )
         if len(self.dims) > len(base_shape):
             raise ValueError(
-                f"{self!r}: dims {self.dims} do not exist in a tensor of shape {tuple(base_shape)}"
+                f"{self!r}: expected dims of the tensor, whose shape is {tuple(base_shape)}, got "
+                f"{self.dims}"
             )
         length = math.prod(base_shape[: len(self.dims)])
         if length % self.total_units:
             raise ValueError(
-                f"{self!r}: {self.total_units} units do not divide the {length} elements of dims "
-                f"{self.dims} of shape {tuple(base_shape)}; choose units whose sum divides it, or "
-                f"name more dims"
+                f"{self!r}: expected a number of units that divides {length}, the elements of dims "
+                f"{self.dims} of shape {tuple(base_shape)}, got {self.total_units}; choose units "
+                f"whose sum divides it, or name more dims"
             )
 
     def _fields(self) -> tuple[object, ...]:

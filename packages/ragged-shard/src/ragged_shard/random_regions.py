@@ -1,8 +1,8 @@
-"""What our placements hold, said in dist-rng's words, without importing it.
+"""Registers the placements of this package with dist-rng, without importing it.
 
-dist-rng looks for the entry points ``dist_rng.placements`` (pyproject.toml) when it meets a
-placement that it does not know, and calls `register`. Its regions take anything with ``start``,
-``stop`` and a length for a piece: a `range`.
+For an unknown placement dist-rng loads the entry points ``dist_rng.placements`` (pyproject.toml)
+and calls `register`. Its regions accept objects with ``start``, ``stop`` and a length, such as a
+`range`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ragged_shard.strided import StridedRaggedShard
 
 
 def register(register_placement: Callable[..., None]) -> None:
-    """Tells dist-rng what the placements of this package hold.
+    """Registers the regions of the placements of this package.
 
     Args:
-        register_placement: dist_rng's function of this name.
+        register_placement: `dist_rng.register_placement`.
     """
     register_placement(RaggedShard, _ragged, last=True)
     register_placement(StridedRaggedShard, _ragged, last=True)
@@ -38,9 +38,9 @@ def _ragged(region: Any, placement: RaggedShard, axis_size: int, axis_rank: int)
 def _interleaved(region: Any, placement: InterleavedShard, axis_size: int, axis_rank: int) -> Any:
     shape = region.grid_shape
     placement.check(shape)
-    mine, chunk = placement.piece(shape, axis_size, axis_rank), placement.chunk(shape)
+    shard, chunk = placement.piece(shape, axis_size, axis_rank), placement.chunk(shape)
     pieces = (
-        range(index * chunk + mine.start, index * chunk + mine.stop)
+        range(index * chunk + shard.start, index * chunk + shard.stop)
         for index in range(placement.interleaves)
     )
     return region.select(placement.dim, *(piece for piece in pieces if piece))
@@ -49,11 +49,11 @@ def _interleaved(region: Any, placement: InterleavedShard, axis_size: int, axis_
 def distribute_region(
     native: Callable[..., Any], tracker: object, spec: DTensorSpec, *args: Any, **kwargs: Any
 ) -> Any:
-    """`OffsetBasedRNGTracker._distribute_region`, behind torch's random numbers for DTensors.
+    """Replaces `OffsetBasedRNGTracker._distribute_region`, which torch's random operators call.
 
     Raises:
-        RuntimeError: a placement of this package, for which torch would draw the numbers of a
-            replica on every rank.
+        RuntimeError: a placement is of this package; torch would draw the same numbers on every
+            rank, as for Replicate.
     """
     if any_custom(spec.placements):
         raise random_refused("torch.distributed.tensor", spec.placements)
@@ -61,8 +61,8 @@ def distribute_region(
 
 
 def random_refused(name: str, placements: Sequence[Placement]) -> RuntimeError:
-    """The error of drawing random numbers without dist-rng."""
+    """Returns the error of drawing random numbers without dist-rng."""
     return RuntimeError(
-        f"{name}: torch by itself cannot draw random numbers for placements {tuple(placements)}; "
-        f"install dist-rng and call dist_rng.install(), which draws what one device would"
+        f"{name}: torch cannot draw random numbers for placements {tuple(placements)}; install "
+        f"dist-rng and call dist_rng.install(), which draws the numbers of one device"
     )

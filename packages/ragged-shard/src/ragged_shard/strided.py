@@ -9,22 +9,24 @@ from ragged_shard.ragged import RaggedShard, _short
 
 
 class StridedRaggedShard(RaggedShard):
-    """What the FSDP axis carries where an inner axis (TP, EP) shards dim 0.
+    """The placement on the FSDP axis of a tensor whose dim 0 an inner axis (TP, EP) shards too.
 
-    On a mesh ``(fsdp, tp)`` a weight that tensor parallelism shards on dim 0 and FSDP then cuts
-    into ragged pieces is placed as ``(StridedRaggedShard(dims, units, split_factor=tp),
-    Shard(0))``: left to right that reads as if the ragged cut came first, and ``split_factor`` says
-    that it came last, after dim 0 had been cut into so many pieces (as torch's ``_StridedShard``
-    says it of a Shard). The ranks hold what `RaggedShard` gives them of the base; the factor is
-    checked against the mesh. As of `RaggedShard`, the first one calls `ragged_shard.install`.
+    On a mesh ``(fsdp, tp)`` a weight that tensor parallelism shards on dim 0, and FSDP then shards
+    raggedly, is placed as ``(StridedRaggedShard(dims, units, split_factor=tp), Shard(0))``. DTensor
+    reads placements from left to right, as if the ragged axis were applied first; ``split_factor``
+    declares that it is applied last, after the inner axes have divided dim 0 into that many shards,
+    as torch's ``_StridedShard`` does for a Shard. Local tensors are those of `RaggedShard` with the
+    same base; the factor is checked against the mesh. As with `RaggedShard`, the first construction
+    calls `ragged_shard.install`.
 
     Args:
         dims: as of `RaggedShard`.
         local_units: as of `RaggedShard`, of the local tensor of the inner axes.
-        split_factor: into how many pieces the inner axes cut dim 0: the product of their sizes.
+        split_factor: the number of shards of dim 0 on the inner axes: the product of their sizes.
 
     Raises:
-        ValueError: as `RaggedShard`; a split factor below one.
+        TypeError: as `RaggedShard`.
+        ValueError: as `RaggedShard`; the split factor is below one.
     """
 
     split_factor: int
@@ -37,14 +39,12 @@ class StridedRaggedShard(RaggedShard):
                 f"StridedRaggedShard: expected an integer for split_factor, got {split_factor!r}"
             ) from None
         if split_factor < 1:
-            raise ValueError(
-                f"StridedRaggedShard: split_factor must be at least 1, got {split_factor}"
-            )
+            raise ValueError(f"StridedRaggedShard: expected split_factor >= 1, got {split_factor}")
         self.split_factor = split_factor
         super().__init__(dims, local_units)
 
     def with_units(self, dims: Iterable[int], local_units: Iterable[int]) -> StridedRaggedShard:
-        """A placement of the same kind with other dims and units."""
+        """Returns a placement of the same class with other dims and units."""
         return StridedRaggedShard(dims, local_units, self.split_factor)
 
     def _fields(self) -> tuple[object, ...]:

@@ -11,16 +11,25 @@ from testkit import CommLog, fake_mesh
 ROWS = (0,)
 
 ONE_AXIS = {
-    "units that do not divide": (RaggedShard(ROWS, (3, 2)), "5 units do not divide the 8 elements"),
-    "too few units": (RaggedShard(ROWS, (8,)), "1 entries for a mesh axis of 2 ranks"),
-    "too many units": (RaggedShard(ROWS, (1, 1, 2)), "3 entries for a mesh axis of 2 ranks"),
-    "dims that do not exist": (RaggedShard((0, 1, 2), (1, 1)), r"dims \(0, 1, 2\) do not exist"),
-    "an owner of another axis": (RaggedShard.owned_by(3, 4), "4 entries for a mesh axis of 2"),
-    "chunks that do not divide": (InterleavedShard(0, 3), "size 8 is not made of 3 equal chunks"),
-    "an interleaved dim too many": (InterleavedShard(2, 2), "dim 2 does not exist"),
+    "units that do not divide": (
+        RaggedShard(ROWS, (3, 2)),
+        "a number of units that divides 8, the elements",
+    ),
+    "too few units": (RaggedShard(ROWS, (8,)), "each of the 2 ranks of the mesh axis, got 1"),
+    "too many units": (RaggedShard(ROWS, (1, 1, 2)), "each of the 2 ranks of the mesh axis, got 3"),
+    "dims that do not exist": (
+        RaggedShard((0, 1, 2), (1, 1)),
+        r"expected dims of the tensor, .* got \(0, 1, 2\)",
+    ),
+    "an owner of another axis": (
+        RaggedShard.owned_by(3, 4),
+        "each of the 2 ranks of the mesh axis, got 4",
+    ),
+    "chunks that do not divide": (InterleavedShard(0, 3), "divides 8, the size of dim 0, got 3"),
+    "an interleaved dim too many": (InterleavedShard(2, 2), r"whose shape is \(8, 4\), got 2"),
     "a split factor without an inner axis": (
         StridedRaggedShard(ROWS, (1, 1), 2),
-        "split_factor must be 1",
+        "expected split_factor=1, .*, got 2",
     ),
 }
 
@@ -41,18 +50,18 @@ def test_placements_that_do_not_fit_a_tensor(name):
 
 
 TWO_AXES = {
-    "two ragged axes": ([RaggedShard(ROWS, (1, 1))] * 2, r"axes \[0, 1\] are both ragged"),
+    "two ragged axes": ([RaggedShard(ROWS, (1, 1))] * 2, r"at most one ragged axis, got \[0, 1\]"),
     "a wrong split factor": (
         [StridedRaggedShard(ROWS, (1, 1), 4), Shard(0)],
-        "cut dim 0 into 2 pieces, so split_factor must be 2",
+        "expected split_factor=2, the number of shards of dim 0 on the axes after it, got 4",
     ),
     "units of the whole tensor": (
         [StridedRaggedShard(ROWS, (3, 5), 2), Shard(0)],
-        "8 units do not divide the 4 elements",
+        "a number of units that divides 4, the elements",
     ),
-    "an interleaved dim cut twice": (
+    "an interleaved dim sharded twice": (
         [InterleavedShard(0, 2), Shard(0)],
-        "an interleaved dim can be on one axis only",
+        "expected an interleaved dim that no other axis shards, got dim 0",
     ),
 }
 
@@ -70,7 +79,10 @@ def test_placements_that_do_not_go_together(name):
 
 
 def test_too_few_placements():
-    with fake_mesh((2, 2)) as mesh, pytest.raises(ValueError, match="1 placements for a mesh of 2"):
+    with (
+        fake_mesh((2, 2)) as mesh,
+        pytest.raises(ValueError, match=r"each of the 2 axes of mesh \(2, 2\), got 1"),
+    ):
         distribute_tensor(torch.ones(8, 4), mesh, [RaggedShard(ROWS, (1, 1))])
 
 
@@ -96,7 +108,7 @@ def test_a_rank_outside_the_mesh():
 
         others = DeviceMesh("cpu", [2, 3], _init_backend=False)
         assert world.get_rank() == 0
-        with pytest.raises(ValueError, match=r"this rank is not in the mesh \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"expected a rank of the mesh \[2, 3\]"):
             distribute_tensor(torch.ones(8, 4), others, [RaggedShard(ROWS, (1, 1))])
 
 
@@ -127,7 +139,7 @@ def test_another_mesh():
     ("local", "remedy"),
     [
         (torch.ones(12), r"\.view\(3, 4\)"),
-        (torch.ones(5, 4), "construct it with distribute_tensor"),
+        (torch.ones(5, 4), "construct the DTensor by distribute_tensor"),
     ],
     ids=["flat", "of another rank"],
 )

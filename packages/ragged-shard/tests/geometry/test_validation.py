@@ -39,57 +39,60 @@ def refused(message):
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ((ROWS,), "1 placements for a mesh of 2 axes"),
-        ((ROWS, R, R), "3 placements for a mesh of 2 axes"),
-        ((ROWS, ROWS), "axes [0, 1] are both ragged; a tensor has at most one ragged axis"),
+        ((ROWS,), "expected one for each of the 2 axes of mesh (2, 2), got 1"),
+        ((ROWS, R, R), "expected one for each of the 2 axes of mesh (2, 2), got 3"),
+        ((ROWS, ROWS), "expected at most one ragged axis, got [0, 1]"),
         (
             (ROWS, OWNED),
-            "axes [0, 1] are both ragged; a tensor has at most one ragged axis",
+            "expected at most one ragged axis, got [0, 1]",
         ),
         (
             (RaggedShard((0,), (1, 1, 2)), R),
-            "local_units has 3 entries for a mesh axis of 2 ranks; give one per rank",
+            "each of the 2 ranks of the mesh axis, got 3",
         ),
         (
             (RaggedShard((0, 1, 2), (1, 1)), R),
-            "dims (0, 1, 2) do not exist in a tensor of shape (12, 6)",
+            "expected dims of the tensor, whose shape is (12, 6), got (0, 1, 2)",
         ),
         (
             (RaggedShard((0,), (2, 3)), R),
-            "5 units do not divide the 12 elements of dims (0,) of shape (12, 6)",
+            "divides 12, the elements of dims (0,) of shape (12, 6), got 5",
         ),
         (
             (StridedRaggedShard((0,), (5, 7), 2), S0),
-            "12 units do not divide the 6 elements of dims (0,) of shape (6, 6)",
+            "divides 6, the elements of dims (0,) of shape (6, 6), got 12",
         ),
         (
             (RaggedShard((0, 1), (35, 37)), S1),
-            "72 units do not divide the 36 elements of dims (0, 1) of shape (12, 3)",
+            "divides 36, the elements of dims (0, 1) of shape (12, 3), got 72",
         ),
         (
             (StridedRaggedShard((0,), (1, 2), 2), S1),
-            "the axes after it cut dim 0 into 1 pieces, so split_factor must be 1",
+            "expected split_factor=1, the number of shards of dim 0 on the axes after it",
         ),
         (
             (StridedRaggedShard((0,), (1, 2), 3), S0),
-            "the axes after it cut dim 0 into 2 pieces, so split_factor must be 2",
+            "expected split_factor=2, the number of shards of dim 0 on the axes after it",
         ),
         (
             (S0, StridedRaggedShard((0,), (1, 2), 2)),
-            "the axes after it cut dim 0 into 1 pieces, so split_factor must be 1",
+            "expected split_factor=1, the number of shards of dim 0 on the axes after it",
         ),
-        ((Shard(2), ROWS), "dim 2 does not exist in a tensor of shape (12, 6)"),
-        ((Unknown(), ROWS), "is no placement that is known here"),
-        ((InterleavedShard(2, 1), R), "dim 2 does not exist in a tensor of shape (12, 6)"),
-        ((InterleavedShard(0, 5), R), "dim 0 of size 12 is not made of 5 equal chunks"),
-        ((InterleavedShard(0, 2), S0), "an interleaved dim can be on one axis only"),
+        ((Shard(2), ROWS), "expected a dim of the tensor, whose shape is (12, 6), got 2"),
+        ((Unknown(), ROWS), "expected a placement of torch or ragged_shard, got an unknown one"),
+        (
+            (InterleavedShard(2, 1), R),
+            "expected a dim of the tensor, whose shape is (12, 6), got 2",
+        ),
+        ((InterleavedShard(0, 5), R), "chunks that divides 12, the size of dim 0, got 5"),
+        ((InterleavedShard(0, 2), S0), "expected an interleaved dim that no other axis shards"),
         (
             (_StridedShard(0, split_factor=2), InterleavedShard(0, 2)),
-            "an interleaved dim can be on one axis only",
+            "expected an interleaved dim that no other axis shards",
         ),
         (
             (InterleavedShard(0, 2), InterleavedShard(0, 3)),
-            "an interleaved dim can be on one axis only",
+            "expected an interleaved dim that no other axis shards",
         ),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -103,7 +106,7 @@ def test_placements_that_do_not_fit_are_refused_on_every_rank(placements, messag
 def test_a_rank_beside_the_mesh_places_nothing():
     with fake_mesh((4,), rank=3):
         mesh = DeviceMesh("cpu", [0, 1])
-        with refused("this rank is not in the mesh [0, 1]"):
+        with refused("expected a rank of the mesh [0, 1], got one outside of it"):
             check_placements((12, 6), mesh, (ROWS,))
 
 
@@ -112,19 +115,19 @@ def test_units_are_asked_of_every_ranks_base():
     placements = (StridedRaggedShard((0,), (1, 1), 2), S0)
     for rank in range(4):
         with fake_mesh((2, 2), rank=rank) as mesh:
-            with refused("2 units do not divide the 3 elements"):
+            with refused("a number of units that divides 3, the elements"):
                 distribute_tensor(torch.ones(5, 3), mesh, placements)
-            with refused("2 units do not divide the 9 elements"):
+            with refused("a number of units that divides 9, the elements"):
                 check_placements((5, 3), mesh, (StridedRaggedShard((0, 1), (1, 1), 2), S0))
 
 
 def test_a_mesh_need_not_exist_and_may_be_large():
     check_fit((2**20, 8), (128, 4096), (RaggedShard((0, 1), (1,) * 128), Shard(0)))
-    with refused("127 units do not divide"):
+    with refused("divides 2048, the elements of dims (0, 1) of shape (256, 8), got 127"):
         check_fit((2**20, 8), (127, 4096), (RaggedShard((0, 1), (1,) * 127), Shard(0)))
 
 
-def test_dims_of_stock_placements_may_count_from_the_end():
+def test_dims_of_native_placements_may_count_from_the_end():
     with fake_mesh((2, 2)) as mesh:
         placed = distribute_tensor(torch.ones(6, 4), mesh, (ROWS, Shard(-1)))
         assert placed.placements == (ROWS, S1)
@@ -136,7 +139,7 @@ def test_dims_of_stock_placements_may_count_from_the_end():
     [((4, 3), (1, 4)), ((4, 3), (6, 1)), ((2, 2, 2), (4, 1, 2)), ((4,), (2,))],
 )
 def test_a_ragged_tensor_must_be_contiguous(shape, stride):
-    with refused(f"{ROWS!r}: the tensor of shape {shape} has strides {stride}"):
+    with refused(f"{ROWS!r}: expected a contiguous tensor, "):
         check_contiguous(shape, stride, (R, ROWS))
 
 

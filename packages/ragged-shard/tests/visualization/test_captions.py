@@ -99,9 +99,9 @@ def test_headings_name_the_tensor_and_the_axes():
     assert headings(named)[1:] == ("  axis 0 (dp): Replicate()", "  axis 1 (tp): Shard(dim=1)")
 
 
-SCALED = "Not to scale: the headings are where cells begin."
-COPIES = "Where several ranks are named, each holds a copy."
-TERMS = "Axis 0 is Partial(max): its ranks hold terms of the values."
+SCALED = "Not to scale: headings are the cells' first indices."
+COPIES = "Where a cell has several ranks, each has a copy."
+TERMS = "Axis 0 is Partial(max): its ranks have terms of the values."
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ TERMS = "Axis 0 is Partial(max): its ranks hold terms of the values."
             (64, 4),
             (2,),
             (InterleavedShard(0, 16),),
-            ("Too fine to be drawn whole: this is [0:16, :].", SCALED),
+            ("Too large to be drawn completely: this is [0:16, :].", SCALED),
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Records the collectives that a block of code issues, and their bytes on the wire."""
+"""Records the collectives that a block of code issues, with their bytes on the wire."""
 
 from testkit.comm_log.collective import Collective, Op
 from testkit.comm_log.log import CommLog

@@ -1,4 +1,4 @@
-"""One recorded collective, and what it puts on the wire."""
+"""A recorded collective, and its bytes on the wire."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Op: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Collective:
-    """One call that reached a process group, as this rank saw it.
+    """One call of a process group on this rank.
 
     Attributes:
-        op: the operation, the same name for every overload (`_allgather_base_`, coalesced, ...).
-        input_bytes: bytes this rank gives, over all tensors of the call; 0 for recv and for the
-            receivers of a scatter.
-        output_bytes: bytes this rank gets; the same memory as the input for all_reduce, broadcast
-            and reduce; 0 for send and for the senders of a gather.
-        dtype: of the tensors, as in ``"float32"``; ``"mixed"`` for several, ``""`` for none.
-        group: name of the process group, or None where torch does not tell: a plain collective
-            while several groups exist. A functional collective always tells.
-        group_size: ranks in the group, or None.
+        op: the operation, with one name for all overloads (`_allgather_base_`, coalesced, ...).
+        input_bytes: the bytes of this rank's inputs, over all tensors of the call; 0 for recv and
+            for the receivers of a scatter.
+        output_bytes: the bytes of this rank's outputs; the same memory as the input for all_reduce,
+            broadcast and reduce; 0 for send and for the senders of a gather.
+        dtype: of the tensors, such as ``"float32"``; ``"mixed"`` for several, ``""`` for none.
+        group: the name of the process group; None if it is unknown, as for collectives that are not
+            functional while several groups exist.
+        group_size: the number of ranks in the group, or None.
         group_rank: this rank's index in the group, or None.
-        root: root's index in the group (broadcast, reduce, gather, scatter), else None.
-        input_splits: all_to_all: bytes for each rank of the group, in order; () when not known.
-        output_splits: all_to_all: bytes from each rank of the group, in order; () when not known.
+        root: the root's index in the group (broadcast, reduce, gather, scatter), else None.
+        input_splits: of all_to_all, the bytes for each rank of the group; () if unknown.
+        output_splits: of all_to_all, the bytes from each rank of the group; () if unknown.
     """
 
     op: Op
@@ -53,10 +53,10 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes this rank sends to others; None where rank or size of the group is needed, unknown.
+        """The bytes that this rank sends; None if they need an unknown rank or size of the group.
 
-        The convention is the bandwidth-optimal algorithm for large messages: rings and chains
-        without compression, n ranks, i this rank:
+        By convention they are those of the bandwidth-optimal algorithms for large messages, rings
+        and chains without compression, with n ranks, of which i is this one:
 
         =================  =============================================================
         all_gather         output - input              (n - 1 pieces are forwarded by this rank)
@@ -70,14 +70,16 @@ class Collective:
         send               input;  recv, barrier: 0
         =================  =============================================================
 
-        Summed over a group they are the least bytes that any algorithm needs, all_reduce included.
+        Summed over a group they are the minimum of any algorithm, all_reduce included.
         """
         n, i = self.group_size, self.group_rank
         match self.op:
             case "all_gather":
                 return self.output_bytes - self.input_bytes
             case "reduce_scatter" | "scatter":
-                return max(self.input_bytes - self.output_bytes, 0)  # scatter: no input off root
+                return max(
+                    self.input_bytes - self.output_bytes, 0
+                )  # other ranks have no input of a scatter
             case "gather":
                 return 0 if self.output_bytes else self.input_bytes
             case "send":

@@ -1,8 +1,9 @@
-"""Finds collectives and products in an execution trace (`torch.profiler.ExecutionTraceObserver`).
+"""Reads collectives and products from an execution trace of torch (`ExecutionTraceObserver`).
 
-Nodes carry a schema, their arguments' values, shapes and dtypes, and an id given when they start;
-they are written when they end. Their parent links are not used: gloo ends its own nodes on other
-threads, after which torch's link points to stale nodes. The order of starts and ends is reliable.
+Nodes have a schema, the values, shapes and dtypes of their arguments, and an id that is assigned
+when they start; they are written when they end. Links to parents are not used: gloo ends its own
+nodes on other threads, after which torch's links are wrong. The order of starts and ends is
+reliable.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.utils import flop_counter
 
 from testkit.comm_log.collective import Collective, Op
 
-_LONGEST_LIST = 4096  # torch cuts longer ones, after one more element
+_LONGEST_LIST = 4096  # torch truncates longer lists, after one more element
 
 
 class _Kind(NamedTuple):
-    """How to read one c10d operator: its name here, and which arguments hold what."""
+    """The name of a c10d operator's operation, and of its arguments with inputs and outputs."""
 
     op: Op
     inputs: str | None
@@ -75,13 +76,13 @@ class _TraceNode:
     """One node of the trace, its arguments by name.
 
     Attributes:
-        start: grows with the time of its start.
-        end: grows with the time of its end.
-        thread: the thread it ran on.
+        start: its number in the order of starts.
+        end: its number in the order of ends.
+        thread: the id of its thread.
         name: the operator, with its namespace.
-        values: argument values; a tensor is ``[id, storage, offset, numel, itemsize, device]``.
-        types: argument types as written by torch, e.g. ``"GenericList[Tensor(float)]"``.
-        shapes: of the arguments in order, of what is no tensor ``[]``.
+        values: of the arguments; a tensor is ``[id, storage, offset, numel, itemsize, device]``.
+        types: of the arguments as torch writes them, e.g. ``"GenericList[Tensor(float)]"``.
+        shapes: of the arguments in order, ``[]`` for those that are not tensors.
     """
 
     start: int
@@ -111,25 +112,25 @@ class _Group:
 def read_collectives(trace: Mapping[str, Any]) -> tuple[Collective, ...]:
     """Reads the collectives of a trace, in order of issue.
 
-    Sizes and ranks of groups are looked up in this process, so call it while the groups exist.
+    Sizes and ranks of groups are those in this process, so call it while the groups exist.
 
     Args:
         trace: the observer's file, parsed.
 
     Raises:
-        RuntimeError: an operator of c10d that is not known here, or a list that torch cut short.
+        RuntimeError: an operator of c10d is unknown, or torch has truncated a list.
     """
     calls = _read_calls(trace)
-    named = [call for call in calls if isinstance(call.values.get("group_name"), str)]
-    found = [call for call in calls if call.name.startswith("c10d::")]
+    with_group = [call for call in calls if isinstance(call.values.get("group_name"), str)]
+    collectives = [call for call in calls if call.name.startswith("c10d::")]
     return tuple(
-        _read_collective(call, _group_of(call, named))
-        for call in sorted(found, key=lambda call: call.start)
+        _read_collective(call, _group_of(call, with_group))
+        for call in sorted(collectives, key=lambda call: call.start)
         if call.name.removeprefix("c10d::") not in _NO_COLLECTIVE
     )
 
 
-# Of each operator the FLOPs by the shapes of its first tensors, as torch's own counter has them.
+# The functions of torch's FLOP counter, which take the shapes of an operator's first tensors.
 _PRODUCTS: dict[str, Callable[..., int]] = {
     "aten::mm": flop_counter.mm_flop,
     "aten::addmm": flop_counter.addmm_flop,
@@ -150,9 +151,9 @@ _PRODUCT_TENSORS = {
 def read_product_flops(trace: Mapping[str, Any]) -> int:
     """Returns the FLOPs of the matrix products and the fused CPU attention of a trace.
 
-    Those that this process computed: an operator on DTensors is recorded too, with the shapes of
-    the whole tensors, and encloses the one on local tensors, which alone counts. Where DTensor
-    asks for the shape of a result, it encloses one on meta tensors, which computes nothing.
+    Only operators on local tensors are counted. An operator on DTensors is recorded too, with the
+    global shapes, and encloses the one on local tensors. Where DTensor infers the shape of a
+    result, it also encloses one on meta tensors, which computes nothing.
 
     Args:
         trace: the observer's file, parsed.
@@ -161,7 +162,7 @@ def read_product_flops(trace: Mapping[str, Any]) -> int:
         (call for call in _read_calls(trace) if call.name in _PRODUCTS),
         key=lambda call: (call.thread, call.start),
     )
-    # In the order of their starts, what a call encloses comes directly behind it.
+    # In the order of starts, an enclosed call directly follows the call that encloses it.
     return sum(
         _PRODUCTS[call.name](*call.shapes[: _PRODUCT_TENSORS[call.name]])
         for call, following in itertools.zip_longest(calls, calls[1:])
@@ -196,19 +197,19 @@ def _read_collective(call: _TraceNode, group: _Group) -> Collective:
     kind = _KINDS.get(call.name.removeprefix("c10d::"))
     if kind is None:
         raise RuntimeError(
-            f"CommLog: torch ran {call.name}, whose bytes testkit does not know; add it to _KINDS "
-            "of testkit.comm_log.execution_trace"
+            f"CommLog: expected a known c10d operator, got {call.name}; add it to _KINDS of "
+            "testkit.comm_log.execution_trace"
         )
-    given = call.values[kind.inputs] if kind.inputs else []
-    taken = call.values[kind.outputs] if kind.outputs else []
+    inputs = call.values[kind.inputs] if kind.inputs else []
+    outputs = call.values[kind.outputs] if kind.outputs else []
     size = group.size
     if kind.op == "all_to_all":
-        size = size or len(call.values.get("input_split_sizes", given)) or None
+        size = size or len(call.values.get("input_split_sizes", inputs)) or None
     return Collective(
         op=kind.op,
-        input_bytes=_bytes(given, call),
-        output_bytes=_bytes(taken, call),
-        # The receivers of a scatter give nothing, the senders of a gather get nothing.
+        input_bytes=_bytes(inputs, call),
+        output_bytes=_bytes(outputs, call),
+        # Receivers of a scatter have no inputs, senders of a gather no outputs.
         dtype=_dtype(call.types.get(kind.inputs or "", ""))
         or _dtype(call.types.get(kind.outputs or "", "")),
         group=group.name,
@@ -221,11 +222,11 @@ def _read_collective(call: _TraceNode, group: _Group) -> Collective:
 
 
 def _splits(call: _TraceNode, side: str, size: int | None) -> tuple[int, ...]:
-    """Bytes per peer of an all_to_all: one tensor and its row counts, or a tensor per peer."""
+    """Returns an all_to_all's bytes per rank, of a tensor with split sizes, or of a list."""
     if side not in call.values:
         return tuple(_bytes([tensor], call) for tensor in call.values[f"{side}_tensors"])
     total = _bytes(call.values[side], call)
-    rows = call.values[f"{side}_split_sizes"] or [1] * (size or 0)  # none given: even
+    rows = call.values[f"{side}_split_sizes"] or [1] * (size or 0)  # without sizes, splits are even
     return tuple(total * count // max(sum(rows), 1) for count in rows)
 
 
@@ -241,26 +242,26 @@ def _tensors(value: Any, call: _TraceNode) -> Iterator[Sequence[Any]]:
         return
     if len(value) > _LONGEST_LIST:
         raise RuntimeError(
-            f"CommLog: {call.name} was given more than {_LONGEST_LIST} tensors, of which "
-            "torch's trace keeps only the first; use a smaller world, or one output tensor"
+            f"CommLog: expected at most {_LONGEST_LIST} tensors in a call of {call.name}, got "
+            "more, which torch's trace truncates; use a smaller world, or one output tensor"
         )
     for item in value:
         yield from _tensors(item, call)
 
 
-def _dtype(written: str) -> str:
-    found = {_DTYPES.get(name, name) for name in re.findall(r"Tensor\(([^()]*)\)", written)}
-    return found.pop() if len(found) == 1 else "mixed" if found else ""
+def _dtype(types: str) -> str:
+    dtypes = {_DTYPES.get(name, name) for name in re.findall(r"Tensor\(([^()]*)\)", types)}
+    return dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else ""
 
 
-def _group_of(call: _TraceNode, named: Sequence[_TraceNode]) -> _Group:
-    """The group by the innermost enclosing call that names one, else by elimination."""
-    around = [outer for outer in named if outer.encloses(call)]
-    if around:
-        name = max(around, key=lambda outer: outer.start).values["group_name"]
+def _group_of(call: _TraceNode, with_group: Sequence[_TraceNode]) -> _Group:
+    """Returns the group of the innermost enclosing call with one, else the only existing one."""
+    enclosing = [outer for outer in with_group if outer.encloses(call)]
+    if enclosing:
+        name = max(enclosing, key=lambda outer: outer.start).values["group_name"]
         try:
             group = distributed_c10d._resolve_process_group(name)
-        except (RuntimeError, ValueError, LookupError):  # destroyed since
+        except (RuntimeError, ValueError, LookupError):  # it has been destroyed
             return _Group(name)
         return _Group(name, group.size(), group.rank())
     if not dist.is_initialized():

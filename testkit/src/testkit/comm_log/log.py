@@ -1,12 +1,12 @@
 """Counts the collectives and products of a block of code, without changing how it is dispatched.
 
-Note: a collective is one call that reached a process group (one ``c10d::`` operator); a coalesced
-call is one collective with many tensors. Bytes are this rank's. "Wire" bytes are those it sends to
-other ranks, under the conventions of `Collective.wire_bytes`.
+Note: a collective is one call of a process group (one ``c10d::`` operator); a coalesced call is one
+collective with many tensors. Bytes are this rank's. "Wire" bytes are those it sends to other ranks,
+under the conventions of `Collective.wire_bytes`.
 
-The record comes from torch's execution trace, whose callback is called by the dispatcher. A
+Calls are read from torch's execution trace, whose callback the dispatcher calls. A
 `TorchDispatchMode` would be simpler, but DTensor dispatch, native or by dtensor-rules, takes
-another path while one is active: what was measured would not be what runs.
+another path while one is active, so other code would be measured than runs without it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = ["CommLog"]
 _T = TypeVar("_T")
 
 _active = threading.Lock()  # the observer is one per process
-_CALLBACK_TIME = 0.02  # seconds; a callback takes microseconds, but its thread may have to wait
+_CALLBACK_TIME = 0.02  # seconds; a callback takes microseconds, but its thread may be delayed
 
 
 class CommLog:
-    """Records every collective issued while the block runs, by any thread of this process.
+    """Records every collective that any thread of this process issues in the block.
 
-    Works on real and fake process groups, inside `run_ranks` and outside, for functional and plain
-    collectives, the reducers of DDP and FSDP, point-to-point operations, coalescing managers, and
-    C++ code that calls a `ProcessGroup`. Work may still be under way when the block ends.
+    Supported are real and fake process groups, inside and outside of `run_ranks`, functional and
+    other collectives, the reducers of DDP and FSDP, point-to-point operations, coalescing managers,
+    and C++ code that calls a `ProcessGroup`. Work may be in flight when the block ends.
 
-    It cannot see:
-        - calls on a backend object (`group._get_backend(device).allreduce(...)`), NCCL called
-          directly, symmetric memory, and CUDA graph replays: they pass the dispatcher by;
-        - collectives on FakeTensors or while tracing: nothing is sent;
+    Not recorded are:
+        - calls of a backend (`group._get_backend(device).allreduce(...)`), direct calls of NCCL,
+          symmetric memory, and CUDA graph replays, which bypass the dispatcher;
+        - collectives on FakeTensors or while tracing, which send nothing;
         - store traffic (process group creation, rendezvous).
 
     Example:
@@ -59,8 +59,8 @@ class CommLog:
         4096
 
     Raises:
-        RuntimeError: on entry, when a CommLog or another execution trace is already running; on
-            exit, when the trace holds a collective that this version cannot weigh.
+        RuntimeError: on entry, if a CommLog or another execution trace is already running; on exit,
+            if the trace has a collective whose bytes are unknown.
     """
 
     def __init__(self) -> None:
@@ -71,22 +71,24 @@ class CommLog:
 
     def __enter__(self) -> CommLog:
         if self._folder is not None:
-            raise RuntimeError("CommLog: this log was already used; make a new CommLog() per block")
+            raise RuntimeError(
+                "CommLog: expected an unused log, got one of an earlier block; make one per block"
+            )
         if not _active.acquire(blocking=False):
             raise RuntimeError(
-                "CommLog: another CommLog is recording in this process; torch has one execution "
-                "trace, so end the other block first"
+                "CommLog: expected no other active CommLog, got one in this process, as torch has "
+                "one execution trace; end the other block first"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="comm-log-")
         self._observer = ExecutionTraceObserver()
         try:
             with _quiet_stderr():
                 self._observer.register_callback(str(self._file))
-            if not self._file.exists():  # torch reports success when another observer is there
+            if not self._file.exists():  # torch reports success if another observer exists
                 self._observer._registered = False  # its destructor would end the other's trace
                 raise RuntimeError(
-                    "CommLog: torch's execution trace is in use by another observer or profiler; "
-                    "unregister that one first"
+                    "CommLog: expected no active execution trace, got one of another observer or "
+                    "profiler; unregister that one first"
                 )
             with _quiet_stderr():
                 self._observer.start()
@@ -111,17 +113,17 @@ class CommLog:
             self._calls = read_collectives(trace)
             self._product_flops = read_product_flops(trace)
         except Exception:
-            if exc is None:  # never hide the block's own error
+            if exc is None:  # do not replace an error of the block
                 raise
         finally:
             self._release()
 
     @property
     def calls(self) -> tuple[Collective, ...]:
-        """Every collective in order of issue, barriers included.
+        """All collectives in order of issue, barriers included.
 
         Raises:
-            RuntimeError: before the block has ended.
+            RuntimeError: the block has not ended.
         """
         return _recorded(self._calls)
 
@@ -129,30 +131,30 @@ class CommLog:
     def product_flops(self) -> int:
         """FLOPs of the matrix products and the fused CPU attention that this process computed.
 
-        Of operators on DTensors those of their local tensors. Convolutions are left out.
+        For operators on DTensors, of their local tensors. Convolutions are not counted.
 
         Raises:
-            RuntimeError: before the block has ended.
+            RuntimeError: the block has not ended.
         """
         assert self.calls is not None
         return _recorded(self._product_flops)
 
     def counts(self, *, barriers: bool = False) -> dict[str, int]:
-        """Number of collectives per op, ops that did not run left out.
+        """Returns the number of collectives of each op that was called.
 
         Args:
-            barriers: count barriers as well.
+            barriers: whether to count barriers too.
         """
         return dict(Counter(call.op for call in self.calls if barriers or call.op != "barrier"))
 
     def bytes(self, op: Op | None = None) -> int:
-        """Bytes of payload: per call the larger of its input and its output.
+        """Returns the bytes of payload: for each call the larger of its input and its output.
 
-        That is the size of the whole gathered, scattered or reduced tensor on this rank; for bytes
-        that travel, sum `Collective.wire_bytes`.
+        This is the size of the gathered, scattered or reduced tensor on this rank; `wire_bytes`
+        returns the bytes that are sent.
 
         Args:
-            op: count this op only.
+            op: to count; None for all.
         """
         return sum(
             max(call.input_bytes, call.output_bytes)
@@ -161,13 +163,13 @@ class CommLog:
         )
 
     def wire_bytes(self, op: Op | None = None) -> int:
-        """Bytes this rank sent to others, under the conventions of `Collective.wire_bytes`.
+        """Returns the bytes that this rank sent, by the conventions of `Collective.wire_bytes`.
 
         Args:
-            op: count this op only.
+            op: to count; None for all.
 
         Raises:
-            ValueError: for a call whose share cannot be derived, naming it.
+            ValueError: the bytes of a call are unknown; names it.
         """
         total = 0
         for call in self.calls:
@@ -175,34 +177,34 @@ class CommLog:
                 continue
             if call.wire_bytes is None:
                 raise ValueError(
-                    f"CommLog: the wire bytes of [{call}] cannot be derived, for its group is "
-                    "unknown (several exist, or it is gone); use a functional collective, or "
-                    "compute them from input_bytes and the group's size"
+                    f"CommLog: expected a collective of a known group, got [{call}], whose group "
+                    "is not recorded (several exist, or it was destroyed); use a functional "
+                    "collective, or compute its wire bytes from input_bytes and the group's size"
                 )
             total += call.wire_bytes
         return total
 
     def assert_counts(self, expected: Mapping[str, int], *, barriers: bool = False) -> None:
-        """Asserts exactly these collectives ran: ops not named must not have run.
+        """Asserts that exactly these collectives were issued, and no others.
 
         Args:
-            expected: number per op, e.g. ``{"all_gather": 2}``; a zero is the same as no entry.
-            barriers: barriers count as well.
+            expected: the number of each op, e.g. ``{"all_gather": 2}``; 0 is the same as no entry.
+            barriers: whether to count barriers too.
 
         Raises:
-            AssertionError: when the counts differ; lists what ran, in order.
-            ValueError: for an op that does not exist.
+            AssertionError: the counts differ; lists the recorded collectives in order.
+            ValueError: an op does not exist.
         """
         unknown = sorted(set(expected) - set(get_args(Op)))
         if unknown:
-            raise ValueError(f"CommLog: no such op {unknown}; known are {sorted(get_args(Op))}")
-        wanted = {op: count for op, count in expected.items() if count}
-        got = self.counts(barriers=barriers)
-        if got == wanted:
+            raise ValueError(f"CommLog: expected ops of {sorted(get_args(Op))}, got {unknown}")
+        expected = {op: count for op, count in expected.items() if count}
+        actual = self.counts(barriers=barriers)
+        if actual == expected:
             return
-        shown = [call for call in self.calls if barriers or call.op != "barrier"]
-        lines = [f"  {i}: {call}" for i, call in enumerate(shown)] or ["  nothing"]
-        raise AssertionError("\n".join([f"expected {wanted}, got {got}; in order:", *lines]))
+        calls = [call for call in self.calls if barriers or call.op != "barrier"]
+        lines = [f"  {i}: {call}" for i, call in enumerate(calls)] or ["  nothing"]
+        raise AssertionError("\n".join([f"expected {expected}, got {actual}; in order:", *lines]))
 
     def _release(self) -> None:
         assert self._folder is not None
@@ -217,16 +219,18 @@ class CommLog:
 
 def _recorded(value: _T | None) -> _T:
     if value is None:
-        raise RuntimeError("CommLog: no record yet; read it after the `with` block has ended")
+        raise RuntimeError(
+            "CommLog: expected a block that has ended, got one that runs; read the log after it"
+        )
     return value
 
 
 def _let_callbacks_finish() -> None:
-    """Waits for callbacks that are under way on the backend's threads.
+    """Waits for callbacks that are running on the backend's threads.
 
-    Unregistering frees the observer even while such a thread writes to it, when a work that nobody
-    has waited for ends at this moment: seen as a segmentation fault. Later callbacks find it
-    stopped, or gone, and do nothing. The fake backend has no threads.
+    Unregistering frees the observer even while such a thread writes to it, which happens if a work
+    that was not waited for ends at this moment, and causes a segmentation fault. Later callbacks do
+    nothing, as the observer is stopped. The fake backend has no threads.
     """
     if dist.is_initialized() and dist.get_backend() != "fake":
         time.sleep(_CALLBACK_TIME)
@@ -234,7 +238,7 @@ def _let_callbacks_finish() -> None:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drops what C++ writes to fd 2: the observer announces itself on every start and stop."""
+    """Discards output of C++ on fd 2: the observer logs every start and stop."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:

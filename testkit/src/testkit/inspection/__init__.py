@@ -1,1 +1,1 @@
-"""What code does when it runs: lines, modules, memory, changes of torch, examples of a README."""
+"""Measures code that runs: its lines, imports, memory, changes of torch, examples of a README."""

@@ -1,4 +1,4 @@
-"""The ways to write one call of a function."""
+"""Forms of one call of a function: by position, by keyword, with defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CallForm:
-    """One way to write a call.
+    """One form of a call.
 
     Attributes:
         name: ``"defaults"``, ``"position"`` or ``"keyword"``.
@@ -28,11 +28,11 @@ class CallForm:
 
 
 def call_forms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[CallForm]:
-    """Writes a call in every way that a function's signature allows.
+    """Returns the forms of a call that a function's signature allows.
 
-    For tests that a replacement takes the calls of the original: make the forms of the original,
-    and call both in each of them. The signature of the replacement says little, as wrappers copy
-    it from the original.
+    Use it to test that a replacement accepts the calls of the original: make the forms of the
+    original, and call both with each of them. The signature of a replacement does not prove it, as
+    wrappers copy it from the original.
 
     Args:
         function: the original, which has a signature.
@@ -40,12 +40,12 @@ def call_forms(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
         **kwargs: arguments of the call.
 
     Returns:
-        ``"defaults"``, the arguments that were given alone; ``"position"``, all arguments, those of
-        defaults too, by position where that is possible; ``"keyword"``, all of them by keyword
-        where that is possible.
+        ``"defaults"`` with the passed arguments only, ``"position"`` with all arguments, defaults
+        included, by position where possible, and ``"keyword"`` with all of them by keyword where
+        possible.
 
     Raises:
-        TypeError: the function does not take these arguments.
+        TypeError: the function does not accept these arguments.
         ValueError: the function has no signature.
     """
     signature = inspect.signature(function)

@@ -1,7 +1,7 @@
-"""Lines of code that build something: those that run in a call, of functions of given files.
+"""Counts lines of code: those of a folder's functions that a call runs.
 
-Lines are those of the formatted file, so a statement over two lines is two. Docstrings, comments
-and blank lines are none, nor are imports and the heads of functions.
+Lines are those of the formatted file, so a statement over two lines counts as two. Docstrings,
+comments, blank lines, imports and the heads of functions are not counted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LAYOUT = frozenset(
 
 @dataclass(frozen=True)
 class Built:
-    """Lines that have run.
+    """The number of lines that were run.
 
     Attributes:
         lines: without those of calls of `annotate`.
-        annotations: lines of calls of `annotate`, by which a plan says what static mode needs.
+        annotations: of calls of `annotate`, with which a plan declares what static mode needs.
     """
 
     lines: int
@@ -49,14 +49,13 @@ def built_by(
     functions: Collection[str] | None = None,
     without: Collection[str] = (),
 ) -> Built:
-    """The lines of a folder's modules that build something in a call.
+    """Counts the lines of a folder's modules that a call runs.
 
     Args:
-        call: of functions there.
-        folder: with the modules.
-        functions: that are counted; None: all.
-        without: functions that build nothing: neither their lines count nor statements that call
-            them alone.
+        call: calls functions of the folder.
+        folder: of the modules.
+        functions: those that are counted; None for all.
+        without: functions that are not counted, nor are statements that only call them.
     """
     total = Built(0, 0)
     for path, run in lines_run(call, folder).items():
@@ -71,11 +70,11 @@ def lines_built(
     functions: Collection[str] | None = None,
     without: Collection[str] = (),
 ) -> Built:
-    """The lines of a module's functions, among those that have run.
+    """Counts the lines of a module's functions that were run.
 
     Args:
         source: of the module.
-        run: numbers of its lines; of a statement over several, any of them.
+        run: the numbers of the lines that were run; of a statement over several lines, any.
         functions: as in `built_by`.
         without: as in `built_by`.
     """
@@ -97,7 +96,7 @@ def lines_built(
 
 
 def code_lines(source: str) -> set[int]:
-    """Numbers of the lines that hold code: not docstrings, comments and blank lines."""
+    """Returns the numbers of the lines with code: not docstrings, comments and blank lines."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _LAYOUT:
@@ -109,7 +108,7 @@ def code_lines(source: str) -> set[int]:
 
 
 def body_lines(source: str) -> set[int]:
-    """Numbers of the lines that hold code in bodies of functions, methods included."""
+    """Returns the numbers of the lines with code in bodies of functions and methods."""
     bodies: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
@@ -118,11 +117,11 @@ def body_lines(source: str) -> set[int]:
 
 
 def lines_run(call: Callable[[], Any], folder: Path) -> dict[Path, set[int]]:
-    """The lines of the modules in a folder that run in a call.
+    """Returns the lines of the modules in a folder that a call runs.
 
     Args:
-        call: of a function there.
-        folder: with the modules.
+        call: calls functions of the folder.
+        folder: of the modules.
     """
     run: dict[Path, set[int]] = {}
 
@@ -144,13 +143,13 @@ def lines_run(call: Callable[[], Any], folder: Path) -> dict[Path, set[int]]:
 
 
 def _end(statement: ast.stmt) -> int:
-    """The last line of a statement, or of the head of one that has others in it."""
+    """Returns the last line of a statement, or of its head if it has a body."""
     body = getattr(statement, "body", None)
     return body[0].lineno - 1 if body else statement.end_lineno or statement.lineno
 
 
 def _calls(statement: ast.stmt, names: Collection[str]) -> bool:
-    """Whether a statement is a call of one of these functions and nothing else."""
+    """Whether a statement only calls one of these functions."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names
 

@@ -1,4 +1,4 @@
-"""What importing a package loads, seen from a fresh interpreter."""
+"""Finds the modules that importing a package loads, in a new interpreter."""
 
 import os
 import subprocess
@@ -12,15 +12,15 @@ PACKAGES = frozenset(
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter without CUDA has loaded after a statement.
+    """Returns the top-level modules that a new interpreter without CUDA loads for a statement.
 
-    The interpreter starts in an empty folder, so that only what is installed is found.
+    The interpreter starts in an empty folder, so that only installed packages are found.
 
     Args:
         statement: Python source, such as ``"import torch"``.
 
     Raises:
-        subprocess.CalledProcessError: The statement failed; its traceback is on stderr.
+        subprocess.CalledProcessError: the statement failed; its traceback is on stderr.
     """
     code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A snapshot of torch's global state: functions, tables, kernels, hooks and flags."""
+"""Takes snapshots of torch's global state: functions, tables, kernels, hooks and flags."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _Identity = tuple[object, ...]
 
 @dataclass(frozen=True)
 class TorchSnapshot:
-    """What was found in torch, by a path such as ``torch.nn.init.orthogonal_``.
+    """The state of torch, by paths such as ``torch.nn.init.orthogonal_``.
 
     Attributes:
-        modules: names of torch's modules that were loaded.
-        operators: names of the operators that were registered.
-        entries: objects that are compared by identity, in order. Of a function there are the
-            function, its code and its defaults, so that one whose code was replaced is another.
+        modules: the names of the loaded modules of torch.
+        operators: the names of the registered operators.
+        entries: for each path the objects that are compared by identity. For a function these are
+            the function, its code and its defaults, so that a replaced code is a change.
     """
 
     modules: frozenset[str]
@@ -53,11 +53,11 @@ class TorchSnapshot:
     entries: Mapping[str, _Identity]
 
     def changes(self) -> list[str]:
-        """Compares with what torch is now.
+        """Compares the snapshot with the present state of torch.
 
         Returns:
-            the paths that were added, removed or have another value now, sorted. Modules that were
-            loaded and operators that were defined since are not looked at.
+            the paths that were added, removed or have another value, sorted. Modules and operators
+            that were loaded or defined since are not compared.
         """
         now = _entries(self.modules, self.operators)
         paths = self.entries.keys() | now.keys()
@@ -65,17 +65,17 @@ class TorchSnapshot:
 
 
 def torch_snapshot() -> TorchSnapshot:
-    """Notes what a package may replace or register in torch.
+    """Takes a snapshot of what a package may replace or register in torch.
 
-    Functions and classes of every module of torch, and the members of these classes; DTensor's
-    dispatcher with its tables of strategies and handlers; the kernels of every operator at every
-    dispatch key; hooks of optimizers, modules and saved tensors; active modes; pytree nodes; safe
-    globals of `torch.load`; default dtype, threads, deterministic algorithms. Values that torch
-    itself changes as it runs, such as caches and counters, are not part of it.
+    It has the functions and classes of every module of torch, and the members of these classes;
+    DTensor's dispatcher with its tables of strategies and handlers; the kernels of every operator
+    at every dispatch key; hooks of optimizers, modules and saved tensors; active modes; pytree
+    nodes; safe globals of `torch.load`; the default dtype, threads, deterministic algorithms. It
+    does not have values that torch itself changes, such as caches and counters.
 
-    Take the first one in a fresh process, before the package is imported.
+    Take the first snapshot in a new process, before the package is imported.
     """
-    # torch.ops and torch.classes find their members when they are asked for.
+    # torch.ops and torch.classes load their members on access.
     modules = frozenset(
         name
         for name in sys.modules
@@ -97,18 +97,18 @@ print(json.dumps(found))
 
 
 def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
-    """Runs statements in a fresh interpreter, where warnings are errors.
+    """Runs statements in a new interpreter, in which warnings are errors.
 
     Args:
         *statements: Python source, run in order in one namespace.
         timeout: seconds for all of them.
 
     Returns:
-        after each statement, what is then another than before the first: paths of
-        `TorchSnapshot.changes`.
+        for each statement, `TorchSnapshot.changes` after it, compared with the state before the
+        first.
 
     Raises:
-        RuntimeError: a statement failed; with its traceback.
+        RuntimeError: a statement failed; has its traceback.
     """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _SCRIPT, *statements],
@@ -123,7 +123,7 @@ def changes_by(*statements: str, timeout: float = 240.0) -> list[list[str]]:
 
 
 def importing(package: str) -> str:
-    """The statement that imports a package and each of its modules but ``__main__``."""
+    """Returns code that imports a package and each of its modules except ``__main__``."""
     return f"""
 import importlib, pathlib, {package}
 root = pathlib.Path({package}.__file__).parent
@@ -148,7 +148,7 @@ def _entries(modules: frozenset[str], operators: frozenset[str]) -> dict[str, _I
 
 def _members(name: str, module: ModuleType) -> Iterator[tuple[str, _Identity]]:
     for key, value in list(vars(module).items()):
-        # type(), not isinstance(): that makes deprecated objects warn.
+        # type(), as isinstance() makes deprecated objects warn.
         if not issubclass(type(value), (type, *_CODE)):
             continue
         yield f"{name}.{key}", _identity(value)
@@ -164,8 +164,8 @@ def _identity(value: Any) -> _Identity:
     if type(value) is not FunctionType:
         return (value,)
     keywords = value.__kwdefaults__ or {}
-    # torch._dynamo notes the function that it makes of one at the first call.
-    attributes = {key: each for key, each in value.__dict__.items() if "dynamo" not in key}
+    # torch._dynamo caches its function in an attribute at the first call.
+    attributes = {key: entry for key, entry in value.__dict__.items() if "dynamo" not in key}
     defaults = (*keywords, *keywords.values(), *attributes, *attributes.values())
     return (value, value.__code__, value.__defaults__, *defaults)
 
@@ -176,7 +176,7 @@ def _tables() -> Iterator[tuple[str, Mapping[Any, Any]]]:
         ("DTensor._op_dispatcher", dispatcher),
         ("DTensor._op_dispatcher.sharding_propagator", dispatcher.sharding_propagator),
     ):
-        yield path, {key: each for key, each in vars(owner).items() if callable(each)}
+        yield path, {key: entry for key, entry in vars(owner).items() if callable(entry)}
         for key, table in vars(owner).items():
             if type(table) is dict:
                 yield f"{path}.{key}", table
@@ -209,7 +209,9 @@ def _settings() -> Iterator[tuple[str, object]]:
     yield "DTensor's tp_getattr", c_void_p.from_address(id(DTensor) + _OFFSET_OF_TP_GETATTR).value
 
 
-def _same(one: _Identity | None, other: _Identity | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return one is other
-    return all(a is b or (type(a) in _BY_VALUE and a == b) for a, b in zip(one, other, strict=True))
+def _same(before: _Identity | None, now: _Identity | None) -> bool:
+    if before is None or now is None or len(before) != len(now):
+        return before is now
+    return all(
+        a is b or (type(a) in _BY_VALUE and a == b) for a, b in zip(before, now, strict=True)
+    )

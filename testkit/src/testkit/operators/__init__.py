@@ -1,4 +1,4 @@
-"""The calls that tests of DTensor dispatch make: 160 operators with placements and dtypes."""
+"""Calls for tests of DTensor dispatch: 160 operators with placements and dtypes."""
 
 from testkit.operators.cases import OperatorCase, operator_cases
 from testkit.operators.operator import FLOATS, OpEntry, OpInput

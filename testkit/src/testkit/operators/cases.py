@@ -1,4 +1,4 @@
-"""The calls that tests of DTensor dispatch make: every operator, on a mesh, with placements."""
+"""Calls for tests of DTensor dispatch: the operators of the table, on a mesh, with placements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TWO_AXES = "R.R S0.R S0.S1 S0.S0 Psum.S0"
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One call: an operator on a mesh, with placements and a dtype.
+    """A call of an operator on a mesh, with placements and a dtype.
 
     Attributes:
-        operator: what is called.
-        dtype: of those operands that have none of their own.
-        operands: one row of the table of tensors for each of its operands.
+        operator: the function to call.
+        dtype: of the operands for which the operator does not define one.
+        operands: the case of each operand.
     """
 
     operator: OpEntry
@@ -32,64 +32,64 @@ class OperatorCase:
     operands: tuple[Case, ...]
 
     def __str__(self) -> str:
-        """The test id, e.g. ``mul scalar-mesh2x2-S0.R-f32``."""
+        """Returns the test id, e.g. ``mul scalar-mesh2x2-S0.R-f32``."""
         mesh = "x".join(map(str, self.mesh_shape))
         placements = ",".join(str(operand).split("-")[1] for operand in self.operands)
         return f"{self.operator.name}-mesh{mesh}-{placements}-{SHORT[self.dtype]}"
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Size of each mesh axis."""
+        """The size of each mesh axis."""
         return self.operands[0].mesh_shape
 
     def differentiable(self) -> list[bool]:
-        """Whether each operand can require a gradient."""
+        """Returns whether each operand can require a gradient."""
         return [
             operand.differentiable and case.dtype.is_floating_point
             for operand, case in zip(self.operator.operands, self.operands, strict=True)
         ]
 
     def inputs(self, mesh: DeviceMesh) -> list[DTensor]:
-        """The operands as DTensors, made without communication; each call gives the same values.
+        """Makes the operands as DTensors without communication, with the same values in each call.
 
         Args:
             mesh: of `mesh_shape`, real or fake.
 
         Returns:
-            Leaves that do not require gradients.
+            leaves that do not require gradients.
         """
-        made = []
+        tensors = []
         for seed, (operand, case) in enumerate(
             zip(self.operator.operands, self.operands, strict=True)
         ):
             tensor = case.tensor(seed)
             if operand.below is not None:
                 tensor = tensor.abs() % operand.below
-            made.append(case.distribute(mesh, tensor))
-        return made
+            tensors.append(case.distribute(mesh, tensor))
+        return tensors
 
 
 def operator_cases(
     mesh_shape: tuple[int, ...], only: Collection[str] | None = None
 ) -> list[OperatorCase]:
-    """The calls of the operators on a mesh, in the table's order.
+    """Returns the calls of the operators on a mesh, in the table's order.
 
-    In the first of its dtypes an operator is called with the same placement for all operands, with
-    the first one replicated, and with the first one placed otherwise than the rest; in others with
-    all of them sharded on their first dim.
+    In the first of its dtypes an operator is called with one placement for all operands, with the
+    first operand replicated, and with another placement of the first operand; in the other dtypes
+    with all operands sharded on their first dim.
 
     Args:
-        mesh_shape: ``(4,)`` or any other of one or two axes.
-        only: names of operators; by default all. On two axes torch needs some 50 ms to find the
+        mesh_shape: of one or two axes, such as ``(4,)``.
+        only: names of operators; None for all. On two axes torch takes about 50 ms to propagate the
             sharding of one new call.
 
     Raises:
-        ValueError: more than two axes, or an unknown operator.
+        ValueError: the mesh has more than two axes, or an operator is unknown.
     """
     if len(mesh_shape) > 2:
-        raise ValueError(f"operator_cases: mesh_shape={mesh_shape} must have one or two axes")
+        raise ValueError(f"operator_cases: expected mesh_shape= of 1 or 2 axes, got {mesh_shape}")
     if unknown := set(only or ()) - {operator.name for operator in OPERATORS}:
-        raise ValueError(f"operator_cases: only={sorted(unknown)} are not in the table")
+        raise ValueError(f"operator_cases: expected only= of the table, got {sorted(unknown)} too")
     return [
         OperatorCase(operator, dtype, operands)
         for operator in OPERATORS
@@ -102,7 +102,7 @@ def operator_cases(
 def _rows(
     operator: OpEntry, mesh_shape: tuple[int, ...], dtype: torch.dtype
 ) -> list[tuple[Case, ...]]:
-    """The operands of one operator with every choice of placements."""
+    """Returns the operands of an operator for every choice of placements."""
     names = (_ONE_AXIS if len(mesh_shape) == 1 else _TWO_AXES).split()
     choices: list[list[Case]] = []
     for operand in operator.operands:
@@ -111,24 +111,26 @@ def _rows(
         choices.append([row for row in rows if row is not None])
     if dtype is not operator.dtypes[0]:
         return [tuple(_named(rows, names[1]) for rows in choices)]
-    found: dict[tuple[Case, ...], None] = {}
+    rows_of_operands: dict[tuple[Case, ...], None] = {}
     for position, name in enumerate(names):
         same = [_named(rows, name) for rows in choices]
         others = [_named(rows, names[position - 1]) for rows in choices]
-        found |= {tuple(same): None, (choices[0][0], *same[1:]): None, (same[0], *others[1:]): None}
-    return list(found)
+        rows_of_operands |= dict.fromkeys(
+            (tuple(same), (choices[0][0], *same[1:]), (same[0], *others[1:]))
+        )
+    return list(rows_of_operands)
 
 
 def _named(rows: list[Case], name: str) -> Case:
-    """The row of these placements, or the first: replicated."""
-    wanted = placements_named(name)
-    return next((row for row in rows if row.placements == wanted), rows[0])
+    """Returns the row with these placements, or the first, which is replicated."""
+    placements = placements_named(name)
+    return next((row for row in rows if row.placements == placements), rows[0])
 
 
 def _case(
     operand: OpInput, mesh_shape: tuple[int, ...], dtype: torch.dtype, name: str
 ) -> Case | None:
-    """The operand with these placements, or None where they do not fit it."""
+    """Returns the operand with these placements, or None if they do not fit it."""
     placements = placements_named(name)
     own = operand.dtype or dtype
     partial = any(isinstance(placement, Partial) for placement in placements)

@@ -1,7 +1,7 @@
-"""What a test calls: an operator, a function of tensors, and its operands.
+"""The entries of the table of operators: a function of tensors, and its operands.
 
-Note: `testkit.cases` has tensors, this and the table in `testkit.operators.table` have what is done
-to them, and `testkit.operators.cases` puts them on a mesh.
+Note: `testkit.cases` has tensors, `testkit.operators.table` the operators, and
+`testkit.operators.cases` their calls on a mesh.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class OpInput:
-    """A tensor that an operator takes.
+    """An operand of an operator.
 
     Attributes:
         shape: of the global tensor.
-        dtype: None for the dtype of the case.
-        below: None, or fill it with non-negative integers below this one: indices.
-        differentiable: whether the operator has a gradient for it, where its dtype can have one.
-        fixed: None, or the only placement it comes with, on every axis: ``"R"``.
+        dtype: of the tensor; None for the dtype of the case.
+        below: for indices: the values are non-negative integers below this number; None for others.
+        differentiable: whether the operator has a gradient for it, if its dtype can have one.
+        fixed: the only placement that it has, on every axis, such as ``"R"``; None for any.
     """
 
     shape: tuple[int, ...]
@@ -37,14 +37,15 @@ class OpInput:
 
 @dataclass(frozen=True)
 class OpEntry:
-    """A function of tensors.
+    """An operator of the table.
 
     Attributes:
-        name: of a test's id.
-        run: takes one tensor per operand; returns tensors, scalars, or tuples or lists of them.
-        operands: what it takes.
-        dtypes: those of a case that make sense.
-        mutates: how many of its operands, from the first on, it writes into.
+        name: as in test ids.
+        run: called with one tensor per operand; returns tensors, scalars, or tuples or lists of
+            them.
+        operands: its operands.
+        dtypes: of the cases in which it is called.
+        mutates: the number of operands, from the first on, that it writes to.
     """
 
     name: str

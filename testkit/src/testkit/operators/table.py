@@ -27,12 +27,12 @@ _ROWS = OpInput((8,), torch.int64, below=8)
 
 
 def _out(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The out= variant: the first operand is written to."""
+    """Returns the out= variant of a function, which writes to the first operand."""
     return lambda out, *operands: function(*operands, *args, out=out)
 
 
 def _adamw(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """One fused AdamW step of one parameter: parameter, gradient, two averages, step."""
+    """Runs a fused AdamW step of a parameter, given its gradient, two averages and the step."""
     param, grad, average, square, step = tensors
     torch._fused_adamw_(
         [param], [grad], [average], [square.abs_()], [], [step], lr=0.1, beta1=0.9, beta2=0.99,
@@ -42,7 +42,7 @@ def _adamw(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _foreach(name: str, *args: Any, returns: bool = False) -> Callable[..., Any]:
-    """A foreach operator on its operands: halves are its lists where it takes two."""
+    """Returns a foreach operator of two lists, which are the halves of its operands."""
     function = getattr(torch, f"_foreach_{name}")
 
     def run(*operands: torch.Tensor) -> Any:

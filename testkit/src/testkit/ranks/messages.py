@@ -1,9 +1,8 @@
 """The messages between the parent and its ranks.
 
-Parent to rank: `RankCall`, then `DestroyGroup` when every rank has answered (a rank that destroyed
-its process group earlier would break the connections that slower ranks still use). Rank to parent:
-`Ready` at the start and after each `DestroyGroup`, and one `Reply` per call. Each is one pickle on
-a socket.
+Parent to rank: `RankCall`, then `DestroyGroup` when every rank has replied (a rank that destroyed
+its process group earlier would break the connections of slower ranks). Rank to parent: `Ready` at
+the start and after each `DestroyGroup`, and one `Reply` per call. Each is one pickle on a socket.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WarningFilter:
-    """One entry of `warnings.filters`, in the arguments of `warnings.filterwarnings`."""
+    """One entry of `warnings.filters`, as the arguments of `warnings.filterwarnings`."""
 
     action: str
     message: str
@@ -28,10 +27,10 @@ class RankCall:
     """One function to run.
 
     Attributes:
-        number: of the call, for a fresh key space in the store.
-        world_size: ranks that take part.
+        number: of the call, a prefix of its keys in the store.
+        world_size: the number of ranks.
         sys_path: the parent's.
-        payload: cloudpickle of a `Task`, apart because it loads only under `sys_path`.
+        payload: cloudpickle of a `Task`, separate because it can only be loaded with `sys_path`.
     """
 
     number: int
@@ -57,10 +56,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Reply:
-    """How a call ended on this rank.
+    """The result of a call on this rank.
 
     Attributes:
-        payload: cloudpickle of the result, or None when it failed.
+        payload: cloudpickle of the result; None if the call failed.
         failure: the traceback, or "".
     """
 
@@ -70,4 +69,4 @@ class Reply:
 
 @dataclass(frozen=True)
 class DestroyGroup:
-    """Every rank has answered: destroy the process group."""
+    """Every rank has replied: destroy the process group."""

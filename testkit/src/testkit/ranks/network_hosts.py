@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, joined by a link that can be cut or slow."""
+"""Hosts that are network namespaces of this machine, with a link that can fail or be slow."""
 
 import functools
 import os
@@ -17,9 +17,9 @@ def _run_ip(*words: str) -> str:
 
 @functools.cache
 def no_network_hosts() -> str | None:
-    """Why this machine allows no namespaces; None: it does."""
+    """Returns why this machine cannot make namespaces; None if it can."""
     if shutil.which("ip") is None:
-        return "there is no ip, of iproute2"
+        return "the command ip (iproute2) is missing"
     name = f"spmd-try-{os.getpid()}"
     try:
         _run_ip("netns", "add", name)
@@ -30,9 +30,9 @@ def no_network_hosts() -> str | None:
 
 
 class NetworkHosts:
-    """Two hosts joined by one link, where `no_network_hosts` finds no reason against them.
+    """Two hosts with one link between them; needs `no_network_hosts` to return None.
 
-    A context: on leaving it their processes are killed, and they are removed.
+    A context manager: on exit it kills the hosts' processes and removes the hosts.
 
     Attributes:
         addresses: of host 0 and host 1, in one network.
@@ -46,7 +46,7 @@ class NetworkHosts:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "NetworkHosts":
-        """Make them."""
+        """Creates the hosts and their link."""
         for name in self._names:
             _run_ip("netns", "add", name)
         ends = [[link, "netns", name] for link, name in zip(self._links, self._names, strict=True)]
@@ -58,24 +58,24 @@ class NetworkHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove them."""
+        """Kills the hosts' processes and removes the hosts."""
         try:
             for host in range(2):
                 self.kill(host)
             for process in self._processes:
                 process.wait(20)
         finally:
-            for name in self._names:  # the link goes with them
+            for name in self._names:  # which removes the link too
                 _run_ip("netns", "del", name)
 
     def command(self, host: int, words: Sequence[str]) -> list[str]:
-        """The command that runs ``words`` on a host."""
+        """Returns the command that runs ``words`` on a host."""
         return ["ip", "netns", "exec", self._names[host], *words]
 
     def start(
         self, host: int, words: Sequence[str], log: Path, **environment: str
     ) -> "subprocess.Popen[str]":
-        """Start a process on a host; what it says goes to ``log``."""
+        """Starts a process on a host, with its output in ``log``."""
         with log.open("w") as file:
             process = subprocess.Popen(
                 self.command(host, words),
@@ -88,16 +88,16 @@ class NetworkHosts:
         self._processes.append(process)
         return process
 
-    def cut(self) -> None:
-        """Take the link away: nothing arrives any more, and no process gets an error."""
+    def disconnect(self) -> None:
+        """Disables the link: messages are lost, and no process gets an error."""
         self._ip(0, "link", "set", self._links[0], "down")
 
     def reconnect(self) -> None:
-        """Bring a link that was cut back."""
+        """Enables the link again."""
         self._ip(0, "link", "set", self._links[0], "up")
 
     def slow_down(self, *, kbit: int) -> str | None:
-        """Limits what both ends send per second; returns the reason where this kernel cannot."""
+        """Limits what both hosts send per second; returns the kernel's error if it cannot."""
         for host in range(2):
             try:
                 subprocess.run(
@@ -115,17 +115,17 @@ class NetworkHosts:
         return None
 
     def sent(self, host: int) -> int:
-        """Bytes that a host has sent over the link."""
+        """Returns the bytes that a host has sent over the link."""
         words = ["cat", f"/sys/class/net/{self._links[host]}/statistics/tx_bytes"]
         return int(subprocess.run(self.command(host, words), capture_output=True).stdout)
 
     def kill(self, host: int) -> None:
-        """End every process of a host at once."""
+        """Kills every process of a host."""
         for pid in _run_ip("netns", "pids", self._names[host]).split():
             try:
                 os.kill(int(pid), signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it has ended by itself
+                continue  # it has exited
 
     def _ip(self, host: int, *words: str) -> None:
         _run_ip("-n", self._names[host], *words)

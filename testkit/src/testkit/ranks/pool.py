@@ -1,4 +1,4 @@
-"""The rank processes: started once, reused by the next call, killed with their parent."""
+"""The pool of rank processes, which are started once, reused, and killed with their parent."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Rank:
         index: its rank in every call.
         process: the process.
         connection: the socket to it.
-        log: file that holds its stdout and stderr since the call began.
-        ready: it takes a call; not so while it starts, runs one, or destroys its process group.
+        log: the file of its stdout and stderr since the call began.
+        ready: whether it accepts a call; it does not while it starts, runs one, or destroys its
+            process group.
     """
 
     index: int
@@ -45,12 +46,12 @@ class Rank:
     ready: bool = False
 
     def output(self) -> str:
-        """The end of what it wrote since the call began."""
+        """Returns the end of its output since the call began."""
         text = self.log.read_text(errors="replace").rstrip()
         return text if len(text) <= _TAIL else f"...{text[-_TAIL:]}"
 
     def stack(self) -> str:
-        """Its Python stack, innermost call first, or a line that says why there is none."""
+        """Returns its Python stack, innermost call first, or why there is none."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_TIMEOUT
@@ -58,13 +59,16 @@ class Rank:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             previous, text = text, self.log.read_bytes()[before:].decode(errors="replace")
-            if text and text == previous:  # it has finished writing
+            if text and text == previous:  # it has been written completely
                 break
         os.truncate(self.log, before)
-        return text.rstrip() or "no Python stack within a second: stopped, or not running Python"
+        return (
+            text.rstrip()
+            or "no Python stack within a second: the process is stopped, or not in Python code"
+        )
 
     def ending(self) -> str:
-        """How its process ended, in words."""
+        """Describes how its process ended."""
         code = self.process.poll()
         if code is None:
             return "closed its connection but still runs"
@@ -73,16 +77,16 @@ class Rank:
         return f"exited with code {code}"
 
     def kill(self) -> None:
-        """Ends the process and its connection, at once."""
+        """Kills the process and closes the connection."""
         self.process.kill()
         self.process.wait()
         self.connection.close()
 
 
 class Pool:
-    """Rank processes of this process, and the store of their rendezvous.
+    """The rank processes of this process, and the store of their rendezvous.
 
-    A call uses the first `world_size` of them; the pool grows when a call needs more.
+    A call uses the first `world_size` of them; missing ones are started.
     """
 
     def __init__(self) -> None:
@@ -90,12 +94,12 @@ class Pool:
         self._calls = 0
         self._pid = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="testkit-"))
-        # Port 0: the system picks a free one, and nobody can take it from us before we use it.
+        # Port 0: the system chooses a free port and binds it at once.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 
     def usable(self) -> bool:
-        """Whether this process made it (not its parent, by fork) and no idle rank was killed."""
+        """Whether this process made it (not its parent, by fork), and no idle rank was killed."""
         if self._pid != os.getpid():
             return False
         for rank in self.ranks:
@@ -104,10 +108,10 @@ class Pool:
         return all(rank.process.poll() is None for rank in self.ranks if rank.ready)
 
     def prepare(self, world_size: int) -> list[Rank]:
-        """Starts missing processes and waits until the first `world_size` take a call.
+        """Starts missing processes and waits until the first `world_size` accept a call.
 
         Returns:
-            Those that died or are not ready in time; empty when all is well.
+            the ranks that died or are not ready in time.
 
         Raises:
             OSError: the process of rank `len(self.ranks)` cannot be created.
@@ -116,7 +120,7 @@ class Pool:
             self.ranks.append(self._start(len(self.ranks)))
         deadline = time.monotonic() + START_TIMEOUT
         waiting = [rank for rank in self.ranks[:world_size] if not rank.ready]
-        while waiting and (found := arrivals(waiting, deadline)):
+        while waiting and (found := wait_for_ranks(waiting, deadline)):
             for rank in found:
                 rank.ready = receive(rank) == Ready()
                 if not rank.ready:
@@ -125,22 +129,24 @@ class Pool:
         return waiting
 
     def send(self, world_size: int, payload: bytes) -> None:
-        """Hands a call to the first `world_size` ranks."""
+        """Sends a call to the first `world_size` ranks."""
         self._calls += 1
         call = RankCall(self._calls, world_size, tuple(sys.path), payload)
         for rank in self.ranks[:world_size]:
             rank.ready = False
-            with contextlib.suppress(ConnectionError):  # it died; who waits for its reply sees it
+            with contextlib.suppress(
+                ConnectionError
+            ):  # it died, which the wait for its reply reports
                 rank.connection.send(call)
 
     def release(self, world_size: int) -> None:
-        """Lets the ranks of a finished call destroy its process group."""
+        """Makes the ranks of a finished call destroy its process group."""
         for rank in self.ranks[:world_size]:
             with contextlib.suppress(ConnectionError):
                 rank.connection.send(DestroyGroup())
 
     def close(self) -> None:
-        """Kills every process and removes the logs; harmless in a forked child."""
+        """Kills every process and removes the logs; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         atexit.unregister(self.close)
@@ -169,33 +175,33 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
             on_error.pop_all()
         return Rank(index, process, connection, log)
 
 
-def arrivals(ranks: list[Rank], deadline: float) -> list[Rank]:
-    """Ranks that have sent something or have died; none when nothing came until the deadline.
+def wait_for_ranks(ranks: list[Rank], deadline: float) -> list[Rank]:
+    """Waits for ranks that send a message or die; returns none if none does until the deadline.
 
-    Looks at the processes as well: a child forked by a rank may keep its socket open.
+    Processes are polled too, as a child that a rank forked may keep its socket open.
     """
     while True:
-        left = deadline - time.monotonic()
-        ready = wait([rank.connection for rank in ranks], timeout=min(max(left, 0.0), 0.25))
-        found = [
-            rank for rank in ranks if rank.connection in ready or rank.process.poll() is not None
+        remaining = deadline - time.monotonic()
+        readable = wait([rank.connection for rank in ranks], timeout=min(max(remaining, 0.0), 0.25))
+        ready = [
+            rank for rank in ranks if rank.connection in readable or rank.process.poll() is not None
         ]
-        if found or left <= 0:
-            return found
+        if ready or remaining <= 0:
+            return ready
 
 
 def receive(rank: Rank) -> Any:
-    """The message a rank has sent, or None when it has died."""
+    """Returns the message of a rank, or None if it died."""
     try:
         if rank.connection.poll():
             return rank.connection.recv()
-    except (EOFError, OSError):  # OSError: it died in the middle of a message
+    except (EOFError, OSError):  # OSError: it died while it sent a message
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(timeout=5.0)  # the socket closes a little before the process ends
     return None

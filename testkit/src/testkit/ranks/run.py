@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, and says which rank failed and how."""
+"""Runs a function on several gloo ranks, and reports which rank failed and how."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from typing import Any, Literal, TypeVar
 import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 
 from testkit.ranks.messages import Reply, Task, WarningFilter
-from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, arrivals, receive
+from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, receive, wait_for_ranks
 
 T = TypeVar("T")
 
 MAX_RANKS = 8
-_GRACE = 1.0  # seconds others may still take once a rank has failed
+_GRACE = 1.0  # seconds that the other ranks may take after a rank has failed
 
 _lock = threading.Lock()
 _pool: Pool | None = None
@@ -38,9 +38,9 @@ class RankReport:
 
     Attributes:
         rank: its number.
-        state: ``"raised"``; ``"died"`` (signal or exit); ``"hung"`` at the time limit;
-            ``"running"`` when another rank's failure ended the call; ``"not ready"`` when it did
-            not start, or did not get out of the call before.
+        state: ``"raised"``; ``"died"`` (by a signal or an exit); ``"hung"`` at the time limit;
+            ``"running"`` if another rank's failure ended the call; ``"not ready"`` if it did not
+            start, or did not leave the previous call.
         detail: a traceback, a stack, or how the process ended.
         output: the end of its stdout and stderr.
     """
@@ -58,11 +58,11 @@ class RankReport:
 
 
 class RankError(RuntimeError):
-    """A call failed on at least one rank.
+    """Is raised if a call failed on at least one rank.
 
     Attributes:
-        reports: one per rank that did not finish: failures in order of arrival, then those that
-            were still running.
+        reports: one for each rank that did not finish: failures in order of arrival, then ranks
+            that were still running.
     """
 
     def __init__(self, summary: str, reports: Sequence[RankReport]) -> None:
@@ -77,32 +77,32 @@ def run_ranks(
 
     The processes are started once and reused (`testkit.ranks.pool`). Between calls the process
     group is destroyed, torch's distributed caches are cleared and the seeds of `torch` and `random`
-    are set to 0; whatever else `fn` changes in its process stays changed. Ranks have the caller's
-    `sys.path` and warning filters, and one thread each. What they print is printed here, labelled,
-    when the call succeeds, and is part of the error when it fails.
+    are set to 0; other changes that `fn` makes in its process persist. Ranks have the caller's
+    `sys.path` and warning filters, and one thread each. Their output is printed with their numbers
+    if the call succeeds, and is part of the error if it fails.
 
     Args:
-        fn: any function, closure or lambda; one from a test module is sent by value. It learns its
-            rank from `torch.distributed.get_rank()`.
-        world_size: number of ranks, 1 to 8.
+        fn: a function, closure or lambda; functions of test modules are sent by value. Its rank is
+            `torch.distributed.get_rank()`.
+        world_size: the number of ranks, 1 to 8.
         *args: sent to every rank.
-        timeout: seconds until ranks that still run are killed; starting processes not included.
+        timeout: seconds after which running ranks are killed, without the start of processes.
         **kwargs: sent to every rank.
 
     Returns:
-        What `fn` returned, by rank. Plain tensors and all that pickles may be returned.
+        the results of `fn` by rank: plain tensors, or any objects that can be pickled.
 
     Raises:
-        RankError: a rank raised, died, hung, could not start, or returned what cannot be sent; the
-            message holds each one's traceback or stack and output. The pool is then disposed of.
-        TypeError: `fn` is not callable, it or an argument cannot be sent, or `world_size` is no
+        RankError: a rank raised, died, hung, could not start, or its result cannot be sent; the
+            message has the traceback or stack and the output of each. The pool is closed.
+        TypeError: `fn` is not callable, it or an argument cannot be sent, or `world_size` is not an
             integer.
-        ValueError: `world_size` or `timeout` out of range.
-        RuntimeError: called on a rank.
+        ValueError: `world_size` or `timeout` is out of range.
+        RuntimeError: it is called on a rank.
     """
     global _pool
     _check(fn, world_size, timeout)
-    with _lock:  # one call at a time: a rank has one process group, cloudpickle one registry
+    with _lock:  # a rank has one process group, and cloudpickle one registry
         payload = _dumps(fn, args, kwargs)
         if _pool is not None and not _pool.usable():
             _pool.close()
@@ -113,7 +113,7 @@ def run_ranks(
             _pool.send(world_size, payload)
             results = _collect(_pool.ranks[:world_size], timeout)
             _pool.release(world_size)
-        except BaseException:  # a KeyboardInterrupt too leaves ranks in the middle of a call
+        except BaseException:  # KeyboardInterrupt included: ranks are still running the call
             _pool.close()
             _pool = None
             raise
@@ -122,32 +122,34 @@ def run_ranks(
 
 def _check(fn: object, world_size: object, timeout: float) -> None:
     if not callable(fn):
-        raise TypeError(f"run_ranks: fn={fn!r} is not callable; give the function, not its result")
+        raise TypeError(
+            f"run_ranks: expected a function, got fn={fn!r}; pass it without calling it"
+        )
     if not isinstance(world_size, int) or isinstance(world_size, bool):
-        raise TypeError(f"run_ranks: world_size={world_size!r} must be an int, from 1 to 8")
+        raise TypeError(f"run_ranks: expected world_size= from 1 to 8, got {world_size!r}")
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(
-            f"run_ranks: world_size={world_size} must be from 1 to {MAX_RANKS}; "
+            f"run_ranks: expected world_size= from 1 to {MAX_RANKS}, got {world_size}; "
             "for more ranks without communication use testkit.fake_mesh"
         )
     if not timeout > 0:
-        raise ValueError(f"run_ranks: timeout={timeout} must be a positive number of seconds")
+        raise ValueError(f"run_ranks: expected a positive timeout= in seconds, got {timeout}")
     if "TESTKIT_RANK" in os.environ:
         raise RuntimeError(
-            f"run_ranks: called on rank {os.environ['TESTKIT_RANK']} of another run_ranks; "
-            "use dist.new_group() for subgroups"
+            f"run_ranks: expected a call outside of ranks, got one on rank "
+            f"{os.environ['TESTKIT_RANK']} of another run_ranks; use dist.new_group() for subgroups"
         )
 
 
 def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
-    """Waits for every rank's reply; raises the RankError of those that give none."""
+    """Waits for every rank's reply; raises a RankError if one fails."""
     start = time.monotonic()
     deadline = start + timeout
     results: dict[int, Any] = {}
     failures: list[RankReport] = []
     waiting = list(ranks)
-    while waiting and (found := arrivals(waiting, deadline)):
-        for rank in found:
+    while waiting and (ready := wait_for_ranks(waiting, deadline)):
+        for rank in ready:
             waiting.remove(rank)
             outcome = _outcome(rank)
             if isinstance(outcome, RankReport):
@@ -171,13 +173,13 @@ class _Result:
 def _outcome(rank: Rank) -> _Result | RankReport:
     reply: Reply | None = receive(rank)
     if reply is None:
-        return RankReport(rank.index, "died", f"{rank.ending()} in the middle", rank.output())
+        return RankReport(rank.index, "died", f"{rank.ending()} during the call", rank.output())
     if reply.payload is None:
         return RankReport(rank.index, "raised", reply.failure, rank.output())
     try:
         return _Result(pickle.loads(reply.payload))
     except Exception as error:
-        detail = f"its result cannot be read here: {type(error).__name__}: {error}"
+        detail = f"its result cannot be unpickled: {type(error).__name__}: {error}"
         return RankReport(rank.index, "raised", detail, rank.output())
 
 
@@ -207,10 +209,10 @@ def _prepare(pool: Pool, world_size: int) -> None:
         if rank.process.poll() is None:
             detail = f"not ready after {START_TIMEOUT:g} s, at\n{rank.stack()}"
         else:
-            detail = f"{rank.ending()} while starting, or while leaving the call before"
+            detail = f"{rank.ending()} while it started, or left the previous call"
         reports.append(RankReport(rank.index, "not ready", detail, rank.output()))
-    named = ", ".join(str(rank.index) for rank in failed)
-    raise RankError(f"run_ranks on {world_size}: rank {named} not ready", reports)
+    numbers = ", ".join(str(rank.index) for rank in failed)
+    raise RankError(f"run_ranks on {world_size}: rank {numbers} not ready", reports)
 
 
 def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -227,7 +229,7 @@ def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 class _TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
-    """cloudpickle sends a plain module by name, but not one of a class of its own: torch.ops."""
+    """Sends modules of a special class, such as torch.ops, by name, as cloudpickle others."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
@@ -249,7 +251,7 @@ def _pattern(expression: Any) -> str:
 
 @contextmanager
 def _by_value(objects: Sequence[object]) -> Iterator[None]:
-    """Has cloudpickle send the modules of these objects by value where ranks cannot import them."""
+    """Makes cloudpickle send the modules of objects by value, if ranks cannot import them."""
     modules = {id(module): module for module in map(_module, objects) if module is not None}
     registered = []
     for module in modules.values():
@@ -264,7 +266,7 @@ def _by_value(objects: Sequence[object]) -> Iterator[None]:
 
 
 def _module(obj: object) -> ModuleType | None:
-    """The module that defines an object's code, if a fresh process could not import it."""
+    """Returns the module that defines an object's code, if a new process cannot import it."""
     while isinstance(obj, functools.partial):
         obj = obj.func
     name = getattr(obj, "__module__", None) or type(obj).__module__
@@ -273,13 +275,13 @@ def _module(obj: object) -> ModuleType | None:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether the import system finds this very file by the module's name.
+    """Whether the import system finds the module's file by its name.
 
-    Not so for what pytest imports in importlib mode, and for the main script.
+    It does not for modules that pytest imports in importlib mode, and for the main script.
     """
     path, spec = None, None
     parts = module.__name__.split(".")
-    if parts[0] in sys.stdlib_module_names:  # frozen ones do not give their file away
+    if parts[0] in sys.stdlib_module_names:  # frozen modules have no file
         return True
     for end in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:end]), path)
@@ -291,7 +293,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def _find(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """`importlib.util.find_spec` that does not take sys.modules' word for it."""
+    """Finds a module as `importlib.util.find_spec`, but not in sys.modules."""
     for finder in sys.meta_path:
         if spec := finder.find_spec(name, path):
             return spec

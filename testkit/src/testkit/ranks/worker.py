@@ -2,8 +2,8 @@
 
 Usage: ``python -m testkit.ranks.worker FD PARENT RANK PORT``.
 
-Serves calls from the socket FD until its parent closes it or dies. Its stdout and stderr are the
-rank's log file, emptied before each call.
+Runs calls from the socket FD until its parent closes it or dies. Its stdout and stderr are the
+rank's log file, which is truncated before each call.
 """
 
 from __future__ import annotations
@@ -35,46 +35,48 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(fd: int, parent: int, rank: int, port: int) -> None:
-    """Serves calls until the connection ends.
+    """Runs calls until the connection ends.
 
     Args:
-        fd: the socket to the parent, inherited.
-        parent: its process id.
+        fd: the inherited socket to the parent.
+        parent: the process id of the parent.
         rank: this process's rank in every call.
-        port: where the parent's TCPStore listens, on the loopback device.
+        port: of the parent's TCPStore, on the loopback device.
     """
-    _die_with(parent)
+    _die_with_parent(parent)
     os.set_inheritable(fd, False)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks a hung rank where
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True
+    )  # how the parent requests a hung rank's stack
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection = Connection(fd)
-    gc.freeze()  # what was imported stays: a collection after each call does not look at it
+    gc.freeze()  # the collection after each call skips imported objects
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pool
         while True:
             connection.send(Ready())
             call: RankCall = connection.recv()
             os.ftruncate(sys.stdout.fileno(), 0)
-            connection.send(_serve(call, rank, dist.PrefixStore(f"call{call.number}", store)))
+            connection.send(_reply_to(call, rank, dist.PrefixStore(f"call{call.number}", store)))
             assert connection.recv() == DestroyGroup()
             _reset()
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # the parent died before the call of prctl
         os._exit(1)
 
 
-def _serve(call: RankCall, rank: int, store: dist.Store) -> Reply:
+def _reply_to(call: RankCall, rank: int, store: dist.Store) -> Reply:
     sys.path[:] = call.sys_path
     with warnings.catch_warnings():
         try:
             reply = Reply(_dumps(_run(call, rank, store)))
         except BaseException:
-            # SystemExit and pytest's own outcomes included: the pool must hear of every end.
-            reply = Reply(None, _own_traceback())
+            # SystemExit and pytest's outcomes included: the pool needs a reply in every case.
+            reply = Reply(None, _traceback_of_function())
     sys.stdout.flush()
     sys.stderr.flush()
     return reply
@@ -101,8 +103,8 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, DTensor):
             raise TypeError(
-                f"the result holds a DTensor ({obj.placements}), which means nothing outside its "
-                "ranks; return x.to_local() or x.full_tensor()"
+                f"expected a result without DTensors, which need their process group, got one with "
+                f"placements {obj.placements}; return x.to_local() or x.full_tensor()"
             )
         return super().reducer_override(obj)
 
@@ -119,8 +121,8 @@ def _dumps(result: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _own_traceback() -> str:
-    """The current exception's, without the frames of this module at its head."""
+def _traceback_of_function() -> str:
+    """Formats the current exception without the first frames, which are of this module."""
     kind, error, frames = sys.exc_info()
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -131,9 +133,9 @@ def _reset() -> None:
     if dist.is_initialized():  # the function may have destroyed it
         dist.destroy_process_group()
     clear_caches()
-    # A mesh and its submeshes are a cycle that holds groups, and torch ends a group, its threads
-    # and sockets, with its last holder. Now, on all ranks at once, and not in the middle of a later
-    # call when a rank's collector comes by.
+    # A mesh and its submeshes are a reference cycle with groups, and torch closes a group, its
+    # threads and sockets, with its last reference. Collected here, this happens on all ranks at
+    # once, instead of during a later call on one of them.
     gc.collect()
 
 

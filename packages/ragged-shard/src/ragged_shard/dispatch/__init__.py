@@ -1,1 +1,1 @@
-"""Decides what operators do to the placements of this package."""
+"""Sharding propagation of operators with placements of this package."""

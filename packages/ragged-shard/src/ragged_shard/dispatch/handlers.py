@@ -1,8 +1,8 @@
 """Guards torch's special handlers of operators (argmax, convolution) against ragged inputs.
 
-The handlers run before sharding propagation and silently treat a placement they do not know as a
-replica. For a placement of this package a rule decides, as for any operator; without a rule the
-inputs are gathered.
+The handlers run before sharding propagation and silently treat an unknown placement as Replicate.
+For a placement of this package the guard applies the operator's rule; without a rule it gathers the
+inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragged_shard.dispatch.rules import table
 from ragged_shard.fallback import GatheredSpec, record_fallback
 from ragged_shard.geometry.specs import any_custom, is_custom
 
-#: Handlers that are right for every placement: they look at the local tensor or at Replicate only.
+#: Handlers that are correct for every placement: they read the local tensor, or test for Replicate.
 _SAFE = {
     "is_same_size_handler",
     "is_pinned_handler",
@@ -33,10 +33,10 @@ Handler = Callable[[torch._ops.OpOverload, tuple[object, ...], dict[str, object]
 def guarded(
     handlers: Mapping[torch._ops.OpOverload, Handler],
 ) -> dict[torch._ops.OpOverload, Handler]:
-    """A guard for every handler of torch's that needs one, by operator.
+    """Returns a guard for each of torch's handlers that needs one, by operator.
 
     Args:
-        handlers: of the dispatcher, by operator; handlers of other packages are left alone.
+        handlers: of the dispatcher, by operator; handlers of other packages do not get a guard.
     """
     return {
         op: _guarded(handler)
@@ -53,9 +53,9 @@ def _guarded(handler: Handler) -> Handler:
             isinstance(leaf, DTensor) and _has_custom(leaf) for leaf in _leaves(args, kwargs)
         ):
             return handler(op, args, kwargs)
-        ruled = _by_rule(op, args, kwargs)
-        if ruled is not None:
-            return ruled
+        result = _result_by_rule(op, args, kwargs)
+        if result is not None:
+            return result
         args, kwargs = pytree.tree_map_only(
             DTensor, lambda tensor: _replicated(op, tensor), (args, kwargs)
         )
@@ -64,10 +64,10 @@ def _guarded(handler: Handler) -> Handler:
     return guarded
 
 
-def _by_rule(
+def _result_by_rule(
     op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object | None:
-    """The result where a rule says that the local tensors will do as they are."""
+    """Returns the result if the operator has a rule that redistributes no input; else None."""
     if table.rule_for(OperatorCall(OpSchema(op, (), {}))) is None:
         return None
     dispatcher = DTensor._op_dispatcher

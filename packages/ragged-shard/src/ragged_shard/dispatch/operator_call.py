@@ -1,8 +1,8 @@
-"""What a sharding rule takes and returns: an operator call, and a decision about one mesh axis.
+"""The argument and the result of a sharding rule: an operator call, a decision about one axis.
 
 Note: a rule decides one mesh axis only. torch decides the others, for the same operator with
 Replicate (or Shard, for an interleaved input) on that axis; then the rule's placements are set in
-torch's decision. So a rule never repeats what torch knows about tensor parallelism on other axes.
+torch's decision. So rules do not repeat torch's strategies for tensor parallelism on other axes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class AxisPlacement:
 
 @dataclass(frozen=True)
 class AxisDecision:
-    """A rule's decision.
+    """A rule's decision about one mesh axis.
 
     Attributes:
-        inputs: for every tensor of the call, the placement it must have on an axis; None leaves it
-            to torch, after a placement of this package is gathered.
-        outputs: likewise for the outputs; one entry stands for every output.
-        arguments: positional arguments to put in place of the given ones, by index: local sizes
-            where the operator was given global ones. A function gets the output's spec.
-        as_shard: torch decides for a Shard in place of the InterleavedShard, and may move it to
-            another dim: the outputs then state only how the dim is interleaved. Otherwise torch
-            decides for a replica, and the outputs of this decision are final.
-        elementwise: the operator works element by element, so it needs no strategy of
-            torch where all tensors of a shape have the same placements.
+        inputs: for each tensor of the call, the placement that it must have on the axis; None:
+            torch decides, after a placement of this package is gathered.
+        outputs: for each output, its placement on the axis; a single entry is for all outputs.
+        arguments: positional arguments that replace those of the call, by index, such as local
+            sizes for global ones. A function is called with the output's spec.
+        as_shard: torch decides as if the InterleavedShard were a Shard, and may move it to another
+            dim: the outputs then define only how the dim is interleaved. Otherwise torch decides as
+            if it were Replicate, and the outputs of this decision are final.
+        elementwise: the operator is elementwise, so it needs no strategy of torch where all tensors
+            of a shape have the same placements.
     """
 
     inputs: tuple[AxisPlacement | None, ...]
@@ -56,8 +56,8 @@ class TensorOperand:
 
     Attributes:
         spec: its mesh, placements, shape, stride and dtype.
-        argument: position, or keyword.
-        item: index in the list that the argument is, or None.
+        argument: its position or keyword.
+        item: its index in an argument that is a list; None for other arguments.
     """
 
     spec: DTensorSpec
@@ -71,13 +71,13 @@ class TensorOperand:
 
 
 class OperatorCall:
-    """An operator call to propagate: `OpSchema`, seen by rules.
+    """An operator call that is propagated, as rules read it.
 
     Attributes:
-        schema: torch's form of the same.
+        schema: the call as torch's `OpSchema`.
         op: the operator.
-        args: positional arguments, with specs in place of tensors.
-        operands: every tensor, in order: positional arguments, then keywords.
+        args: the positional arguments, with specs in place of tensors.
+        operands: all tensors, in order: positional arguments, then keywords.
     """
 
     def __init__(self, schema: OpSchema) -> None:
@@ -94,12 +94,12 @@ class OperatorCall:
 
     @property
     def specs(self) -> tuple[DTensorSpec, ...]:
-        """The operands' specs. One spec object may stand for several tensors."""
+        """The operands' specs; several tensors may share one spec object."""
         return tuple(operand.spec for operand in self.operands)
 
     @property
     def in_place(self) -> bool:
-        """Whether the operator writes to its first argument, and returns it."""
+        """Whether the operator writes to its first argument and returns it."""
         return self.op._schema.name.endswith("_") and self.op._schema.is_mutable
 
     @property
@@ -108,18 +108,18 @@ class OperatorCall:
         return str(self.op)
 
     def lead_of(self, operand: TensorOperand) -> TensorOperand:
-        """The operand of the first argument at the same place in its list."""
+        """Returns the operand of the first argument with the same index in its list."""
         return [lead for lead in self.operands if lead.argument == 0][operand.item or 0]
 
     def argument(self, name: str, default: object = None) -> object:
-        """An argument by its name in the operator's signature, or the default if left out."""
+        """Returns an argument by its name in the signature; the default if the call omits it."""
         for index, parameter in enumerate(self.op._schema.arguments):
             if parameter.name == name and index < len(self.args):
                 return self.args[index]
         return self.schema.kwargs_schema.get(name, default)
 
     def position(self, name: str) -> int:
-        """The position of an argument of the operator's signature."""
+        """Returns the position of an argument in the operator's signature."""
         return [parameter.name for parameter in self.op._schema.arguments].index(name)
 
 

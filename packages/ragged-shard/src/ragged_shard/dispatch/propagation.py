@@ -1,8 +1,8 @@
 """The patch point in sharding propagation: rules for one mesh axis, combined with torch's.
 
-The layers, outermost first: ragged axes, interleaved axes, native. Each takes its axis off the
-inputs, asks the next layer about the rest, and puts its own decision on. An operator that no rule
-knows gets its inputs gathered (fallback.py).
+There are three layers, outermost first: ragged axes, interleaved axes, native. A layer replaces its
+placements in the inputs, lets the next layer decide the other axes, and sets its own decision in
+the result. The inputs of an operator without a rule are gathered (fallback.py).
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ragged_shard.random_regions import random_refused
 def propagate_op_sharding(
     native: Callable[..., OutputSharding], propagator: object, op_schema: OpSchema
 ) -> OutputSharding:
-    """`ShardingPropagator.propagate_op_sharding_non_cached`, with the rules of this package.
+    """Replaces `ShardingPropagator.propagate_op_sharding_non_cached`, with this package's rules.
 
     Args:
-        native: torch's own method.
-        propagator: its self.
+        native: torch's method.
+        propagator: the method's self.
         op_schema: the operator and the specs of its inputs.
 
     Raises:
-        RuntimeError: a random operator; an in-place operator without a rule; a keyword tensor that
-            would have to be redistributed.
+        RuntimeError: the operator is random, or in-place without a rule, or a keyword tensor would
+            have to be redistributed.
     """
     call = OperatorCall(op_schema)
 
-    def ask_native(schema: OpSchema) -> OutputSharding:
+    def propagate_native(schema: OpSchema) -> OutputSharding:
         return native(propagator, schema)
 
-    def ask_interleaved(schema: OpSchema) -> OutputSharding:
-        layer = _Layer(InterleavedShard, interleaved.rule_for, ask_native, propagator)
+    def propagate_interleaved(schema: OpSchema) -> OutputSharding:
+        layer = _Layer(InterleavedShard, interleaved.rule_for, propagate_native, propagator)
         return layer.propagate(OperatorCall(schema))
 
     if not any(any_custom(spec.placements) for spec in call.specs):
         return native(propagator, op_schema)
-    return _Layer(RaggedShard, table.rule_for, ask_interleaved, propagator).propagate(call)
+    return _Layer(RaggedShard, table.rule_for, propagate_interleaved, propagator).propagate(call)
 
 
 def unwrap_to_op_info(
@@ -69,13 +69,13 @@ def unwrap_to_op_info(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> Any:
-    """`OpDispatcher.unwrap_to_op_info`, checking the local tensors of ragged operands.
+    """Replaces `OpDispatcher.unwrap_to_op_info`, and checks local tensors of ragged operands.
 
-    Torch calls it for an operator whose decision is not in the cache, so the check costs cached
-    dispatch nothing: it checks a DTensor that was constructed directly at its first operator.
+    Torch calls it for operators whose decision is not cached, so the check costs cached dispatch
+    nothing: a DTensor that was constructed directly is checked at its first operator.
 
     Raises:
-        ValueError: a local tensor of another shape than this package's, such as a flat one.
+        ValueError: a local tensor has not the shape of the placement, for example a flat one.
     """
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, DTensor):
@@ -88,10 +88,10 @@ class _Layer:
     """Decides the axes with placements of one kind; the inner layer decides the others.
 
     Attributes:
-        kind: class of the placements.
-        rule_for: the table of rules.
+        kind: the class of the placements.
+        rule_for: returns the rule of an operator.
         inner: the next layer, or native.
-        propagator: torch's, for the shapes of results.
+        propagator: torch's, which infers the shapes of results.
     """
 
     kind: type
@@ -100,40 +100,40 @@ class _Layer:
     propagator: Any
 
     def propagate(self, call: OperatorCall) -> OutputSharding:
-        """The decision about an operator call."""
+        """Decides an operator call."""
         if not any(isinstance(p, self.kind) for spec in call.specs for p in spec.placements):
             return self.inner(call.schema)
         _refuse_random(call)
         rule = self.rule_for(call)
         decision = None if rule is None else rule(call)
-        joined = None if decision is None else self._joined(call, decision)
-        return joined or self._gathered(call)
+        combined = None if decision is None else self._combined(call, decision)
+        return combined or self._gathered(call)
 
-    def _joined(self, call: OperatorCall, decision: AxisDecision) -> OutputSharding | None:
+    def _combined(self, call: OperatorCall, decision: AxisDecision) -> OutputSharding | None:
         """Combines the inner decision with the rule's; None where they do not fit."""
-        given = [
+        inner_specs = [
             _without_axis(spec, self.kind, on_axis, as_shard=decision.as_shard)
             for spec, on_axis in zip(call.specs, decision.inputs, strict=True)
         ]
-        result = self._ask(_with_specs(call.schema, given), decision)
+        result = self._inner_decision(_with_specs(call.schema, inner_specs), decision)
         if result is None:
             return None
         schema = result.redistribute_schema
-        wanted = given if schema is None else _specs_of(schema, call)
+        required_specs = inner_specs if schema is None else _specs_of(schema, call)
         inputs: list[DTensorSpec] = []
-        for before, asked, want, on_axis in zip(
-            call.specs, given, wanted, decision.inputs, strict=True
+        for before, inner, required, on_axis in zip(
+            call.specs, inner_specs, required_specs, decision.inputs, strict=True
         ):
-            placements: Placements = tuple(want.placements)
+            placements: Placements = tuple(required.placements)
             if on_axis is not None:
-                moved = placements[on_axis.axis] != asked.placements[on_axis.axis]
+                moved = placements[on_axis.axis] != inner.placements[on_axis.axis]
                 if moved and not _is_shard(on_axis):
                     return None  # torch would redistribute this axis, so the inputs are gathered
                 if not moved:
                     placements = replace_axis(placements, on_axis.axis, on_axis.placement)
                 others = replace_axis(before.placements, on_axis.axis, Replicate())
                 if any(isinstance(placement, self.kind) for placement in others):
-                    # A rule decides one axis; a second one of its kind is gathered.
+                    # A rule decides one axis; a second axis of this kind is gathered.
                     inputs.append(GatheredSpec.of(before, placements, call.name))
                     continue
             inputs.append(with_placements(before, placements))
@@ -144,7 +144,7 @@ class _Layer:
         }
         return _output_sharding(call, result, inputs, outputs, arguments)
 
-    def _ask(self, schema: OpSchema, decision: AxisDecision) -> OutputSharding | None:
+    def _inner_decision(self, schema: OpSchema, decision: AxisDecision) -> OutputSharding | None:
         try:
             return self.inner(schema)
         except NotImplementedError:
@@ -153,15 +153,15 @@ class _Layer:
         return _elementwise(schema, self.propagator)
 
     def _gathered(self, call: OperatorCall) -> OutputSharding:
-        """Decides without a rule: for replicas in place of this kind of placement."""
+        """Decides without a rule, with Replicate in place of this kind of placement."""
         _refuse_in_place(call, self.kind)
-        given = [_without_axis(spec, self.kind) for spec in call.specs]
-        result = self.inner(_with_specs(call.schema, given))
+        inner_specs = [_without_axis(spec, self.kind) for spec in call.specs]
+        result = self.inner(_with_specs(call.schema, inner_specs))
         schema = result.redistribute_schema
-        wanted = given if schema is None else _specs_of(schema, call)
+        required_specs = inner_specs if schema is None else _specs_of(schema, call)
         inputs: list[DTensorSpec] = []
-        for before, want in zip(call.specs, wanted, strict=True):
-            placements = tuple(want.placements)
+        for before, required in zip(call.specs, required_specs, strict=True):
+            placements = tuple(required.placements)
             if any(isinstance(p, self.kind) for p in before.placements):
                 inputs.append(GatheredSpec.of(before, placements, call.name))
             else:
@@ -170,7 +170,7 @@ class _Layer:
 
 
 def _is_shard(on_axis: AxisPlacement) -> bool:
-    """Whether a decision's placement holds what a Shard holds, so that torch may move it."""
+    """Whether a decision's placement has a Shard's local tensors, so that torch may move it."""
     placement = on_axis.placement
     return isinstance(placement, InterleavedShard) and placement.interleaves == 1
 
@@ -178,7 +178,7 @@ def _is_shard(on_axis: AxisPlacement) -> bool:
 def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
     """Decides an elementwise operator for which torch has no strategy.
 
-    None where operands of one shape are placed differently, or a sum would be changed unreduced.
+    Returns None if operands of one shape are placed differently, or if an operand is Partial.
     """
     call = OperatorCall(schema)
     [lead, *others] = call.operands
@@ -195,8 +195,8 @@ def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
         return OutputSharding(with_placements(lead.spec, tuple(lead.spec.placements), metas))
     leads = [operand for operand in call.operands if operand.argument == lead.argument]
     specs = [
-        with_placements(each.spec, tuple(each.spec.placements), meta)
-        for each, meta in zip(leads, metas, strict=True)
+        with_placements(operand.spec, tuple(operand.spec.placements), meta)
+        for operand, meta in zip(leads, metas, strict=True)
     ]
     return OutputSharding(type(metas)(specs))
 
@@ -204,15 +204,15 @@ def _elementwise(schema: OpSchema, propagator: Any) -> OutputSharding | None:
 def _without_axis(
     spec: DTensorSpec, kind: type, on_axis: AxisPlacement | None = None, *, as_shard: bool = False
 ) -> DTensorSpec:
-    """The spec that the inner layer gets, without placements of this kind and the decision."""
+    """Returns the spec for the inner layer, without this kind of placement on any axis."""
     placements: Placements = tuple(
         Replicate() if isinstance(placement, kind) else placement for placement in spec.placements
     )
     if on_axis is not None:
-        seen: Placement = Replicate()
+        substitute: Placement = Replicate()
         if as_shard and isinstance(on_axis.placement, InterleavedShard):
-            seen = Shard(on_axis.placement.dim)
-        placements = replace_axis(placements, on_axis.axis, seen)
+            substitute = Shard(on_axis.placement.dim)
+        placements = replace_axis(placements, on_axis.axis, substitute)
     return spec if placements == spec.placements else with_placements(spec, placements)
 
 
@@ -222,10 +222,10 @@ def _outputs(result: OutputSharding, decision: AxisDecision) -> object:
         return _placed(specs, decision.outputs[0], decision)
     if not isinstance(specs, list | tuple):
         return None
-    many = decision.outputs if len(decision.outputs) > 1 else decision.outputs * len(specs)
+    outputs = decision.outputs if len(decision.outputs) > 1 else decision.outputs * len(specs)
     placed = [
         None if spec is None else _placed(spec, on_axis, decision)
-        for spec, on_axis in zip(specs, many, strict=True)
+        for spec, on_axis in zip(specs, outputs, strict=True)
     ]
     return type(specs)(placed)
 
@@ -239,7 +239,9 @@ def _placed(
     if decision.as_shard:
         assert isinstance(placement, InterleavedShard)
         interleaves, placement = placement.interleaves, native
-        if isinstance(native, _StridedShard):  # a dim flattened behind another; no Shard in 2.12+
+        if isinstance(
+            native, _StridedShard
+        ):  # an inner flattened dim; torch 2.12+ returns no Shard
             placement = InterleavedShard(native.dim, interleaves * int(native.split_factor))
         elif isinstance(native, Shard):
             placement = InterleavedShard(native.dim, interleaves)
@@ -262,8 +264,8 @@ def _output_sharding(
         [first, *_] = inputs
         if first.placements != call.args[0].placements:
             raise RuntimeError(
-                f"{call.name}: would have to move its first argument, which it writes to, from "
-                f"{call.args[0].placements} to {first.placements}"
+                f"{call.name}: expected its first argument, to which it writes, with placements "
+                f"{first.placements}, got {call.args[0].placements}; redistribute it first"
             )
     rewritten = result.use_val_from_redistribute_schema or bool(arguments)
     if not moved and not rewritten:
@@ -284,7 +286,7 @@ def _output_sharding(
 def _with_specs(
     schema: OpSchema, specs: list[DTensorSpec], keywords: dict[str, object] | None = None
 ) -> OpSchema:
-    """The schema with other specs for its tensors, in order."""
+    """Returns the schema with other specs for its tensors, in order."""
     remaining = iter(specs)
     args, kwargs = pytree.tree_map(
         lambda leaf: next(remaining) if isinstance(leaf, DTensorSpec) else leaf,
@@ -294,7 +296,7 @@ def _with_specs(
 
 
 def _specs_of(schema: OpSchema, call: OperatorCall) -> list[DTensorSpec]:
-    """The specs that torch requires; its suggestion may omit keyword tensors."""
+    """Returns the specs that torch requires, whose schema may omit keyword tensors."""
     specs = list(OperatorCall(schema).specs)
     return specs + list(call.specs[len(specs) :])
 
@@ -306,7 +308,7 @@ def _first(outputs: object) -> DTensorSpec:
 
 
 def _draws(call: OperatorCall) -> bool:
-    """Whether the call draws random numbers; attention without dropout is tagged, but does not."""
+    """Whether the call draws random numbers; attention is tagged so, also without dropout."""
     if torch.Tag.nondeterministic_seeded not in call.op.tags:
         return False
     has_dropout = any(p.name == "dropout_p" for p in call.op._schema.arguments)
@@ -325,8 +327,8 @@ def _refuse_in_place(call: OperatorCall, kind: type) -> None:
     placements = call.args[0].placements
     if any(isinstance(placement, kind) for placement in placements):
         raise RuntimeError(
-            f"{call.name}: no rule writes in place to placements {placements}; redistribute to "
-            f"Replicate first, or use the operator's out-of-place form"
+            f"{call.name}: no rule for this in-place operator with {placements}; "
+            f"redistribute to Replicate first, or use the out-of-place operator"
         )
 
 
@@ -334,7 +336,7 @@ def _refuse_moved_keywords(call: OperatorCall, inputs: list[DTensorSpec]) -> Non
     for operand, after in zip(call.operands, inputs, strict=True):
         if isinstance(operand.argument, str) and operand.spec.placements != after.placements:
             raise RuntimeError(
-                f"{call.name}: its keyword tensor {operand.argument}= is placed as "
-                f"{operand.spec.placements}, but must be {after.placements}; torch does not "
-                f"redistribute keyword arguments"
+                f"{call.name}: expected {operand.argument}= with placements {after.placements}, "
+                f"got {operand.spec.placements}; torch does not redistribute keyword arguments, "
+                f"so redistribute it first"
             )

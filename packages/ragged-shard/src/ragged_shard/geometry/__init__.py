@@ -1,1 +1,1 @@
-"""Which elements of a tensor each rank holds, and where it stores them: arithmetic on shapes."""
+"""Arithmetic on shapes: the elements of a tensor that each rank has, and where it stores them."""

@@ -1,4 +1,4 @@
-"""Boxes of a tensor, and the boxes that make up a run of its flattened elements. Pure."""
+"""Boxes of a tensor, and the boxes that cover a range of its flattened elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TensorBox:
 
     Attributes:
         offsets: of the first element.
-        sizes: may hold zeros.
+        sizes: of each dim; 0 is allowed.
     """
 
     offsets: tuple[int, ...]
@@ -22,11 +22,11 @@ class TensorBox:
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def intersect(self, other: TensorBox) -> TensorBox | None:
-        """The common part, or None where there is none."""
+        """Returns the intersection with another box; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (
             min(a + n, b + m)
@@ -36,13 +36,13 @@ class TensorBox:
         return None if any(size <= 0 for size in sizes) else TensorBox(starts, sizes)
 
     def shift(self, offsets: Sequence[int]) -> TensorBox:
-        """The box moved by so much."""
+        """Returns the box, moved by an offset of each dim."""
         moved = tuple(a + b for a, b in zip(self.offsets, offsets, strict=True))
         return TensorBox(moved, self.sizes)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor (torch's: a size of 0 counts as 1)."""
+    """Returns torch's strides of a contiguous tensor, in elements; a size of 0 counts as 1."""
     steps = accumulate(
         (max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1
     )
@@ -50,9 +50,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[TensorBox, ...]:
-    """The boxes, in storage order, that make up elements start to stop of a flattened tensor.
+    """Returns the boxes, in storage order, that cover elements start to stop of a flattened tensor.
 
-    At most ``2 * ndim - 1`` of them: partial rows at both ends, level by level, whole rows between.
+    There are at most ``2 * ndim - 1``: partial rows at both ends for each dim, full rows between.
 
     Args:
         shape: of the tensor.
@@ -60,7 +60,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[TensorBox
         stop: one past the last.
 
     Returns:
-        None at all for an empty run; one box for a scalar's only element.
+        no box for an empty range; one box for a scalar's only element.
     """
     if stop <= start:
         return ()
@@ -79,11 +79,11 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]
     if start % row:
         yield from _row(shape, first, start - first * row, row)
         first += 1
-    whole = stop // row
-    if whole > first:
-        yield TensorBox((first, *(0,) * (len(shape) - 1)), (whole - first, *shape[1:]))
+    end = stop // row  # of the full rows
+    if end > first:
+        yield TensorBox((first, *(0,) * (len(shape) - 1)), (end - first, *shape[1:]))
     if stop % row:
-        yield from _row(shape, whole, 0, stop - whole * row)
+        yield from _row(shape, end, 0, stop - end * row)
 
 
 def _row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[TensorBox]:

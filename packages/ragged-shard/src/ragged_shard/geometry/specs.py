@@ -1,4 +1,4 @@
-"""Placements of a spec: which are this package's, which dim they shard, the local shape."""
+"""Functions of a spec's placements: which are this package's, the sharded dims, local shapes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def is_custom(placement: Placement) -> TypeGuard[RaggedShard | InterleavedShard]
 
 
 def any_custom(placements: Sequence[Placement]) -> bool:
-    """Whether one of these is a placement of this package."""
-    for placement in placements:  # noqa: SIM110 - on the path of every redistribution
+    """Whether any is a placement of this package."""
+    for placement in placements:  # noqa: SIM110 - called by every redistribution
         if isinstance(placement, RaggedShard | InterleavedShard):
             return True
     return False
 
 
 def ragged_axis(placements: Sequence[Placement]) -> int | None:
-    """The mesh axis with a ragged placement, or None."""
+    """Returns the mesh axis with a ragged placement, or None."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, RaggedShard):
             return axis
@@ -40,25 +40,25 @@ def ragged_axis(placements: Sequence[Placement]) -> int | None:
 
 
 def replace_axis(placements: Sequence[Placement], axis: int, placement: Placement) -> Placements:
-    """The placements with another one on an axis."""
+    """Returns the placements with another one on an axis."""
     return (*placements[:axis], placement, *placements[axis + 1 :])
 
 
 def with_placements(
     spec: DTensorSpec, placements: Placements, tensor_meta: TensorMeta | None = None
 ) -> DTensorSpec:
-    """A spec on the same mesh, of the same tensor unless another meta is given."""
+    """Makes a spec with other placements on the same mesh, by default of the same tensor."""
     return _compat.make_spec(spec, placements, tensor_meta or tensor_meta_of(spec))
 
 
 def tensor_meta_of(spec: DTensorSpec) -> TensorMeta:
-    """The shape, stride and dtype of a spec, which every spec here has."""
+    """Returns the shape, stride and dtype of a spec, which all specs here have."""
     assert spec.tensor_meta is not None, f"{spec} has no tensor_meta"
     return spec.tensor_meta
 
 
 def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> tuple[int, ...]:
-    """The shape of this rank's local tensor, for any placements.
+    """Returns the shape of this rank's local tensor, for any placements.
 
     Args:
         shape: of the global tensor.
@@ -77,9 +77,9 @@ def local_shape_at(
     coordinate: tuple[int, ...],
     placements: Placements,
 ) -> tuple[int, ...]:
-    """The shape of the local tensor at a coordinate of a mesh, which need not exist.
+    """Returns the shape of the local tensor at a coordinate of a mesh, which need not exist.
 
-    What is cached by these arguments keeps no mesh, and so no process group, alive.
+    A cache with these arguments as its key does not reference a mesh or its process groups.
 
     Args:
         shape: of the global tensor.
@@ -91,9 +91,9 @@ def local_shape_at(
     if axis is not None:
         ragged = placements[axis]
         assert isinstance(ragged, RaggedShard)
-        below = replace_axis(placements, axis, Replicate())
+        others = replace_axis(placements, axis, Replicate())
         return ragged.local_shape(
-            local_shape_at(shape, mesh_shape, coordinate, below), coordinate[axis]
+            local_shape_at(shape, mesh_shape, coordinate, others), coordinate[axis]
         )
     native = tuple(Replicate() if is_custom(p) else p for p in placements)
     result = _compat.native_local_shape(shape, mesh_shape, coordinate, native)
@@ -106,9 +106,9 @@ def local_shape_at(
 def even_shape(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[int, ...] | None:
-    """The shape of the local tensor of every rank; None where it differs between ranks.
+    """Returns the shape of the local tensor of every rank; None if it differs between ranks.
 
-    All ranks get the same decision, without a process group: what they can plan by.
+    All ranks compute the same result without a process group, so they can plan by it.
 
     Args:
         shape: of the global tensor, which the placements fit.
@@ -116,7 +116,7 @@ def even_shape(
         placements: one per axis, of torch or this package, none of them ragged.
 
     Raises:
-        ValueError: a ragged placement, whose units are of what the others leave.
+        ValueError: a placement is ragged, whose units depend on the other axes.
     """
     sizes = list(shape)
     for axis_size, placement in zip(mesh_shape, placements, strict=True):
@@ -137,7 +137,7 @@ def even_shape(
 def base_shape(
     shape: Sequence[int], mesh: DeviceMesh, placements: Placements, axis: int
 ) -> tuple[int, ...]:
-    """The shape of what this rank would hold if the axis replicated."""
+    """Returns the shape of this rank's local tensor if the axis replicated."""
     return local_shape(shape, mesh, replace_axis(placements, axis, Replicate()))
 
 

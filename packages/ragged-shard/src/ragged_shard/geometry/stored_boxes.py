@@ -1,9 +1,9 @@
-"""Which boxes of a tensor a rank holds, and where it stores them: arithmetic for any rank.
+"""The boxes of a tensor that a rank has, and where it stores them, for any rank.
 
-Placements of one axis are compared in the coordinates of the same base, so that what two ranks
-exchange is the intersections of boxes. A placement that shards one dim (Shard, _StridedShard,
-InterleavedShard) selects some runs of it, axis after axis. A ragged one comes last and selects a
-run of the flat base, which is a few boxes.
+Placements on one axis have boxes in the coordinates of the same base, so two ranks exchange the
+intersections of their boxes. A placement that shards a dim (Shard, _StridedShard, InterleavedShard)
+selects index ranges of it, axis after axis. A ragged placement is applied last and selects a range
+of the flattened base, which is a few boxes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ragged_shard.ragged import RaggedShard
 
 @dataclass(frozen=True, slots=True)
 class StorageWindow:
-    """A strided view of a flat buffer: what `torch.as_strided` takes.
+    """A strided view of a flat buffer, as `torch.as_strided` takes it.
 
     Attributes:
         sizes: of the view.
@@ -38,7 +38,7 @@ class StorageWindow:
 
     @property
     def numel(self) -> int:
-        """Elements in the view."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
@@ -54,13 +54,13 @@ class StorageWindow:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of the base, and the window of the local tensor's flat storage that holds it."""
+    """A box of the base, and the window of the local tensor's flat storage with its elements."""
 
     box: TensorBox
     window: StorageWindow
 
     def window_of(self, box: TensorBox) -> StorageWindow:
-        """The window of a smaller box within this one."""
+        """Returns the window of a smaller box within this one."""
         skipped = (a - b for a, b in zip(box.offsets, self.box.offsets, strict=True))
         offset = sum(n * s for n, s in zip(skipped, self.window.strides, strict=True))
         return StorageWindow(box.sizes, self.window.strides, self.window.offset + offset)
@@ -70,7 +70,7 @@ class StoredBox:
 def stored_boxes(
     placement: Placement, base: tuple[int, ...], axis_size: int, rank: int
 ) -> tuple[StoredBox, ...]:
-    """What a rank of an axis holds of the base, in the order of its local storage.
+    """Returns the boxes of the base that a rank of an axis has, in the order of its local storage.
 
     Args:
         placement: Replicate, Shard, or one of this package.
@@ -85,7 +85,7 @@ def stored_boxes(
             StoredBox(box, StorageWindow(box.sizes, strides, _flat(box, strides) - run.start))
             for box in boxes_of_run(base, run.start, run.stop)
         )
-    placement = _in_chunks(placement)
+    placement = _as_interleaved(placement)
     if isinstance(placement, InterleavedShard):
         part = placement.piece(base, axis_size, rank)
         return _slabs(base, placement.dim, part, placement.interleaves, placement.chunk(base))
@@ -99,7 +99,7 @@ def stored_boxes(
 def _slabs(
     base: tuple[int, ...], dim: int, part: range, count: int, distance: int
 ) -> tuple[StoredBox, ...]:
-    """Equal slices of a dim, every so far, stored together in one tensor."""
+    """Returns equal slices of a dim at a constant distance, which one local tensor stores."""
     local = (*base[:dim], count * len(part), *base[dim + 1 :])
     sizes = (*base[:dim], len(part), *base[dim + 1 :])
     if 0 in sizes:
@@ -116,22 +116,22 @@ def _slabs(
 def local_shape_on_axis(
     placement: Placement, base: tuple[int, ...], axis_size: int, rank: int
 ) -> tuple[int, ...]:
-    """The shape of a rank's local tensor."""
+    """Returns the shape of a rank's local tensor."""
     if isinstance(placement, RaggedShard):
         return placement.local_shape(base, rank)
-    placement = _in_chunks(placement)
+    placement = _as_interleaved(placement)
     if isinstance(placement, InterleavedShard):
         return placement.local_shape(base, axis_size, rank)
     return base
 
 
-def _in_chunks(placement: Placement) -> Placement:
-    """A Shard as what it is, an interleaved shard of one chunk; others as they are."""
+def _as_interleaved(placement: Placement) -> Placement:
+    """Returns a Shard as an interleaved shard of one chunk; other placements unchanged."""
     return InterleavedShard(placement.dim, 1) if type(placement) is Shard else placement
 
 
 def are_contiguous(windows: Sequence[StorageWindow]) -> bool:
-    """Whether windows, in this order, cover one run of the buffer from its beginning."""
+    """Whether windows, in this order, cover a contiguous range from the start of the buffer."""
     position = 0
     for window in windows:
         if window.offset != position or not window.is_contiguous:
@@ -144,8 +144,8 @@ def _flat(box: TensorBox, strides: tuple[int, ...]) -> int:
     return sum(n * s for n, s in zip(box.offsets, strides, strict=True))
 
 
-_CUTS_A_DIM = (Shard, _StridedShard, InterleavedShard)
-_Runs = tuple[range, ...]  # of one dim, ascending: the global indices behind the local ones
+_SHARDS_A_DIM = (Shard, _StridedShard, InterleavedShard)
+_Runs = tuple[range, ...]  # of one dim, ascending: the global indices of the local ones
 
 
 def rank_boxes(
@@ -154,19 +154,19 @@ def rank_boxes(
     placements: tuple[Placement, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[TensorBox, ...]:
-    """What the rank at a coordinate of a mesh holds.
+    """Returns the boxes of the global tensor that the rank at a coordinate of a mesh has.
 
     Args:
         shape: of the global tensor.
         mesh_shape: size of each axis.
-        placements: one per axis, that fit.py's `check_fit` lets pass.
+        placements: one per axis, which `validation.check_fit` accepts.
         coordinate: one per axis.
 
     Returns:
-        Boxes of the global tensor, by ascending offsets; none for an empty shard.
+        boxes by ascending offsets; none for an empty shard.
 
     Raises:
-        ValueError: ragged units that do not fit the base at this coordinate.
+        ValueError: ragged units do not fit the base at this coordinate.
     """
     pieces = rank_stored_boxes(shape, mesh_shape, placements, coordinate)
     return tuple(sorted((piece.box for piece in pieces), key=lambda box: box.offsets))
@@ -178,13 +178,13 @@ def rank_stored_boxes(
     placements: tuple[Placement, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[StoredBox, ...]:
-    """The boxes of `rank_boxes`, and where the rank's contiguous local tensor has each of them."""
+    """Returns the boxes of `rank_boxes`, with their windows of the contiguous local tensor."""
     runs: list[_Runs] = [(range(size),) for size in shape]
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if isinstance(placement, _CUTS_A_DIM):
+        if isinstance(placement, _SHARDS_A_DIM):
             current = runs[placement.dim]
-            wanted = _wanted(placement, sum(map(len, current)), size, index)
-            runs[placement.dim] = tuple(run for part in wanted for run in _take(current, part))
+            selected = _index_ranges(placement, sum(map(len, current)), size, index)
+            runs[placement.dim] = tuple(run for part in selected for run in _select(current, part))
     base = tuple(sum(map(len, of_dim)) for of_dim in runs)
     local: tuple[TensorBox, ...] = (TensorBox((0,) * len(base), base),)
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
@@ -195,15 +195,15 @@ def rank_stored_boxes(
     pieces, start = [], 0
     for box in local:
         strides = contiguous_strides(box.sizes)
-        for found, offsets in _in_global(box, runs):
+        for global_box, offsets in _in_global(box, runs):
             offset = start + sum(n * s for n, s in zip(offsets, strides, strict=True))
-            pieces.append(StoredBox(found, StorageWindow(found.sizes, strides, offset)))
+            pieces.append(StoredBox(global_box, StorageWindow(global_box.sizes, strides, offset)))
         start += box.numel
     return tuple(pieces)
 
 
 def normalized(placement: Placement, ndim: int) -> Placement:
-    """The placement with a positive dim, for a tensor of so many dims."""
+    """Returns the placement with a positive dim, for a tensor of `ndim` dims."""
     if isinstance(placement, InterleavedShard):
         return placement.normalized(ndim)
     if type(placement) is Shard and placement.dim < 0:
@@ -212,19 +212,20 @@ def normalized(placement: Placement, ndim: int) -> Placement:
 
 
 def replicates(placement: Placement) -> bool:
-    """Whether all ranks of the axis hold the same elements: copies, or terms of them."""
+    """Whether all ranks of the axis have the same elements: copies, or terms of a sum."""
     return isinstance(placement, Replicate) or placement.is_partial()
 
 
 def local_lengths(placement: Placement, length: int, axis_size: int) -> set[int]:
-    """How much of a dim of this length the ranks of an axis hold, where a placement cuts it."""
+    """Returns the lengths of a dim's shards on the ranks of an axis, for a dim of this length."""
     return {
-        sum(map(len, _wanted(placement, length, axis_size, index))) for index in range(axis_size)
+        sum(map(len, _index_ranges(placement, length, axis_size, index)))
+        for index in range(axis_size)
     }
 
 
-def _wanted(placement: Placement, length: int, axis_size: int, index: int) -> Iterator[range]:
-    """The parts of a dim of this length that a rank of the axis holds."""
+def _index_ranges(placement: Placement, length: int, axis_size: int, index: int) -> Iterator[range]:
+    """Yields the index ranges of a dim of this length that a rank of the axis has."""
     chunks = 1
     if isinstance(placement, InterleavedShard):
         chunks = placement.interleaves
@@ -235,32 +236,32 @@ def _wanted(placement: Placement, length: int, axis_size: int, index: int) -> It
 
 
 def _chunk(part: range, count: int, index: int) -> range:
-    """One of so many chunks, as `torch.chunk` cuts them; the last may be short or empty."""
+    """Returns one of `count` chunks, as `torch.chunk`; the last ones may be short or empty."""
     size = -(-len(part) // count)
     return part[size * index : size * (index + 1)]
 
 
-def _take(runs: _Runs, wanted: range) -> Iterator[range]:
-    """The runs at these positions, counted over all runs in order."""
+def _select(runs: _Runs, positions: range) -> Iterator[range]:
+    """Yields the indices at these positions, which count over all runs in order."""
     start = 0
     for run in runs:
-        found = run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)]
-        if found:
-            yield found
+        selected = run[max(positions.start - start, 0) : max(positions.stop - start, 0)]
+        if selected:
+            yield selected
         start += len(run)
 
 
 def _in_global(box: TensorBox, runs: list[_Runs]) -> Iterator[tuple[TensorBox, tuple[int, ...]]]:
-    """A box of the base as boxes of the global tensor, and where each begins in the first.
+    """Yields a box of the base as boxes of the global tensor, with their offsets in it.
 
-    There is one for every run of every dim.
+    There is one for each combination of the dims' runs.
     """
-    found = []
+    parts_of_dims = []
     for of_dim, offset, size in zip(runs, box.offsets, box.sizes, strict=True):
-        parts = list(_take(of_dim, range(offset, offset + size)))
+        parts = list(_select(of_dim, range(offset, offset + size)))
         starts = itertools.accumulate(map(len, parts), initial=0)
-        found.append(list(zip(parts, starts, strict=False)))
-    for of_dims in itertools.product(*found):
+        parts_of_dims.append(list(zip(parts, starts, strict=False)))
+    for of_dims in itertools.product(*parts_of_dims):
         parts = [part for part, _ in of_dims]
         inner = TensorBox(tuple(part.start for part in parts), tuple(map(len, parts)))
         yield inner, tuple(start for _, start in of_dims)

@@ -1,7 +1,7 @@
-"""Whether placements fit a tensor on a mesh: one decision for all ranks, before anything is sent.
+"""Checks that placements fit a tensor on a mesh, with one result on all ranks, before sending.
 
-The units of a ragged placement cut its base, and bases differ between ranks where an inner axis
-cuts unevenly. So every base is asked, not this rank's alone: if one raises all do, and none waits.
+The units of a ragged placement divide its base, and bases differ between ranks if an inner axis
+shards unevenly. So the bases of all ranks are checked: if one rank raises, all do, and none waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ragged_shard.strided import StridedRaggedShard
 
 
 def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Placements) -> None:
-    """Raises where placements of this package do not fit a tensor on a mesh.
+    """Checks that placements of this package fit a tensor on a mesh.
 
     Args:
         shape: of the global tensor.
@@ -38,38 +38,38 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Placeme
         placements: one per axis, dims made positive.
 
     Raises:
-        ValueError: the rank is not in the mesh; as `check_fit`.
+        ValueError: the rank is not in the mesh, or as `check_fit`.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"{_described(placements)}: this rank is not in the mesh {mesh.mesh.tolist()}; only "
-            f"its ranks may place tensors on it"
+            f"{_described(placements)}: expected a rank of the mesh {mesh.mesh.tolist()}, got one "
+            f"outside of it; call this on the mesh's ranks only"
         )
     check_fit(tuple(shape), tuple(mesh.shape), tuple(placements))
 
 
 def check_contiguous(shape: Sequence[int], stride: Sequence[int], placements: Placements) -> None:
-    """Raises where a tensor that is to be placed is not the run of storage that ragged units cut.
+    """Checks that a tensor that is to be placed raggedly is contiguous.
 
-    Redistribution does not ask: it goes by the elements' row-major order, whatever the strides.
+    Redistribution does not check it, as it uses the row-major order of elements for any strides.
 
     Raises:
-        ValueError: a ragged placement and other strides than a contiguous tensor's.
+        ValueError: a placement is ragged, and the strides are not a contiguous tensor's.
     """
     axis = ragged_axis(placements)
     if axis is not None and _is_strided(tuple(shape), tuple(stride)):
         raise ValueError(
-            f"{placements[axis]!r}: the tensor of shape {tuple(shape)} has strides "
-            f"{tuple(stride)}; ragged units are runs of storage, so it must be contiguous: call "
-            f".contiguous() first"
+            f"{placements[axis]!r}: expected a contiguous tensor, as ragged units are ranges of "
+            f"storage, got shape {tuple(shape)} with strides {tuple(stride)}; call .contiguous() "
+            f"first"
         )
 
 
 def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Raises where the local tensor of a ragged DTensor has another shape than this package's.
+    """Checks the shape of the local tensor of a ragged DTensor.
 
-    A DTensor that was constructed directly may have one: a flat tensor of the right elements.
-    Nothing is checked while torch traces, where sizes may be symbols.
+    A DTensor that was constructed directly may have another, such as a flat tensor of its elements.
+    Nothing is checked while torch traces, as sizes may be symbols.
 
     Args:
         name: of the operator, for the error.
@@ -77,12 +77,12 @@ def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
         spec: of the DTensor, with any placements.
 
     Raises:
-        ValueError: another shape, with the shape that was expected.
+        ValueError: the shape is not the placement's, which the message gives.
     """
     if ragged_axis(spec.placements) is None or _compat.is_tracing():
         return
     coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:  # such a rank holds nothing
+    if coordinate is None:  # a rank outside of the mesh has no elements
         return
     shape = tuple(tensor_meta_of(spec).shape)
     expected = _expected_local(
@@ -90,7 +90,7 @@ def check_local(name: str, local: torch.Tensor, spec: DTensorSpec) -> None:
     )
     if tuple(local.shape) == expected:
         return
-    remedy = "construct it with distribute_tensor or DTensor.from_local, which check it"
+    remedy = "construct the DTensor by distribute_tensor or DTensor.from_local, which check it"
     if local.numel() == math.prod(expected):
         remedy = f"call .view{expected} on it before DTensor(...)"
     raise ValueError(
@@ -104,7 +104,7 @@ _expected_local = lru_cache(maxsize=4096)(local_shape_at)
 
 @lru_cache(maxsize=4096)
 def check_fit(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Placements) -> None:
-    """Raises where placements do not fit a tensor on a mesh, which need not exist.
+    """Checks that placements fit a tensor on a mesh, which need not exist.
 
     Args:
         shape: of the global tensor.
@@ -112,20 +112,20 @@ def check_fit(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: P
         placements: one per axis, dims made positive.
 
     Raises:
-        ValueError: not one placement per axis; a placement that is not known here; a dim that does
-            not exist; an interleaved dim on two axes; two ragged axes; units that do not divide a
-            rank's base; another split factor than the mesh's.
+        ValueError: there is not one placement per axis; a placement is unknown; a dim does not
+            exist; a dim is interleaved on two axes; two axes are ragged; units do not divide a
+            rank's base; a split factor is not the mesh's.
     """
     if len(placements) != len(mesh_shape):
         raise ValueError(
-            f"{_described(placements)}: {len(placements)} placements for a mesh of "
-            f"{len(mesh_shape)} axes {mesh_shape}; give one per axis"
+            f"{_described(placements)}: expected one for each of the {len(mesh_shape)} axes of "
+            f"mesh {mesh_shape}, got {len(placements)}"
         )
     ragged = [axis for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if len(ragged) > 1:
         raise ValueError(
-            f"{_described(placements)}: axes {ragged} are both ragged; a tensor has at most one "
-            f"ragged axis (flatten the axes into one, mesh[...]._flatten())"
+            f"{_described(placements)}: expected at most one ragged axis, got {ragged}; flatten "
+            f"the axes into one, mesh[...]._flatten()"
         )
     for axis in range(len(placements)):
         _check_dim(shape, placements, axis)
@@ -142,35 +142,40 @@ def _check_dim(shape: tuple[int, ...], placements: Placements, axis: int) -> Non
     where = f"{placement!r} on axis {axis} of {_described(placements)}"
     if dim is None:
         if not (isinstance(placement, RaggedShard) or replicates(placement)):
-            raise ValueError(f"{where} is no placement that is known here")
+            raise ValueError(
+                f"{where}: expected a placement of torch or ragged_shard, got an unknown one"
+            )
         return
     if not 0 <= dim < len(shape):
-        raise ValueError(f"{where}: dim {dim} does not exist in a tensor of shape {shape}")
+        raise ValueError(
+            f"{where}: expected a dim of the tensor, whose shape is {shape}, got {dim}"
+        )
     if isinstance(placement, InterleavedShard):
         placement.check(shape)
         others = (*placements[:axis], *placements[axis + 1 :])
         if any(dim_of(other) == dim for other in others):
             raise ValueError(
-                f"{where}: another axis shards dim {dim} too; an interleaved dim can be on one "
-                f"axis only"
+                f"{where}: expected an interleaved dim that no other axis shards, got dim {dim}, "
+                f"which another axis shards too"
             )
 
 
 def _check_split_factor(mesh_shape: tuple[int, ...], placements: Placements, axis: int) -> None:
     placement = placements[axis]
     inner = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
-    pieces = math.prod(size for size, other in inner if dim_of(other) == 0)
-    if isinstance(placement, StridedRaggedShard) and placement.split_factor != pieces:
+    shards = math.prod(size for size, other in inner if dim_of(other) == 0)
+    if isinstance(placement, StridedRaggedShard) and placement.split_factor != shards:
         raise ValueError(
-            f"{placement!r} on axis {axis} of {_described(placements)}: the axes after it cut dim "
-            f"0 into {pieces} pieces, so split_factor must be {pieces}"
+            f"{placement!r} on axis {axis} of {_described(placements)}: expected split_factor="
+            f"{shards}, the number of shards of dim 0 on the axes after it, got "
+            f"{placement.split_factor}"
         )
 
 
 def _bases(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Placements
 ) -> set[tuple[int, ...]]:
-    """The shapes of all ranks' bases; few, for the sizes of shards are."""
+    """Returns the shapes of all ranks' bases, of which few differ."""
     bases = {shape}
     for size, placement in zip(mesh_shape, placements, strict=True):
         dim = dim_of(placement)
@@ -185,8 +190,8 @@ def _bases(
 
 def _is_strided(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return 0 not in shape and any(
-        given != wanted and size > 1
-        for size, given, wanted in zip(shape, stride, contiguous_strides(shape), strict=True)
+        actual != expected and size > 1
+        for size, actual, expected in zip(shape, stride, contiguous_strides(shape), strict=True)
     )
 
 

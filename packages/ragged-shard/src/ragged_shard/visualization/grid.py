@@ -1,10 +1,10 @@
-"""Divides a tensor into a grid of few cells, whatever its size, which the renderers draw.
+"""Divides a tensor of any size into a grid of few cells, which the renderers draw.
 
 Rows are the leading dims, flattened, and columns are the last dim. A small tensor has one cell per
-element. In a larger one every dim is cut where some holder changes, so that each cell is one
-part's and no shard is too small to be seen; what room is left goes to the widest cells. So
-pictures are not to scale, and their headings are indices. Where even that is too many cells, as
-with hundreds of interleaved chunks, the grid has the first of them, which are as telling.
+element. In a larger one every dim is divided where the ranks change, so that each cell belongs to
+one part and every shard is visible; remaining cells divide the widest ones. So pictures are not to
+scale, and their headings are indices. If these are too many cells, as with hundreds of interleaved
+chunks, the grid has only the first of them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from ragged_shard.geometry.boxes import TensorBox
 from ragged_shard.visualization.parts import TensorParts
 
-_Edges = tuple[int, ...]  # of the cells of one dim: where each begins, and the end
+_Edges = tuple[int, ...]  # of one dim: the first index of each cell, and the end
 
 
 @dataclass(frozen=True)
 class CellGrid:
-    """A grid of cells. Empty for a tensor without elements.
+    """A grid of cells, empty for a tensor without elements.
 
     Attributes:
         drawn: the part of the tensor that the cells cover, from its beginning.
-        edges: per dim, where each cell begins, and the end; a scalar has one dim of size 1.
-        cells: row by row, the index of the part that holds all of it.
+        edges: of each dim, the first index of each cell, and the end; a scalar has a dim of size 1.
+        cells: row by row, the index of the cell's part.
     """
 
     drawn: TensorBox
@@ -37,12 +37,12 @@ class CellGrid:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Where each column begins."""
+        """The first index of each column."""
         return self.edges[-1][:-1]
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """Where each row begins: one number per leading dim."""
+        """The first indices of each row, one number per leading dim."""
         leading = (of_dim[:-1] for of_dim in self.edges[:-1])
         return tuple(",".join(map(str, index)) for index in itertools.product(*leading))
 
@@ -56,7 +56,7 @@ def grid(tensor: TensorParts, max_rows: int, max_columns: int) -> CellGrid:
     """Computes the grid of a tensor's parts.
 
     Args:
-        tensor: of a tensor of any number of dims.
+        tensor: the parts of a tensor of any number of dims.
         max_rows: of cells, at least 1.
         max_columns: of cells, at least 1.
     """
@@ -75,7 +75,7 @@ def grid(tensor: TensorParts, max_rows: int, max_columns: int) -> CellGrid:
         for box in part.boxes:
             for cell in _cells(box, edges):
                 cells[cell] = index
-    assert -1 not in cells, f"a cell of {tensor} is nobody's"
+    assert -1 not in cells, f"a cell of {tensor} belongs to no part"
     rows = (tuple(cells[n : n + columns]) for n in range(0, len(cells), columns))
     drawn = TensorBox(
         (0,) * len(tensor.shape), tuple(of_dim[-1] for of_dim in edges if tensor.shape)
@@ -84,10 +84,9 @@ def grid(tensor: TensorParts, max_rows: int, max_columns: int) -> CellGrid:
 
 
 def _cells(box: TensorBox, edges: Sequence[_Edges]) -> Sequence[int]:
-    """The numbers of the cells that a box covers."""
-    box = (
-        box if box.sizes else TensorBox((0,), (1,))
-    )  # a scalar's has no dims, its only cell has one
+    """Returns the numbers of the cells that a box covers."""
+    if not box.sizes:  # of a scalar, whose grid has one dim
+        box = TensorBox((0,), (1,))
     cells = [0]
     for of_dim, offset, size in zip(edges, box.offsets, box.sizes, strict=True):
         last = len(of_dim) - 1
@@ -99,29 +98,29 @@ def _cells(box: TensorBox, edges: Sequence[_Edges]) -> Sequence[int]:
 
 
 def _edges(changes: Sequence[set[int]], limit: int) -> tuple[_Edges, ...]:
-    """Where to cut some dims so that they have at most `limit` cells together.
+    """Divides dims into cells, of which there are at most `limit` together.
 
     Args:
-        changes: per dim, the indices at which some box begins or ends, with 0 and the size.
-        limit: cells, at least 1.
+        changes: of each dim, the indices at which a box begins or ends, with 0 and the size.
+        limit: number of cells, at least 1.
     """
     runs = [[range(a, b) for a, b in itertools.pairwise(sorted(of_dim))] for of_dim in changes]
     while (total := math.prod(map(len, runs))) > limit:
         longest = max(runs, key=len)
-        room = limit * len(longest) // total  # what the other dims leave
-        del longest[max(room, len(longest) // 2) :]
+        available = limit * len(longest) // total  # given the cells of the other dims
+        del longest[max(available, len(longest) // 2) :]
     cells = [[1] * len(of_dim) for of_dim in runs]
-    # Several dims are rather shown as short as they can be, unless every element fits.
+    # With several dims, runs are divided only if every element fits.
     if len(runs) > 1 and math.prod(max(of_dim) for of_dim in changes) > limit:
-        return tuple(map(_cut, runs, cells))
+        return tuple(map(_divided, runs, cells))
     while (widest := _widest(runs, cells, limit)) is not None:
         cells[widest.dim][widest.run] += 1
-    return tuple(map(_cut, runs, cells))
+    return tuple(map(_divided, runs, cells))
 
 
 @dataclass(frozen=True)
 class _RunIndex:
-    """A run of a dim."""
+    """The indices of a dim and of one of its runs."""
 
     dim: int
     run: int
@@ -130,7 +129,7 @@ class _RunIndex:
 def _widest(
     runs: Sequence[Sequence[range]], cells: Sequence[Sequence[int]], limit: int
 ) -> _RunIndex | None:
-    """The run with the widest cells, of those that may have one more; None where none may."""
+    """Returns the run with the widest cells that may have one more; None if none may."""
     numbers = [sum(of_dim) for of_dim in cells]
     total = math.prod(numbers)
     found, widest = None, 1.0
@@ -143,8 +142,8 @@ def _widest(
     return found
 
 
-def _cut(runs: Sequence[range], cells: Sequence[int]) -> _Edges:
-    """Each run cut into its number of cells."""
+def _divided(runs: Sequence[range], cells: Sequence[int]) -> _Edges:
+    """Divides each run into its number of cells."""
     starts = (
         run.start + len(run) * n // count
         for run, count in zip(runs, cells, strict=True)

@@ -1,4 +1,4 @@
-"""`visualize`, which prints which rank holds which elements, and `Ownership`, which it returns."""
+"""`visualize`, which prints which rank has which elements, and `Ownership`, its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragged_shard.visualization.terminal import print_lines, styled_lines
 
 
 class Ownership(TensorParts):
-    """Which ranks hold which elements of a tensor, with pictures of it.
+    """The ranks that have each element of a tensor, with pictures.
 
     A notebook displays it as SVG.
 
@@ -26,13 +26,13 @@ class Ownership(TensorParts):
         shape: of the global tensor.
         mesh_shape: the size of each mesh axis.
         placements: one per axis.
-        parts: one for each set of ranks that hold the same elements, sorted by their lowest rank.
+        parts: one for each set of ranks that have the same elements, sorted by their lowest rank.
             Parts are disjoint, and together they cover the tensor.
         axis_names: one per axis, or None.
     """
 
     def text(self, width: int = 80) -> str:
-        """Returns a picture in plain characters, and a table of what each rank holds.
+        """Returns a picture in plain characters, and a table of each rank's elements.
 
         Args:
             width: of a line, in characters; larger tensors are scaled down to it.
@@ -40,7 +40,7 @@ class Ownership(TensorParts):
         return "\n".join(line.plain for line in styled_lines(self, width))
 
     def svg(self) -> str:
-        """Returns a picture as an SVG document, with a table of what each rank holds."""
+        """Returns a picture as an SVG document, with a table of each rank's elements."""
         return svg(self)
 
     def save_svg(self, path: str | Path) -> None:
@@ -72,11 +72,11 @@ def visualize(
     placements: Sequence[Placement] | None = None,
     file: TextIO | None = None,
 ) -> Ownership:
-    """Prints which rank holds which elements of a tensor, without communication.
+    """Prints which rank has which elements of a tensor, without communication.
 
     A single rank may call it. Rows are the tensor's leading dims, flattened, and columns its last
-    dim; a cell shows the ranks that hold it. Large tensors are scaled down to the terminal. The
-    output is coloured where rich is installed (the extra ``cli``) and the file is a terminal.
+    dim; a cell shows the ranks that have it. Large tensors are scaled down to the terminal. The
+    output is coloured if rich is installed (the extra ``cli``) and the file is a terminal.
 
     Args:
         tensor: a DTensor, or the shape of a tensor that need not exist.
@@ -86,7 +86,7 @@ def visualize(
         file: where to print; None is the standard output.
 
     Returns:
-        What was printed, as data and as SVG: ``visualize(tensor).save_svg("tensor.svg")``.
+        the same as data and as SVG: ``visualize(tensor).save_svg("tensor.svg")``.
 
     Raises:
         TypeError: as `ownership`.
@@ -106,7 +106,7 @@ def ownership(
     mesh_shape: Sequence[int] | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> Ownership:
-    """Finds which ranks hold which elements, without communication.
+    """Finds which ranks have which elements, without communication.
 
     Mesh axes apply from left to right, as in torch's `compute_local_shape_and_global_offset`, and
     the ragged one last. Ranks are those of a DTensor's mesh, and counted from 0 for a shape.
@@ -118,8 +118,8 @@ def ownership(
             _StridedShard, Replicate or Partial.
 
     Raises:
-        TypeError: the tensor is not a DTensor; a shape without both of the other arguments, or a
-            DTensor with one of them.
+        TypeError: the tensor is not a DTensor, a shape comes without one of the other arguments, or
+            a DTensor with one.
         ValueError: the mesh or the placements do not fit the tensor.
     """
     if isinstance(tensor, DTensor):

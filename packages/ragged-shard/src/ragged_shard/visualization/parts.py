@@ -1,7 +1,7 @@
-"""Which rank holds which elements of a tensor, as data: what both renderers draw.
+"""The elements of a tensor that each rank has, as data for both renderers.
 
-No process group is needed, and nothing is sent: what every rank holds follows from the shape, the
-mesh's shape and the placements.
+They follow from the tensor's shape, the mesh's shape and the placements, so no process group is
+needed and nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ragged_shard.geometry.validation import check_fit
 
 @dataclass(frozen=True)
 class RankPart:
-    """The part of a tensor that one rank holds, or several ranks hold alike.
+    """The elements of a tensor that one rank has, or several ranks have in common.
 
     Attributes:
-        ranks: ascending; more than one where an axis replicates or is Partial.
+        ranks: ascending; more than one if an axis replicates or is Partial.
         boxes: of the global tensor, by ascending offsets; none for an empty shard.
     """
 
@@ -33,7 +33,7 @@ class RankPart:
 
     @property
     def numel(self) -> int:
-        """The number of elements that each of the ranks holds."""
+        """The number of elements on each of the ranks."""
         return sum(box.numel for box in self.boxes)
 
 
@@ -45,7 +45,7 @@ class TensorParts:
         shape: of the global tensor.
         mesh_shape: the size of each mesh axis.
         placements: one per axis.
-        parts: one for each set of ranks that hold the same elements, sorted by their lowest rank.
+        parts: one for each set of ranks that have the same elements, sorted by their lowest rank.
             Parts are disjoint, and together they cover the tensor.
         axis_names: one per axis, or None.
     """
@@ -58,23 +58,23 @@ class TensorParts:
 
     def __post_init__(self) -> None:
         total = sum(part.numel for part in self.parts)
-        assert total == math.prod(self.shape), f"{self} holds {total} elements"
+        assert total == math.prod(self.shape), f"{self} has {total} elements"
 
     @property
     def ranks(self) -> torch.Tensor:
-        """The ranks that hold each element, ascending: int64 of ``(*shape, holders)``.
+        """The ranks that have each element, ascending: int64 of ``(*shape, copies)``.
 
-        Every element has as many holders as the replicating and Partial axes have ranks.
+        Every element has as many copies as the replicating and Partial axes have ranks.
         """
-        holders = len(self.parts[0].ranks)
-        result = torch.empty(*self.shape, holders, dtype=torch.int64)
+        copies = len(self.parts[0].ranks)
+        result = torch.empty(*self.shape, copies, dtype=torch.int64)
         for part in self.parts:
             for box in part.boxes:
                 result[_slices(box)] = torch.tensor(part.ranks)
         return result
 
     def part(self, rank: int) -> RankPart:
-        """Returns what a rank holds.
+        """Returns the part of a rank.
 
         Raises:
             ValueError: the rank is not in the mesh.
@@ -92,7 +92,7 @@ def find_parts(
     placements: Sequence[Placement],
     ranks: Sequence[int],
 ) -> tuple[RankPart, ...]:
-    """Finds the parts of a tensor, one for each set of ranks that hold the same elements.
+    """Finds the parts of a tensor, one for each set of ranks that have the same elements.
 
     Args:
         shape: of the global tensor.
@@ -105,14 +105,14 @@ def find_parts(
     """
     check_fit(shape, mesh_shape, tuple(placements))
     sharded = tuple(not replicates(placement) for placement in placements)
-    holders: dict[tuple[int, ...], list[int]] = {}
+    ranks_by_shard: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True):
-        # Ranks that differ on replicating axes only hold the same elements.
+        # Ranks whose coordinates differ only on replicating axes have the same elements.
         key = tuple(n if shards else 0 for n, shards in zip(coordinate, sharded, strict=True))
-        holders.setdefault(key, []).append(rank)
+        ranks_by_shard.setdefault(key, []).append(rank)
     parts = [
-        RankPart(tuple(sorted(same)), rank_boxes(shape, mesh_shape, tuple(placements), coordinate))
-        for coordinate, same in holders.items()
+        RankPart(tuple(sorted(group)), rank_boxes(shape, mesh_shape, tuple(placements), coordinate))
+        for coordinate, group in ranks_by_shard.items()
     ]
     return tuple(sorted(parts, key=lambda part: part.ranks))
 

@@ -1,4 +1,4 @@
-"""The elements that an SVG picture is made of."""
+"""Renders the parts of a tensor as an SVG document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragged_shard.visualization.captions import (
 from ragged_shard.visualization.grid import CellGrid, grid
 from ragged_shard.visualization.parts import TensorParts
 
-CHARACTER = 6.7  # pixels: about the width of one, at the font's size of 12
+CHARACTER = 6.7  # pixels: about the width of a character at a font size of 12
 RIGHT = 'text-anchor="end"'
 STYLE = (
     "<style>text{font:12px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#222}"
@@ -39,24 +39,24 @@ PATTERNS = (
 
 
 def rectangle(x: float, y: float, width: float, height: float) -> str:
-    """The attributes of a rectangle."""
+    """Returns the attributes of a rectangle."""
     return f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
 
 
 def text(x: float, y: float, words: str, kind: str = "", attributes: str = "") -> str:
-    """Characters, of one of the classes in `STYLE`."""
+    """Returns a text element of one of the classes in `STYLE`."""
     kind = f' class="{kind}"' if kind else ""
     attributes = f" {attributes}" if attributes else ""
     return f'<text x="{number(x)}" y="{number(y)}"{kind}{attributes}>{escape(words)}</text>'
 
 
 def number(value: float) -> str:
-    """Pixels, to a hundredth."""
+    """Formats pixels to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def swatch(part: int, tensor: TensorParts, where: str) -> Iterator[str]:
-    """A rectangle in a part's colour, and the pattern over it."""
+    """Yields a rectangle in a part's colour, and the pattern over it."""
     yield f'<rect {where} fill="{colour(part)}"/>'
     if len(tensor.parts[part].ranks) > 1:
         yield f'<rect {where} fill="url(#{_pattern(tensor)})"/>'
@@ -69,7 +69,7 @@ def _pattern(tensor: TensorParts) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the grid is, in pixels: its corner, and the size of a cell."""
+    """The position of the grid in pixels: its corner, and the size of a cell."""
 
     left: float
     top: float
@@ -77,17 +77,17 @@ class Frame:
     cell_height: float
 
     def x(self, column: float) -> float:
-        """The left edge of a column."""
+        """Returns the left edge of a column."""
         return self.left + column * self.cell_width
 
     def y(self, row: float) -> float:
-        """The upper edge of a row."""
+        """Returns the upper edge of a row."""
         return self.top + row * self.cell_height
 
 
 @dataclass(frozen=True)
 class _CellRectangle:
-    """Equal neighbouring cells, drawn as one rectangle."""
+    """Neighbouring cells of one part, drawn as one rectangle."""
 
     row: int
     column: int
@@ -97,9 +97,9 @@ class _CellRectangle:
 
 
 def drawn_headings(cells: CellGrid, frame: Frame) -> Iterator[str]:
-    """The indices over the columns and before the rows, as far as they fit.
+    """Yields the indices above the columns and left of the rows, as far as they fit.
 
-    In a scaled picture only where something changes, and there at the line, not within the cell.
+    A scaled picture has them only where parts change, at the line instead of the cell's middle.
     """
     within = 0.0 if cells.scaled else 0.5
     by_column = list(zip(*cells.cells, strict=True))
@@ -119,14 +119,14 @@ def drawn_headings(cells: CellGrid, frame: Frame) -> Iterator[str]:
 
 
 def _same(lines: Sequence[tuple[int, ...]], index: int) -> bool:
-    """Whether a row or column is held as the one before it."""
+    """Whether a row or column has the same parts as the one before it."""
     return index > 0 and lines[index - 1] == lines[index]
 
 
 def drawn_cells(cells: CellGrid, tensor: TensorParts, frame: Frame) -> Iterator[str]:
-    """The cells, each part in its colour, and the ranks in them.
+    """Yields the cells, each in its part's colour, and the ranks in them.
 
-    In a scaled picture ranks are written once for equal neighbours, otherwise in every element.
+    A scaled picture has the ranks once for neighbouring cells of one part, others in every cell.
     """
     blocks = list(_rectangles(cells))
     for block in blocks:
@@ -148,7 +148,7 @@ def _filled(block: _CellRectangle, tensor: TensorParts, frame: Frame) -> Iterato
 
 
 def _lines(cells: CellGrid, frame: Frame) -> str:
-    """Between elements thin, between parts and around them thick."""
+    """Returns the lines: thin between elements, thick between parts and around them."""
     thin: list[str] = []
     thick: list[str] = []
     rows, columns = len(cells.cells), len(cells.columns)
@@ -174,14 +174,14 @@ def _labelled(tensor: TensorParts, frame: Frame, block: _CellRectangle) -> Itera
     if len(words) * CHARACTER > space or block.height * frame.cell_height < 11:
         return
     x, y = frame.x(block.column + block.width / 2), frame.y(block.row + block.height / 2)
-    behind = f'stroke="{colour(part)}" stroke-width="4" paint-order="stroke"'  # clear of patterns
+    behind = f'stroke="{colour(part)}" stroke-width="4" paint-order="stroke"'  # above the pattern
     yield text(x, y, words, "in light" if colour(part) in DARK else "in", behind)
 
 
 def _rectangles(cells: CellGrid) -> Iterator[_CellRectangle]:
-    """Rectangles of equal cells that cover the grid: each as wide, then as high, as can be."""
-    left: list[list[int | None]] = [list(row) for row in cells.cells]
-    for row, of_row in enumerate(left):
+    """Yields rectangles of one part that cover the grid, each as wide and then high as possible."""
+    remaining: list[list[int | None]] = [list(row) for row in cells.cells]
+    for row, of_row in enumerate(remaining):
         for column, part in enumerate(of_row):
             if part is None:
                 continue
@@ -189,10 +189,10 @@ def _rectangles(cells: CellGrid) -> Iterator[_CellRectangle]:
             while of_row[column : column + width + 1] == [part] * (width + 1):
                 width += 1
             same, right = [part] * width, column + width
-            while row + height < len(left) and left[row + height][column:right] == same:
+            while row + height < len(remaining) and remaining[row + height][column:right] == same:
                 height += 1
-            for taken in left[row : row + height]:
-                taken[column:right] = [None] * width
+            for covered in remaining[row : row + height]:
+                covered[column:right] = [None] * width
             yield _CellRectangle(row, column, height, width, part)
 
 
@@ -207,13 +207,13 @@ _MAX_PARTS = 48
 
 
 def svg(tensor: TensorParts) -> str:
-    """The picture of an tensor.
+    """Returns the picture of a tensor.
 
-    A colour is a part's; hatched is what several ranks hold copies of, dotted what they hold terms
-    of. Colours repeat after eight parts, and rank numbers say which is meant.
+    Each part has a colour; it is hatched if several ranks have copies, dotted if they have terms of
+    a sum. Colours repeat after eight parts, which the rank numbers distinguish.
 
     Returns:
-        A whole SVG document, which needs nothing else.
+        a complete SVG document.
     """
     titles = headings(tensor)
     widest = max(len(label(part.ranks)) for part in tensor.parts)

@@ -1,4 +1,4 @@
-"""Renders the parts of a tensor as lines of text, in colour where the terminal has it."""
+"""Renders the parts of a tensor as lines of text, in colour if the terminal supports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_PARTS = 64
 
 @dataclass(frozen=True)
 class StyledText:
-    """Characters on a background colour, or on none."""
+    """Text with an optional background colour."""
 
     text: str
     colour: str | None = None
@@ -46,7 +46,7 @@ class StyledLine:
 
 
 def print_lines(tensor: TensorParts, file: TextIO) -> None:
-    """Prints the picture: in colour with rich, where it is installed, otherwise plain."""
+    """Prints the picture, in colour if rich is installed."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -68,7 +68,7 @@ def print_lines(tensor: TensorParts, file: TextIO) -> None:
 
 
 def styled_lines(tensor: TensorParts, width: int) -> Iterator[StyledLine]:
-    """Yields the lines of the picture: headings, the grid, notes, and what each rank holds.
+    """Yields the lines of the picture: headings, the grid, notes, and each rank's elements.
 
     Args:
         tensor: the parts of a tensor of any number of dims.

@@ -1,4 +1,4 @@
-"""Elementwise operators: every operand is placed as the ragged one, and so is the result."""
+"""Rules of elementwise operators: all operands and the result have the ragged one's placement."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ragged_shard.ragged import RaggedShard
 
 
 def ragged_placement(spec: DTensorSpec) -> AxisPlacement | None:
-    """The ragged placement of a spec, with its axis."""
+    """Returns the ragged placement of a spec, with its axis; None if it has none."""
     axis = ragged_axis(spec.placements)
     return None if axis is None else AxisPlacement(axis, spec.placements[axis])
 
 
 def flattened_dims(ragged: Placement) -> int:
-    """How many leading dims of the tensor are one dim, of any size, in the local tensors."""
+    """Returns the number of leading dims that are a single dim of the local tensors."""
     assert isinstance(ragged, RaggedShard)
     return max(len(ragged.dims), 1)
 
@@ -35,7 +35,7 @@ def flattened_dims(ragged: Placement) -> int:
 def aligned_placement(
     operand: DTensorSpec, shape: Sequence[int], lead: AxisPlacement
 ) -> AxisPlacement | None:
-    """How an operand must be placed on the lead's axis for local broadcasting to be the global one.
+    """Finds the placement of an operand with which local broadcasting equals global broadcasting.
 
     Args:
         operand: any operand of the operator.
@@ -43,16 +43,16 @@ def aligned_placement(
         lead: the ragged placement of an operand that has the result's leading dims.
 
     Returns:
-        The lead's placement for an operand with the same leading dims, Replicate for one that is
-        broadcast over them, None where the pieces do not line up.
+        the lead's placement for an operand with the same leading dims, Replicate for one that is
+        broadcast over them, None if local shapes would not match.
     """
-    own, cut = tuple(tensor_meta_of(operand).shape), flattened_dims(lead.placement)
-    if len(own) == len(shape) and own[:cut] == tuple(shape[:cut]):
+    own, flattened = tuple(tensor_meta_of(operand).shape), flattened_dims(lead.placement)
+    if len(own) == len(shape) and own[:flattened] == tuple(shape[:flattened]):
         return lead
     replicated = AxisPlacement(lead.axis, Replicate())
-    if len(own) <= max(len(shape) - cut, 0):
+    if len(own) <= max(len(shape) - flattened, 0):
         return replicated
-    if cut == 1 and len(own) == len(shape) and own[0] == 1:
+    if flattened == 1 and len(own) == len(shape) and own[0] == 1:
         return replicated
     return None
 
@@ -60,16 +60,16 @@ def aligned_placement(
 def align_operands(
     operands: Sequence[DTensorSpec], lead: AxisPlacement
 ) -> tuple[AxisPlacement | None, ...] | None:
-    """The placements of all operands beside a ragged lead; None where one does not line up."""
+    """Returns the placements of all operands with a ragged lead; None if one cannot be aligned."""
     shape = torch.broadcast_shapes(*(tensor_meta_of(operand).shape for operand in operands))
     placed = tuple(aligned_placement(operand, shape, lead) for operand in operands)
     return None if None in placed or lead not in placed else placed
 
 
 def pointwise(call: OperatorCall) -> AxisDecision | None:
-    """One tensor out, of the shape of the ragged operand.
+    """The rule of an operator with one result, which has the shape of the ragged operand.
 
-    In place, the first argument leads, whatever its placement: where it is not ragged, ragged
+    An in-place operator takes the placement of its first argument; if that is not ragged, ragged
     operands are redistributed to it.
     """
     lead = _lead(call)
@@ -77,14 +77,14 @@ def pointwise(call: OperatorCall) -> AxisDecision | None:
         return None
     on_axis = ragged_placement(lead)
     if on_axis is None:  # in place on a native tensor: ragged operands are gathered, and torch
-        nothing = tuple(None for _ in call.specs)  # shards them as the target requires
-        return AxisDecision(nothing, (None,))
+        decided_by_torch = tuple(None for _ in call.specs)  # shards them as the target requires
+        return AxisDecision(decided_by_torch, (None,))
     placed = align_operands(call.specs, on_axis)
     return None if placed is None else AxisDecision(placed, (on_axis,), elementwise=True)
 
 
 def masked_put(call: OperatorCall) -> AxisDecision | None:
-    """`index_put_` with one mask of the tensor's shape, ``x[mask] = scalar``: elementwise."""
+    """The rule of `index_put_`: elementwise for one mask of the tensor's shape, ``x[mask] = 0``."""
     target, *indices, value = call.operands
     if len(indices) != 1 or value.shape.numel() != 1 or indices[0].shape != target.shape:
         return None
@@ -100,10 +100,10 @@ def _lead(call: OperatorCall) -> DTensorSpec | None:
 
 
 def foreach(call: OperatorCall) -> AxisDecision | None:
-    """`_foreach_*` and `_fused_*`: the tensors of the first list lead those of the other lists.
+    """The rule of `_foreach_*` and `_fused_*`: tensors are placed like the first list's, by index.
 
-    Torch decides indices without a ragged tensor. Tensors outside lists (a learning rate, a scale)
-    are replicated.
+    Torch decides indices without a ragged tensor. Tensors outside of lists (a learning rate, a
+    scale) are replicated.
     """
     leads = [operand for operand in call.operands if operand.argument == 0]
     inputs: list[AxisPlacement | None] = []

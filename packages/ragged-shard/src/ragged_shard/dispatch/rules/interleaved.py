@@ -1,8 +1,9 @@
-"""Operators on interleaved inputs, which are sharded like a Shard where the order is irrelevant.
+"""Rules of operators with interleaved inputs, which are decided like a Shard where possible.
 
-An interleaved shard holds other rows than a Shard of the same dim, but as many (where its chunks
-divide evenly). An operator that treats all rows the same does to it what it does to a Shard, so
-torch decides for a Shard. Operators for which a row's index matters (views, splits) have rules.
+An interleaved shard has other rows than a Shard of the same dim, but the same number of them (if
+its chunks are divided evenly). For operators that treat all rows the same torch decides as for a
+Shard.
+Operators for which the index of a row matters (views, splits) have rules of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ragged_shard.dispatch.operator_call import (
     OperatorCall,
     TensorOperand,
 )
-from ragged_shard.dispatch.rules.interleaved_views import interleaved_placement, join, split, view
+from ragged_shard.dispatch.rules.interleaved_views import cat, interleaved_placement, split, view
 from ragged_shard.geometry.specs import tensor_meta_of
 from ragged_shard.interleaved import InterleavedShard
 
@@ -55,7 +56,8 @@ _LIKE = frozenset(
 _POINTWISE = frozenset({"copy_", "equal", "fill_", "masked_fill", "masked_fill_", "where", "zero_"})
 
 
-#: Of those, the ones that need as many rows on every rank: local sizes, means, empty shards.
+#: Those of `_LIKE` that need the same number of rows on every rank: for local sizes, means, or
+#: because empty shards are refused.
 _EVEN = frozenset(
     {
         "amax",
@@ -69,12 +71,12 @@ _EVEN = frozenset(
 
 
 def rule_for(call: OperatorCall) -> AxisRule | None:
-    """The rule of an operator for interleaved inputs, or None."""
+    """Returns the rule of an operator for interleaved inputs, or None."""
     if call.op.namespace != "aten":
         return None
     name = call.op._schema.name.removeprefix("aten::")
     if name == "cat":
-        return join
+        return cat
     if name in ("view", "_unsafe_view", "reshape"):
         return view
     if _all_of_one_chunk(call):
@@ -95,9 +97,9 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
 
 
 def as_shard(call: OperatorCall) -> AxisDecision:
-    """Any operator where every interleaved input has one chunk, and so holds what a Shard does.
+    """The rule of all operators whose interleaved inputs have one chunk each, like a Shard.
 
-    Torch decides everything; its shards become interleaved ones again, for `join`.
+    Torch decides everything; its Shards become InterleavedShards again, for `cat`.
     """
     inputs = tuple(interleaved_placement(operand.spec) for operand in call.operands)
     lead = next(on_axis for on_axis in inputs if on_axis is not None)
@@ -105,7 +107,7 @@ def as_shard(call: OperatorCall) -> AxisDecision:
 
 
 def like(call: OperatorCall) -> AxisDecision | None:
-    """One or more inputs of which only the first is interleaved."""
+    """The rule of operators of which only the first input is interleaved."""
     found = [interleaved_placement(operand.spec) for operand in call.operands]
     if found[0] is None:
         return None
@@ -120,20 +122,20 @@ def like(call: OperatorCall) -> AxisDecision | None:
 
 
 def elementwise(call: OperatorCall) -> AxisDecision | None:
-    """One tensor out: every operand cut as the interleaved one along the same dim."""
+    """The rule of elementwise operators: all operands are placed like the interleaved one."""
     lead = call.operands[0]
     if not call.in_place:
-        candidates = [o for o in call.operands if interleaved_placement(o.spec) is not None]
-        lead = max(candidates, key=lambda operand: operand.spec.ndim)
+        interleaved = [o for o in call.operands if interleaved_placement(o.spec) is not None]
+        lead = max(interleaved, key=lambda operand: operand.spec.ndim)
     on_axis = interleaved_placement(lead.spec)
     if on_axis is None:
         return AxisDecision((None,) * len(call.operands), (None,))
-    placed = tuple(_beside(operand, lead, on_axis) for operand in call.operands)
+    placed = tuple(_aligned(operand, lead, on_axis) for operand in call.operands)
     return None if None in placed else AxisDecision(placed, (on_axis,), as_shard=True)
 
 
 def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
-    """`_foreach_*` and `_fused_*`: index by index, after the first list."""
+    """The rule of `_foreach_*` and `_fused_*`: tensors are placed like the first list's."""
     leads = [operand for operand in call.operands if operand.argument == 0]
     inputs: list[AxisPlacement | None] = []
     for operand in call.operands:
@@ -142,7 +144,7 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
         if on_axis is None:
             inputs.append(None)
             continue
-        placed = _beside(operand, lead, on_axis)
+        placed = _aligned(operand, lead, on_axis)
         if placed is None:
             return None
         inputs.append(placed)
@@ -151,7 +153,7 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def reduced_lists(call: OperatorCall) -> AxisDecision | None:
-    """`_foreach_norm` and `_foreach_max`: index by index, where no rank has less than another."""
+    """The rule of `_foreach_norm` and `_foreach_max`, if all ranks have the same number of rows."""
     found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
     if not all(on_axis is None or _even(operand, on_axis) for operand, on_axis in found):
         return None
@@ -159,7 +161,7 @@ def reduced_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
-    """Matrix products: rows or columns stay interleaved, a contraction needs both sides alike."""
+    """The rule of matrix products: rows, columns, or both contracted dims are interleaved."""
     *addends, left, right = call.operands
     on_left, on_right = interleaved_placement(left.spec), interleaved_placement(right.spec)
     contracted = left.spec.ndim - 1, right.spec.ndim - 2
@@ -167,7 +169,7 @@ def product(call: OperatorCall) -> AxisDecision | None:
         on_right = _with_dim(on_left, contracted[1])
     elif on_right is not None and _dim(on_right) == contracted[1]:
         on_left = _with_dim(on_right, contracted[0])
-    elif left.spec.ndim == 3 and _batch_is_cut(on_left, on_right):
+    elif left.spec.ndim == 3 and _batch_is_interleaved(on_left, on_right):
         on_left = on_right = on_left or on_right
     elif on_left is not None and on_right is not None:
         return None  # rows and columns on one axis
@@ -180,8 +182,8 @@ def product(call: OperatorCall) -> AxisDecision | None:
     return None if None in inputs else AxisDecision(tuple(inputs), (lead,), as_shard=True)
 
 
-def _batch_is_cut(left: AxisPlacement | None, right: AxisPlacement | None) -> bool:
-    """Whether the first dim is interleaved, in both operands alike if in both."""
+def _batch_is_interleaved(left: AxisPlacement | None, right: AxisPlacement | None) -> bool:
+    """Whether the first dim is interleaved, and in the same way if both operands are."""
     found = [on_axis for on_axis in (left, right) if on_axis is not None]
     return all(on_axis == found[0] and _dim(on_axis) == 0 for on_axis in found) and bool(found)
 
@@ -193,10 +195,10 @@ def _addend(
     replicated: AxisPlacement,
     contracted: tuple[int, int],
 ) -> AxisPlacement | None:
-    """How the addend of `addmm` is placed: as the result, where a dim of it is interleaved."""
+    """Returns the placement of the addend of `addmm`: the result's, or replicated."""
     dim, ndim = _dim(lead), left.spec.ndim
     if dim == contracted[0] and lead == interleaved_placement(left.spec):
-        return None  # torch would have to add it on one rank only
+        return None  # the product is Partial, so the addend would have to be added on one rank only
     aligned = dim - ndim + operand.spec.ndim
     if aligned < 0 or operand.shape[aligned] == 1:
         return replicated
@@ -212,7 +214,7 @@ def _all_of_one_chunk(call: OperatorCall) -> bool:
     )
 
 
-def _beside(
+def _aligned(
     operand: TensorOperand, lead: TensorOperand, on_axis: AxisPlacement
 ) -> AxisPlacement | None:
     dim = _dim(on_axis)

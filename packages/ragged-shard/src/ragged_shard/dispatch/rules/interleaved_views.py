@@ -1,4 +1,4 @@
-"""Views and splits of interleaved inputs: chunks that fall apart, or that other dims join."""
+"""Rules of `view`, `split` and `cat` of interleaved inputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ragged_shard.interleaved import InterleavedShard
 
 
 def split(call: OperatorCall) -> AxisDecision | None:
-    """`split` and `split_with_sizes`: along the interleaved dim between its chunks.
+    """The rule of `split` and `split_with_sizes` between the chunks of the interleaved dim.
 
-    A part of one chunk is what a Shard holds; it is said as ``InterleavedShard(dim, 1)``, so that
-    the gradients of the parts are known for what they are where they are put together (`join`).
+    A part of one chunk has the local tensors of a Shard, but is placed as
+    ``InterleavedShard(dim, 1)``, so that `cat` recognizes the gradients of the parts.
     """
     [spec] = call.specs
     on_axis = interleaved_placement(spec)
@@ -34,49 +34,53 @@ def split(call: OperatorCall) -> AxisDecision | None:
     sizes = _sizes(call, length)
     if chunk == 0 or any(size % chunk or size == 0 for size in sizes):
         return None
-    size, rank = spec.mesh.size(on_axis.axis), spec.mesh.get_local_rank(on_axis.axis)
-    mine = len(placement.piece(shape, size, rank))
-    local = [size // chunk * mine for size in sizes]
+    axis_size, rank = spec.mesh.size(on_axis.axis), spec.mesh.get_local_rank(on_axis.axis)
+    chunk_length = len(placement.piece(shape, axis_size, rank))
+    local_sizes = [size // chunk * chunk_length for size in sizes]
     outputs = tuple(
         AxisPlacement(on_axis.axis, InterleavedShard(placement.dim, size // chunk))
         for size in sizes
     )
-    given = call.args[1]
-    value: object = local if isinstance(given, list | tuple) else local[0]
+    is_list = isinstance(call.args[1], list | tuple)
+    value: object = local_sizes if is_list else local_sizes[0]
     return AxisDecision((on_axis,), outputs, {1: value})
 
 
-def join(call: OperatorCall) -> AxisDecision | None:
-    """`cat` along the interleaved dim, as the backward of a split has it: the reverse of `split`.
+def cat(call: OperatorCall) -> AxisDecision | None:
+    """The rule of `cat`, which in backward reverses a `split` along the interleaved dim.
 
-    Parts of equal chunks are one tensor of all their chunks. Along another dim, tensors placed
-    alike stay so.
+    Tensors with chunks of one size become one tensor with all of their chunks. Along another dim
+    all tensors must have the same placement, which the result has too.
     """
     tensors, dim = call.operands, call.argument("dim", default=0)
     lead = next(on for spec in call.specs if (on := interleaved_placement(spec)) is not None)
     assert isinstance(lead.placement, InterleavedShard)
     assert isinstance(dim, int)
-    parts = [_on(operand.spec.placements[lead.axis]) for operand in tensors]
-    if any(part is None or part.dim != lead.placement.dim for part in parts):
+    found = [_as_interleaved(operand.spec.placements[lead.axis]) for operand in tensors]
+    placements = [placement for placement in found if placement is not None]
+    if None in found or any(placement.dim != lead.placement.dim for placement in placements):
         return None
-    found = [part for part in parts if part is not None]
-    inputs = tuple(AxisPlacement(lead.axis, part) for part in found)
+    inputs = tuple(AxisPlacement(lead.axis, placement) for placement in placements)
     if dim % tensors[0].spec.ndim != lead.placement.dim:
-        alike = all(part == lead.placement for part in found)
-        return AxisDecision(inputs, (lead,), as_shard=True) if alike else None
-    chunks = {part.chunk(t.shape) for part, t in zip(found, tensors, strict=True)}
-    if len(chunks) != 1:
+        all_equal = all(placement == lead.placement for placement in placements)
+        return AxisDecision(inputs, (lead,), as_shard=True) if all_equal else None
+    chunk_sizes = {
+        placement.chunk(tensor.shape) for placement, tensor in zip(placements, tensors, strict=True)
+    }
+    if len(chunk_sizes) != 1:
         return None
-    joined = InterleavedShard(lead.placement.dim, sum(part.interleaves for part in found))
-    return AxisDecision(inputs, (AxisPlacement(lead.axis, joined),))
+    interleaves = sum(placement.interleaves for placement in placements)
+    result = InterleavedShard(lead.placement.dim, interleaves)
+    return AxisDecision(inputs, (AxisPlacement(lead.axis, result),))
 
 
 def view(call: OperatorCall) -> AxisDecision | None:
-    """`view`: other dims may change, dims before may join the interleaved one, chunks fall apart.
+    """The rule of `view`.
 
-    ``(3 * h) -> (3, h)`` shards ``h`` in one chunk, ``(3 * h) -> (3, heads, size)`` the heads.
-    Where earlier axes cut the first dim (the batch) evenly, before and after, all is said of what
-    they leave.
+    Other dims may change, dims before the interleaved one may be flattened into it, and it may be
+    split into its chunks: ``(3 * h) -> (3, h)`` shards ``h`` in one chunk,
+    ``(3 * h) -> (3, heads, size)`` the heads. If earlier axes shard the first dim (the batch)
+    evenly, before and after, the rule is applied to the local shapes of these axes.
     """
     [spec] = call.specs
     on_axis = interleaved_placement(spec)
@@ -85,14 +89,14 @@ def view(call: OperatorCall) -> AxisDecision | None:
     assert isinstance(placement, InterleavedShard)
     shape = tuple(tensor_meta_of(spec).shape)
     size = resolved(call.argument("size"), math.prod(shape))
-    pieces = _pieces_of_batch(spec, on_axis.axis)
-    if pieces is None:
+    shards = _shards_of_batch(spec, on_axis.axis)
+    if shards is None:
         return None
-    if pieces > 1:
-        if not size or shape[0] % pieces or size[0] % pieces:
+    if shards > 1:
+        if not size or shape[0] % shards or size[0] % shards:
             return None
-        shape, size = (shape[0] // pieces, *shape[1:]), (size[0] // pieces, *size[1:])
-    target = _after(placement, shape, size, spec.mesh.size(on_axis.axis))
+        shape, size = (shape[0] // shards, *shape[1:]), (size[0] // shards, *size[1:])
+    target = _viewed(placement, shape, size, spec.mesh.size(on_axis.axis))
     if target is None:
         one_chunk = AxisDecision((on_axis,), (on_axis,), as_shard=True)
         return one_chunk if placement.interleaves == 1 else None
@@ -102,59 +106,60 @@ def view(call: OperatorCall) -> AxisDecision | None:
     )
 
 
-def _pieces_of_batch(spec: DTensorSpec, axis: int) -> int | None:
-    """Into how many pieces axes before this one cut the first dim; None where others cut more."""
-    pieces = 1
+def _shards_of_batch(spec: DTensorSpec, axis: int) -> int | None:
+    """Returns the shards of dim 0 on earlier axes; None if other axes or dims are sharded."""
+    shards = 1
     for other, placement in enumerate(spec.placements):
         if other == axis or dim_of(placement) is None:
             continue
         if type(placement) is not Shard or placement.dim != 0 or other > axis:
             return None
-        pieces *= spec.mesh.size(other)
-    return pieces
+        shards *= spec.mesh.size(other)
+    return shards
 
 
-def _after(
+def _viewed(
     placement: InterleavedShard, old: tuple[int, ...], new: tuple[int, ...], axis_size: int
 ) -> InterleavedShard | None:
-    """The placement of the viewed tensor, or None where a rank's part is no such view."""
+    """Returns the placement of the view; None if the view of a local tensor is no shard of it."""
     dim, count = placement.dim, placement.interleaves
     before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
     length, chunk = old[dim], placement.chunk(old)
-    for place in range(len(new)):
-        ahead, behind = math.prod(new[:place]), math.prod(new[place + 1 :])
-        whole = behind == after and new[place] * ahead == before * length
-        if whole and ahead and before % ahead == 0:  # alone, or with dims before it
-            return InterleavedShard(place, count * (before // ahead))
-        if ahead != before or not new[place] or count % new[place] or place + 1 == len(new):
+    for new_dim in range(len(new)):
+        new_before, new_after = math.prod(new[:new_dim]), math.prod(new[new_dim + 1 :])
+        is_kept = new_after == after and new[new_dim] * new_before == before * length
+        if is_kept and new_before and before % new_before == 0:  # or flattened with dims before it
+            return InterleavedShard(new_dim, count * (before // new_before))
+        is_last = new_dim + 1 == len(new)
+        if new_before != before or not new[new_dim] or count % new[new_dim] or is_last:
             continue
-        inner, left = new[place + 1], count // new[place]
-        if inner * new[place] == length:
-            return InterleavedShard(place + 1, left)
-        heads = left == 1 and inner > 0 and chunk % inner == 0  # a chunk falls apart itself
-        if heads and chunk % axis_size == 0 and inner % axis_size == 0:
-            return InterleavedShard(place + 1, 1)
+        inner, inner_count = new[new_dim + 1], count // new[new_dim]
+        if inner * new[new_dim] == length:
+            return InterleavedShard(new_dim + 1, inner_count)
+        splits_chunk = inner_count == 1 and inner > 0 and chunk % inner == 0  # into heads
+        if splits_chunk and chunk % axis_size == 0 and inner % axis_size == 0:
+            return InterleavedShard(new_dim + 1, 1)
     return None
 
 
 def interleaved_placement(spec: DTensorSpec) -> AxisPlacement | None:
-    """The first interleaved placement of a spec, with its axis."""
+    """Returns the first interleaved placement of a spec, with its axis; None if it has none."""
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, InterleavedShard):
             return AxisPlacement(axis, placement)
     return None
 
 
-def _on(placement: Placement) -> InterleavedShard | None:
-    """A placement as an interleaved one, a Shard being one of a single chunk."""
+def _as_interleaved(placement: Placement) -> InterleavedShard | None:
+    """Returns an InterleavedShard, or a Shard as one of a single chunk; None for others."""
     if isinstance(placement, Shard):
         return InterleavedShard(placement.dim, 1)
     return placement if isinstance(placement, InterleavedShard) else None
 
 
 def _sizes(call: OperatorCall, length: int) -> list[int]:
-    given = call.args[1]
-    if isinstance(given, int):
-        return [min(given, length - start) for start in range(0, length, given)]
-    assert isinstance(given, list | tuple)
-    return list(given)
+    sizes = call.args[1]
+    if isinstance(sizes, int):
+        return [min(sizes, length - start) for start in range(0, length, sizes)]
+    assert isinstance(sizes, list | tuple)
+    return list(sizes)

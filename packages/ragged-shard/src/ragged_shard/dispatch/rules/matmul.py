@@ -1,4 +1,4 @@
-"""Matrix products whose left operand keeps whole rows, or whose batch is cut."""
+"""Rules of matrix products whose left operand has whole rows, or whose batch is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragged_shard.dispatch.rules.elementwise import (
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
-    """`mm`, `mv`: ragged rows times a replica are ragged rows."""
+    """The rule of `mm` and `mv`: ragged rows times a replicated operand are ragged rows."""
     left, _ = call.operands
     on_axis = _rows(left)
     if on_axis is None:
@@ -27,7 +27,7 @@ def product(call: OperatorCall) -> AxisDecision | None:
 
 
 def product_added(call: OperatorCall) -> AxisDecision | None:
-    """`addmm`, `addmv`: as the product, with an addend that is cut like it or broadcast."""
+    """The rule of `addmm` and `addmv`: the addend is placed like the product, or broadcast."""
     addend, left, right = call.operands
     on_axis = _rows(left)
     if on_axis is None:
@@ -40,7 +40,7 @@ def product_added(call: OperatorCall) -> AxisDecision | None:
 
 
 def batched(call: OperatorCall) -> AxisDecision | None:
-    """`bmm`, `baddbmm`: the batch of every operand cut alike."""
+    """The rule of `bmm` and `baddbmm`: the batch of all operands has the same placement."""
     leads = [on_axis for operand in call.operands if (on_axis := _rows(operand)) is not None]
     if not leads:
         return None
@@ -52,7 +52,7 @@ def batched(call: OperatorCall) -> AxisDecision | None:
 
 
 def dot(call: OperatorCall) -> AxisDecision | None:
-    """`dot`, `vdot`: both cut alike; every rank has a part of the sum."""
+    """The rule of `dot` and `vdot`: both operands have one placement; the result is Partial."""
     lead = next(found for spec in call.specs if (found := ragged_placement(spec)) is not None)
     return AxisDecision((lead, lead), (AxisPlacement(lead.axis, Partial("sum")),))
 

@@ -1,9 +1,10 @@
-"""Reductions: over what is cut they leave a Partial, over whole dims a ragged result."""
+"""Rules of reductions: Partial over the sharded dims, ragged over the other dims."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -21,7 +22,7 @@ from ragged_shard.redistribution.reduction_input import ReductionInput
 
 
 def reduction(kind: str) -> Callable[[OperatorCall], AxisDecision | None]:
-    """The rule of a reduction.
+    """Returns the rule of a reduction.
 
     Args:
         kind: ``sum``, ``mean``, ``max``, ``min``, ``product`` or ``norm``.
@@ -34,18 +35,19 @@ def reduction(kind: str) -> Callable[[OperatorCall], AxisDecision | None]:
 
 
 def foreach_reduction(kind: str) -> Callable[[OperatorCall], AxisDecision | None]:
-    """The rule of a reduction of every tensor of a list to a scalar."""
+    """Returns the rule of a reduction of every tensor of a list to a scalar."""
 
     def rule(call: OperatorCall) -> AxisDecision | None:
         actual = _kind(call, kind)
-        pairs = [_whole(operand, actual) for operand in call.operands]
-        return AxisDecision(tuple(i for i, _ in pairs), tuple(o for _, o in pairs))
+        decided = [_full_reduction(operand, actual) for operand in call.operands]
+        inputs = tuple(placements.input for placements in decided)
+        return AxisDecision(inputs, tuple(placements.output for placements in decided))
 
     return rule
 
 
-def along_whole_dims(call: OperatorCall) -> AxisDecision | None:
-    """`max.dim`, `softmax` and their kind: right where the dim is whole, of no use elsewhere."""
+def along_unsharded_dim(call: OperatorCall) -> AxisDecision | None:
+    """The rule of `max.dim`, `softmax` and the like, over a dim that is not sharded."""
     [operand] = call.operands
     on_axis = ragged_placement(operand.spec)
     assert on_axis is not None
@@ -59,43 +61,53 @@ def _reduce(call: OperatorCall, kind: str) -> AxisDecision | None:
     [operand] = call.operands
     on_axis = ragged_placement(operand.spec)
     assert on_axis is not None
-    ndim, cut = operand.spec.ndim, flattened_dims(on_axis.placement)
+    ndim, flattened = operand.spec.ndim, flattened_dims(on_axis.placement)
     dims = _dims(call, ndim)
-    leading = set(range(min(cut, ndim)))
-    if leading <= dims:
-        if cut > 1 and call.argument("keepdim", default=False):
-            return None  # one local dim stands for several, which would have to be kept
-        given, result = _whole(operand, kind)
-        outputs = (result,)
-    elif leading & dims:
+    sharded = set(range(min(flattened, ndim)))
+    if sharded <= dims:
+        if flattened > 1 and call.argument("keepdim", default=False):
+            return None  # the local tensor has one dim for several, which would have to be kept
+        placements = _full_reduction(operand, kind)
+    elif sharded & dims:
         return None
     else:
-        given, outputs = on_axis, (on_axis,)
-    asked = call.argument("dim")
-    if cut == 1 or asked is None or asked == []:
-        return AxisDecision((given,), outputs)
-    local = sorted({max(dim - cut + 1, 0) for dim in dims})
-    value: object = local[0] if isinstance(asked, int) else local
-    return AxisDecision((given,), outputs, {call.position("dim"): value})
+        placements = _ReductionPlacements(on_axis, on_axis)
+    inputs, outputs = (placements.input,), (placements.output,)
+    dim_argument = call.argument("dim")
+    if flattened == 1 or dim_argument is None or dim_argument == []:
+        return AxisDecision(inputs, outputs)
+    local_dims = sorted({max(dim - flattened + 1, 0) for dim in dims})
+    value: object = local_dims[0] if isinstance(dim_argument, int) else local_dims
+    return AxisDecision(inputs, outputs, {call.position("dim"): value})
 
 
-def _whole(operand: TensorOperand, kind: str) -> tuple[AxisPlacement | None, AxisPlacement | None]:
-    """What goes in and what comes out where everything that is cut is reduced."""
+@dataclass(frozen=True)
+class _ReductionPlacements:
+    """The placements of a reduction's input and output; None where torch decides."""
+
+    input: AxisPlacement | None
+    output: AxisPlacement | None
+
+
+def _full_reduction(operand: TensorOperand, kind: str) -> _ReductionPlacements:
+    """Decides a reduction over all sharded dims."""
     on_axis = ragged_placement(operand.spec)
     if on_axis is None:
-        return None, None
+        return _ReductionPlacements(None, None)
     ragged = on_axis.placement
     assert isinstance(ragged, RaggedShard)
-    given: Placement = ragged
+    reduced: Placement = ragged
     if kind == "mean":
-        given = ReductionInput(ragged, 0.0, weighted=True)
+        reduced = ReductionInput(ragged, 0.0, weighted=True)
     elif 0 in ragged.local_units and (value := _neutral(kind)) is not None:
-        given = ReductionInput(ragged, value)
-    return AxisPlacement(on_axis.axis, given), AxisPlacement(on_axis.axis, _partial(kind))
+        reduced = ReductionInput(ragged, value)
+    return _ReductionPlacements(
+        AxisPlacement(on_axis.axis, reduced), AxisPlacement(on_axis.axis, _partial(kind))
+    )
 
 
 def _neutral(kind: str) -> float | None:
-    """What an empty shard gives where torch refuses to reduce nothing, else None."""
+    """Returns the value of an empty shard, which torch refuses to reduce; None if it does not."""
     match kind.split():
         case ["max"]:
             return -math.inf

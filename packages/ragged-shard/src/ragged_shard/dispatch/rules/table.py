@@ -1,4 +1,4 @@
-"""Which rule an operator has for ragged inputs."""
+"""The table of rules of operators with ragged inputs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from ragged_shard.dispatch.operator_call import AxisRule, OperatorCall
 from ragged_shard.dispatch.rules.elementwise import foreach, masked_put, pointwise
 from ragged_shard.dispatch.rules.matmul import batched, dot, product, product_added
-from ragged_shard.dispatch.rules.reduction import along_whole_dims, foreach_reduction, reduction
+from ragged_shard.dispatch.rules.reduction import along_unsharded_dim, foreach_reduction, reduction
 from ragged_shard.dispatch.rules.views import expand, like, new, squeeze, unsqueeze, view
 
-#: By name, every overload. What torch itself tags as pointwise needs no entry.
+#: By name, for all overloads. Operators that torch tags as pointwise need no entry.
 _RULES: dict[str, AxisRule] = {
     "_foreach_max": foreach_reduction("max"),
     "_foreach_norm": foreach_reduction("norm"),
-    "_log_softmax": along_whole_dims,
-    "_softmax": along_whole_dims,
+    "_log_softmax": along_unsharded_dim,
+    "_softmax": along_unsharded_dim,
     "_to_copy": like,
     "_unsafe_view": view,
     "addmm": product_added,
@@ -28,8 +28,8 @@ _RULES: dict[str, AxisRule] = {
     "clone": like,
     "contiguous": like,
     "copy_": pointwise,
-    "cumprod": along_whole_dims,
-    "cumsum": along_whole_dims,
+    "cumprod": along_unsharded_dim,
+    "cumsum": along_unsharded_dim,
     "detach": like,
     "dot": dot,
     "empty_like": like,
@@ -54,10 +54,10 @@ _RULES: dict[str, AxisRule] = {
     "ones_like": like,
     "prod": reduction("product"),
     "reshape": view,
-    "sort": along_whole_dims,
+    "sort": along_unsharded_dim,
     "squeeze": squeeze,
     "sum": reduction("sum"),
-    "topk": along_whole_dims,
+    "topk": along_unsharded_dim,
     "unsqueeze": unsqueeze,
     "vdot": dot,
     "view": view,
@@ -65,17 +65,17 @@ _RULES: dict[str, AxisRule] = {
     "zero_": pointwise,
     "zeros_like": like,
 }
-#: By overload, where they differ.
+#: By overload, where overloads have different rules.
 _OVERLOADS: dict[str, AxisRule] = {
     "aten.max.default": reduction("max"),
-    "aten.max.dim": along_whole_dims,
+    "aten.max.dim": along_unsharded_dim,
     "aten.min.default": reduction("min"),
-    "aten.min.dim": along_whole_dims,
+    "aten.min.dim": along_unsharded_dim,
 }
 
 
 def rule_for(call: OperatorCall) -> AxisRule | None:
-    """The rule of an operator, or None."""
+    """Returns the rule of an operator, or None."""
     op = call.op
     if op.namespace != "aten":
         return None

@@ -1,4 +1,4 @@
-"""Views and copies of a ragged tensor: the same run of storage on every rank, in another shape."""
+"""Rules of views and copies of a ragged tensor: each rank has the same storage in another shape."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ragged_shard.ragged import RaggedShard
 
 
 def resolved(size: object, numel: int) -> tuple[int, ...]:
-    """A view's size with its -1 worked out, for a tensor of so many elements."""
+    """Returns a view's size with -1 replaced, for a tensor of `numel` elements."""
     assert isinstance(size, list | tuple)
     known = math.prod(length for length in size if length != -1)
     return tuple(numel // known if length == -1 else length for length in size)
 
 
 def local_size(output: DTensorSpec) -> Sequence[int]:
-    """The local size of an output on this rank, which replaces the global one."""
+    """Returns the local size of an output on this rank, which replaces the global size."""
     return local_shape(tensor_meta_of(output).shape, output.mesh, output.placements)
 
 
 def view(call: OperatorCall) -> AxisDecision | None:
-    """`view` and `reshape` of a contiguous tensor: units stay what they are, in other dims.
+    """The rule of `view` and `reshape` of a contiguous tensor: the same units, in other dims.
 
-    The result names as few dims as its units allow, so rows that are still whole stay whole.
+    The result has the fewest dims that its units allow, so rows that are not split stay so.
     """
     [spec] = call.specs
     on_axis = ragged_placement(spec)
@@ -42,7 +42,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
         return None
     shape = resolved(call.argument("size"), meta.shape.numel())
     if shards_any_dim(spec.placements):
-        return None  # torch may move what other axes shard, and units are of the remaining tensor
+        return None  # torch may reshard the other axes, which changes the base of the units
     dims = _dims(ragged, meta.shape, shape)
     result = AxisPlacement(on_axis.axis, ragged.with_units(dims, ragged.local_units))
 
@@ -50,7 +50,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
 
 
 def unsqueeze(call: OperatorCall) -> AxisDecision | None:
-    """`unsqueeze` behind whole rows, as the backward of a sum over a dim has it."""
+    """The rule of `unsqueeze` after the first dim, as in the backward of a sum over a dim."""
     [spec] = call.specs
     on_axis, dim = ragged_placement(spec), call.argument("dim")
     assert on_axis is not None
@@ -61,7 +61,7 @@ def unsqueeze(call: OperatorCall) -> AxisDecision | None:
 
 
 def squeeze(call: OperatorCall) -> AxisDecision | None:
-    """`squeeze` of dims behind whole rows."""
+    """The rule of `squeeze` of dims after the first."""
     [spec] = call.specs
     on_axis, dims = ragged_placement(spec), call.argument("dim")
     assert on_axis is not None
@@ -75,7 +75,7 @@ def squeeze(call: OperatorCall) -> AxisDecision | None:
 
 
 def expand(call: OperatorCall) -> AxisDecision | None:
-    """`expand` of dims behind whole rows; the rows are as many as before."""
+    """The rule of `expand` of dims after the first, whose size does not change."""
     [spec] = call.specs
     on_axis, size = ragged_placement(spec), call.argument("size")
     assert on_axis is not None
@@ -93,7 +93,7 @@ def expand(call: OperatorCall) -> AxisDecision | None:
 
 
 def _dims(ragged: RaggedShard, old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    """The fewest leading dims of the new shape that the units cut evenly."""
+    """Returns the fewest leading dims of the new shape that the units divide evenly."""
     if not ragged.dims:
         return ()
     unit = ragged.unit_size(old)
@@ -105,16 +105,16 @@ def _dims(ragged: RaggedShard, old: Sequence[int], new: Sequence[int]) -> tuple[
 
 
 def like(call: OperatorCall) -> AxisDecision | None:
-    """`clone`, `detach`, `zeros_like` and their kind: placed as the only tensor there is."""
+    """The rule of `clone`, `detach`, `zeros_like` and the like: placed as their only tensor."""
     [spec] = call.specs
     on_axis = ragged_placement(spec)
     return AxisDecision((on_axis,), (on_axis,))
 
 
 def new(call: OperatorCall) -> AxisDecision | None:
-    """`new_zeros` and its kind: ragged where the size is the tensor's own, else replicated.
+    """The rule of `new_zeros` and the like: ragged if the size is the tensor's, else replicated.
 
-    The tensor is looked at for its dtype and device only, so it stays where it is.
+    Only the tensor's dtype and device are used, so it is not redistributed.
     """
     [spec] = call.specs
     on_axis = ragged_placement(spec)
