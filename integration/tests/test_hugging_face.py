@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from integration.errors import UsageError
-from integration.export import main as export
 from integration.hugging_face import load_weights, open_folder, require_fits, write_weights
+from integration.hugging_face.__main__ import main as export
 from integration.hugging_face.chunks import parameter_chunks
 from integration.models import model_shape
 from integration.train.checkpoint import FOLDER

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from integration.pipeline import bubble
-from integration.pipeline.actions import Action
 from integration.pipeline.bubble import expected_bubble
 from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.timeline import median_step, replay
+from integration.pipeline.timeline import Action, median_step, replay
 from testkit import fake_mesh
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

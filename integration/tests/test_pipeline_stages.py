@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from integration.errors import UsageError
-from integration.pipeline.chain import Chain, even_split, require_untied, stage_units
+from integration.models.dit import DiffusionLoss, DiT
 from integration.pipeline.families import family_of
-from integration.pipeline.model_part import PassThrough, model_part
 from integration.pipeline.schedules import SCHEDULES
+from integration.pipeline.split import (
+    Chain,
+    PassThrough,
+    even_split,
+    model_part,
+    require_untied,
+    stage_units,
+)
 from testkit import fake_mesh, models
 
 
@@ -45,9 +52,17 @@ def test_inputs_have_a_stage_of_their_own_where_layers_are_too_few_and_outputs_a
     assert (cut[-1] == chain(2).outputs) is (stages == 4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "dit"])
-def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(kind):
-    model = getattr(models, kind)(**({"depth": 4} if kind == "dit" else {"num_hidden_layers": 4}))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.llama(num_hidden_layers=4),
+        lambda: models.mixtral(num_hidden_layers=4),
+        lambda: DiffusionLoss(DiT(depth=4)),
+    ],
+    ids=["llama", "mixtral", "dit"],
+)
+def test_the_parts_of_a_model_share_its_parameters_and_each_is_in_one(make):
+    model = make()
     before = dict(model.named_parameters())
     cut = family_of(model).chain(model)
     stages = stage_units(cut, even_split(cut, 3))

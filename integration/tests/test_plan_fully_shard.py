@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import FSDPModule, fully_shard
+from integration.models.dit import DiffusionLoss, DiT
+from integration.systems.zoo import with_noise_loss
 from plan_api import deferred_init, parallelize, zoo
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
@@ -118,8 +120,19 @@ def test_fsdp_beside_experts_that_tokens_are_sent_to(axes, shape, make, of_exper
     )
 
 
+def _dit():
+    torch.manual_seed(0)
+    return DiffusionLoss(DiT(dropout=0.1)).train()
+
+
+def _noise_loss(model):
+    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
+    return model(images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise)
+
+
+MODELS = {"dit": _dit, "gpt2": models.gpt2, "mixtral": models.mixtral}
 FUSED = {  # projections that tensor parallelism cuts as InterleavedShard
-    "dit": (r"model\.blocks\.\d+", models.noise_loss, 1e-5),
+    "dit": (r"model\.blocks\.\d+", _noise_loss, 1e-5),
     "gpt2": (r"transformer\.h\.\d+", models.token_loss, 1e-5),
     "mixtral": (r"model\.layers\.\d+", models.token_loss, 6e-5),
 }
@@ -128,7 +141,7 @@ FUSED = {  # projections that tensor parallelism cuts as InterleavedShard
 def _fsdp(name, model, sp):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = getattr(zoo, name)(mesh, tp="tp", dp="dp", sp=sp)
-    plan = models.with_noise_loss(plan, "dp") if name == "dit" else plan
+    plan = with_noise_loss(plan, "dp") if name == "dit" else plan
     plan.fully_shard(FUSED[name][0], "dp", "rows(2)").fully_shard("", "dp")
     parallelize(model, plan)
 
@@ -154,7 +167,7 @@ def test_fused_projections_train_as_one_device(name, shard, sp):
     _, loss, within = FUSED[name]
 
     def check():
-        model, alone = getattr(models, name)(), getattr(models, name)()
+        model, alone = MODELS[name](), MODELS[name]()
         shard(name, model, sp)
         cut = [p for p in model.parameters() if isinstance(p.placements[-1], InterleavedShard)]
         assert cut

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from integration import export
 from integration.compare.options import CompareOptions, parse_options
 from integration.compare.setup import prepare as prepare_comparison
+from integration.hugging_face.__main__ import main as export
 from integration.pipeline import bubble
-from integration.sample import SampleOptions
-from integration.sample import main as sample
-from integration.sampling import Sampling
+from integration.sampling import SampleOptions, Sampling
+from integration.sampling import main as sample
 from integration.scale.options import ScaleOptions
 from integration.scale.options import parse_options as parse_scale
 from integration.scale.options import prepare as prepare_scale
@@ -96,10 +95,10 @@ def test_torchruns_line_is_accepted(folder):
 
 
 def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch, capsys):
-    (line,) = commands("python -m integration.export")
-    assert export.main(line.split()) == 2  # its parser took them, and there is no such checkpoint
+    (line,) = commands("python -m integration.hugging_face")
+    assert export(line.split()) == 2  # its parser took them, and there is no such checkpoint
     assert "CHECKPOINT is not a complete checkpoint" in capsys.readouterr().err
-    for line in commands("python -m integration.sample"):
+    for line in commands("python -m integration.sampling"):
         assert sample(shlex.split(line)) == 2
         assert "is not a complete checkpoint" in capsys.readouterr().err
     asked = []

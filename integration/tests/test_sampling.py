@@ -7,10 +7,9 @@ from matplotlib.image import imread
 from integration.data.digits import CLASSES
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import build_model, model_shape
-from integration.sample import main
-from integration.sampling import Sampling, digits_in_turn, load_dit, sample
+from integration.models.dit import signal_rate
+from integration.sampling import Sampling, digits_in_turn, load_dit, main, sample
 from integration.train.checkpoint import FOLDER, MANIFEST
-from testkit.models.diffusion import signal_rate
 
 DIGITS = digits_in_turn(2)
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1

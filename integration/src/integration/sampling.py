@@ -1,21 +1,26 @@
-"""Samples images from a trained DiT by DDIM's deterministic steps with classifier-free guidance.
+"""``python -m integration.sampling CHECKPOINT --out FILE.png``: samples images from a DiT.
 
-Song, Meng and Ermon, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), equation 12 with
-sigma 0; Ho and Salimans, "Classifier-Free Diffusion Guidance" (arXiv 2207.12598), equation 6.
+DDIM's deterministic steps with classifier-free guidance: Song, Meng and Ermon, "Denoising Diffusion
+Implicit Models" (arXiv 2010.02502), equation 12 with sigma 0; Ho and Salimans, "Classifier-Free
+Diffusion Guidance" (arXiv 2207.12598), equation 6.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 from torch import Tensor, nn
 
 from integration.data.digits import CHANNELS, CLASSES, SIDE, TIMES
-from integration.errors import UsageError
+from integration.errors import EXIT_USAGE, UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
+from integration.models.dit import signal_rate
+from integration.paths import require_folder
 from integration.train import checkpoint
-from testkit.models.diffusion import signal_rate
 
 # Predicts the noise in images (batch, 1, 8, 8) from their times and classes, (batch,) int64.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -115,3 +120,67 @@ def _guided_noise(
     both = torch.cat([torch.full_like(classes, CLASSES), classes])
     unguided, guided = model(noisy.repeat(2, 1, 1, 1), time.repeat(2), both).chunk(2)
     return unguided.lerp(guided, guidance)
+
+
+_DESCRIPTION = """Sample digits from a checkpoint of a DiT: a column per class, a row per sample.
+
+Uses DDIM's deterministic steps with classifier-free guidance; a seed gives the same images."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """The options of the command."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A folder checkpoints/step-N of a run, of any system and number of ranks."""
+    out: Path
+    """PNG file to write; an existing file is replaced."""
+    samples: int = 6
+    """Images of each digit."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
+    try:
+        options = tyro.cli(
+            SampleOptions,
+            prog="python -m integration.sampling",
+            description=_DESCRIPTION,
+            args=arguments,
+        )
+        write_samples(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def write_samples(options: SampleOptions) -> None:
+    """Samples images and writes them as one PNG.
+
+    Raises:
+        UsageError: the checkpoint is incomplete or not a DiT's, or an option is invalid.
+    """
+    out = options.out
+    if out.suffix.lower() != ".png":
+        raise UsageError(f"--out: expected a name that ends in .png, got {out}; give another")
+    if out.is_dir():
+        raise UsageError(f"--out: expected a file, got the folder {out}; give a file name")
+    require_folder(out.parent)
+    if options.samples < 1:
+        raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
+    model = load_dit(options.checkpoint)
+    images = sample(model, digits_in_turn(options.samples), options.sampling)
+    # Imported after validation, as importing matplotlib takes seconds.
+    from integration.report.diffusion_figure import save_grid
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_grid(images, out)
+    except OSError as error:
+        raise UsageError(f"cannot write --out {out} ({error.strerror}); give another") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

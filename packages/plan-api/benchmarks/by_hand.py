@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralExperts
 
-from testkit.models import diffusion
+from integration.models import dit
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
 ROWS = ("o_proj", "down_proj", "proj", "fc2")
@@ -123,7 +123,7 @@ class HandExperts(MixtralExperts):
         return Leave.apply(super().forward(hidden_states, top_k_index, top_k_weights), self.ranks)
 
 
-class HandDiTAttention(diffusion.SelfAttention):
+class HandDiTAttention(dit.SelfAttention):
     def forward(self, x):
         x = Enter.apply(x, self.ranks)
         batch, tokens, _ = x.shape
@@ -134,7 +134,7 @@ class HandDiTAttention(diffusion.SelfAttention):
         return self.proj_drop(x)
 
 
-class HandDiTMlp(diffusion.FeedForward):
+class HandDiTMlp(dit.FeedForward):
     def forward(self, x):
         x = self.drop1(self.kind(self.fc1(Enter.apply(x, self.ranks))))
         return self.drop2(self.fc2(x))
@@ -153,8 +153,8 @@ BY_HAND = {
     LlamaMLP: HandLlamaMLP,
     MixtralAttention: HandMixtralAttention,
     MixtralExperts: HandExperts,
-    diffusion.SelfAttention: HandDiTAttention,
-    diffusion.FeedForward: HandDiTMlp,
+    dit.SelfAttention: HandDiTAttention,
+    dit.FeedForward: HandDiTMlp,
 }
 
 
@@ -162,7 +162,7 @@ def by_hand(model, mesh):
     """The model, changed in place: this rank's part of it.
 
     Args:
-        model: one of testkit's LLaMA, Mixtral and DiT.
+        model: one of testkit's LLaMA and Mixtral, and integration's DiT.
         mesh: of one axis.
     """
     ranks = Ranks(mesh)
@@ -181,7 +181,7 @@ def by_hand(model, mesh):
             module.__class__ = RowLinear
         if name.endswith("adaLN_modulation.1"):
             module.__class__ = GatheredLinear
-        if type(module) is diffusion.SelfAttention:
+        if type(module) is dit.SelfAttention:
             module.heads //= ranks.size
         module.__class__ = BY_HAND.get(type(module), type(module))
         if type(module).__module__ == __name__:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor_rules
+from integration.models.dit import DiffusionLoss, DiT
 from plan_api import parallelize, zoo
 from testkit import fake_mesh, models, run_ranks
 
@@ -71,7 +72,8 @@ def build(name, kind, mesh, use=None, **options):
 
 def _model(name):
     if name == "dit":
-        model = models.dit(hidden_size=HIDDEN, num_heads=8, dropout=0.0)
+        torch.manual_seed(0)
+        model = DiffusionLoss(DiT(hidden_size=HIDDEN, num_heads=8)).train()
         for param in model.parameters():  # its own closed gates would hide everything
             if param.requires_grad:
                 torch.nn.init.normal_(param.data, std=0.05)

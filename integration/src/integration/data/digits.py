@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import torch
 
-from integration.data.samples import Batch
+from integration.data.loader import Batch
 from integration.errors import UsageError
 
 SIDE = 8

@@ -1,7 +1,6 @@
 """Reads and writes weights in Hugging Face's format: safetensors files and config.json."""
 
-from integration.hugging_face.folder import WeightsFolder, open_folder, require_fits
-from integration.hugging_face.reader import load_weights
+from integration.hugging_face.reader import WeightsFolder, load_weights, open_folder, require_fits
 from integration.hugging_face.writer import write_weights
 
 __all__ = ["WeightsFolder", "load_weights", "open_folder", "require_fits", "write_weights"]

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import plan_api.zoo
-import testkit.models
 from integration.models import build_model_on_meta, model_shape
 from integration.systems import Degrees, torchtitan, zoo
 from integration.systems.torchtitan.data_parallel import apply_fsdp
@@ -110,8 +109,7 @@ def _lines_of_plan(name: str) -> int:
             zoo.plan_of(model_shape(name), mesh, degrees)
 
         plan = built_by(call, _folder(plan_api.zoo), without=_NO_PLANS)
-        plan += built_by(call, _folder(zoo), functions={"_fully_shard"})
-        plan += built_by(call, _folder(testkit.models), functions={"with_noise_loss"})
+        plan += built_by(call, _folder(zoo), functions={"_fully_shard", "with_noise_loss"})
         return plan.lines
 
 

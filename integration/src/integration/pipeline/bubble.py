@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from integration.models import LlamaShape, build_model, build_model_on_meta
-from integration.pipeline.actions import Action, TimedStage
-from integration.pipeline.chain import even_split
 from integration.pipeline.families import family_of
-from integration.pipeline.layout import PipelineOptions, make_layout
-from integration.pipeline.rank_pipeline import RankPipeline
+from integration.pipeline.rank_pipeline import PipelineOptions, RankPipeline, make_layout
 from integration.pipeline.schedules import SCHEDULES, PipelineSchedule
-from integration.pipeline.timeline import Timeline, median_step, replay
+from integration.pipeline.split import even_split
+from integration.pipeline.timeline import Action, TimedStage, Timeline, median_step, replay
 from integration.systems import get_system
 
 # Eight layers for up to eight stages; embedding and head are small in comparison.

@@ -5,18 +5,16 @@ forward (`DecoderFamily`); where they pass on a second one, the stage runs its l
 (`DiffusionFamily`).
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from integration.errors import UsageError
-from integration.pipeline.chain import Chain
-from integration.pipeline.model_part import PassThrough
+from integration.models.dit import signal_rate
+from integration.pipeline.split import Chain, PassThrough
 
 _EMBEDDERS = ("x_embedder", "t_embedder", "y_embedder")
 
@@ -127,7 +125,7 @@ class DiffusionFamily(ModelFamily):
                 tokens, condition = given
             else:
                 images, noise, times, classes = given
-                signal = torch.cos(times / 1000 * math.pi / 2).view(-1, 1, 1, 1)
+                signal = signal_rate(times).view(-1, 1, 1, 1)
                 tokens = model.x_embedder(signal * images + (1 - signal**2).sqrt() * noise)
                 tokens = tokens + model.pos_embed
                 condition = model.t_embedder(times) + model.y_embedder(classes, model.training)
@@ -162,7 +160,7 @@ def family_of(model: nn.Module) -> ModelFamily:
         return DiffusionFamily()
     raise UsageError(
         "pipeline: expected a Hugging Face decoder (model.embed_tokens, model.layers, model.norm,"
-        f" lm_head) or testkit's DiT, got {type(model).__name__}; use --pp-degree 1"
+        f" lm_head) or a DiT, got {type(model).__name__}; use --pp-degree 1"
     )
 
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from integration.pipeline.actions import (
+from integration.pipeline.timeline import (
     BACKWARD,
     BACKWARD_OF_INPUTS,
     BACKWARD_OF_WEIGHTS,
     FORWARD,
+    Timeline,
 )
-from integration.pipeline.timeline import Timeline
 from integration.report.figures import new_figure, style_axes
 from integration.report.palette import Theme
 

@@ -4,12 +4,11 @@ import re
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from integration.models import ModelShape
 from integration.systems.degrees import Degrees
 from plan_api import Phase, Plan, zoo
-from testkit.models import with_noise_loss
 
 # Granularity of matrices, as for the paper's 8-bit Adam (veScale-FSDP, section 6.3).
 _GRANULARITY = "rows(32)"
@@ -43,6 +42,23 @@ def plan_of(shape: ModelShape, mesh: DeviceMesh, degrees: Degrees) -> Plan:
         plan.shard(r".*\.weight", Replicate(), "dp", Phase.RUN)
     elif degrees.dp_shard > 1:
         _fully_shard(plan, shape, data, degrees)
+    return plan
+
+
+def with_noise_loss(plan: Plan, *dp: str) -> Plan:
+    """Makes a plan of a `DiT` one of `DiffusionLoss`, which contains it.
+
+    Args:
+        plan: plan of the DiT.
+        dp: axes along which batches are sharded; none: all ranks have the full batch.
+    """
+    plan = plan.under("model")
+    if not dp:
+        plan.redistribute("criterion.<in:target>", Replicate(), Replicate(), plan.axes[0])
+    for axis in dp:
+        plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), axis)
+        plan.annotate("criterion.<op:mse_loss>", Shard(0), axis)
+        plan.redistribute("<out>", Partial(), Replicate(), axis)
     return plan
 
 

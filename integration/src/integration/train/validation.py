@@ -17,7 +17,7 @@ from integration.data import BatchPlan, Modality
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
 from integration.optimizers import ADAMW
-from integration.pipeline.setup import with_pipeline
+from integration.pipeline.system import with_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
 from integration.train.profiling import StepRange

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from plan_api import Plan, installed, parallelize, track, zoo
+from plan_api import installed, parallelize, track, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 pytestmark = [
@@ -118,27 +118,3 @@ def test_inputs_and_outputs_are_reordered():
         assert [line.partition(" > ")[2].partition(":")[0] for line in lines] == [
             "zoo/requirements.py"
         ]
-
-
-@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
-def test_a_dit_trains_with_full_attention(method):
-    """The sequence is the patches, between their embedding and the final layer."""
-
-    def check():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        order = {"order": "contiguous"}
-        plan = (
-            Plan(mesh)
-            .sequence(r"model\.blocks\.0.<in>", "cp", **order)
-            .context(r"model\.blocks\.\d+\.attn", "cp", method=method, **order)
-            .shard(r"model\.final_layer.<out>", Replicate(), "cp")
-        )
-        for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
-            plan.shard(rf"model\.{name}.<in>", Replicate(), "cp")
-        plan.shard(r"criterion.<in:target>", Replicate(), "cp")
-        model = parallelize(models.nowhere_zero(models.dit(dropout=0.0)), plan)
-        return models.train(model, models.noise_loss, steps=5)
-
-    losses = models.train(models.nowhere_zero(models.dit(dropout=0.0)), models.noise_loss, steps=5)
-    for actual in run_ranks(check, 2):
-        assert actual == pytest.approx(losses, abs=1e-5, rel=0)

@@ -1,15 +1,14 @@
 """Small models that know nothing of meshes, and scripts for one device that train them.
 
 The models of `factories` and the scripts of `training` are re-exported here. The other modules are
-imported by their names: `diffusion` (DiT and its loss), `residual_stack` (what any `fully_shard`
-shards), `matrix_net`, `block_net` and `tile_net` (for matrix optimizers, 8-bit optimizers and
-quantized weights), `reference_soap` (SOAP on one device).
+imported by their names: `residual_stack` (what any `fully_shard` shards), `matrix_net`, `block_net`
+and `tile_net` (for matrix optimizers, 8-bit optimizers and quantized weights), `reference_soap`
+(SOAP on one device).
 """
 
 from testkit.models.factories import (
     VOCABULARY,
     TwoLinears,
-    dit,
     gpt2,
     llama,
     mixtral,
@@ -20,26 +19,21 @@ from testkit.models.factories import (
 from testkit.models.training import (
     Training,
     image_loss,
-    noise_loss,
     token_loss,
     train,
-    with_noise_loss,
 )
 
 __all__ = [
     "VOCABULARY",
     "Training",
     "TwoLinears",
-    "dit",
     "gpt2",
     "image_loss",
     "llama",
     "mixtral",
-    "noise_loss",
     "nowhere_zero",
     "reinitialize",
     "token_loss",
     "train",
     "vit",
-    "with_noise_loss",
 ]

@@ -1,4 +1,4 @@
-"""Small single-device models: a pair of Linears, LLaMA, Mixtral, GPT-2, ViT, DiT.
+"""Small single-device models: a pair of Linears, LLaMA, Mixtral, GPT-2, ViT.
 
 transformers is imported where it is used: testkit does not depend on it.
 """
@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from testkit.models.diffusion import DiffusionLoss, DiT
-
 __all__ = [
-    "VOCABULARY", "TwoLinears", "dit", "gpt2", "llama", "mixtral", "nowhere_zero", "reinitialize",
+    "VOCABULARY", "TwoLinears", "gpt2", "llama", "mixtral", "nowhere_zero", "reinitialize",
     "vit",
 ]  # fmt: skip
 
@@ -107,26 +105,9 @@ def vit(**changes: Any) -> nn.Module:
     return model.train()
 
 
-def dit(**changes: Any) -> DiffusionLoss:
-    """DiT and its loss: 2 blocks of 32 features, 4 heads, images of 4 x 8 x 8, dropout.
-
-    Args:
-        changes: to its arguments.
-    """
-    options: dict[str, Any] = {
-        "input_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 4, "num_classes": 10,
-        "dropout": 0.1,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return DiffusionLoss(DiT(**options | changes)).train()
-
-
 def reinitialize(model: nn.Module, seed: int = 1) -> None:
     """Draws all parameters again, as the model itself does, wherever they are by now."""
     torch.manual_seed(seed)
-    if isinstance(model, DiffusionLoss):
-        model.model.initialize_weights()
-        return
     own: Any = model._init_weights  # transformers'
     for module in model.modules():
         if not dict(module.named_buffers(recurse=False)):  # they are not drawn
@@ -134,7 +115,7 @@ def reinitialize(model: nn.Module, seed: int = 1) -> None:
 
 
 def nowhere_zero(model: nn.Module) -> nn.Module:
-    """Draws all parameters: biases and DiT's gates begin at zero, and hide what is behind them."""
+    """Draws all parameters: biases and gates begin at zero, which hides errors before them."""
     torch.manual_seed(5)
     for param in model.parameters():
         if param.requires_grad:

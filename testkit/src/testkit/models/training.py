@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 from testkit.models.factories import VOCABULARY
 
-__all__ = ["Training", "image_loss", "noise_loss", "token_loss", "train", "with_noise_loss"]
+__all__ = ["Training", "image_loss", "token_loss", "train"]
 
 
 def token_loss(model: Any) -> torch.Tensor:
@@ -29,32 +28,6 @@ def image_loss(model: Any) -> torch.Tensor:
     images, labels = torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))
     loss: torch.Tensor = model(pixel_values=images, labels=labels).loss
     return loss
-
-
-def noise_loss(model: Any) -> torch.Tensor:
-    """The loss of a DiT on a batch of 4 random images and their noise."""
-    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
-    loss: torch.Tensor = model(
-        images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise
-    )
-    return loss
-
-
-def with_noise_loss(plan: Any, *dp: str) -> Any:
-    """A plan of a DiT, made one of `dit`, which has its loss beside it.
-
-    Args:
-        plan: of plan-api.
-        dp: axes along which batches are cut; none: all ranks have the whole batch.
-    """
-    plan = plan.under("model")
-    if not dp:
-        plan.redistribute("criterion.<in:target>", Replicate(), Replicate(), plan.axes[0])
-    for axis in dp:
-        plan.redistribute("criterion.<in:target>", Replicate(), Shard(0), axis)
-        plan.annotate("criterion.<op:mse_loss>", Shard(0), axis)
-        plan.redistribute("<out>", Partial(), Replicate(), axis)
-    return plan
 
 
 @dataclass(frozen=True)

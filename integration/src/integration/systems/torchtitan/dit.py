@@ -24,7 +24,7 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shards weights by columns and rows, and tokens between them.
 
     Args:
-        model: a ``testkit.models.diffusion.DiffusionLoss``.
+        model: a ``DiffusionLoss``.
         mesh: the axis of tensor parallelism; its size divides the width of the model.
     """
     tokens, condition = Shard(1), Replicate()

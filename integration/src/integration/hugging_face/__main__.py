@@ -1,4 +1,4 @@
-"""``python -m integration.export CHECKPOINT OUT``: converts a checkpoint to safetensors."""
+"""``python -m integration.hugging_face CHECKPOINT OUT``: converts a checkpoint to safetensors."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from integration.train import checkpoint
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a usage error."""
-    parser = argparse.ArgumentParser(prog="python -m integration.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m integration.hugging_face", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N of a run")
     parser.add_argument("out", type=Path, help="folder to write, for from_pretrained")
     parsed = parser.parse_args(arguments)

@@ -1,0 +1,291 @@
+"""The zoo's plan of a DiT: trained as on one device, in Eager and static mode, and validated."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from integration.models.dit import DiffusionLoss, DiT
+from integration.systems.zoo import with_noise_loss
+from plan_api import Plan, installed, lower, parallelize, zoo
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+
+on_ranks = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
+]
+
+
+def marked(test):
+    for mark in on_ranks:
+        test = mark(test)
+    return test
+
+
+def small_dit(**changes):
+    torch.manual_seed(0)
+    return DiffusionLoss(DiT(**{"dropout": 0.1} | changes)).train()
+
+
+def random_dit(**changes):
+    """Returns a DiT whose gates are open."""
+    return models.nowhere_zero(small_dit(**changes))
+
+
+def noise_loss(model):
+    """Returns the loss of a batch of 4 random images and their noise."""
+    images, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
+    return model(images, torch.randint(0, 1000, (4,)), torch.randint(0, 10, (4,)), noise)
+
+
+def dit_plan(mesh, sp=False):
+    return with_noise_loss(zoo.dit(mesh, dp="dp", sp=sp), "dp")
+
+
+def without(plan, path):
+    """Returns a plan without its one entry whose path ends in this."""
+    data = json.loads(plan.to_json())
+    entries = [one for one in data["entries"] if not one["path"].endswith(path)]
+    assert len(entries) == len(data["entries"]) - 1, path
+    return Plan.from_json(json.dumps(data | {"entries": entries}), plan.mesh)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+        losses: losses of 20 steps.
+        norms: norms of the gradients of one more batch; an optimizer like Adam hides a factor.
+    """
+
+    losses: list[float]
+    norms: list[float]
+
+
+def trained(model):
+    losses = models.train(model, noise_loss)
+    noise_loss(model).backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    return Trained(losses, [grad.norm().item() for grad in full])
+
+
+def drawn_again(model):
+    torch.manual_seed(1)
+    model.model.initialize_weights()
+    return model
+
+
+@marked
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_a_dit_trains_as_on_one_device(shape):
+    """With sequence parallelism and without; parameters and dropout are drawn on the mesh."""
+
+    def check():
+        import ragged_shard
+
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        found = []
+        for sp in (False, True):
+            model = drawn_again(parallelize(small_dit(), dit_plan(mesh, sp)))
+            one_device = drawn_again(small_dit()).parameters()
+            pairs = zip(model.parameters(), one_device, strict=True)
+            equal = all(torch.equal(actual.full_tensor(), native) for actual, native in pairs)
+            with ragged_shard.strict():
+                result = trained(model)
+            state = installed(model)
+            found.append((result, equal, state.extras, list(state.coverage.unused_sites)))
+        return found
+
+    expected = trained(drawn_again(small_dit()))
+    for found in run_ranks(check, shape[0] * shape[1], timeout=300):
+        for actual, equal, extras, unused in found:
+            assert actual.losses == pytest.approx(expected.losses, abs=1e-5, rel=0)
+            assert actual.norms == pytest.approx(expected.norms, abs=1e-6, rel=0.01)
+            assert equal
+            assert extras == ("dist-rng", "dtensor-rules", "fused-comm")
+            assert unused == []
+
+
+def test_dropout_is_enabled(monkeypatch):
+    """Without dropout the losses are different, so the test above does test it."""
+    on = models.train(drawn_again(small_dit()), noise_loss, steps=3)
+    monkeypatch.setattr(nn.functional, "dropout", lambda x, *args, **options: x)
+    assert models.train(drawn_again(small_dit()), noise_loss, steps=3) != on
+
+
+def _train_in(mode, mesh, sp):
+    model = parallelize(random_dit(), dit_plan(mesh, sp), mode=mode, guard_steps=0)
+    losses = models.train(model, noise_loss)
+    noise_loss(model).backward()
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    params = {name: param.detach().to_local() for name, param in named}
+    grads = {name: param.grad.to_local() for name, param in named if param.grad is not None}
+    return losses, params, grads, list(installed(model).coverage.unused_sites)
+
+
+@marked
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
+    """20 steps of AdamW with dropout."""
+
+    def check():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        return [[_train_in(mode, mesh, sp) for mode in ("eager", "static")] for sp in (False, True)]
+
+    for found in run_ranks(check, shape[0] * shape[1], timeout=300):
+        for eager, static in found:
+            losses, params, grads, unused = static
+            assert len(losses) == 20
+            assert losses == eager[0]
+            assert losses[-1] != losses[0]
+            for actual, expected in ((params, eager[1]), (grads, eager[2])):
+                assert actual.keys() == expected.keys()
+                assert all(torch.equal(actual[name], expected[name]) for name in actual)
+            assert all(grad.any() for grad in grads.values())
+            assert unused == []
+
+
+class _DTensorOperators(TorchDispatchMode):
+    """Counts the operators that take a DTensor, before torch and dtensor-rules dispatch them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        arguments = tree_leaves((args, kwargs or {}))
+        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in arguments) else [])
+        return func(*args, **(kwargs or {}))
+
+
+@marked
+@pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
+def test_no_operator_takes_a_dtensor_in_a_static_step_of_a_dit(rules):
+    """In forward, backward, optimizer and zero_grad of three steps."""
+
+    def check():
+        import dtensor_rules
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(random_dit(), dit_plan(mesh, True), mode="static", guard_steps=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if not rules:
+            dtensor_rules.disable()
+        counted = []
+        for _ in range(3):
+            with _DTensorOperators() as seen:
+                noise_loss(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counted.append(seen.names)
+        return counted
+
+    assert run_ranks(check, 2, timeout=300) == [[{}] * 3] * 2
+
+
+TP, DP = (1, 2), (2, 1)
+
+
+def _condition_not_reduced(mesh):
+    path, whole = r"blocks\.\d+\.adaLN_modulation\.1.<in>", Replicate()
+    plan = zoo.dit(mesh, dp="dp").redistribute(
+        path, whole, whole, "tp", grad_src=whole, grad_dst=whole
+    )
+    return with_noise_loss(plan, "dp")
+
+
+# By error in the plan: the mesh, the model, the plan, and the site and a part of the message.
+WRONG = {
+    "a gradient that is not reduced, behind closed gates": (
+        TP,
+        small_dit,
+        _condition_not_reduced,
+        "model.blocks.0.adaLN_modulation.0",
+        "the gradient of what is returned by",
+    ),
+    "a reshape with all heads": (
+        TP,
+        random_dit,
+        lambda mesh: without(dit_plan(mesh), r"attn.<op:reshape:0>"),
+        "model.blocks.0.attn",
+        "shape .* is invalid.*its code may name global sizes",
+    ),
+    "a mean over a sharded batch": (
+        DP,
+        random_dit,
+        lambda mesh: without(dit_plan(mesh), "<op:mse_loss>"),
+        "criterion",
+        "what is returned by criterion: ",
+    ),
+}
+
+
+@marked
+def test_plans_of_a_dit_with_one_wrong_line_are_refused_in_the_first_step_by_site():
+    def check():
+        meshes = {
+            shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in (TP, DP)
+        }
+        found = {}
+        for name, (shape, make, plan, *_) in {**WRONG, "": (TP, random_dit, dit_plan)}.items():
+            model = parallelize(make(depth=1), plan(meshes[shape]), mode="static")
+            torch.manual_seed(2)
+            try:
+                noise_loss(model)
+                found[name] = None
+            except ValueError as error:
+                found[name] = type(error).__name__, getattr(error, "site", None), str(error)
+        return found
+
+    for found in run_ranks(check, 2, timeout=300):
+        assert found.pop("") is None
+        for name, (*_, site, pattern) in WRONG.items():
+            kind, found_site, message = found[name]
+            assert kind == "StaticError", name
+            assert found_site == site, name
+            with pytest.raises(ValueError, match=pattern):
+                raise ValueError(message.replace("\n", " "))
+
+
+def test_heads_that_tp_does_not_divide_are_refused():
+    model = small_dit(hidden_size=24, num_heads=3).model
+    message = (
+        r"(?s)blocks\.1\.attn\.qkv\.weight is 3 times blocks\.1\.attn's head_dim \(8\)"
+        ".*axis 'tp' of size 2 does not divide 3"
+    )
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh, pytest.raises(ValueError, match=message):
+        lower(zoo.dit(mesh), model)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
+def test_a_dit_trains_with_context_parallelism(method):
+    """The sequence is the patches, between their embedding and the final layer."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        order = {"order": "contiguous"}
+        plan = (
+            Plan(mesh)
+            .sequence(r"model\.blocks\.0.<in>", "cp", **order)
+            .context(r"model\.blocks\.\d+\.attn", "cp", method=method, **order)
+            .shard(r"model\.final_layer.<out>", Replicate(), "cp")
+        )
+        for name in ("x_embedder", r"t_embedder\.mlp", r"y_embedder\.embedding_table"):
+            plan.shard(rf"model\.{name}.<in>", Replicate(), "cp")
+        plan.shard(r"criterion.<in:target>", Replicate(), "cp")
+        model = parallelize(random_dit(dropout=0.0), plan)
+        return models.train(model, noise_loss, steps=5)
+
+    losses = models.train(random_dit(dropout=0.0), noise_loss, steps=5)
+    for actual in run_ranks(check, 2):
+        assert actual == pytest.approx(losses, abs=1e-5, rel=0)
