@@ -29,8 +29,9 @@ EXPECTED = {
     # A group per layer, and the root's, which stays gathered until backward is over.
     "fsdp1": {"all_gather": (5, GATHERED), "reduce_scatter": (3, PARAMETERS)},
     "fsdp2": {"all_gather": (5, GATHERED), "reduce_scatter": (3, PARAMETERS)},
-    # The same by exchange: a rank sends the other its half, and a gradient's other half.
-    "fsdp": dict.fromkeys(("send", "recv"), (8, (GATHERED + PARAMETERS) / 2)),
+    # The same by exchange: a rank sends the other its half, and a gradient's other half. Each
+    # transfer is counted once, by its sender.
+    "fsdp": {"send": (8, (GATHERED + PARAMETERS) / 2)},
 }
 
 
@@ -117,6 +118,33 @@ def test_a_tensor_parallel_rank_computes_half_of_twice_as_many_microbatches(fold
     summary = read_summary(folders / "dtensor-tp")
     assert (summary.accumulation, summary.micro_batch) == (2, 4)
     assert summary.product_flops == 2 * FLOPS // 2
+
+
+def _transfers(both_ways):
+    import torch.distributed as dist
+
+    counter, rank = CollectiveCounter(1), dist.get_rank()
+    with counter.step(1):
+        tensor = torch.ones(6)
+        if both_ways:
+            operations = [
+                dist.P2POp(dist.isend, tensor, 1 - rank),
+                dist.P2POp(dist.irecv, torch.empty(6), 1 - rank),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        elif rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+    return counter.counts
+
+
+@pytest.mark.ranks
+def test_a_transfer_is_counted_once_by_the_rank_that_sends_it():
+    sent = [CollectiveCount("send", 1, 6 * 4)]
+    assert run_ranks(_transfers, 2, False) == [sent, []]
+    assert run_ranks(_transfers, 2, True) == [sent, sent]
 
 
 @pytest.mark.ranks

@@ -8,8 +8,9 @@ import pytest
 
 from integration.metrics import StepRecord, read_metrics
 from integration.soak.__main__ import main
-from integration.soak.fault_schedule import KINDS, draw_fault_schedule
-from integration.soak.report import compare
+from integration.soak.fault_schedule import KINDS, Fault, draw_fault_schedule
+from integration.soak.report import compare, describe, soak_of, soak_report, write_soak
+from integration.soak.supervisor import Incident
 
 
 def draw(seed, *, kinds=KINDS, steps=500):
@@ -45,6 +46,33 @@ def test_losses_are_compared_by_their_bits_and_by_their_number():
     assert compare(whole, [*whole, whole[1]], 3).differing == (2,)
     message = str(compare(whole, closest, 3))
     assert message == "the losses of 2 of 3 steps differ or are missing, the first at 2, 3"
+
+
+@pytest.fixture
+def incident():
+    """A fault that was recovered from."""
+    return Incident(Fault(50, 1, "kill"), 51, 1.04, "torchrun", 9.0, "step-00000040", 40, 12.25)
+
+
+def test_a_report_has_the_verdict_then_a_row_per_fault(incident, tmp_path):
+    soak = soak_of(["--every", "50"], 2, [incident], compare(records([0.1]), records([0.1]), 1))
+    path = write_soak(soak, tmp_path)
+    lines = path.read_text().splitlines()
+    assert lines[2] == "**Passes.**"
+    assert lines[6].endswith(
+        "| Recovered from 1 of 2 faults; the losses of all 1 steps are equal, bit for bit. |"
+    )
+    assert "| 51 | 1 | kill | 1.0 s, by torchrun | 9.0 s | step-00000040 | 12.2 s |" in lines
+    assert "python -m integration.soak --every 50" in lines
+    assert json.loads((tmp_path / "soak.json").read_text())["incidents"][0]["at_step"] == 51
+    assert describe(incident).startswith("step 51, rank 1, fault kill, detected after 1.0 s, by")
+
+
+@pytest.mark.parametrize("outcome", ["rank 1 did not end", compare(records([0.1]), [], 1)])
+def test_a_soak_that_did_not_finish_or_differs_does_not_pass(outcome, incident):
+    report = soak_report(soak_of([], 1, [incident], outcome))
+    assert not report.passes
+    assert f"; {outcome}." in report.verdicts[0].finding
 
 
 @pytest.mark.parametrize(

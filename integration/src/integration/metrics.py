@@ -40,7 +40,8 @@ class CollectiveCount:
     """The collectives of one kind that a rank issued in a step.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, recv, ...
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, ...; receives
+            are counted as the sends of the other rank.
         calls: number of collectives that reached a process group.
         bytes: bytes of the full tensors that were gathered, scattered, reduced or sent.
     """

@@ -17,11 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    from integration.scale.report import write_report
+    from integration.scale.report import write_scale
     from integration.scale.simulation import simulate
 
     scale = simulate(setup, lambda doing: print(doing, file=sys.stderr, flush=True))
-    print(write_report(setup, scale))
+    print(write_scale(setup, scale))
     return 0
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from dataclasses import asdict
 from pathlib import Path
 
-import jinja2
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as MatplotlibFigure
 
-from integration.report.figures import save_png, svg_of
-from integration.report.pages import Chart
-from integration.report.palette import DARK, LIGHT, Theme
+from integration.report.palette import Theme
+from integration.report.section import Command, Figure, Paragraph, Report, Section
+from integration.report.write import write_report
 from integration.scale.figures import (
     draw_beginning,
     draw_growth,
@@ -25,9 +23,9 @@ from integration.scale.figures import (
 )
 from integration.scale.options import ScaleSetup
 from integration.scale.simulation import GROWS_ON, Scale
-from integration.scale.tables import ReportTable, tables_of
+from integration.scale.tables import table_sections
 
-__all__ = ["LIMITS", "write_report"]
+__all__ = ["LIMITS", "write_scale"]
 
 LIMITS = (
     "Predicted, not measured, by a cost model with assumed constants. The model leaves out "
@@ -40,39 +38,34 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True)
-class Section:
-    """A figure with its heading."""
-
-    title: str
-    text: str
-    chart: Chart
-
-
-@dataclass(frozen=True)
-class ScalePage:
-    """The values of both templates."""
-
-    title: str
-    subject: str
-    limits: str
-    sections: tuple[Section, ...]
-    tables: tuple[ReportTable, ...]
-    command: str
-    style: str
-
-
-def write_report(setup: ScaleSetup, scale: Scale) -> Path:
+def write_scale(setup: ScaleSetup, scale: Scale) -> Path:
     """Writes every file of the report into ``--out``, which exists.
 
     Returns:
         The path of report.html.
     """
-    out, machine = setup.options.out, setup.machine
-    (out / "figures").mkdir(exist_ok=True)
-    found = {"machine": asdict(machine), **asdict(scale)}
+    out = setup.options.out
+    found = {"machine": asdict(setup.machine), **asdict(scale)}
     (out / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    page = ScalePage(
+    return write_report(scale_report(setup, scale), out)
+
+
+def scale_report(setup: ScaleSetup, scale: Scale) -> Report:
+    """Returns the report of a simulation; measurements that the options leave out have no part."""
+    machine = setup.machine
+    command = shlex.join(["python", "-m", "integration.scale", *setup.options.command_line()])
+    reproduce = Section(
+        "Reproduce",
+        (
+            Command(command),
+            Paragraph(
+                "Counts and predictions are equal on every machine; measured times and memory are "
+                "not. All numbers are in `scale.json`.",
+                is_note=True,
+            ),
+        ),
+    )
+    return Report(
         title=f"Training on up to {max(setup.worlds):,} ranks, simulated",
         subject=(
             f"One process simulates rank 0 of {', '.join(f'{n:,}' for n in setup.worlds)} ranks "
@@ -85,32 +78,23 @@ def write_report(setup: ScaleSetup, scale: Scale) -> Path:
             f"{machine.between.latency * 1e6:.1f} us; collectives of fully_shard overlap with "
             f"{machine.overlap:.0%} of their layer's compute, others are exposed."
         ),
-        limits=LIMITS,
-        sections=tuple(_sections(setup, scale, out / "figures")),
-        tables=tuple(tables_of(scale, machine)),
-        command=shlex.join(["python", "-m", "integration.scale", *setup.options.command_line()]),
-        style=_style(),
+        sections=(
+            Section("Limits", (Paragraph(LIMITS),)),
+            *_figure_sections(setup, scale),
+            *table_sections(scale, machine),
+            reproduce,
+        ),
     )
-    (out / "report.md").write_text(_render("report.md.j2", page, escape=False))
-    html = out / "report.html"
-    html.write_text(_render("report.html.j2", page, escape=True))
-    return html
 
 
-def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
+def _figure_sections(setup: ScaleSetup, scale: Scale) -> list[Section]:
     tokens = setup.options.weak_tokens
-
-    def section(name: str, title: str, text: str, draw: Callable[[Theme], Figure]) -> Section:
-        light, dark = draw(LIGHT), draw(DARK)
-        save_png(light, folder / f"{name}.png")
-        return Section(title, text, Chart(name, f"{title}. {text}", svg_of(light), svg_of(dark)))
-
     made = [
-        section(
+        _section(
             "weak", "Weak scaling", f"{tokens:,} tokens per rank; predicted.",
             lambda theme: draw_weak(scale.weak, theme),
         ),
-        section(
+        _section(
             "strong", "Strong scaling",
             "A constant global batch, with the fastest strategy at each number of ranks; dashed: "
             "linear scaling; predicted.",
@@ -119,26 +103,26 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
     ]  # fmt: skip
     if scale.grown:
         made.append(
-            section(
+            _section(
                 "growth", "Model scaling",
                 f"{GROWS_ON:,} ranks, {tokens:,} tokens per rank; predicted.",
                 lambda theme: draw_growth(scale.grown, theme),
             )
         )  # fmt: skip
     made += [
-        section(
+        _section(
             "traffic", "Traffic",
             "Bytes that a rank sends in a step of one sequence per data parallel rank; counted.",
             lambda theme: draw_traffic(scale.counts, theme),
         ),
-        section(
+        _section(
             "padding", "Padding", "Values below 0.001 % are drawn at 0.001 %; planned.",
             lambda theme: draw_padding(scale.paddings, theme),
         ),
     ]  # fmt: skip
     if scale.initialisations or scale.dispatches:
         made.append(
-            section(
+            _section(
                 "beginning", "Host time",
                 "Initialisation until the first step, and the time that a strategy adds to a layer "
                 "of LLaMA; measured.",
@@ -148,16 +132,7 @@ def _sections(setup: ScaleSetup, scale: Scale, folder: Path) -> list[Section]:
     return made
 
 
-def _style() -> str:
-    """Returns the style sheet of the comparison's page."""
-    page = files("integration.report").joinpath("report.html.j2").read_text()
-    return page.partition("<style>")[2].partition("</style>")[0]
-
-
-def _render(template: str, page: ScalePage, *, escape: bool) -> str:
-    environment = jinja2.Environment(
-        autoescape=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip
-    source = files(__package__).joinpath(template).read_text()
-    return environment.from_string(source).render(page=page)
+def _section(
+    name: str, title: str, text: str, draw: Callable[[Theme], MatplotlibFigure]
+) -> Section:
+    return Section(title, (Paragraph(text), Figure(name, f"{title}. {text}", draw)))

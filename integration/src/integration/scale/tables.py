@@ -1,37 +1,20 @@
-"""The tables of the report."""
+"""The sections of the report with tables."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from integration.report.section import Column, Paragraph, Section, Table
 from integration.scale.cost import Machine
 from integration.scale.simulation import Scale
 from integration.scale.traffic import AxisTraffic
 
-__all__ = ["ReportTable", "tables_of"]
+__all__ = ["table_sections"]
 
 
-@dataclass(frozen=True)
-class ReportTable:
-    """A table of text.
-
-    Attributes:
-        title: heading.
-        columns: column titles.
-        rows: cells; the first is a name.
-        note: paragraph below the table.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str
-
-
-def tables_of(scale: Scale, machine: Machine) -> list[ReportTable]:
-    """Returns the tables of a report; measurements that the options leave out have none."""
+def table_sections(scale: Scale, machine: Machine) -> list[Section]:
+    """Returns a section per table; measurements that the options leave out have none."""
     tables = [_steps(scale, machine), _paddings(scale)]
     if scale.initialisations:
         tables.append(_beginnings(scale))
@@ -40,7 +23,7 @@ def tables_of(scale: Scale, machine: Machine) -> list[ReportTable]:
     return tables
 
 
-def _steps(scale: Scale, machine: Machine) -> ReportTable:
+def _steps(scale: Scale, machine: Machine) -> Section:
     rows = []
     for one, time in zip(scale.counts, scale.times, strict=True):
         sent = _sent(one.whole.traffic)
@@ -53,7 +36,7 @@ def _steps(scale: Scale, machine: Machine) -> ReportTable:
                 f"{time.compute:.2f}", f"{time.tensor:.2f}", f"{time.data:.2f}",
             )
         )  # fmt: skip
-    return ReportTable(
+    return _section(
         "A step of a rank, counted and predicted",
         ("model", "strategy", "ranks", *_OPS.values(), "TFLOP", "states, GB", "compute, s",
          "exposed TP, s", "exposed other, s"),
@@ -80,11 +63,11 @@ def _sent(traffic: Sequence[AxisTraffic]) -> dict[str, str]:
     return {op: f"{calls[op]:,}: {nbytes[op] / 1e9:,.2f}" if calls[op] else "" for op in _OPS}
 
 
-def _paddings(scale: Scale) -> ReportTable:
+def _paddings(scale: Scale) -> Section:
     worlds = sorted({one.ranks for one in scale.paddings})
     found = {(one.model, one.rows, one.ranks): one.share for one in scale.paddings}
     names = list(dict.fromkeys((one.model, one.rows) for one in scale.paddings))
-    return ReportTable(
+    return _section(
         "Padding of the planner",
         ("model", "rows per block", *(f"{ranks:,} ranks" for ranks in worlds)),
         tuple(
@@ -97,8 +80,8 @@ def _paddings(scale: Scale) -> ReportTable:
     )
 
 
-def _beginnings(scale: Scale) -> ReportTable:
-    return ReportTable(
+def _beginnings(scale: Scale) -> Section:
+    return _section(
         "Initialisation",
         ("model", "strategy", "ranks", "mesh, s", "model on meta, s", "plan and fully_shard, s",
          "memory, MiB"),
@@ -112,8 +95,8 @@ def _beginnings(scale: Scale) -> ReportTable:
     )  # fmt: skip
 
 
-def _dispatches(scale: Scale) -> ReportTable:
-    return ReportTable(
+def _dispatches(scale: Scale) -> Section:
+    return _section(
         "Dispatch of a layer",
         ("model", "strategy", "ranks", "one device, ms", "strategy, ms", "added, ms"),
         tuple(
@@ -124,3 +107,11 @@ def _dispatches(scale: Scale) -> ReportTable:
         "CPU time of forward and backward with tiny widths, so that operators take almost no time. "
         "On a GPU host time overlaps with device time.",
     )  # fmt: skip
+
+
+def _section(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], note: str
+) -> Section:
+    """Returns a section of a table whose first two columns are names, and a note below it."""
+    heads = (Column(text, is_number=place > 1) for place, text in enumerate(columns))
+    return Section(title, (Table(tuple(heads), tuple(rows)), Paragraph(note, is_note=True)))

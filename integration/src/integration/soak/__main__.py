@@ -14,7 +14,7 @@ from integration.soak.options import (
     parse_options,
     prepare,
 )  # fmt: skip
-from integration.soak.report import HEADER, LossComparison, compare, row, soak_of, write_report
+from integration.soak.report import LossComparison, compare, describe, soak_of, write_soak
 from integration.soak.supervisor import FaultError, Incident, disturb
 from integration.soak.torchrun import Torchrun
 
@@ -35,16 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def note(incident: Incident) -> None:
         incidents.append(incident)
-        print(row(incident), flush=True)
+        print(describe(incident), flush=True)
 
-    print(HEADER, flush=True)
     outcome: LossComparison | str
     try:
         outcome = _run_both(options, fault_schedule, note)
     except FaultError as error:
         outcome = str(error)
     soak = soak_of(arguments, len(fault_schedule), incidents, outcome)
-    path = write_report(soak, options.out)
+    path = write_soak(soak, options.out)
     print(f"{soak.failure or soak.comparison}; the log is {path}")
     return 0 if soak.passed else 1
 

@@ -10,6 +10,16 @@ from pathlib import Path
 import torch
 
 from integration.metrics import StepRecord
+from integration.report.markdown import render_markdown
+from integration.report.section import (
+    Column,
+    Command,
+    Paragraph,
+    Report,
+    Section,
+    Table,
+    VerdictRow,
+)
 from integration.soak.supervisor import Incident
 
 
@@ -88,35 +98,60 @@ def soak_of(
     return Soak(command, torch.__version__, cores, planned, tuple(incidents), compared, failure)
 
 
-def row(incident: Incident) -> str:
-    """Returns an incident as a row of a Markdown table."""
-    fault = incident.fault
-    return (
-        f"| {incident.at_step} | {fault.rank} | {fault.kind} | {incident.noticed:.1f} s, by"
-        f" {incident.noticed_by} | {incident.restarted:.1f} s | {incident.checkpoint} |"
-        f" {incident.went_on:.1f} s |"
-    )
-
-
-HEADER = (
-    "| step | rank | fault | detected after | ranks restarted after | resumed from |"
-    " next step after |\n|---:|---:|---|---|---:|---|---:|"
+COLUMNS = (
+    Column("step", is_number=True),
+    Column("rank", is_number=True),
+    Column("fault"),
+    Column("detected after"),
+    Column("ranks restarted after", is_number=True),
+    Column("resumed from"),
+    Column("next step after", is_number=True),
 )
 
 
-def write_report(soak: Soak, out: Path) -> Path:
+def cells(incident: Incident) -> tuple[str, ...]:
+    """Returns a cell per column of ``COLUMNS``."""
+    fault = incident.fault
+    return (
+        str(incident.at_step),
+        str(fault.rank),
+        str(fault.kind),
+        f"{incident.noticed:.1f} s, by {incident.noticed_by}",
+        f"{incident.restarted:.1f} s",
+        incident.checkpoint,
+        f"{incident.went_on:.1f} s",
+    )
+
+
+def describe(incident: Incident) -> str:
+    """Returns an incident as a line of text."""
+    pairs = zip(COLUMNS, cells(incident), strict=True)
+    return ", ".join(f"{column.title} {cell}" for column, cell in pairs)
+
+
+def soak_report(soak: Soak) -> Report:
+    """Returns the report of a soak: its verdict, every fault, and its command."""
+    recovered = f"Recovered from {len(soak.incidents)} of {soak.planned} faults"
+    verdict = VerdictRow(
+        subject="disturbed run against undisturbed run",
+        passes=soak.passed,
+        finding=f"{recovered}; {soak.failure or soak.comparison}.",
+    )
+    table = Table(COLUMNS, tuple(cells(each) for each in soak.incidents))
+    machine = Paragraph(f"torch {soak.torch}, {soak.cores} cores.")
+    return Report(
+        title="A run with faults",
+        sections=(
+            Section("Faults", (table,), (verdict,)),
+            Section("Reproduce", (Command(soak.command), machine)),
+        ),
+    )
+
+
+def write_soak(soak: Soak, out: Path) -> Path:
     """Writes ``soak.md`` and ``soak.json`` into ``out``; returns the path of the first."""
-    verdict = soak.failure or str(soak.comparison)
-    lines = [
-        f"`{soak.command}`, torch {soak.torch}, {soak.cores} cores:",
-        "",
-        HEADER,
-        *map(row, soak.incidents),
-        "",
-        f"Recovered from {len(soak.incidents)} of {soak.planned} faults; {verdict}.",
-    ]
     path = out / "soak.md"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(render_markdown(soak_report(soak)))
     path.with_suffix(".json").write_text(json.dumps(asdict(soak), indent=2) + "\n")
     return path
 

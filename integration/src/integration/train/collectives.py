@@ -11,6 +11,9 @@ from integration.metrics import CollectiveCount
 from integration.train.memory import peak_rss_bytes, reset_peak_rss
 from testkit import CommLog
 
+# A barrier has no payload, and its sender counts what a rank receives.
+_NOT_COUNTED = ("barrier", "recv")
+
 
 class CollectiveCounter:
     """Counts the collectives and FLOPs of this rank in one step.
@@ -49,10 +52,13 @@ class CollectiveCounter:
 
     @property
     def counts(self) -> list[CollectiveCount] | None:
-        """Counts by kind, in order of first use, without barriers; None if no step was counted."""
+        """Counts by kind, in order of first use, without barriers; None if no step was counted.
+
+        A point-to-point transfer is counted once, by the rank that sends it.
+        """
         if not self._logs:
             return None
-        issued = [call for log in self._logs for call in log.calls if call.op != "barrier"]
+        issued = [call for log in self._logs for call in log.calls if call.op not in _NOT_COUNTED]
         return [
             CollectiveCount(
                 kind=kind,
