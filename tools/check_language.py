@@ -64,7 +64,7 @@ MODULES = {
     "stays": "eager_fallback",
     "use": "requirements",
     "way": "strategy",
-    "weightless": "fake_step",
+    "weightless": "event recorder",
     "within": "stage_context",
 }
 #: A pattern in prose: what to write instead.

@@ -1,27 +1,31 @@
 """Counts the compute, memory and traffic of a training step, on rank 0 of a fake world.
 
-Layers of a kind are identical, so that models are run with one and with two of each kind, and the
-difference is taken as the work of every further layer.
+The packages run their own code on fake tensors, and `fsdp.simulate.recorder` records it. Layers of
+a kind are identical, so that models are run with one and with two of each kind, and the difference
+is taken as the work of every further layer.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from integration.scale.fake_step import FakeStepRecord, fake_step
+from fsdp.simulate.events import CommEvent, ComputeWork
+from fsdp.simulate.recorder import IN_STEP, EventRecorder, MemoryKind
 from integration.scale.shapes import Depth, Shape
 from integration.scale.strategies import NODE, ParallelStrategy, WorldAxis, axes_of, distribute
 from testkit import Collective, fake_mesh
 from testkit.comm_log import Op
 
-__all__ = ["SEQUENCE", "AxisTraffic", "CountedStep", "StepWork", "count", "count_at"]
+__all__ = [
+    "SEQUENCE", "AxisTraffic", "CountedStep", "StepWork", "count", "count_at", "sent_collective",
+]  # fmt: skip
 
 SEQUENCE = 4096
 """Tokens of a sequence."""
@@ -53,12 +57,14 @@ class StepWork:
         operators: number of operators on local tensors.
         parameters: bytes of the rank's parameters between steps.
         traffic: collectives by kind and axis.
+        peak: bytes by kind that are allocated in the step, where their sum is largest.
     """
 
     flops: int = 0
     operators: int = 0
     parameters: int = 0
     traffic: tuple[AxisTraffic, ...] = ()
+    peak: Mapping[MemoryKind, int] = field(default_factory=dict)
 
     def plus(self, other: StepWork, times: int = 1) -> StepWork:
         """Returns the sum of this work and ``times`` the other; ``times`` may be negative."""
@@ -71,6 +77,7 @@ class StepWork:
             self.flops + times * other.flops, self.operators + times * other.operators,
             self.parameters + times * other.parameters,
             tuple(one for one in found.values() if one.calls or one.nbytes),
+            {kind: self.peak.get(kind, 0) + times * other.peak.get(kind, 0) for kind in IN_STEP},
         )  # fmt: skip
 
 
@@ -160,48 +167,47 @@ def count_at(
     axes = axes_of(strategy, ranks, node)
     with fake_mesh([axis.size for axis in axes], [axis.name for axis in axes]) as mesh:
         model = distribute(shape.build(depth, width), shape, strategy, mesh)
-        with fake_step() as record:
+        with EventRecorder() as recorder:
             model.to_empty(device="cpu")
+            recorder.watch(model)
             data = ranks // next((axis.size for axis in axes if axis.name == "tp"), 1)
             # A plan takes the global batch and shards it; fully_shard takes a rank's batch.
             tokens = torch.zeros(data if strategy.tensor else 1, sequence, dtype=torch.long)
             _step(model, tokens)  # the first step also compares plans across ranks
-            before = _Sizes(len(record.collectives), record.flops, record.operators)
+            model.zero_grad()
+            recorder.start_step()
             _step(model, tokens)
-        return _part(record, before, axes, mesh, model)
+            recorder.finish_step()
+        return _work(recorder, axes, mesh)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    collectives: int
-    flops: int
-    operators: int
+def sent_collective(event: CommEvent) -> Collective:
+    """Returns a recorded collective as `testkit.CommLog` would record it."""
+    splits = (event.input_bytes // event.ranks,) * event.ranks if event.op == "all_to_all" else ()
+    return Collective(
+        cast(Op, event.op), event.input_bytes, event.output_bytes, event.dtype, event.group,
+        event.ranks, event.rank, input_splits=splits, output_splits=splits,
+    )  # fmt: skip
 
 
 def _step(model: nn.Module, tokens: torch.Tensor) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
-    model.zero_grad()
 
 
-def _part(
-    record: FakeStepRecord,
-    before: _Sizes,
-    axes: Sequence[WorldAxis],
-    mesh: DeviceMesh,
-    model: nn.Module,
-) -> StepWork:
+def _work(recorder: EventRecorder, axes: Sequence[WorldAxis], mesh: DeviceMesh) -> StepWork:
     of_group = {str(mesh.get_group(axis.name).group_name): axis for axis in axes}
     calls: defaultdict[tuple[Op, WorldAxis], list[int]] = defaultdict(list)
-    for one in record.collectives[before.collectives :]:
-        assert one.wire_bytes is not None
-        calls[one.op, _axis(one, of_group, mesh.size())].append(one.wire_bytes)
-    parameter_bytes = sum(
-        (param.to_local() if isinstance(param, DTensor) else param).nbytes
-        for param in model.parameters()
+    for event in recorder.events:
+        if isinstance(event, CommEvent):
+            one = sent_collective(event)
+            assert one.wire_bytes is not None
+            calls[one.op, _axis(one, of_group, mesh.size())].append(one.wire_bytes)
+    compute = sum(
+        (event for event in recorder.events if isinstance(event, ComputeWork)), ComputeWork()
     )
     traffic = tuple(AxisTraffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
-    flops, operators = record.flops - before.flops, record.operators - before.operators
-    return StepWork(flops, operators, parameter_bytes, traffic)
+    parameters = recorder.allocated(MemoryKind.PARAMETERS)
+    return StepWork(compute.flops, compute.ops, parameters, traffic, recorder.worst)
 
 
 def _axis(one: Collective, of_group: Mapping[str, WorldAxis], ranks: int) -> WorldAxis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -45,6 +46,7 @@ def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
     return (spec.numel,) if spec.shape is None else spec.shape
 
 
+@lru_cache(maxsize=4096)  # it counts the units of all ranks; layers often have equal layouts
 def ragged_shard(layout: Layout, i: int) -> RaggedShard:
     """The placement under which each rank holds what the layout gives it of tensor `i`.
 

@@ -1,7 +1,4 @@
-"""Parameter groups: the parameters that are gathered and reduced together.
-
-`fully_shard` and `fsdp.simulate` both plan groups by the functions at the top.
-"""
+"""Parameter groups: the parameters that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
+from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.granularity import Whole
 from fsdp.mesh import sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
@@ -213,7 +211,7 @@ class FSDPParamGroup(ABC):
         """Sets whether parameters are freed after forward; a number of ranks no longer counts."""
         self.reshard_after_forward = reshard
         self.all_gather.post_forward_mesh = None
-        self.all_gather.free_post_forward_shard()
+        self._free_post_forward_shard()
 
     def set_streams(self, streams: CommStreams) -> None:
         """Sets the streams of both collectives."""
@@ -251,13 +249,14 @@ class FSDPParamGroup(ABC):
             return
         self._check_registered()
         self._check_materialized()
-        self.all_gather.start(for_backward=for_backward)
+        with group_stage(GroupStage.ALL_GATHER, self.all_gather):
+            self.all_gather.start(for_backward=for_backward)
 
     def wait_for_unshard(self) -> None:
         """Waits for the all-gather, and registers the unsharded parameters on the modules."""
         if self.is_unsharded or not self.all_gather.in_flight:
             return
-        self.all_gather.wait()
+        self._wait_for_all_gather()
         for param in self.params:
             assert param.unsharded_param is not None
             param.set_on_modules(param.unsharded_param)
@@ -266,16 +265,27 @@ class FSDPParamGroup(ABC):
     def reshard(self, *, after_forward: bool = False) -> None:
         """Registers the sharded parameters on the modules, and frees the unsharded ones."""
         if self.all_gather.in_flight:
-            self.all_gather.wait()
+            self._wait_for_all_gather()
         elif not self.is_unsharded:
             if not after_forward:
-                self.all_gather.free_post_forward_shard()
+                self._free_post_forward_shard()
             return
         if self.is_unsharded:
             for param in self.params:
                 param.set_on_modules(param.sharded_param)
-        self.all_gather.free(after_forward=after_forward, keep_storage=self.keep_unsharded_storage)
+        with group_stage(GroupStage.RESHARD, self.all_gather):
+            self.all_gather.free(
+                after_forward=after_forward, keep_storage=self.keep_unsharded_storage
+            )
         self.is_unsharded = False
+
+    def _wait_for_all_gather(self) -> None:
+        with group_stage(GroupStage.ALL_GATHER_WAIT, self.all_gather):
+            self.all_gather.wait()
+
+    def _free_post_forward_shard(self) -> None:
+        with group_stage(GroupStage.RESHARD, self.all_gather):
+            self.all_gather.free_post_forward_shard()
 
     def _check_registered(self) -> None:
         """Checks that modules have the sharded parameters.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.param import FSDPParam, param_names
 
 __all__ = ["GradientSpec", "GroupReduceScatter", "ShardView"]
@@ -121,14 +122,15 @@ class GroupReduceScatter:
             unsharded_param.grad = None
         if not unsharded_grads:
             return
-        reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
-        if self.in_flight:  # of an earlier call of the same module
-            self.wait()
-        if self._copied:
-            assert self._buffer is not None
-            self._buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
-        else:
-            self._acquire().copy_from(reduce_scatter_inputs, scale=self._pre_scale)
+        with group_stage(GroupStage.COPY_IN, self):
+            reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
+            if self.in_flight:  # of an earlier call of the same module
+                self.wait()
+            if self._copied:
+                assert self._buffer is not None
+                self._buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
+            else:
+                self._acquire().copy_from(reduce_scatter_inputs, scale=self._pre_scale)
         self._copied |= set(unsharded_grads)
 
     def start(self) -> None:
@@ -149,19 +151,24 @@ class GroupReduceScatter:
         buffer.set_placements(self._placements())
         self._post_scale = 1.0 / self._divisor() / self._pre_scale
         copied_in = streams.record()
-        with streams.on(streams.reduce_scatter):
+        with group_stage(GroupStage.REDUCE_SCATTER, self), streams.on(streams.reduce_scatter):
             streams.wait(copied_in)
             self._handle = buffer.reduce_scatter_(async_op=True)
 
     def wait(self) -> None:
         """Waits for the reduction, assigns the sharded gradients, and frees the buffer."""
-        if self._handle is None:
-            return
+        if self._handle is not None:
+            with group_stage(GroupStage.REDUCE_SCATTER_WAIT, self):
+                assigned = self._finish(self._handle)
+            self._run_post_accumulate_grad_hooks(assigned)
+
+    def _finish(self, handle: Handle) -> set[int]:
+        """Does what `wait` does; returns the parameters whose gradients were assigned."""
         buffer, streams = self._buffer, self.streams
         assert buffer is not None
         is_hsdp = self._buffers.mesh.ndim == 2
         with streams.on(streams.reduce_scatter):
-            self._handle.wait()
+            handle.wait()
             reduce_output = buffer.local  # (shard_size,), reduce dtype
             copied = self._copied
             if self._partial is not None:
@@ -177,13 +184,13 @@ class GroupReduceScatter:
                     self.all_reduce_hook(reduce_output)
                 if self._post_scale != 1.0:
                     reduce_output.mul_(self._post_scale)
-                self._assign(reduce_output, sorted(copied))
+                with group_stage(GroupStage.ASSIGN_GRADS, self):
+                    self._assign(reduce_output, sorted(copied))
             reduced = streams.record()
         streams.wait(reduced)
         buffer.release()
         self._handle, self._copied = None, set()
-        if not awaits_all_reduce:
-            self._run_post_accumulate_grad_hooks(copied)
+        return set() if awaits_all_reduce else copied
 
     def discard(self) -> None:
         """Drops gradients that are not reduced yet."""

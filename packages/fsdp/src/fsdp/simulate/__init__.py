@@ -1,9 +1,10 @@
 """Predicts memory, communication and time of training, without processes.
 
-`units` plans the groups of each `fully_shard` call, `tracing` records what modules compute between
-its hooks, and `schedule` makes the list of a step's events from both. `memory`, `optimizer_state`
-and `cost` count from that list, `result` has the numbers, tables and pictures, `search` compares
-meshes, and `probe` measures the constants of a machine (`machine`).
+`recorder` records a step of any parallelized model on fake tensors: compute, collectives and memory
+by kind (`events`). `simulated_model` runs the code of `fully_shard` on a copy of a model in a world
+of any size (`fake_world`), and `memory`, `optimizer_state` and `cost` count from what was recorded.
+`result` has the numbers, tables and pictures, `search` compares meshes, and `probe` measures the
+constants of a machine (`machine`).
 """
 
 from fsdp.simulate.cost import Collective, StepTime

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from fsdp.collectives.stages import GroupStage
+from fsdp.simulate.events import CommEvent, ComputeWork, StageEvent, StepEvent
 from fsdp.simulate.machine import Constants, Link, MeshSize, find_link
-from fsdp.simulate.schedule import EventKind, ScheduledEvent
-from fsdp.simulate.tracing import ComputeWork
 
 __all__ = ["Collective", "StepTime", "collectives_of", "time_of"]
 
-Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+_OVERLAPPING = (GroupStage.ALL_GATHER, GroupStage.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,14 @@ class Collective:
     """All collectives of a step with the same operation and number of ranks.
 
     Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
+        op: "all_gather", "reduce_scatter", "all_reduce", or that of another package.
         ranks: number of ranks in each.
         count: number of collectives.
         nbytes: total bytes of the buffers that are gathered, scattered or reduced.
         sent: total bytes that a rank sends to others.
     """
 
-    op: Op
+    op: str
     ranks: int
     count: int
     nbytes: int
@@ -60,23 +59,20 @@ class StepTime:
         return self.compute + self.gather + self.reduce + self.update + self.other
 
 
-def collectives_of(step: Iterable[ScheduledEvent], mesh: MeshSize) -> tuple[Collective, ...]:
+def collectives_of(step: Iterable[StepEvent]) -> tuple[Collective, ...]:
     """Returns the collectives of a step, without those of a single rank."""
-    totals: dict[tuple[Op, int], Collective] = {}
-    for event in step:
-        for one in _issued(event, mesh):
-            key = (one.op, one.ranks)
-            if one.ranks > 1 and one.nbytes:
-                before = totals.get(key, Collective(one.op, one.ranks, 0, 0, 0))
-                totals[key] = replace(
-                    one, count=before.count + 1, nbytes=before.nbytes + one.nbytes,
-                    sent=before.sent + one.sent,
-                )  # fmt: skip
+    totals: dict[tuple[str, int], Collective] = {}
+    for one in filter(None, map(_collective, _with_exchanges_joined(step))):
+        before = totals.get((one.op, one.ranks), Collective(one.op, one.ranks, 0, 0, 0))
+        totals[one.op, one.ranks] = replace(
+            one, count=before.count + 1, nbytes=before.nbytes + one.nbytes,
+            sent=before.sent + one.sent,
+        )  # fmt: skip
     return tuple(totals.values())
 
 
 def time_of(
-    step: Iterable[ScheduledEvent],
+    step: Iterable[StepEvent],
     mesh: MeshSize,
     constants: Constants,
     *,
@@ -93,7 +89,7 @@ def time_of(
         nbytes: bytes of a rank's shards of them.
     """
     clock = _Clock(constants, mesh)
-    for event in step:
+    for event in _with_exchanges_joined(step):
         clock.advance(event)
     update = constants.update
     time = replace(clock.time, update=update.tensor * tensors + update.nbyte * nbytes)
@@ -106,37 +102,39 @@ class _Clock:
     def __init__(self, constants: Constants, mesh: MeshSize) -> None:
         self._constants, self._mesh = constants, mesh
         self._now = self._communicated = 0.0  # of the stream that computes, and the other
-        self._ends: dict[tuple[bool, object], float] = {}
+        self._ends: dict[int, float] = {}  # of a group's all-gather or reduction
         self.time = StepTime()
 
-    def advance(self, event: ScheduledEvent) -> None:
+    def advance(self, event: StepEvent) -> None:
         """Adds the time of an event."""
-        time = self.time
-        if event.kind is EventKind.COMPUTE:
-            seconds = _compute_seconds(event.segment.work, self._constants)
+        if isinstance(event, ComputeWork):
+            seconds = _compute_seconds(event, self._constants)
             self._now += seconds
-            self.time = replace(time, compute=time.compute + seconds)
-            return
-        is_reduction = event.kind in (EventKind.REDUCE_SCATTER, EventKind.REDUCE_SCATTER_WAIT)
-        key = (is_reduction, event.group)
-        # The all-reduce of HSDP, which starts when the reduce-scatter has ended.
-        is_blocking = event.kind is EventKind.REDUCE_SCATTER_WAIT
-        for one in _issued(event, self._mesh):
-            seconds = self._collective_seconds(one)
-            if self._constants.overlap and not is_blocking:
-                self._communicated = max(self._now, self._communicated) + seconds
-                self._ends[key] = self._communicated
-                self.time = replace(self.time, hidden=self.time.hidden + seconds)
-            else:
-                if is_blocking:
-                    self._wait(key)
-                self._add_waiting(seconds, is_reduction=is_reduction)
-        if event.kind in (EventKind.ALL_GATHER_WAIT, EventKind.REDUCE_SCATTER_WAIT):
-            self._wait(key)
+            self.time = replace(self.time, compute=self.time.compute + seconds)
+        elif isinstance(event, CommEvent):
+            self._communicate(event)
+        elif event.stage in (GroupStage.ALL_GATHER_WAIT, GroupStage.REDUCE_SCATTER_WAIT):
+            self._wait(event)
 
-    def _wait(self, key: tuple[bool, object]) -> None:
-        wait = max(0.0, self._ends.pop(key, 0.0) - self._now)
-        self._add_waiting(wait, is_reduction=key[0])
+    def _communicate(self, event: CommEvent) -> None:
+        one, during = _collective(event), event.during
+        if one is None:
+            return
+        seconds = self._collective_seconds(one)
+        is_async = during is not None and during.stage in _OVERLAPPING
+        if during is not None and is_async and self._constants.overlap:
+            self._communicated = max(self._now, self._communicated) + seconds
+            self._ends[during.collective] = self._communicated
+            self.time = replace(self.time, hidden=self.time.hidden + seconds)
+            return
+        if during is not None and not is_async:
+            # The all-reduce of HSDP, which starts when the reduce-scatter has ended.
+            self._wait(during)
+        self._add_waiting(seconds, is_reduction=one.op in ("reduce_scatter", "all_reduce"))
+
+    def _wait(self, event: StageEvent) -> None:
+        wait = max(0.0, self._ends.pop(event.collective, 0.0) - self._now)
+        self._add_waiting(wait, is_reduction=event.stage is not GroupStage.ALL_GATHER_WAIT)
         self.time = replace(self.time, hidden=self.time.hidden - wait)
 
     def _add_waiting(self, seconds: float, *, is_reduction: bool) -> None:
@@ -165,22 +163,41 @@ def _compute_seconds(work: ComputeWork, constants: Constants) -> float:
     return work.flops * per.flop + work.nbytes * per.nbyte + work.ops * per.op
 
 
-def _issued(event: ScheduledEvent, mesh: MeshSize) -> list[Collective]:
-    """Returns the collective that an event starts, if any."""
-    group = event.group
-    if group is None:
-        return []
-    dtypes = group.dtypes
-    if event.kind is EventKind.ALL_GATHER:
-        ranks = event.subgroup_size or mesh.shard
-        return [_one("all_gather", ranks, group.buffer_bytes(dtypes.compute))]
-    if event.kind is EventKind.REDUCE_SCATTER:
-        return [_one("reduce_scatter", mesh.shard, group.buffer_bytes(dtypes.reduce))]
-    if event.kind is EventKind.REDUCE_SCATTER_WAIT and mesh.replicate > 1:
-        return [_one("all_reduce", mesh.replicate, group.shard_bytes(dtypes.reduce))]
-    return []
+def _with_exchanges_joined(step: Iterable[StepEvent]) -> Iterator[StepEvent]:
+    """Yields the events of a step; sends and receives within a stage are one collective."""
+    sends: list[CommEvent] = []
+    for event in step:
+        if isinstance(event, CommEvent) and event.during and event.op in ("send", "recv"):
+            sends += [event] if event.op == "send" else []
+            continue
+        if sends:
+            yield _joined(sends)
+            sends = []
+        yield event
 
 
-def _one(op: Op, ranks: int, nbytes: int) -> Collective:
-    times = 2 if op == "all_reduce" else 1
-    return Collective(op, ranks, 1, nbytes, times * (nbytes - nbytes // ranks))
+def _joined(sends: Sequence[CommEvent]) -> CommEvent:
+    """Returns the collective that a buffer has made of sends to all other ranks."""
+    first, sent = sends[0], sum(one.input_bytes for one in sends)
+    assert first.during is not None
+    stage, ranks = first.during.stage, first.ranks
+    nbytes = sent * ranks // (ranks - 1)
+    if stage is GroupStage.ALL_GATHER:
+        return replace(first, op="all_gather", input_bytes=nbytes // ranks, output_bytes=nbytes)
+    if stage is GroupStage.REDUCE_SCATTER:
+        return replace(first, op="reduce_scatter", output_bytes=nbytes // ranks, input_bytes=nbytes)
+    # Of the replicas: a reduce-scatter, and then an all-gather.
+    return replace(first, op="all_reduce", input_bytes=nbytes // 2, output_bytes=nbytes // 2)
+
+
+def _collective(event: StepEvent) -> Collective | None:
+    """Returns the collective of an event; None if it is none or nothing is sent."""
+    if not isinstance(event, CommEvent):
+        return None
+    nbytes = max(event.input_bytes, event.output_bytes)
+    if event.op == "send":
+        return Collective(event.op, event.ranks, 1, nbytes, nbytes)
+    if not nbytes or event.op == "recv":
+        return None
+    times = 2 if event.op == "all_reduce" else 1
+    return Collective(event.op, event.ranks, 1, nbytes, times * (nbytes - nbytes // event.ranks))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from fsdp.simulate.machine import MeshSize
-from fsdp.simulate.schedule import EventKind, ScheduledEvent
-from fsdp.simulate.units import PlannedGroup
+from fsdp.simulate.recorder import EventRecorder, MemoryKind
 
 __all__ = ["InStep", "Memory", "memory_of"]
 
@@ -70,82 +66,25 @@ class Memory:
         return max(persistent + self.worst.total, self.resident)
 
 
-def memory_of(
-    model: nn.Module,
-    groups: Sequence[PlannedGroup],
-    step: Iterable[ScheduledEvent],
-    mesh: MeshSize,
-    optimizer: torch.Tensor,
-    *,
-    activations: int,
-    exchange: bool,
-) -> Memory:
+def memory_of(recorder: EventRecorder, optimizer: torch.Tensor, *, activations: int) -> Memory:
     """Returns the memory of the rank that has most.
 
     Args:
-        model: its buffers are counted.
-        groups: parameter groups of the model.
-        step: events of a step.
-        mesh: sizes of the mesh.
+        recorder: has recorded a step, whose gradients are still allocated.
         optimizer: bytes of state on each rank, see `optimizer_bytes`.
         activations: bytes that forward saves for backward.
-        exchange: whether reductions receive the other ranks' shards, see the strategies of dbuffer.
     """
-    stored = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
+    worst = recorder.worst
     return Memory(
-        parameters=sum(group.shard_bytes(group.dtypes.sharded) for group in groups),
-        gradients=sum(group.shard_bytes(group.dtypes.sharded) for group in groups if group.trained),
+        parameters=recorder.allocated(MemoryKind.PARAMETERS),
+        gradients=recorder.allocated(MemoryKind.GRADIENTS),
         optimizer=int(optimizer.max()),
-        buffers=sum(stored.values()),
+        buffers=recorder.allocated(MemoryKind.BUFFERS),
         activations=activations,
-        worst=_peak_of_step(step, mesh, exchange=exchange),
+        worst=InStep(
+            gathered=worst[MemoryKind.GATHERED],
+            reducing=worst[MemoryKind.REDUCING],
+            gradients=worst[MemoryKind.GRADIENTS],
+            activations=worst[MemoryKind.ACTIVATIONS],
+        ),
     )
-
-
-def _peak_of_step(step: Iterable[ScheduledEvent], mesh: MeshSize, *, exchange: bool) -> InStep:
-    """Replays a step and returns its memory at the point where the total is largest."""
-    now, worst = InStep(), InStep()
-    subgroup_shards: dict[PlannedGroup, int] = {}  # saved by groups that fewer ranks shard
-
-    def worse(candidate: InStep) -> InStep:
-        return max(worst, candidate, key=lambda one: one.total)
-
-    for event in step:
-        if event.kind is EventKind.COMPUTE:
-            worst = worse(replace(now, activations=event.segment.peak))
-            now = replace(now, activations=event.segment.allocated)
-            continue
-        group = event.group
-        assert group is not None
-        unsharded = group.buffer_bytes(group.dtypes.compute)
-        reduced = group.buffer_bytes(group.dtypes.reduce)
-        received = reduced - reduced // mesh.shard if exchange else 0
-        match event.kind:
-            case EventKind.ALL_GATHER:
-                now = replace(now, gathered=now.gathered + unsharded)
-            case EventKind.RESHARD:
-                if event.subgroup_size is not None:
-                    subgroup_shards[group] = unsharded // event.subgroup_size
-                    now = replace(now, gathered=now.gathered + subgroup_shards[group])
-                    worst = worse(now)
-                now = replace(now, gathered=now.gathered - unsharded)
-                if event.subgroup_size is None:
-                    freed = subgroup_shards.pop(group, 0)
-                    now = replace(now, gathered=now.gathered - freed)
-            case EventKind.COPY_IN:
-                now = replace(now, reducing=now.reducing + reduced)
-                worst = worse(now)
-                now = replace(now, activations=now.activations - _unsharded_grad_bytes(group))
-            case EventKind.REDUCE_SCATTER:
-                now = replace(now, reducing=now.reducing + received)
-            case EventKind.REDUCE_SCATTER_WAIT:
-                shard = group.shard_bytes(group.dtypes.sharded)
-                now = replace(now, gradients=now.gradients + shard)
-                worst = worse(now)
-                now = replace(now, reducing=now.reducing - reduced - received)
-        worst = worse(now)
-    return worst
-
-
-def _unsharded_grad_bytes(group: PlannedGroup) -> int:
-    return group.layout.total * group.dtypes.compute.itemsize

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsdp.simulate.units import PlannedGroup
+from fsdp.simulate.simulated_model import PlannedGroup
 from ragged_shard.planner import Layout
 
 __all__ = [

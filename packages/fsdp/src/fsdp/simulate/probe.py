@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer import DBuffer, Strategy
 from fsdp.api import fully_shard, watch_optimizers
 from fsdp.mesh import checked_mesh, device_of, sharded_placements
 from fsdp.param_group import Dtypes, plan_buffer
+from fsdp.simulate.events import ComputeWork, operator_work
 from fsdp.simulate.machine import Compute, Constants, Link, Update
 from fsdp.simulate.optimizer_state import OPTIMIZERS, OptimizerFactory
+from fsdp.simulate.simulated_model import Forward
 from fsdp.simulate.simulation import simulate
-from fsdp.simulate.tracing import ComputeWork, Forward, OperatorRecorder, operator_work
 from fsdp.simulate.units import Units, find_units
 from ragged_shard.planner import TensorSpec
 
@@ -192,7 +194,7 @@ def measure_compute(model: nn.Module, forward: Forward, rounds: int, clock: Cloc
     """
     grads = [param.grad for param in model.parameters()]
     times = [_step_seconds(model, forward, clock) for _ in range(rounds + 1)][1:]
-    recorder = _OperatorTimer(model, clock)
+    recorder = _OperatorTimer(clock)
     with recorder:
         forward(model).backward()
     for param, grad in zip(model.parameters(), grads, strict=True):
@@ -209,17 +211,19 @@ def _step_seconds(model: nn.Module, forward: Forward, clock: Clock) -> float:
     return seconds
 
 
-class _OperatorTimer(OperatorRecorder):
-    """Times operators, besides recording them."""
+class _OperatorTimer(TorchDispatchMode):
+    """Times operators."""
 
-    def __init__(self, model: nn.Module, clock: Clock) -> None:
-        super().__init__(model)
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self._total, self._flop_seconds, self._byte_seconds = ComputeWork(), 0.0, 0.0
 
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Runs an operator and times it."""
-        start = self._clock()
+        kwargs, start = kwargs or {}, self._clock()
         out = func(*args, **kwargs)
         seconds = self._clock() - start
         work = operator_work(func, args, kwargs, out)

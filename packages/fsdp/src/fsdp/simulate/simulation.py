@@ -8,15 +8,22 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp.api import PlacementFn
-from fsdp.mesh import checked_reshard
 from fsdp.simulate.cost import collectives_of, time_of
+from fsdp.simulate.fake_world import fake_world
 from fsdp.simulate.machine import Constants, MeshLike, parse_mesh_size
 from fsdp.simulate.memory import memory_of
 from fsdp.simulate.optimizer_state import OptimizerLike, optimizer_bytes, state_bytes_of
+from fsdp.simulate.recorder import EventRecorder
 from fsdp.simulate.result import Simulation
-from fsdp.simulate.schedule import ReshardPolicy, schedule_step
-from fsdp.simulate.tracing import Forward, FSDPHook, assumed_trace, trace_step
-from fsdp.simulate.units import Unit, Units, find_units, plan_groups
+from fsdp.simulate.simulated_model import (
+    AssumedSizes,
+    Forward,
+    ShardOptions,
+    SimulatedModel,
+    device_type_of,
+    garbage_kept,
+)
+from fsdp.simulate.units import Unit, Units, find_units
 
 __all__ = ["Simulator", "simulate"]
 
@@ -39,9 +46,11 @@ def simulate(
 ) -> Simulation:
     """Predicts memory, padding, communication and time of training on a mesh of any size.
 
-    It plans with the code of `fully_shard`, and needs neither processes nor memory for the model.
-    The model is not changed. The collectives and temporary tensors of the optimizer, clipping,
-    memory that an allocator or a backend caches, and CPU offload are not counted.
+    A copy of the model is sharded by `fully_shard` over a fake world of that size, and does two
+    steps on fake tensors, of which the second is recorded. It needs neither processes nor memory
+    for the model, which is not changed; torch.distributed may be initialized or not. The
+    collectives and temporary tensors of the optimizer, clipping, memory that an allocator or a
+    backend caches, and CPU offload are not counted.
 
     Args:
         model: on meta, or on any device.
@@ -57,12 +66,14 @@ def simulate(
         optimizer: "adam", "adamw", "sgd"; bytes per element of a parameter; or a function that
             returns an optimizer of named parameters, such as a class.
         forward: calls the model that it gets on one rank's batch, and returns the loss. Its work
-            and activations are counted in one run, on fake tensors if the model is on meta.
+            and activations are counted on fake tensors if the model is on meta; any other model
+            really computes.
         activations: without `forward`, the bytes that forward saves for backward.
         tokens: without `forward`, the tokens of a rank's batch: 6 flops per token and parameter.
         constants: constants of the machine; None to predict no time.
         exchange: whether the strategy of buffers is "exchange", the default with gloo, which
-            allocates memory for the shards that other ranks send.
+            allocates memory for the shards that other ranks send. Each send is simulated, so the
+            time of the simulation grows with the number of ranks.
 
     Raises:
         ValueError: an argument is not valid; the error says what was expected.
@@ -77,7 +88,7 @@ def simulate(
 
 
 class Simulator:
-    """Simulates one model on several meshes; what does not depend on the mesh is computed once.
+    """Simulates one model on several meshes.
 
     Arguments and errors are those of `simulate`.
     """
@@ -104,53 +115,46 @@ class Simulator:
                     f"simulate: expected {name} to be 0 or more, and 0 with forward, from which it "
                     f"is counted, got {value!r}"
                 )
-        self._model, self._mp_policy = model, mp_policy
-        self._shard_placement_fn, self._reshard = shard_placement_fn, reshard_after_forward
-        self._constants, self._exchange = constants, exchange
+        self._model, self._constants, self._forward = model, constants, forward
+        self._sizes = AssumedSizes(activations, tokens)
+        self._options = ShardOptions(
+            reshard_after_forward, shard_placement_fn, mp_policy, ignored_params,
+            "exchange" if exchange else "native",
+        )  # fmt: skip
         self._units = find_units(model, units, ignored_params)
         self._state_bytes = state_bytes_of(
             optimizer, [(_full_name(unit, one.name), one.param) for unit in self._units
                         for one in unit.found]
         )  # fmt: skip
-        self._hook_events = (
-            assumed_trace(self._units, activations, tokens)
-            if forward is None
-            else trace_step(self._units, forward, mp_policy)
-        )
-        self._activations = next(  # when the model's forward has ended
-            event.before.allocated
-            for event in self._hook_events
-            if event.hook is FSDPHook.POST_FORWARD and not event.unit
-        )
 
     def run(self, mesh: MeshLike) -> Simulation:
         """Returns the simulation on a mesh."""
-        sizes = parse_mesh_size(mesh)
-        reshard, subgroup_size = checked_reshard(self._reshard, sizes.shard)
-        groups = plan_groups(self._units, sizes.shard, self._shard_placement_fn, self._mp_policy)
-        # As fully_shard's default: units are resharded after forward, the root module is not.
-        reshard_model = reshard and self._reshard is not None
-        policy = ReshardPolicy(units=reshard, model=reshard_model, subgroup_size=subgroup_size)
-        step = list(schedule_step(self._hook_events, groups, policy))
-        state = optimizer_bytes(groups, self._state_bytes, sizes.shard)
-        memory = memory_of(
-            self._model, groups, step, sizes, state, activations=self._activations,
-            exchange=self._exchange,
-        )  # fmt: skip
+        size, recorder = parse_mesh_size(mesh), EventRecorder()
+        world = fake_world(size, device_type_of(self._model))
+        with garbage_kept(), world as fake_mesh, recorder:
+            sharded = SimulatedModel(self._units, fake_mesh, self._options, recorder)
+            for _ in range(2):  # the first step allocates buffers, and learns the order of modules
+                if self._forward is None:
+                    sharded.assumed_step(self._sizes)
+                else:
+                    sharded.step(self._forward)
+        step, groups = recorder.events, sharded.groups
+        state = optimizer_bytes(groups, self._state_bytes, size.shard)
+        memory = memory_of(recorder, state, activations=sharded.saved)
         time = None
         if self._constants is not None:
             time = time_of(
-                step, sizes, self._constants, tensors=len(self._state_bytes),
+                step, size, self._constants, tensors=len(self._state_bytes),
                 nbytes=memory.gradients,
             )  # fmt: skip
         return Simulation(
-            mesh=sizes,
+            mesh=size,
             groups=len(groups),
             elements=sum(group.layout.total for group in groups),
             padding=sum(group.layout.padding for group in groups),
             memory=memory,
             optimizer_by_rank=tuple(state.tolist()),
-            collectives=collectives_of(step, sizes),
+            collectives=collectives_of(step),
             time=time,
         )
 

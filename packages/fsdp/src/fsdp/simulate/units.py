@@ -1,33 +1,18 @@
-"""The units of a model, one for each call of `fully_shard`, and the groups planned for them."""
+"""The units of a model: the modules of each call of `fully_shard`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeAlias
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp import _compat
-from fsdp.api import PlacementFn
-from fsdp.granularity import Whole, block_size
-from fsdp.param import FSDPParam, NamedParam, has_extension, managed_modules, named_params
-from fsdp.param_group import (
-    Dtypes,
-    balance_owners,
-    dtypes_of,
-    group_params,
-    plan_buffer,
-    tensor_specs,
-)
-from ragged_shard.planner import Layout, TensorSpec
+from fsdp.param import NamedParam, has_extension, managed_modules, named_params
 
-__all__ = ["PlannedGroup", "Unit", "Units", "find_units", "plan_groups"]
+__all__ = ["Unit", "Units", "find_units"]
 
 Units: TypeAlias = "str | Callable[[str, nn.Module], bool] | Iterable[str | Sequence[str]] | None"
 
@@ -45,33 +30,6 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     found: tuple[NamedParam, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedGroup:
-    """A parameter group of `fully_shard`, that is parameters in one buffer.
-
-    Attributes:
-        unit: index of its unit in the result of `find_units`.
-        params: the parameters, in the order of the layout.
-        layout: layout of the buffer.
-        dtypes: dtypes of the sharded parameters, of computation and of reduction.
-        trained: whether the parameters have gradients.
-    """
-
-    unit: int
-    params: tuple[nn.Parameter, ...]
-    layout: Layout
-    dtypes: Dtypes
-    trained: bool
-
-    def buffer_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the unsharded buffer, padding included."""
-        return self.layout.buffer_size * dtype.itemsize
-
-    def shard_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of a rank's shard of the buffer."""
-        return self.layout.shard_size * dtype.itemsize
 
 
 def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]) -> list[Unit]:
@@ -104,6 +62,7 @@ def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]
     for unit in found:
         for one in unit.found:
             full = f"{unit.name}.{one.name}" if unit.name else one.name
+            _check_plain(one, full)
             if id(one.param) in owners:
                 raise ValueError(
                     f"simulate: expected each parameter to be in one unit, got {full!r}, which is "
@@ -114,50 +73,17 @@ def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]
     return found
 
 
-def plan_groups(
-    units: Sequence[Unit],
-    ranks: int,
-    shard_placement_fn: PlacementFn | None,
-    mp_policy: MixedPrecisionPolicy,
-) -> list[PlannedGroup]:
-    """Plans the groups of all units as `fully_shard` does on `ranks` ranks.
+def _check_plain(one: NamedParam, name: str) -> None:
+    """Refuses parameters whose placement depends on other ranks.
 
     Raises:
-        ValueError: a granularity is not valid; or a parameter can be planned on real ranks only,
-            because it is a DTensor, has an all-gather extension or gets a mesh of its own.
+        ValueError: it is a DTensor or has an all-gather extension.
     """
-    plan = cache(plan_buffer)  # the layers of a model often have the same specs
-    balance_key = object()  # a balance that the user gave is counted for this plan alone
-    groups = []
-    for index, unit in enumerate(units):
-        params = [_managed(one, unit.name, shard_placement_fn) for one in unit.found]
-        for same in group_params(params, mp_policy):
-            first = same[0].orig_param
-            dtypes = dtypes_of(first.dtype, _compat.policy_of(first, mp_policy))
-            specs: tuple[TensorSpec, ...] = tensor_specs(same)
-            layout = balance_owners(plan(specs, ranks, dtypes), same, balance_key)
-            originals = tuple(param.orig_param for param in same)
-            groups.append(PlannedGroup(index, originals, layout, dtypes, first.requires_grad))
-    return groups
-
-
-def _managed(one: NamedParam, unit: str, shard_placement_fn: PlacementFn | None) -> FSDPParam:
-    name, param = one.name, one.param
-    full = f"{unit}.{name}" if unit else name
-    granularity = None if shard_placement_fn is None else shard_placement_fn(param)
-    if isinstance(param, DTensor) or has_extension(param, full):
+    if isinstance(one.param, DTensor) or has_extension(one.param, name):
         raise ValueError(
-            f"simulate: expected parameter {full!r} to be a plain tensor, got a "
-            f"{type(param.data).__name__}, which can be planned on real ranks only"
+            f"simulate: expected parameter {name!r} to be a plain tensor, got a "
+            f"{type(one.param.data).__name__}, which can be planned on real ranks only"
         )
-    if hasattr(granularity, "mesh_info"):
-        raise ValueError(
-            f"simulate: expected shard_placement_fn to return a granularity for {full!r}, got a "
-            f"result with a mesh of its own"
-        )
-    block = block_size(granularity, param.shape, full)
-    whole = granularity if isinstance(granularity, Whole) else None
-    return FSDPParam(name, param, one.locations, block, mesh=None, whole=whole)
 
 
 def _unit_names(named: dict[str, nn.Module], units: Units) -> list[tuple[str, ...]]:
