@@ -104,3 +104,54 @@ def _names(choices):
 def option_runs():
     """The class of an option table's runs; each module of tests makes its own."""
     return OptionRuns
+
+
+def _write_run(run, described):
+    """Writes the run folder of a made-up run; returns its outcome."""
+    from integration.compare.runner import Outcome
+    from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+
+    job = run.job
+    described = {"losses": [5.0, 4.0, 3.5], "exit": 0, "seconds": 0.5} | described
+    losses, code = described.pop("losses"), described.pop("exit")
+    seconds = described.pop("seconds")
+    job.folder.mkdir(parents=True)
+    job.log.write_text("Traceback: <broken> & gone\n")
+    metrics = MetricsFile(job.folder, keep_steps=0)
+    for step, loss in enumerate(losses, start=1):
+        metrics.append(StepRecord(step=step, loss=loss, seconds=seconds, tokens=512))
+    metrics.close()
+    summary = {
+        "system": job.system,
+        "model": job.model,
+        "parameters": 115008,
+        "world_size": job.ranks,
+        "data_parallel_degree": 1,
+        "accumulation": 2,
+        "micro_batch": 4,
+        "steps": len(losses),
+        "data_source": "some text",
+        "peak_rss_bytes": [2**20] * job.ranks,
+    }
+    if code == 0:
+        write_summary(job.folder, RunSummary(**summary | described))
+    return Outcome(job, code)
+
+
+@pytest.fixture
+def made_up_results():
+    """Returns the setting and the results of an experiment whose runs are made up.
+
+    ``describe`` returns what differs from a usual run: ``losses``, ``exit``, ``seconds``, and
+    fields of the summary.
+    """
+    from integration.compare.experiment import SharedOptions
+    from integration.compare.result import compare_runs
+
+    def results_of(experiment, own, out, describe=lambda run: {}, **shared):
+        setting = experiment.setting(SharedOptions(out=out, **shared), own)
+        runs = experiment.runs(setting)
+        outcomes = [_write_run(run, dict(describe(run))) for run in runs]
+        return setting, compare_runs(runs, outcomes)
+
+    return results_of

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from integration.compare.options import CompareOptions
-from integration.compare.random_jobs import random_jobs
-from integration.compare.random_numbers import RandomVerdict, collect
+from integration.compare.experiment import SharedOptions
+from integration.compare.experiments.random_numbers import EXPERIMENT, RandomOptions
+from integration.compare.result import Verdict, compare_runs
 from integration.compare.runner import run_jobs
 
 pytestmark = pytest.mark.ranks
@@ -21,7 +21,7 @@ def finished(tmp_path_factory):
     """A comparison of DDP with the single device, and where its results lie."""
     out = tmp_path_factory.mktemp("comparison") / "results"
     options = ["--systems", "ddp", "--models", "llama-tiny", "--steps", str(STEPS)]
-    options += ["--no-random-numbers", "--no-optimizers", "--no-parallelism", "--no-diffusion"]
+    options += ["--experiments", "systems"]
     command = [sys.executable, "-m", "integration.compare", *options, "--out", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -40,13 +40,13 @@ def test_every_file_is_there(finished):
     for name in ("report.md", "report.html", "results.json", *figures):
         assert (out / name).stat().st_size > 0
     for name in ("single", "ddp"):
-        assert (out / "runs" / f"llama-tiny-{name}.log").exists()
+        assert (out / "runs" / "systems" / f"llama-tiny-{name}.log").exists()
 
 
 def test_the_results_hold_every_step_of_both_systems(finished):
     out, _ = finished
     results = json.loads((out / "results.json").read_text())
-    single, ddp = results["systems"]
+    single, ddp = results["experiments"]["systems"]["runs"]
     assert results["passes"]
     assert [record["step"] for record in ddp["records"]] == list(range(1, STEPS + 1))
     assert single["records"][-1]["loss"] < single["records"][0]["loss"]
@@ -81,10 +81,11 @@ class Stop:
 def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
     # All ten would take minutes: one case, on one device and on two ranks with dist-rng.
     chosen = ("dropout-single-1-native", "dropout-dtensor-tp-2-dist-rng")
-    jobs = random_jobs(CompareOptions(out=tmp_path, random_steps=3))
-    jobs = [job for job in jobs if job.job.name in chosen]
-    single, sharded = collect(jobs, run_jobs([job.job for job in jobs], Watcher(), Stop()))
+    setting = EXPERIMENT.setting(SharedOptions(out=tmp_path), RandomOptions(steps=3))
+    runs = [run for run in EXPERIMENT.runs(setting) if run.job.name in chosen]
+    outcomes = run_jobs([run.job for run in runs], Watcher(), Stop())
+    single, sharded = compare_runs(runs, outcomes)
     assert sharded.failure is None, sharded.failure
-    assert single.verdict is RandomVerdict.REFERENCE
-    assert sharded.verdict is RandomVerdict.SAME
-    assert (sharded.same_weights, sharded.same_masks) == (True, True)
+    assert single.verdict is Verdict.REFERENCE
+    assert sharded.verdict is Verdict.SAME
+    assert sharded.equal == {"initial_weights": True, "first_masks": True}

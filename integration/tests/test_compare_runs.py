@@ -16,11 +16,15 @@ import pytest
 
 from integration.compare import results_folder, runner
 from integration.compare.__main__ import main
+from integration.compare.experiment import SharedOptions
+from integration.compare.experiments.random_numbers import RandomOptions
+from integration.compare.experiments.systems import SystemOptions
 from integration.compare.options import CompareOptions
-from integration.compare.results import Verdict, collect, passes
+from integration.compare.result import Verdict, compare_runs
+from integration.compare.run import Run, TrainingJob
 from integration.compare.runner import Outcome
 from integration.compare.setup import prepare
-from integration.compare.training_job import TrainingJob
+from integration.train.config import TrainConfig
 from integration.train.stop import EXIT_TERMINATED
 
 STEPS = 5
@@ -76,17 +80,9 @@ def script(tmp_path, monkeypatch):
 @pytest.fixture
 def options(tmp_path):
     (tmp_path / "text").write_bytes(b"real text " * 1000)
-    return CompareOptions(
-        systems="ddp,fsdp2",
-        out=tmp_path / "out",
-        data=tmp_path / "text",
-        models="llama-tiny",
-        steps=STEPS,
-        random_numbers=False,
-        optimizers=False,
-        parallelism=False,
-        diffusion=False,
-    )
+    own = SystemOptions(systems="ddp,fsdp2", models="llama-tiny", steps=STEPS)
+    shared = SharedOptions(out=tmp_path / "out", data=tmp_path / "text")
+    return CompareOptions(shared, {"systems": own}, "systems")
 
 
 @pytest.fixture
@@ -121,14 +117,19 @@ class Stop:
     requested = False
 
 
-def ready_jobs(options):
-    comparison = prepare(options)
+def ready_runs(options):
+    (systems,) = prepare(options).experiments
     results_folder.replace(options.out)
-    return comparison.jobs
+    return systems.runs
 
 
-def run_and_collect(options):
-    return collect(runner.run_jobs(ready_jobs(options), Watcher(), Stop()))
+def run_and_compare(options):
+    runs = ready_runs(options)
+    return compare_runs(runs, runner.run_jobs([run.job for run in runs], Watcher(), Stop()))
+
+
+def passes(results):
+    return all(result.verdict.passes for result in results)
 
 
 def shifted(step, by):
@@ -142,7 +143,7 @@ def verdicts(results):
 def test_the_jobs_run_one_after_another_and_are_watched(script, options):
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES, "exit": 3}, fsdp2={"losses": LOSSES})
     watcher = Watcher()
-    outcomes = runner.run_jobs(ready_jobs(options), watcher, Stop())
+    outcomes = runner.run_jobs([run.job for run in ready_runs(options)], watcher, Stop())
     assert watcher.seen == [
         f"llama-tiny-{system} {event}"
         for system, code in (("single", 0), ("ddp", 3), ("fsdp2", 0))
@@ -154,7 +155,7 @@ def test_the_jobs_run_one_after_another_and_are_watched(script, options):
 
 def test_equal_and_close_curves_pass(script, options):
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": shifted(4, -5e-6)})
-    results = run_and_collect(options)
+    results = run_and_compare(options)
     assert verdicts(results) == [Verdict.REFERENCE, Verdict.EQUAL, Verdict.WITHIN]
     assert passes(results)
     single, ddp, fsdp2 = results
@@ -173,7 +174,7 @@ def test_a_curve_that_leaves_its_tolerance_does_not_pass(script, options, by):
         ddp={"losses": [LOSSES[0], 4.0 + by, *LOSSES[2:]]},
         fsdp2={"losses": LOSSES},
     )
-    results = run_and_collect(options)
+    results = run_and_compare(options)
     assert verdicts(results) == [Verdict.REFERENCE, Verdict.OUTSIDE, Verdict.EQUAL]
     assert not passes(results)
     assert results[1].deviation.step == 2
@@ -192,28 +193,28 @@ def test_a_curve_that_leaves_its_tolerance_does_not_pass(script, options, by):
 )
 def test_a_run_without_a_whole_result_fails_and_the_others_go_on(script, options, what, reason):
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES} | what, fsdp2={"losses": LOSSES})
-    results = run_and_collect(options)
+    results = run_and_compare(options)
     assert verdicts(results) == [Verdict.REFERENCE, Verdict.FAILED, Verdict.EQUAL]
     assert not passes(results)
     failed = results[1]
     assert (failed.deviation, failed.cost, failed.summary) == (None, None, None)
     assert failed.failure.tail == "training ddp"
-    assert failed.failure.log == options.out / "runs" / "llama-tiny-ddp.log"
+    assert failed.failure.log == options.out / "runs" / "systems" / "llama-tiny-ddp.log"
     assert re.match(reason, failed.failure.reason)
 
 
 def test_steps_that_were_skipped_are_a_failure(tmp_path):
-    job = TrainingJob("single", 1, 0.0, 2, tmp_path, tmp_path / "log", ())
+    job = TrainingJob("single", TrainConfig(out=tmp_path, ranks=1, steps=2))
     lines = [{"step": step, "loss": 1.0, "seconds": 1.0, "tokens": 1} for step in (1, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "summary.json").write_text("{}")
-    (result,) = collect([Outcome(job, 0)])
+    (result,) = compare_runs([Run(job, "single", 0.0)], [Outcome(job, 0)])
     assert result.verdict is Verdict.FAILED
 
 
 def test_without_a_reference_nothing_passes(script, options):
     script(single={"losses": LOSSES, "exit": 1}, ddp={"losses": LOSSES}, fsdp2={"losses": LOSSES})
-    results = run_and_collect(options)
+    results = run_and_compare(options)
     assert verdicts(results) == [Verdict.FAILED, Verdict.UNCOMPARED, Verdict.UNCOMPARED]
     assert not passes(results)
     assert results[1].cost is not None
@@ -224,7 +225,7 @@ def test_a_stop_request_ends_the_run_and_its_ranks_however_deaf(script, options,
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES, "hang": True})
     stop = Stop()
-    pids = options.out / "runs" / "llama-tiny-ddp" / "pids"
+    pids = options.out / "runs" / "systems" / "llama-tiny-ddp" / "pids"
 
     def on_progress():
         if pids.parent.exists():
@@ -233,7 +234,7 @@ def test_a_stop_request_ends_the_run_and_its_ranks_however_deaf(script, options,
             stop.requested = True
 
     watcher = Watcher(on_progress)
-    outcomes = runner.run_jobs(ready_jobs(options), watcher, stop)
+    outcomes = runner.run_jobs([run.job for run in ready_runs(options)], watcher, stop)
     assert [outcome.job.system for outcome in outcomes] == ["single"]
     assert watcher.seen[-1] == "llama-tiny-ddp at 5"
     for pid in map(int, pids.read_text().split()):
@@ -258,12 +259,14 @@ def test_the_command_passes_and_leaves_every_file(script, options, command, caps
     script(single={"losses": LOSSES}, ddp={"losses": LOSSES}, fsdp2={"losses": shifted(3, 5e-6)})
     assert command() == 0
     printed = capsys.readouterr()
-    assert "passes: With llama-tiny, fsdp2 is within 1e-5" in printed.out
+    assert (
+        "passes: The largest difference is that of fsdp2 with llama-tiny at step 3." in printed.out
+    )
     assert f"report: {options.out / 'report.html'}" in printed.out
     assert "llama-tiny-ddp: done in" in printed.err
     results = json.loads((options.out / "results.json").read_text())
     assert results["passes"] is True
-    assert [each["verdict"] for each in results["systems"]] == [
+    assert [each["verdict"] for each in results["experiments"]["systems"]["runs"]] == [
         "reference",
         "bitwise equal",
         "within tolerance",
@@ -285,7 +288,7 @@ def test_the_command_fails_clearly_and_still_reports(script, options, command, c
     )
     assert command() == 1
     printed = capsys.readouterr()
-    log = f"{options.out}/runs/llama-tiny-fsdp2.log"
+    log = f"{options.out}/runs/systems/llama-tiny-fsdp2.log"
     assert f"llama-tiny-fsdp2 ended with exit code 9; its log is {log}" in printed.err
     assert "training fsdp2" in printed.err
     assert "DOES NOT PASS" in printed.out
@@ -297,7 +300,11 @@ def test_the_command_fails_clearly_and_still_reports(script, options, command, c
     text = (options.out / "results.json").read_text()
     results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert results["passes"] is False
-    assert results["systems"][1]["records"][-1]["loss"] == "nan"
+    assert results["experiments"]["systems"]["runs"][1]["records"][-1]["loss"] == "nan"
+
+
+def with_random(options):
+    return {**options.own, "random_numbers": RandomOptions(steps=STEPS)}
 
 
 def random_script(**changes):
@@ -315,7 +322,7 @@ def random_script(**changes):
 
 def test_the_command_compares_random_numbers_after_the_systems(script, options, command, capsys):
     script(**random_script())
-    assert command(random_numbers=True, random_steps=STEPS) == 0
+    assert command(experiments="systems,random_numbers", own=with_random(options)) == 0
     printed = capsys.readouterr()
     started = re.findall(r"^(\S+): \d ranks?, 5 steps$", printed.err, re.MULTILINE)
     assert started[:3] == [f"llama-tiny-{system}" for system in ("single", "ddp", "fsdp2")]
@@ -323,14 +330,14 @@ def test_the_command_compares_random_numbers_after_the_systems(script, options, 
     drawn += [f"dtensor-tp-{n}-{source}" for n in (2, 4) for source in ("native", "dist-rng")]
     # Those that share processes are together.
     assert started[3:] == [f"{case}-{each}" for each in drawn for case in ("init", "dropout")]
-    assert "With random init, dist-rng on 2 and 4 ranks draws the initial weights" in printed.out
+    assert "dist-rng on 2 and 4 ranks draws the initial weights" in printed.out
     out = options.out
     results = json.loads((out / "results.json").read_text())
     assert results["passes"] is True
     names = [f"{case}-{each}" for case in ("init", "dropout") for each in drawn]
-    assert [each["name"] for each in results["random_numbers"]] == names
+    assert [each["name"] for each in results["experiments"]["random_numbers"]["runs"]] == names
     for name in names[:5]:  # each has begun the processes that it shares
-        assert (out / "runs" / "random" / f"{name}.log").exists()
+        assert (out / "runs" / "random_numbers" / f"{name}.log").exists()
     assert (out / "figures" / "random.png").stat().st_size > 1000
 
 
@@ -340,10 +347,8 @@ def test_other_random_numbers_fail_the_command_though_every_loss_is_right(
     name = "dropout-dtensor-tp-4-dist-rng"
     entry = {"losses": LOSSES, "weights": "w", "masks": "other"}
     script(**random_script(**{name: entry}))
-    assert command(random_numbers=True, random_steps=STEPS) == 1
-    assert (
-        f"The dropout masks of {name} differ from the single device's." in capsys.readouterr().out
-    )
+    assert command(experiments="systems,random_numbers", own=with_random(options)) == 1
+    assert "The dropout masks of dist-rng on 4 ranks with dropout" in capsys.readouterr().out
 
 
 def test_a_second_comparison_replaces_the_first(script, options, command):

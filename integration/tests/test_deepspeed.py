@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
+from integration.compare.experiment import SharedOptions
+from integration.compare.experiments.systems import SystemOptions
 from integration.compare.options import CompareOptions
 from integration.compare.setup import prepare as prepare_comparison
+from integration.compare.variants import get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.systems.deepspeed import ZeroThree
@@ -119,8 +122,8 @@ def test_where_it_is_not_installed_it_is_refused_and_a_comparison_says_so(monkey
     )
     with pytest.raises(UsageError, match="not installed: pip install --no-deps deepspeed"):
         prepare(config, 2)
-    small = {"models": "llama-tiny", "parallelism": False, "random_numbers": False}
-    options = CompareOptions(systems="ddp,deepspeed", out=tmp_path / "out", **small)
+    own = SystemOptions(systems="ddp,deepspeed", models="llama-tiny")
+    options = CompareOptions(SharedOptions(out=tmp_path / "out"), {"systems": own}, "systems")
     comparison = prepare_comparison(options)
     assert [job.system for job in comparison.jobs] == ["single", "ddp"]
-    assert list(comparison.missing) == ["deepspeed"]
+    assert get_variant("deepspeed").make().missing is not None

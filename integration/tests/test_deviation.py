@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from integration.compare.cost import cost
-from integration.compare.deviation import deviation
+from integration.compare.measurements import cost, deviation
 from integration.metrics import RunSummary, StepRecord
 
 NAN = math.nan

@@ -110,10 +110,12 @@ def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch,
 
 
 def test_options_that_the_readme_names_exist(folder):
-    of = (TrainConfig, CompareOptions, ScaleOptions, SoakOptions, SampleOptions, Sampling)
+    of = (TrainConfig, ScaleOptions, SoakOptions, SampleOptions, Sampling)
     known = {field for options in of for field in options.__dataclass_fields__}
+    words = [word for word in CompareOptions().command_line() if word.startswith("--")]
+    known |= {word[2:].replace(".no-", ".").replace("-", "_") for word in words}
     # Of parsers, of torch, of torchrun and of pip.
     beside = {"help", "config", "prefix", "nproc-per-node", "no-deps", "rdzv-id", "max-restarts"}
-    for option in set(re.findall(r"--([a-z][\w-]+)", "\n".join(LINES))) - beside:
+    for option in set(re.findall(r"--([a-z][\w.-]*\w)", "\n".join(LINES))) - beside:
         field = option.replace("-", "_")
-        assert field in known or field.removeprefix("no_") in known, option
+        assert known & {field, field.removeprefix("no_"), f"no_{field}"}, option

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from integration.compare.run import TrainingJob
 from integration.compare.runner import run_jobs
-from integration.compare.training_job import TrainingJob
 from integration.errors import UsageError
 from integration.metrics import read_metrics, read_summary
+from integration.train.config import TrainConfig
 from integration.train.session import MODULE, read_session, write_session
 
 SMALL = ["--model", "llama-tiny", "--steps", "3", "--no-tensorboard", "--resume", "never"]
@@ -109,16 +110,18 @@ class Stop:
 
 def test_a_run_that_fails_is_the_one_that_did_and_those_behind_it_run_all_the_same(tmp_path):
     names = ["before", "apart", "broken", "behind", "last"]
-    broken = ["--init-from", str(tmp_path / "nowhere")]
     jobs = [
         TrainingJob(
-            system=name,
-            ranks=1,
-            tolerance=0.0,
-            steps=3,
-            folder=tmp_path / name,
-            log=tmp_path / f"{name}.log",
-            arguments=tuple(arguments(tmp_path / name, *(broken if name == "broken" else ()))),
+            name,
+            TrainConfig(
+                model="llama-tiny",
+                ranks=1,
+                steps=3,
+                out=tmp_path / name,
+                tensorboard=False,
+                resume="never",
+                init_from=tmp_path / "nowhere" if name == "broken" else None,
+            ),
             session=None if name == "apart" else "1",
         )
         for name in names

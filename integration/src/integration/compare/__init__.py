@@ -1,16 +1,13 @@
 """Compares every system with one device: ``python -m integration.compare --help``.
 
 Note [terminology of the comparison]
-    job: a run that this command starts. Its folder is ``<out>/runs/<model>-<system>``, or, for
-        random numbers, ``<out>/runs/random/<case>-<system>-<ranks>-<source>``, and for optimizers
-        ``<out>/runs/optimizers/<optimizer>-<system>``.
+    experiment: a module of ``experiments``: its options, its runs, and its sections of the report.
+    job: a run of the trainer that this command starts, with the folder
+        ``<out>/runs/<experiment>/<name>``.
+    run: a job of an experiment, with the *reference* that it is compared with and the tolerance.
     outcome: the exit code of a job's process and its log; files may be missing.
-    curve: the losses of a run by step; the *reference* is the curve of ``single``, for optimizers
-        that of ``ddp``.
     difference: |loss - reference loss| at one step, in the unit of the model's loss.
-    verdict: the result of comparing a curve with its reference. A comparison passes when every
-        system but the reference is ``bitwise equal`` or ``within tolerance``, and every run with
-        dist-rng has the ``same numbers``.
-    case: what a run draws on shards: its weights (``init``) or its dropout masks (``dropout``).
-    source: the implementation that draws on shards: ``native`` DTensor, or ``dist-rng``.
+    verdict: the result of comparing a run with its reference (`Verdict`). A comparison passes when
+        every run has finished and every run that is judged is bitwise equal or within its
+        tolerance and, where hashes are compared, has the same ones.
 """

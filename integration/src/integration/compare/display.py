@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from integration.compare.run_result import Failure
+from integration.compare.result import Failure
+from integration.compare.run import TrainingJob
 from integration.compare.runner import Outcome
-from integration.compare.training_job import TrainingJob
 from integration.live_display import LiveDisplay
 from integration.metrics import StepRecord
 

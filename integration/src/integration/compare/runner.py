@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
-from integration.compare.training_job import TrainingJob
+from integration.compare.run import TrainingJob
 from integration.metrics import SUMMARY_FILE, StepRecord, read_metrics
 from integration.train import session
 from integration.train.stop import StopRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from integration.compare.options import option_arguments
+from integration.compare.run import option_arguments
 from integration.errors import UsageError
 from integration.paths import require_folder
 from integration.scale.cost import Machine, NetworkLink

@@ -1,0 +1,135 @@
+"""Makes the report of a comparison, and writes its numbers to results.json."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.compare.experiment import Findings
+from integration.compare.result import Failure, Result
+from integration.compare.setup import Comparison, PreparedExperiment
+from integration.loc.table import loc_section
+from integration.report.environment import Environment, describe_environment
+from integration.report.section import (
+    Column,
+    Command,
+    LogExcerpt,
+    Paragraph,
+    Report,
+    Section,
+    Table,
+)
+
+RESULTS_FILE = "results.json"
+_SAME_BITS = (
+    "On the same machine with the same versions losses are equal bit for bit; times are not. All"
+    f" numbers are in `{RESULTS_FILE}`."
+)
+
+
+@dataclass(frozen=True)
+class ExperimentResults:
+    """An experiment, the results of its runs in their order, and what it reports on them."""
+
+    name: str
+    results: Sequence[Result]
+    findings: Findings
+
+    @property
+    def passes(self) -> bool:
+        """Whether every run finished, and every run that was judged passes."""
+        return all(result.verdict.passes for result in self.results)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The failed runs, in order."""
+        return [result.failure for result in self.results if result.failure is not None]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns every number, for results.json."""
+        return {"runs": [each.facts() for each in self.results], **self.findings.numbers}
+
+
+def find(prepared: PreparedExperiment, results: Sequence[Result]) -> ExperimentResults:
+    """Returns an experiment's results with what it reports on them."""
+    experiment = prepared.experiment
+    findings = experiment.report(prepared.setting, results)
+    return ExperimentResults(experiment.name, results, findings)
+
+
+def make_report(
+    comparison: Comparison, every: Sequence[ExperimentResults], arguments: Sequence[str]
+) -> Report:
+    """Returns the report of a comparison, and writes its numbers to results.json.
+
+    Args:
+        comparison: the comparison, whose ``out`` exists.
+        every: the results of its experiments.
+        arguments: the command line.
+    """
+    environment = describe_environment(comparison, arguments)
+    sections = (
+        *(_failed(failure) for each in every for failure in each.failures),
+        *(section for each in every for section in each.findings.sections),
+        _lines_of_code(),
+        _environment(environment),
+        Section(
+            "Reproduce",
+            (
+                Paragraph("The whole comparison, with every option explicit:"),
+                Command(environment.reproduce),
+                Paragraph("One of the runs:"),
+                Command(environment.single_run),
+                Paragraph(_SAME_BITS, is_note=True),
+            ),
+        ),
+    )
+    report = Report("Every system against one device", sections, date=environment.date)
+    document = {
+        "passes": all(each.passes for each in every),
+        "verdicts": [asdict(each) for each in report.verdicts],
+        "options": comparison.options.facts(),
+        "environment": asdict(environment),
+        "lines_of_code": [asdict(each) for each in loc_section().efforts],
+        "experiments": {each.name: each.facts() for each in every},
+    }
+    write_results(comparison.options.out / RESULTS_FILE, document)
+    return report
+
+
+def write_results(path: Path, document: dict[str, Any]) -> None:
+    """Writes the results as JSON; numbers that are not finite become "nan", "inf" and "-inf"."""
+    path.write_text(json.dumps(_jsonable(document), indent=2, allow_nan=False) + "\n")
+
+
+def _failed(failure: Failure) -> Section:
+    text = f"{failure.name} {failure.reason}. The end of `{failure.log}`:"
+    return Section(f"{failure.name} failed", (Paragraph(text), LogExcerpt(failure.tail)))
+
+
+def _lines_of_code() -> Section:
+    found = loc_section()
+    texts = 2  # the first columns, which are aligned to the left
+    columns = tuple(
+        Column(title, is_number=place >= texts) for place, title in enumerate(found.columns)
+    )
+    table = Table(columns, tuple(row.cells for row in found.rows))
+    contents = (Paragraph(found.subject), table, Paragraph(found.note, is_note=True))
+    return Section("Lines of code", contents)
+
+
+def _environment(environment: Environment) -> Section:
+    columns = (Column(""), Column(""))
+    return Section("Environment", (Table(columns, tuple(environment.facts())),))
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value
