@@ -9,7 +9,13 @@ import pytest
 from rich.console import Console
 
 from integration.compare.experiment import SharedOptions
-from integration.compare.experiments.systems import EXPERIMENT, SystemOptions, draw_cost
+from integration.compare.experiments.systems import (
+    EXPERIMENT,
+    RelativeTime,
+    SystemOptions,
+    draw_cost,
+    relative_times,
+)
 from integration.compare.measurements import deviation
 from integration.compare.report import ExperimentResults
 from integration.compare.result import Verdict, by_model
@@ -123,7 +129,7 @@ def test_without_a_reference_the_verdict_is_that(made_up):
     ]
     times, *_ = cost.draw(LIGHT).get_axes()
     assert [text.get_text() for text in times.texts] == [" failed", "500", "500"]
-    assert results[1].relative_step_time is None
+    assert relative_times(results)["fsdp2"] == RelativeTime("ddp", 1.0)
 
 
 def test_rows_have_what_was_measured(good):
@@ -137,10 +143,12 @@ def test_rows_have_what_was_measured(good):
     )
     assert (ddp["final loss"], ddp["ranks"], ddp["data-parallel"]) == ("3.000000", "2", "2")
     single, ddp = speed["single"], speed["ddp"]
-    assert single["relative to one device"] == f"1.00{TIMES}"
-    assert (ddp["step time"], ddp["relative to one device"], ddp["tokens/s"]) == (
+    # One device takes 250 ms for two microbatches, a rank of ddp 500 ms for one of them.
+    ratio = "per microbatch, relative to equal work"
+    assert single[ratio] == f"1.00{TIMES} single"
+    assert (ddp["step time"], ddp[ratio], ddp["tokens/s"]) == (
         "500 ms",
-        f"2.00{TIMES}",
+        f"4.00{TIMES} single",
         "1,024",
     )
     assert (ddp["peak memory, mean of ranks"], ddp["largest rank"]) == ("410 MiB", "420 MiB")
@@ -148,6 +156,28 @@ def test_rows_have_what_was_measured(good):
     assert (ddp["local microbatches"], ddp["GFLOP of each"]) == (f"1 {TIMES} 4", "7.72")
     assert single["collectives of a step"] == "none"
     assert ddp["collectives of a step"] == "4 all_gather, 2 MiB; 1 reduce_scatter, 1 MiB"
+
+
+def test_only_rows_of_equal_work_have_a_ratio(good):
+    single, ddp, fsdp1, fsdp2 = good[0]
+    half = replace(ddp.work, microbatches=2, flops=FLOPS // 2)
+    nearly = replace(half, flops=int(1.005 * FLOPS / 2))
+    found = relative_times([single, ddp, replace(fsdp1, work=half), replace(fsdp2, work=nearly)])
+    assert found == {
+        "single": RelativeTime("single", 1.0),
+        "ddp": RelativeTime("single", 4.0),
+        "fsdp1": RelativeTime("fsdp1", 1.0),
+        "fsdp2": RelativeTime("fsdp1", 1.0),
+    }
+    other = replace(half, flops=int(1.02 * FLOPS / 2))
+    samples = replace(half, samples=2)
+    for work in (other, samples, replace(half, flops=None)):
+        found = relative_times([single, ddp, replace(fsdp1, work=half), replace(fsdp2, work=work)])
+        assert list(found) == ["single", "ddp"]
+    # Bars name no other system: they have ratios to the first alone.
+    results = [single, ddp, replace(fsdp1, work=half), replace(fsdp2, work=half)]
+    texts = [text.get_text() for text in draw_cost(results, LIGHT).get_axes()[0].texts]
+    assert texts == [f"250   1.00{TIMES}", f"500   4.00{TIMES}", "500", "500"]
 
 
 def test_a_failed_row_has_no_numbers(bad):
@@ -230,7 +260,7 @@ def test_the_bars_are_the_medians_and_the_means(good):
     times, memory, collectives = draw_cost(good[0], LIGHT).get_axes()
     assert [bar.get_width() for bar in times.patches] == [250, 500, 500, 500]
     assert [bar.get_width() for bar in memory.patches] == [400, 410, 410, 410]
-    assert [text.get_text() for text in times.texts][1] == f"500   2.00{TIMES}"
+    assert [text.get_text() for text in times.texts][1] == f"500   4.00{TIMES}"
     # Of one device nothing was counted; a rank's calls and bytes are summed over their kinds.
     assert [bar.get_width() for bar in collectives.patches] == [0, 3, 3, 3]
     assert [text.get_text() for text in collectives.texts] == ["none", *["3 in 5"] * 3]

@@ -66,7 +66,6 @@ class Result:
         whole: the same over all steps.
         equal: whether the fields of ``run.equal`` equal the reference's, bit for bit; empty where
             ``deviation`` is None.
-        relative_step_time: ratio of the median step time to the reference's.
     """
 
     run: Run
@@ -78,7 +77,6 @@ class Result:
     deviation: Deviation | None = None
     whole: Deviation | None = None
     equal: Mapping[str, bool] = field(default_factory=dict)
-    relative_step_time: float | None = None
     failure: Failure | None = None
 
     @property
@@ -158,13 +156,9 @@ def _compare(own: _Files, reference: _Files) -> Result:
     if own.summary is None:
         return Result(run, Verdict.FAILED, own.records, failure=own.failure)
     own_cost = cost(own.records, own.summary)
-    relative: float | None = None
     found: Deviation | None = None
     whole: Deviation | None = None
     equal: dict[str, bool] = {}
-    if reference.summary is not None:
-        of_reference = cost(reference.records, reference.summary)
-        relative = own_cost.step_seconds / of_reference.step_seconds
     if reference.summary is not None and reference is not own:
         first = run.first_steps
         found = deviation(own.losses[:first], reference.losses[:first])
@@ -180,7 +174,6 @@ def _compare(own: _Files, reference: _Files) -> Result:
         deviation=found,
         whole=whole,
         equal=equal,
-        relative_step_time=relative,
     )
 
 

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from integration.compare.curves import draw_losses, label
 from integration.compare.experiment import Experiment, Findings, Setting
-from integration.compare.measurements import WARM_UP_STEPS, Cost
+from integration.compare.measurements import WARM_UP_STEPS, Cost, LocalWork
 from integration.compare.result import Result, by_model
 from integration.compare.rows import (
     FINAL_LOSS,
@@ -41,13 +41,30 @@ _MIB = 2**20
 _WORK_NOTE = (
     f"Local microbatches: microbatches of a step on a rank {TIMES} samples of each. GFLOP: FLOPs"
     " of the matrix products and the attention that the first rank computed for one of them, on"
-    f" average, in step {WARM_UP_STEPS}. Rows with equal GFLOP and equal microbatches do the same"
-    " local work. Ranks of tensor parallelism take the same samples and divide the work: they have"
+    f" average, in step {WARM_UP_STEPS}. Rows with equal samples and equal GFLOP, within 1 %, do"
+    " the same work in a microbatch, and only these have a ratio: the step time per microbatch,"
+    " relative to the first of them, which it names. One device computes as many microbatches as"
+    " all data parallel ranks together; a ratio of 1 is a step without time for communication."
+    " Ranks of tensor parallelism take the same samples and divide the work: they have"
     " more microbatches of the same size, and GFLOP count a rank's share of sharded operators and"
-    " all of replicated ones. With expert parallelism GFLOP depend on the routing. No row works"
-    " around gloo: systems of torch gather DTensors with torch's functional all_gather, plans with"
-    " that of dtensor-rules, which sends the same bytes."
+    " all of replicated ones; a dash means that no other row does the same work. With expert"
+    " parallelism GFLOP depend on the routing. No row works around gloo: systems of torch gather"
+    " DTensors with torch's functional all_gather, plans with that of dtensor-rules, which sends"
+    " the same bytes."
 )
+
+
+@dataclass(frozen=True)
+class RelativeTime:
+    """The step time per microbatch, relative to that of a system with equal local work.
+
+    Attributes:
+        system: the other system.
+        ratio: how many times its time per microbatch.
+    """
+
+    system: str
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +191,13 @@ def _report(setting: Setting[SystemOptions], results: Sequence[Result]) -> Findi
         (
             Section("Curves", tuple(curves), (*verdicts, *missing)),
             Section("Speed, memory and collectives", tuple(speed)),
-        )
+        ),
+        {
+            "relative_times": {
+                model: {system: asdict(each) for system, each in relative_times(same).items()}
+                for model, same in groups.items()
+            }
+        },
     )
 
 
@@ -207,7 +230,11 @@ def _speed(model: str, results: Sequence[Result]) -> list[Content]:
             f"Step time, memory and collectives of {model} under every system",
             lambda theme: draw_cost(results, theme),
         ),
-        results_table(results, SYSTEM, *_SPEED, title=f"{model}: speed"),
+        results_table(
+            results,
+            *(SYSTEM, *_TIME, _relative_column(results), *_RESOURCES),
+            title=f"{model}: speed",
+        ),
     ]
 
 
@@ -216,9 +243,30 @@ def _gigaflops(result: Result) -> str:
     return ABSENT if work is None or work.flops is None else f"{work.flops / 1e9:.3g}"
 
 
-def _relative(result: Result) -> str:
-    relative = result.relative_step_time
-    return ABSENT if relative is None else f"{relative:.2f}{TIMES}"
+def relative_times(results: Sequence[Result]) -> dict[str, RelativeTime]:
+    """Returns the relative times of one model's runs by system, where another does equal work."""
+    seconds: dict[str, float] = {}
+    work: dict[str, LocalWork] = {}
+    for each in results:
+        if each.cost is not None and each.work is not None:
+            seconds[each.system] = each.cost.step_seconds / each.work.microbatches
+            work[each.system] = each.work
+    found = {}
+    for system, own in work.items():
+        first, *others = (name for name in work if name == system or own.equals(work[name]))
+        if others:
+            found[system] = RelativeTime(first, seconds[system] / seconds[first])
+    return found
+
+
+def _relative_column(results: Sequence[Result]) -> Field:
+    found = relative_times(results)
+
+    def cell(result: Result) -> str:
+        relative = found.get(result.system)
+        return f"{relative.ratio:.2f}{TIMES} {relative.system}" if relative else ABSENT
+
+    return number("per microbatch, relative to equal work", cell, terminal="ratio")
 
 
 def _calls(result: Result) -> str:
@@ -238,7 +286,7 @@ def _mebibytes(count: float) -> str:
     return f"{count / _MIB:,.0f} MiB"
 
 
-_SPEED = (
+_TIME = (
     number("local microbatches", lambda each: microbatches(each.work), terminal="micro-\nbatches"),
     number("GFLOP of each", _gigaflops, terminal="GFLOP"),
     number(
@@ -246,7 +294,8 @@ _SPEED = (
         lambda each: f"{each.cost.step_seconds * 1e3:,.0f} ms" if each.cost else ABSENT,
         terminal="step",
     ),
-    number("relative to one device", _relative, terminal=f"{TIMES} single"),
+)
+_RESOURCES = (
     number("tokens/s", lambda each: f"{each.cost.tokens_per_second:,.0f}" if each.cost else ABSENT),
     number(
         "peak memory, mean of ranks",
@@ -265,16 +314,21 @@ def draw_cost(results: Sequence[Result], theme: Theme) -> MatplotlibFigure:
     """Returns the bars of one model; systems that failed have a label instead of a bar."""
     figure = new_figure(theme, 1.2 + 0.5 * len(results))
     times, memory, collectives = figure.subplots(1, 3, sharey=True)
-    style_axes(times, theme, "Median step time, ms", grid_axis="x")
+    style_axes(times, theme, "Median step time, ms; ratio per equal microbatch", grid_axis="x")
     style_axes(memory, theme, "Peak memory per rank, MiB", grid_axis="x")
     style_axes(collectives, theme, "Collectives of a step, MiB", grid_axis="x")
+    # Beside the bars are ratios to the first row alone: bars do not name another.
+    first = results[0].system
+    relative = {
+        system: each for system, each in relative_times(results).items() if each.system == first
+    }
     for place, result in enumerate(results):
         if result.cost is None:
             for axes in (times, memory, collectives):
                 axes.text(0, place, " failed", va="center", color=theme.muted, fontsize=9.5)
             continue
         style = style_of(result.system, theme)
-        _draw_time(times, place, result, result.cost, style, theme)
+        _draw_time(times, place, relative.get(result.system), result.cost, style, theme)
         _draw_memory(memory, place, result.cost, style, theme)
         _draw_collectives(collectives, place, result, style, theme)
     times.set_yticks(range(len(results)), [label(result) for result in results])
@@ -287,7 +341,7 @@ def draw_cost(results: Sequence[Result], theme: Theme) -> MatplotlibFigure:
 
 
 def _draw_time(
-    axes: Axes, place: int, result: Result, cost: Cost, style: Style, theme: Theme
+    axes: Axes, place: int, relative: RelativeTime | None, cost: Cost, style: Style, theme: Theme
 ) -> None:
     median = cost.step_seconds * 1e3
     low, high = (seconds * 1e3 for seconds in cost.quartiles)
@@ -295,8 +349,7 @@ def _draw_time(
     axes.errorbar(
         median, place, xerr=[[median - low], [high - median]], color=theme.ink, capsize=3, lw=1.1
     )
-    relative = result.relative_step_time
-    ratio = "" if relative is None else f"   {relative:.2f}{TIMES}"
+    ratio = f"   {relative.ratio:.2f}{TIMES}" if relative else ""
     _write(axes, max(median, high), place, f"{median:,.0f}{ratio}", theme)
 
 
