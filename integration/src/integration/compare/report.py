@@ -10,7 +10,7 @@ from typing import Any
 from integration.compare.experiment import Findings
 from integration.compare.result import Failure, Result
 from integration.compare.setup import Comparison, PreparedExperiment
-from integration.loc.table import loc_section
+from integration.loc import count_efforts, loc_section
 from integration.report.environment import Environment, describe_environment
 from integration.report.section import (
     Column,
@@ -73,7 +73,7 @@ def make_report(
     sections = (
         *(_failed(failure) for each in every for failure in each.failures),
         *(section for each in every for section in each.findings.sections),
-        _lines_of_code(),
+        loc_section(),
         _environment(environment),
         Section(
             "Reproduce",
@@ -92,7 +92,7 @@ def make_report(
         "verdicts": [asdict(each) for each in report.verdicts],
         "options": comparison.options.facts(),
         "environment": asdict(environment),
-        "lines_of_code": [asdict(each) for each in loc_section().efforts],
+        "lines_of_code": [asdict(each) for each in count_efforts()],
         "experiments": {each.name: each.facts() for each in every},
     }
     write_results(comparison.options.out / RESULTS_FILE, document)
@@ -107,17 +107,6 @@ def write_results(path: Path, document: dict[str, Any]) -> None:
 def _failed(failure: Failure) -> Section:
     text = f"{failure.name} {failure.reason}. The end of `{failure.log}`:"
     return Section(f"{failure.name} failed", (Paragraph(text), LogExcerpt(failure.tail)))
-
-
-def _lines_of_code() -> Section:
-    found = loc_section()
-    texts = 2  # the first columns, which are aligned to the left
-    columns = tuple(
-        Column(title, is_number=place >= texts) for place, title in enumerate(found.columns)
-    )
-    table = Table(columns, tuple(row.cells for row in found.rows))
-    contents = (Paragraph(found.subject), table, Paragraph(found.note, is_note=True))
-    return Section("Lines of code", contents)
 
 
 def _environment(environment: Environment) -> Section:
