@@ -116,6 +116,7 @@ class EventRecorder(TorchDispatchMode):
         self._of_collective: defaultdict[int, list[weakref.ref[Any]]] = defaultdict(list)
         self._stages: list[StageEvent] = []
         self._contexts = ExitStack()
+        self._watched: list[nn.Parameter] = []
         self.start_step()
 
     def start_step(self) -> None:
@@ -127,7 +128,12 @@ class EventRecorder(TorchDispatchMode):
         self._update_worst()
 
     def finish_step(self) -> None:
-        """Records the compute since the last event."""
+        """Records the compute since the last event, and the gradients of watched parameters."""
+        self._end_compute()
+        for param in self._watched:
+            self._set_gradient(param)
+
+    def _end_compute(self) -> None:
         if self._work != ComputeWork():
             self.events.append(self._work)
             self._work = ComputeWork()
@@ -150,12 +156,17 @@ class EventRecorder(TorchDispatchMode):
             self._add(kind, storage.nbytes)
 
     def watch(self, model: nn.Module) -> None:
-        """Sets the kinds of a model's parameters and buffers, and of gradients once accumulated."""
+        """Sets the kinds of a model's parameters and buffers, and of gradients.
+
+        Gradients have their kind once they are accumulated; those that replace them, such as
+        reduced ones, when the step is finished.
+        """
         self.set_kind(model.buffers(), MemoryKind.BUFFERS)
         self.set_kind(model.parameters(), MemoryKind.PARAMETERS)
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._set_gradient)
+                self._watched.append(param)
 
     def _set_gradient(self, param: torch.Tensor) -> None:
         if param.grad is not None:
@@ -178,7 +189,7 @@ class EventRecorder(TorchDispatchMode):
 
     def begin_stage(self, stage: GroupStage, collective: object) -> None:
         """Implements `StageListener`."""
-        self.finish_step()
+        self._end_compute()
         self._stages.append(StageEvent(stage, id(collective)))
         self._read_sizes()
 
@@ -232,7 +243,7 @@ class EventRecorder(TorchDispatchMode):
     def _record_collective(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         event = read_collective(func, args, result, self._stages[-1] if self._stages else None)
         if event is not None:
-            self.finish_step()
+            self._end_compute()
             self.events.append(event)
 
     def _makes_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
