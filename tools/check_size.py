@@ -17,7 +17,6 @@ _UNGROUPED = "its modules are still to be grouped into subpackages"
 #: A file and function, or a folder: why it may be larger.
 ALLOWED = {
     "integration/src/integration": _UNGROUPED,
-    "integration/src/integration/scale": _UNGROUPED,
     "integration/src/integration/train": _UNGROUPED,
 }
 

@@ -1,7 +1,7 @@
 """What the recorder counts of a plan's step and of a pipeline is what real ranks send."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,10 @@ from integration.scale.traffic import sent_collective
 from plan_api import parallelize, zoo
 from testkit import CommLog, fake_mesh, run_ranks
 
-LLAMA = SHAPES[0]
+LLAMA, MIXTRAL, *_ = SHAPES
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "head_dim": 8,
+    "num_key_value_heads": 8, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 # In other stages gradients are redistributed along the axes of the plan.
 OF_GROUPS = (GroupStage.ALL_GATHER, GroupStage.REDUCE_SCATTER)
@@ -30,15 +30,17 @@ SEQUENCE, WIDTH, MICROBATCHES = 16, 8, 4
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, the arguments of the zoo's plan of LLaMA, and the axes that fully_shard shards."""
+    """A mesh, the arguments of the zoo's plan of a model, and the axes that fully_shard shards."""
 
     axes: dict[str, int]
     plan: dict[str, Any]
     sharded: list[str] = field(default_factory=list)
     batch: int = 1
+    shape: Any = LLAMA
 
 
 CASES = {
+    "EP": Case({"ep": 2}, {"tp": None, "dp": ["ep"], "ep": "ep"}, batch=2, shape=MIXTRAL),
     "TP+SP x FSDP": Case(
         {"dp": 2, "tp": 2}, {"dp": ["dp"], "sp": True, "loss_parallel": True}, ["dp"], batch=2
     ),
@@ -54,12 +56,25 @@ CASES = {
 
 
 def _parallelized(case, mesh):
-    plan = zoo.llama(mesh, **case.plan)
+    """Returns the model on meta."""
+    plan = getattr(zoo, case.shape.zoo)(mesh, **case.plan)
     if case.sharded:
         plan.fully_shard(r"model\.layers\.\d+", case.sharded)
         plan.fully_shard("", case.sharded)
-    model = LLAMA.__class__(LLAMA.name, LLAMA.config, LLAMA.model, LLAMA.depth, extra=TINY)
-    return parallelize(model.build(Depth(2, 0)), plan, src_data_rank=None).to_empty(device="cpu")
+    depth = Depth(2, 0) if case.shape is LLAMA else Depth(0, 2)
+    model = replace(case.shape, extra=TINY).build(depth).to(torch.bfloat16)
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(_route_evenly)
+    return parallelize(model, plan, src_data_rank=None)
+
+
+def _route_evenly(module, args):
+    """Chooses experts in turn; what a router chooses depends on data."""
+    hidden, index, weights = args
+    local = getattr(index, "_local_tensor", index)
+    chosen = torch.arange(local.numel()) % TINY["num_local_experts"]
+    return hidden, chosen.view(local.shape), weights
 
 
 def _step(model, case):
@@ -77,7 +92,7 @@ def _storage_bytes(tensors):
 def _real(case):
     """Calls and bytes by operation of the second step, and bytes of parameters and gradients."""
     mesh = init_device_mesh("cpu", tuple(case.axes.values()), mesh_dim_names=tuple(case.axes))
-    model = _parallelized(case, mesh)
+    model = _parallelized(case, mesh).to_empty(device="cpu")
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -104,9 +119,9 @@ def _comms(recorder):
 def _recorded(case):
     """What `_real` returns, of rank 0 of a fake world; and what its groups of fully_shard send."""
     with fake_mesh(tuple(case.axes.values()), tuple(case.axes)) as mesh:
+        model = _parallelized(case, mesh)
         with EventRecorder() as recorder:
-            model = _parallelized(case, mesh)
-            recorder.watch(model)
+            recorder.watch(model.to_empty(device="cpu"))
             for _ in range(2):
                 recorder.start_step()
                 _step(model, case)
