@@ -11,14 +11,14 @@ from integration.compare.experiment import SharedOptions
 from integration.compare.experiments.parallelism import (
     EXPERIMENT,
     FLOOR,
-    Case,
+    ParallelCase,
     ParallelOptions,
     draw_cases,
     draw_parallelism,
     shown_results,
 )
-from integration.compare.experiments.random_numbers import Source
 from integration.compare.result import Verdict
+from integration.compare.variants import Source
 from integration.errors import UsageError
 from integration.report.formatting import TIMES
 from integration.report.palette import DARK, LIGHT, style_of
@@ -60,13 +60,13 @@ def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
     runs = runs_of(tmp_path)
     assert len({run.job.session for run in runs}) == 5
     for run in runs:
-        config, case = parse_config(run.job.arguments), Case(run.labels["case"])
+        config, case = parse_config(run.job.arguments), ParallelCase(run.labels["case"])
         source = Source(run.labels["source"])
         native = source is Source.NATIVE or (
-            case is Case.NEITHER and config.system not in ("plan", "fsdp")
+            case is ParallelCase.NEITHER and config.system not in ("plan", "fsdp")
         )
         assert run.job.session == f"{config.ranks}-{'native' if native else 'dist-rng'}"
-        assert config.random == (Source.NATIVE if case is Case.NEITHER else source).option
+        assert config.random == (Source.NATIVE if case is ParallelCase.NEITHER else source).option
         assert (config.model, config.steps) == (run.job.model, 2)
         assert (config.init == "sharded") == (
             case.draws_weights and (run.reference is not None or "redrawn" in run.job.name)
@@ -91,7 +91,7 @@ def test_each_model_has_what_it_can_be_trained_by(tmp_path):
     for names in ways.values():
         assert everywhere <= names
     of_context = {run.labels["case"] for run in runs if run.job.system == "plan-cp-ring"}
-    assert of_context == {Case.INIT}  # its attention has no dropout
+    assert of_context == {ParallelCase.INIT}  # its attention has no dropout
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -100,10 +100,10 @@ def test_on_four_ranks_cases_run_separately_on_request(tmp_path, every):
     for run in runs_of(tmp_path, every_case=every):
         if run.job.system in cases:
             cases[run.job.system].add(run.labels["case"])
-    alone = {Case.INIT, Case.DROPOUT}
+    alone = {ParallelCase.INIT, ParallelCase.DROPOUT}
     assert cases == {
-        "plan-tp-sp": {*alone, Case.BOTH},
-        "plan-dp-tp-sp": {*(alone if every else ()), Case.BOTH},
+        "plan-tp-sp": {*alone, ParallelCase.BOTH},
+        "plan-dp-tp-sp": {*(alone if every else ()), ParallelCase.BOTH},
     }
 
 
@@ -196,7 +196,9 @@ def test_the_curves_have_a_panel_for_each_model_and_case(made_up):
         headings = ("random init", "dropout", "both")
         models = ("llama-tiny", "dit-tiny")
         assert list(panels) == [f"{model}: {case}" for model in models for case in headings]
-        for model, case in itertools.product(models, (Case.INIT, Case.DROPOUT, Case.BOTH)):
+        for model, case in itertools.product(
+            models, (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
+        ):
             shown = [
                 each for each in results if each.model == model and each.run.labels["case"] == case
             ]
@@ -211,7 +213,7 @@ def test_the_curves_have_a_panel_for_each_model_and_case(made_up):
 
 def test_zero_differences_are_drawn_and_infinite_ones_are_left_out(made_up):
     results = shown_results(made_up()[0])
-    result = next(each for each in results if each.run.labels["case"] == Case.INIT)
+    result = next(each for each in results if each.run.labels["case"] == ParallelCase.INIT)
     deviation = replace(result.deviation, differences=(0.0, math.inf, 1e-6))
     first = draw_cases([replace(result, deviation=deviation)], LIGHT).get_axes()[0]
     zero, lost, small = first.get_lines()[0].get_ydata()

@@ -12,10 +12,10 @@ from integration.compare.experiments.random_numbers import (
     EXPERIMENT,
     RandomCase,
     RandomOptions,
-    Source,
     draw_random,
 )
 from integration.compare.result import Verdict
+from integration.compare.variants import Source
 from integration.errors import UsageError
 from integration.report.html import render_html
 from integration.report.markdown import render_markdown

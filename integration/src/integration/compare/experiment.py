@@ -4,7 +4,7 @@ An experiment is a module of ``integration.compare.experiments`` with an `Experi
 ``EXPERIMENT``; nothing else has to be changed to add one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -143,10 +143,10 @@ class Experiment(Generic[OptionsT]):
     """
 
     name: str
-    order: int
+    order: float
     quick: OptionsT
     full: OptionsT
-    runs: Callable[[Setting[OptionsT]], Sequence[Run]]
+    runs: Callable[[Setting[OptionsT]], Iterable[Run]]
     report: Callable[[Setting[OptionsT], Sequence[Result]], Findings]
     prefix: str | None = None
 

@@ -1,6 +1,7 @@
-"""The named variants that are compared: a system, its number of ranks, and its degrees."""
+"""What experiments choose from: the variants of systems, and the sources of random numbers."""
 
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from integration.data import Modality
@@ -8,10 +9,25 @@ from integration.errors import UsageError
 from integration.models import ModelShape
 from integration.pipeline.schedules import SCHEDULES
 from integration.systems import Degrees, System, get_system
+from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM
 
 REFERENCE = "single"
+# Dropout probability of the runs with dropout.
+DROPOUT = 0.1
 # Degree of the pipelines that are compared.
 _PP_DEGREE = 2
+
+
+class Source(StrEnum):
+    """The implementation that draws random numbers for DTensors: torch's own, or dist-rng's."""
+
+    NATIVE = "native"
+    DIST_RNG = "dist-rng"
+
+    @property
+    def option(self) -> str:
+        """The value of the trainer's ``--random`` that selects it."""
+        return NATIVE_RANDOM if self is Source.NATIVE else DIST_RNG_RANDOM
 
 
 @dataclass(frozen=True)
@@ -176,3 +192,8 @@ def get_variant(name: str) -> Variant:
     if name not in _ALL:
         raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(VARIANT_NAMES)}")
     return _ALL[name]
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Returns the distinct names of a comma-separated list, in order."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -1,5 +1,6 @@
 """Prints the tables of a report in short at the end of a command."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,7 @@ def print_report(report: Report, path: Path, console: Console) -> None:
     for section in report.sections:
         for content in section.contents:
             if isinstance(content, Table):
-                print_table(content, console)
+                print_table(replace(content, title=content.title or section.title), console)
     if report.verdict_table is not None:
         print_table(report.verdict_table, console)
         verdict = (

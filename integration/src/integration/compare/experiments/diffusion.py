@@ -151,7 +151,7 @@ def _report(setting: Setting[DiffusionOptions], results: Sequence[Result]) -> Fi
     contents = (
         Paragraph(_subject(setting, results)),
         figure,
-        results_table(results, SYSTEM, *columns, recognised, title="Diffusion"),
+        results_table(results, SYSTEM, *columns, recognised),
         Paragraph(_note(results, pictures), is_note=True),
     )
     finding = ""

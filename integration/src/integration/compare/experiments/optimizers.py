@@ -99,7 +99,7 @@ def _report(setting: Setting[OptimizerOptions], results: Sequence[Result]) -> Fi
             "Loss by step with each optimizer under DDP and under fsdp, and their difference",
             lambda theme: draw_losses(list(groups.values()), list(groups), theme),
         ),
-        results_table(results, optimizer, SYSTEM, *columns, title="Optimizers"),
+        results_table(results, optimizer, SYSTEM, *columns),
         Paragraph(note, is_note=True),
     )
     verdicts = tuple(verdict_row(f"{model} with {title}", same) for title, same in groups.items())

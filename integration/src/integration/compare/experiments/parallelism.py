@@ -16,12 +16,20 @@ from matplotlib.lines import Line2D
 
 from integration.compare.curves import name_steps
 from integration.compare.experiment import Experiment, Findings, Setting
-from integration.compare.experiments.random_numbers import DROPOUT, Source
-from integration.compare.experiments.systems import names_in
 from integration.compare.result import Result, by_model
 from integration.compare.rows import largest_of, microbatches, verdict_cell, verdict_row
 from integration.compare.run import Run
-from integration.compare.variants import NATIVE, PLAIN, PRODUCTS, REFERENCE, Variant, get_variant
+from integration.compare.variants import (
+    DROPOUT,
+    NATIVE,
+    PLAIN,
+    PRODUCTS,
+    REFERENCE,
+    Source,
+    Variant,
+    get_variant,
+    names_in,
+)
 from integration.models import model_shape
 from integration.report.difference_axes import draw_tolerance
 from integration.report.figures import new_figure, style_axes
@@ -33,7 +41,7 @@ from integration.report.section import Cell, Column, Figure, Paragraph, Section,
 FLOOR = 1e-9
 
 
-class Case(StrEnum):
+class ParallelCase(StrEnum):
     """What a run draws at random."""
 
     INIT = "init"
@@ -44,20 +52,20 @@ class Case(StrEnum):
     @property
     def heading(self) -> str:
         """Its title in tables and figures."""
-        return "random init" if self is Case.INIT else str(self)
+        return "random init" if self is ParallelCase.INIT else str(self)
 
     @property
     def draws_weights(self) -> bool:
         """Whether ranks draw the weights on their shards."""
-        return self in (Case.INIT, Case.BOTH)
+        return self in (ParallelCase.INIT, ParallelCase.BOTH)
 
     @property
     def drops_out(self) -> bool:
         """Whether the run has dropout."""
-        return self in (Case.DROPOUT, Case.BOTH)
+        return self in (ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
-_RANDOM = (Case.INIT, Case.DROPOUT, Case.BOTH)
+_RANDOM = (ParallelCase.INIT, ParallelCase.DROPOUT, ParallelCase.BOTH)
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def _runs(setting: Setting[ParallelOptions]) -> tuple[Run, ...]:
 
 
 def _references(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
-    for case in Case:
+    for case in ParallelCase:
         yield _run(setting, model, case, get_variant(REFERENCE), "whole")
         if case.draws_weights and model_shape(model).can_reinitialize:
             # Native systems draw with the model's initialiser, in its order.
@@ -107,21 +115,23 @@ def _products(setting: Setting[ParallelOptions], model: str) -> Iterator[Run]:
             init = "sharded" if case.draws_weights else "whole"
             reference = f"{model}-{case}-{REFERENCE}"
             yield _run(setting, model, case, variant, init, reference, Source.DIST_RNG)
-    reference = f"{model}-{Case.NEITHER}-{REFERENCE}"
+    reference = f"{model}-{ParallelCase.NEITHER}-{REFERENCE}"
     for variant in (each for each in PLAIN if each.takes(shape)):
-        yield _run(setting, model, Case.NEITHER, variant, "whole", reference, Source.DIST_RNG)
+        yield _run(
+            setting, model, ParallelCase.NEITHER, variant, "whole", reference, Source.DIST_RNG
+        )
 
 
-def _cases(variant: Variant, *, every_case: bool) -> tuple[Case, ...]:
+def _cases(variant: Variant, *, every_case: bool) -> tuple[ParallelCase, ...]:
     if not variant.drops_out:
-        return (Case.INIT,)
-    return _RANDOM if every_case or variant.ranks <= 2 else (Case.BOTH,)
+        return (ParallelCase.INIT,)
+    return _RANDOM if every_case or variant.ranks <= 2 else (ParallelCase.BOTH,)
 
 
 def _run(
     setting: Setting[ParallelOptions],
     model: str,
-    case: Case,
+    case: ParallelCase,
     variant: Variant,
     init: str,
     reference: str | None = None,
@@ -135,11 +145,11 @@ def _run(
         "init": init,
         "dropout": DROPOUT if case.drops_out else 0.0,
         # A run without random numbers needs no source.
-        "random": (Source.NATIVE if case is Case.NEITHER else source).option,
+        "random": (Source.NATIVE if case is ParallelCase.NEITHER else source).option,
     }
     # Jobs with the same number of ranks and the same source share processes; native systems share
     # processes in which no package of this repository is loaded.
-    native = case is Case.NEITHER and variant.make().native
+    native = case is ParallelCase.NEITHER and variant.make().native
     job = setting.job(
         f"{model}-{case}-{variant.name}" + "-redrawn" * redrawn,
         choices,
@@ -217,7 +227,7 @@ def _table(results: Sequence[Result]) -> Table:
         Column("local microbatches", is_number=True, terminal="micro-\nbatches"),
         Column("tolerance", is_number=True),
     ]
-    for case in Case:
+    for case in ParallelCase:
         columns.append(Column(f"{case.heading}: max |Δ|", is_number=True, terminal=case.heading))
         columns.append(Column("mean", is_number=True))
     columns.append(Column("passes"))
@@ -227,7 +237,7 @@ def _table(results: Sequence[Result]) -> Table:
         ordered = sorted(same, key=lambda each: ways.index((each.system, each.run.judged)))
         for _, group in groupby(ordered, key=lambda each: (each.system, each.run.judged)):
             rows.append(_row(model, list(group)))
-    return Table(tuple(columns), tuple(rows), "Parallelism")
+    return Table(tuple(columns), tuple(rows))
 
 
 def _row(model: str, results: Sequence[Result]) -> tuple[Cell | str, ...]:
@@ -235,7 +245,7 @@ def _row(model: str, results: Sequence[Result]) -> tuple[Cell | str, ...]:
     by_case = {each.run.labels["case"]: each for each in results}
     passes = all(each.verdict.passes for each in results)
     work = next((each.work for each in results if each.work), None)
-    cells = [cell for case in Case for cell in _cells(by_case.get(case))]
+    cells = [cell for case in ParallelCase for cell in _cells(by_case.get(case))]
     verdict: Cell | str = Cell("yes" if passes else "no", passes=passes)
     return (
         model,
@@ -271,7 +281,7 @@ def draw_parallelism(results: Sequence[Result], theme: Theme) -> MatplotlibFigur
     cells = figure.subplots(1, len(groups), sharey=True, sharex=True, squeeze=False)[0]
     for axes, (model, same) in zip(cells, groups.items(), strict=True):
         style_axes(axes, theme, f"{model}: largest |Δ|", grid_axis="x")
-        for case, marker in zip(Case, MARKERS, strict=False):
+        for case, marker in zip(ParallelCase, MARKERS, strict=False):
             _draw_case(axes, same, case, ways, marker, theme)
         axes.set_xscale("log")
         for tolerance in {each.run.tolerance for each in same}:
@@ -285,7 +295,12 @@ def draw_parallelism(results: Sequence[Result], theme: Theme) -> MatplotlibFigur
 
 
 def _draw_case(
-    axes: Axes, results: Sequence[Result], case: Case, ways: list[str], marker: str, theme: Theme
+    axes: Axes,
+    results: Sequence[Result],
+    case: ParallelCase,
+    ways: list[str],
+    marker: str,
+    theme: Theme,
 ) -> None:
     places, values, colours = [], [], []
     for result in results:

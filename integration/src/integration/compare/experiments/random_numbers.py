@@ -25,7 +25,7 @@ from integration.compare.rows import (
     verdict_row,
 )
 from integration.compare.run import Run
-from integration.compare.variants import REFERENCE
+from integration.compare.variants import DROPOUT, REFERENCE, Source
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.report.difference_axes import DifferenceLine, DifferencePanel, draw_differences
@@ -34,11 +34,9 @@ from integration.report.formatting import ABSENT, listed, scientific
 from integration.report.palette import MARKERS, Style, Theme, style_of
 from integration.report.section import Cell, Column, Figure, Paragraph, Section, VerdictRow
 from integration.systems import get_system
-from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM
 
 PARALLEL = "dtensor-tp"
 RANKS = (2, 4)
-DROPOUT = 0.1
 # The order of reductions alone gives 1.4e-6 over 20 steps, with equal weights on 2 ranks.
 TOLERANCE_OF_LOSSES = 1e-5
 
@@ -48,18 +46,6 @@ class RandomCase(StrEnum):
 
     INIT = "init"
     DROPOUT = "dropout"
-
-
-class Source(StrEnum):
-    """The implementation that draws random numbers for DTensors: torch's own, or dist-rng's."""
-
-    NATIVE = "native"
-    DIST_RNG = "dist-rng"
-
-    @property
-    def option(self) -> str:
-        """The value of the trainer's ``--random`` that selects it."""
-        return NATIVE_RANDOM if self is Source.NATIVE else DIST_RNG_RANDOM
 
 
 _TITLES = {RandomCase.INIT: "random init", RandomCase.DROPOUT: "dropout"}
@@ -145,7 +131,7 @@ def _report(setting: Setting[RandomOptions], results: Sequence[Result]) -> Findi
     contents = (
         Paragraph(_subject(setting, trained(results, name))),
         figure,
-        results_table(results, *_COLUMNS, title="Random numbers"),
+        results_table(results, *_COLUMNS),
         Paragraph(note, is_note=True),
     )
     verdicts = tuple(

@@ -28,7 +28,14 @@ from integration.compare.rows import (
     verdict_row,
 )
 from integration.compare.run import Run
-from integration.compare.variants import REFERENCE, SYSTEMS, VARIANT_NAMES, Variant, get_variant
+from integration.compare.variants import (
+    REFERENCE,
+    SYSTEMS,
+    VARIANT_NAMES,
+    Variant,
+    get_variant,
+    names_in,
+)
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.report.figures import new_figure, style_axes
@@ -111,11 +118,6 @@ class SystemOptions:
                 " python -m integration.train --help lists the models"
             )
         return names
-
-
-def names_in(text: str) -> tuple[str, ...]:
-    """Returns the distinct names of a comma-separated list, in order."""
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _runs(setting: Setting[SystemOptions]) -> tuple[Run, ...]:
@@ -210,12 +212,12 @@ def _curves(model: str, results: Sequence[Result]) -> list[Content]:
     columns = (VERDICT, MAXIMUM, STEP, MEAN, TOLERANCE, FINAL_LOSS, RANKS, degree)
     unit = loss_unit(model)
     return [
+        results_table(results, SYSTEM, *columns, title=model),
         Figure(
             f"losses-{model}",
             f"Loss of {model} by step under every system, and its difference from one device",
             lambda theme: draw_losses([results], [""], theme),
         ),
-        results_table(results, SYSTEM, *columns, title=model),
         Paragraph(
             f"Δ: the loss of a step minus the loss of the single device, in {unit}.", is_note=True
         ),
@@ -225,15 +227,15 @@ def _curves(model: str, results: Sequence[Result]) -> list[Content]:
 def _speed(model: str, results: Sequence[Result]) -> list[Content]:
     """Returns the figure and the table of one model's local work and cost."""
     return [
-        Figure(
-            f"cost-{model}",
-            f"Step time, memory and collectives of {model} under every system",
-            lambda theme: draw_cost(results, theme),
-        ),
         results_table(
             results,
             *(SYSTEM, *_TIME, _relative_column(results), *_RESOURCES),
             title=f"{model}: speed",
+        ),
+        Figure(
+            f"cost-{model}",
+            f"Step time, memory and collectives of {model} under every system",
+            lambda theme: draw_cost(results, theme),
         ),
     ]
 
