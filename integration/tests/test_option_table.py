@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.option_table.__main__ import of_trainer
-from integration.option_table.choices import CHOICES
-from integration.option_table.covering import covering_runs, pairs, run_options
+from integration.option_table.__main__ import trainer_section
 from integration.option_table.pairwise import uncovered
+from integration.option_table.trainer.choices import CHOICES, covering_runs, pairs, run_options
 
 pytestmark = [
     # torch says so of every mesh without a CUDA device.
@@ -20,7 +19,7 @@ pytestmark = [
 def _observe(options):
     import torch.distributed as dist
 
-    from integration.option_table.observation import observe
+    from integration.option_table.trainer.observation import observe
     from integration.train.config import TrainConfig
     from integration.train.session import restore_torch
     from integration.train.world import World
@@ -79,4 +78,6 @@ def test_initial_weights_are_one_devices_where_the_options_promise_it(runs):
 
 def test_the_pages_section_is_written_from_the_table():
     written = Path(__file__).parents[2] / "docs" / "options.md"
-    assert written.read_text().startswith(of_trainer()), "run: python -m integration.option_table"
+    assert written.read_text().startswith(trainer_section()), (
+        "run: python -m integration.option_table"
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fsdp
-from integration.option_table.__main__ import of_fully_shard
+from integration.option_table.__main__ import fully_shard_section
 from integration.option_table.fully_shard.apply import build
 from integration.option_table.fully_shard.choices import (
     CHOICES,
@@ -31,7 +31,7 @@ def runs(option_runs):
     return option_runs(_observe, run_options, gradients_are_right)
 
 
-def test_every_accepted_pair_of_fully_shard_occurs_in_a_run():
+def test_every_accepted_pair_fully_shard_section_occurs_in_a_run():
     assert uncovered(pairs(), covering_runs()) == []
     assert {choice for run in covering_runs() for choice in run} == set(CHOICES)
 
@@ -68,16 +68,16 @@ def test_a_refused_pair_has_sent_nothing_and_moved_no_parameter(monkeypatch):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_fully_shard_is_in_effect(choice, runs):
+def test_an_option_fully_shard_section_is_in_effect(choice, runs):
     runs.check(choice, covering_runs(), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
-def test_an_option_of_fully_shard_is_in_effect_on_four_ranks(choice, runs):
+def test_an_option_fully_shard_section_is_in_effect_on_four_ranks(choice, runs):
     runs.check(choice, covering_runs(), 4)
 
 
 def test_the_pages_section_is_written_from_the_table():
     written = Path(__file__).parents[2] / "docs" / "options.md"
-    assert of_fully_shard() in written.read_text(), "run: python -m integration.option_table"
+    assert fully_shard_section() in written.read_text(), "run: python -m integration.option_table"

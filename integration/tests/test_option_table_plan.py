@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.option_table.__main__ import of_plan
+from integration.option_table.__main__ import plan_section
 from integration.option_table.pairwise import uncovered
 from integration.option_table.plan.apply import build, mesh_of
 from integration.option_table.plan.choices import CHOICES, is_right, run_options, table
@@ -81,4 +81,4 @@ def test_an_option_of_a_plan_is_in_effect_on_four_ranks(choice, runs):
 
 def test_the_pages_section_is_written_from_the_table():
     written = Path(__file__).parents[2] / "docs" / "options.md"
-    assert of_plan() in written.read_text(), "run: python -m integration.option_table"
+    assert plan_section() in written.read_text(), "run: python -m integration.option_table"

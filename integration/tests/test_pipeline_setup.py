@@ -10,8 +10,9 @@ from integration.pipeline.stage_parallelism import (
     STAGE_SYSTEMS,
     SUPPORTED_SCHEDULES,
     UNSUPPORTED_REASONS,
-    schedule_table,
 )
+from integration.report.markdown import render_table
+from integration.report.section import Column, Table
 from integration.train.__main__ import main
 from integration.train.config import TrainConfig
 from integration.train.setup import prepare
@@ -80,7 +81,15 @@ def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
 
 def test_the_readme_has_the_table_and_a_reason_for_every_no():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert schedule_table() in readme
+    rows = [
+        (
+            f"`{schedule}`",
+            *("yes" if schedule in SUPPORTED_SCHEDULES[name] else "no" for name in STAGE_SYSTEMS),
+        )
+        for schedule in SCHEDULES
+    ]
+    systems = (Column(f"`{name}`") for name in STAGE_SYSTEMS)
+    assert render_table(Table((Column("schedule"), *systems), tuple(rows))) in readme
     assert {
         name for name in STAGE_SYSTEMS if SUPPORTED_SCHEDULES[name] != tuple(SCHEDULES)
     } == UNSUPPORTED_REASONS.keys()

@@ -1,7 +1,7 @@
 """The options that change how a step is executed, with the proofs that they are in effect.
 
-`choices` has the trainer's options with their proofs, `observation` runs a training and reports
-what it did, and `covering` selects runs in which every accepted pair of options occurs.
-`fully_shard` and `plan` do the same for the packages' options, and
+`trainer`, `fully_shard` and `plan` have a table of options each: `choices` has the options with
+their proofs, and `observation` trains with the options of a run and reports what each rank did.
+`pairwise` selects the runs, in which every accepted pair of options occurs, and
 ``python -m integration.option_table`` writes the page docs/options.md.
 """

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from integration.option_table import covering
-from integration.option_table.choices import CHOICES, PARALLELISM
 from integration.option_table.fully_shard import choices as sharding
 from integration.option_table.pairwise import Choice, Pair
 from integration.option_table.plan import choices as planning
+from integration.option_table.trainer import choices as training
+from integration.report.markdown import render_table
+from integration.report.section import Column, Table
 
 _INTRODUCTION = """# Options
 
@@ -54,21 +55,21 @@ which the table has the first line. Entries that use one axis of the mesh in two
 
 def page() -> str:
     """Returns the page, as Markdown."""
-    return "\n".join((of_trainer(), of_fully_shard(), of_plan())) + "\n"
+    return "\n".join((trainer_section(), fully_shard_section(), plan_section())) + "\n"
 
 
-def of_trainer() -> str:
+def trainer_section() -> str:
     """Returns the page's introduction and its section on the trainer."""
-    kinds = ", ".join(f"`{choice.name}`" for choice in PARALLELISM[:3])
+    kinds = ", ".join(f"`{choice.name}`" for choice in training.PARALLELISM[:3])
     return "\n".join((
-        _counted(_INTRODUCTION, [covering.run_options(run) for run in covering.covering_runs()]),
-        *_tables(CHOICES, covering.pairs()),
+        _counted(_INTRODUCTION, [training.run_options(run) for run in training.covering_runs()]),
+        *_tables(training.CHOICES, training.pairs()),
         f"\nOptions that give one option two values, such as {kinds}, are no pair. Those that name"
         " no system are accepted where any kind of parallelism takes both.\n",
     ))  # fmt: skip
 
 
-def of_fully_shard() -> str:
+def fully_shard_section() -> str:
     """Returns the page's section on fully_shard."""
     return "\n".join((
         _counted(_FULLY_SHARD, [sharding.run_options(run) for run in sharding.covering_runs()]),
@@ -76,7 +77,7 @@ def of_fully_shard() -> str:
     ))  # fmt: skip
 
 
-def of_plan() -> str:
+def plan_section() -> str:
     """Returns the page's section on `Plan` and `parallelize`."""
     found = planning.table()
     return "\n".join((
@@ -96,7 +97,10 @@ def _counted(text: str, runs: Sequence[Mapping[str, Any]]) -> str:
 
 def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:
     yield "### What proves an option\n"
-    yield _table(("option", "observed in a run that has it"), map(_row, choices))
+    rows = [(f"`{choice.name}`", choice.evidence) for choice in choices]
+    yield render_table(
+        Table((Column("option"), Column("observed in a run that has it")), tuple(rows))
+    )
     yield "\n### What is refused\n"
     refused: dict[str, list[str]] = {}
     for pair in pairs:
@@ -104,18 +108,8 @@ def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:
             refused.setdefault(pair.refusal, []).append(
                 f"`{pair.first.name}` with `{pair.second.name}`"
             )
-    rows = (("<br>".join(names), sentence) for sentence, names in refused.items())
-    yield _table(("options", "sentence"), rows)
-
-
-def _row(choice: Choice) -> tuple[str, str]:
-    return f"`{choice.name}`", choice.evidence
-
-
-def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---|---|"]
-    lines += [f"| {left} | {right} |" for left, right in rows]
-    return "\n".join(lines)
+    rows = [("<br>".join(names), sentence) for sentence, names in refused.items()]
+    yield render_table(Table((Column("options"), Column("sentence")), tuple(rows)))
 
 
 if __name__ == "__main__":

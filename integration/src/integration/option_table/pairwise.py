@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-__all__ = ["Choice", "Completion", "Pair", "Run", "covering_runs", "merged", "pairs", "uncovered"]
+__all__ = [
+    "Choice",
+    "Completion",
+    "Pair",
+    "Run",
+    "covering_runs",
+    "merged",
+    "pairs",
+    "rank_choice",
+    "run_options",
+    "uncovered",
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,22 @@ class Choice:
 
 
 Run = tuple[Choice, ...]
+
+
+def rank_choice(
+    name: str, evidence: str, proof: Callable[[Any, Mapping[str, Any]], bool], **options: Any
+) -> Choice:
+    """Returns a choice that the observation of every rank has to prove.
+
+    Args:
+        name: see `Choice`.
+        evidence: see `Choice`.
+        proof: whether one rank's observation proves it, given all options of the run.
+        options: options by name.
+    """
+    return Choice(
+        name, evidence, lambda ranks, given: all(proof(rank, given) for rank in ranks), options
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,12 @@ def merged(choices: Sequence[Choice]) -> dict[str, Any] | None:
     return options
 
 
+def run_options(choices: Run, ranks_of: Callable[[Mapping[str, Any]], int]) -> dict[str, Any]:
+    """Returns all options of a run of ``choices``, and its number of ``ranks``."""
+    options = merged(choices) or {}
+    return options | {"ranks": ranks_of(options)}
+
+
 def pairs(choices: Run, complete: Callable[[Run], Completion]) -> tuple[Pair, ...]:
     """Returns every compatible pair of choices, with its refusal if any.
 
@@ -81,7 +114,7 @@ def covering_runs(
     choices: Run,
     complete: Callable[[Run], Completion],
     accepts: Callable[[Run], bool],
-    made: tuple[Run, ...] = (),
+    existing: tuple[Run, ...] = (),
 ) -> tuple[Run, ...]:
     """Returns runs in which each accepted pair of choices occurs, and so each choice.
 
@@ -92,35 +125,42 @@ def covering_runs(
         choices: see `pairs`.
         complete: see `pairs`.
         accepts: whether a run of more than two choices is allowed, in addition to validation.
-        made: existing runs, whose pairs count as covered.
+        existing: runs whose pairs count as covered.
     """
-    found = pairs(choices, complete)
-    accepted = {frozenset((p.first, p.second)): None for p in found if p.refusal is None}
-    covered = {frozenset(two) for run in made for two in combinations(run, 2)}
+    accepted = {
+        frozenset((pair.first, pair.second)): None
+        for pair in pairs(choices, complete)
+        if pair.refusal is None
+    }
+    covered = {frozenset(two) for run in existing for two in combinations(run, 2)}
     missing = {two: None for two in accepted if two not in covered}
     runs: list[Run] = []
     while missing:
         start = next(iter(missing))
         run = [choice for choice in choices if choice in start]
-        left = [choice for choice in choices if choice not in start]
-        while left:
-            gains = [sum(frozenset((each, one)) in missing for one in run) for each in left]
+        remaining = [choice for choice in choices if choice not in start]
+        while remaining:
+            gains = [sum(frozenset((each, one)) in missing for one in run) for each in remaining]
             if max(gains) == 0:
                 break
-            best = left.pop(gains.index(max(gains)))
+            best = remaining.pop(gains.index(max(gains)))
             together = tuple(choice for choice in choices if choice in (*run, best))
             fits = all(frozenset((best, one)) in accepted for one in run)
             if fits and accepts(together) and complete(together).run:
                 run.append(best)
-        whole = complete(tuple(choice for choice in choices if choice in run)).run
-        assert whole
-        for two in combinations(whole, 2):
+        completed = complete(tuple(choice for choice in choices if choice in run)).run
+        assert completed
+        for two in combinations(completed, 2):
             missing.pop(frozenset(two), None)
-        runs.append(whole)
+        runs.append(completed)
     return tuple(runs)
 
 
 def uncovered(pairs: Sequence[Pair], runs: Sequence[Run]) -> list[Pair]:
     """Returns the accepted pairs that occur together in no run."""
     covered = {frozenset(two) for run in runs for two in combinations(run, 2)}
-    return [p for p in pairs if p.refusal is None and frozenset((p.first, p.second)) not in covered]
+    return [
+        pair
+        for pair in pairs
+        if pair.refusal is None and frozenset((pair.first, pair.second)) not in covered
+    ]

@@ -9,13 +9,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch.distributed.device_mesh import init_device_mesh
 
 from integration.models import LlamaShape, build_model, build_model_on_meta
@@ -23,7 +25,21 @@ from integration.pipeline.families import family_of
 from integration.pipeline.rank_pipeline import PipelineOptions, RankPipeline, make_layout
 from integration.pipeline.schedules import SCHEDULES, PipelineSchedule
 from integration.pipeline.split import even_split
-from integration.pipeline.timeline import Action, TimedStage, Timeline, median_step, replay
+from integration.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_OF_INPUTS,
+    BACKWARD_OF_WEIGHTS,
+    FORWARD,
+    Action,
+    TimedStage,
+    Timeline,
+    median_step,
+    replay,
+)
+from integration.report.figures import new_figure, save_png, style_axes
+from integration.report.markdown import render_table
+from integration.report.palette import LIGHT, Theme
+from integration.report.section import Column, Table
 from integration.systems import get_system
 
 # Eight layers for up to eight stages; embedding and head are small in comparison.
@@ -150,20 +166,64 @@ def expected_bubble(schedule: str, ranks: int, microbatches: int, per_rank: int)
     return None
 
 
-def table(bubbles: Sequence[Bubble]) -> str:
-    """Returns the bubbles as a Markdown table."""
-    lines = [
-        "| schedule | ranks K | stages each V | microbatches M | expected | measured | wall |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for each in bubbles:
-        expected = "" if each.expected is None else f"{each.expected:.1%}"
-        wall = f"{each.wall:.1%}" if each.ranks <= 2 else ""  # more ranks than cores
-        lines.append(
-            f"| {each.schedule} | {each.ranks} | {each.per_rank} | {each.microbatches} | {expected}"
-            f" | {each.measured:.1%} | {wall} |"
+def bubble_table(bubbles: Sequence[Bubble]) -> Table:
+    """Returns a row per bubble; wall-clock times of more ranks than cores are left out."""
+    titles = ("ranks K", "stages each V", "microbatches M", "expected", "measured", "wall")
+    rows = [
+        (
+            each.schedule,
+            str(each.ranks),
+            str(each.per_rank),
+            str(each.microbatches),
+            "" if each.expected is None else f"{each.expected:.1%}",
+            f"{each.measured:.1%}",
+            f"{each.wall:.1%}" if each.ranks <= 2 else "",
         )
-    return "\n".join(lines)
+        for each in bubbles
+    ]
+    numbers = (Column(title, is_number=True) for title in titles)
+    return Table((Column("schedule"), *numbers), tuple(rows))
+
+
+_ACTION_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_OF_INPUTS: "backward of inputs",
+    BACKWARD_OF_WEIGHTS: "backward of weights",
+}
+
+
+def draw_timelines(timelines: Mapping[str, Timeline], theme: Theme) -> Figure:
+    """Returns the figure: a panel per schedule, with a line per rank.
+
+    A rank's stages after its first are lighter; numbers are microbatches.
+    """
+    ranks = max(timeline.ranks for timeline in timelines.values())
+    figure = new_figure(theme, len(timelines) * (0.62 + 0.27 * ranks) + 0.5)
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    colours = dict(zip(_ACTION_NAMES, theme.series, strict=False))
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        style_axes(axes, theme, f"{name}: {timeline.bubble:.1%} idle", grid_axis="x")
+        for span in timeline.spans:
+            action, width = span.action, span.action.seconds * 1e3
+            axes.barh(
+                span.rank, width, left=span.start * 1e3, height=0.86,
+                color=colours[action.kind], alpha=1.0 if action.stage < timeline.ranks else 0.62,
+                edgecolor=theme.background, linewidth=0.6,
+            )  # fmt: skip
+            if width > 0.01 * timeline.seconds * 1e3:  # the first stage has no inputs' gradients
+                axes.text(
+                    span.start * 1e3 + width / 2, span.rank, str(action.microbatch),
+                    ha="center", va="center", fontsize=6, color=theme.background, clip_on=True,
+                )  # fmt: skip
+        axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+        axes.invert_yaxis()
+    panels[-1].set_xlabel("ms, with one processor per rank")
+    figure.legend(
+        handles=[Patch(color=colours[kind], label=label) for kind, label in _ACTION_NAMES.items()],
+        loc="outside lower center", ncols=4, frameon=False, labelcolor=theme.ink, fontsize=9.5,
+    )  # fmt: skip
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -187,12 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bubble, timeline = measure(SCHEDULES[name], ranks, options.microbatches, options.steps)
             bubbles.append(bubble)
             timelines.setdefault(ranks, {})[name] = timeline
-    print(table(bubbles))
+    print(render_table(bubble_table(bubbles)))
     if options.out is not None:
-        from integration.pipeline.figure import draw_timelines
-        from integration.report.figures import save_png
-        from integration.report.palette import LIGHT
-
         options.out.mkdir(parents=True, exist_ok=True)
         rows = json.dumps([asdict(bubble) for bubble in bubbles], indent=2)
         (options.out / "bubble.json").write_text(rows + "\n")

@@ -134,15 +134,3 @@ def check_degrees(degrees: Degrees, ranks: int) -> None:
             " loss is not in a stage's forward; leave them out"
         )
     degrees.check(ranks)
-
-
-def schedule_table() -> str:
-    """Returns the schedules that each system supports, as the Markdown table of the README."""
-    lines = [
-        f"| schedule | {' | '.join(f'`{name}`' for name in STAGE_SYSTEMS)} |",
-        "|---|" + "---|" * len(STAGE_SYSTEMS),
-    ]
-    for schedule in SCHEDULES:
-        cells = ["yes" if schedule in SUPPORTED_SCHEDULES[name] else "no" for name in STAGE_SYSTEMS]
-        lines.append(f"| `{schedule}` | {' | '.join(cells)} |")
-    return "\n".join(lines)

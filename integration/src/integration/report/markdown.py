@@ -26,7 +26,7 @@ def _blocks(report: Report) -> Iterator[str]:
         yield report.date
     if report.verdict_table is not None:
         yield "**Passes.**" if report.passes else "**Does not pass.**"
-        yield _table(report.verdict_table)
+        yield render_table(report.verdict_table)
     if report.subject:
         yield report.subject
     yield "\n".join(f"- {_link(each.title, each.title)}" for each in report.sections)
@@ -43,7 +43,7 @@ def _content(content: Content) -> Iterator[str]:
         case Table():
             if content.title:
                 yield f"### {content.title}"
-            yield _table(content)
+            yield render_table(content)
         case Figure():
             yield f"![{content.description}](figures/{content.name}.png)"
         case Command():
@@ -52,7 +52,8 @@ def _content(content: Content) -> Iterator[str]:
             yield f"```text\n{content.text}\n```"
 
 
-def _table(table: Table) -> str:
+def render_table(table: Table) -> str:
+    """Returns a table without its title."""
     rules = ("---:" if column.is_number else "---" for column in table.columns)
     lines = [
         _row(column.title for column in table.columns),

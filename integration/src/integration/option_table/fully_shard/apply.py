@@ -38,7 +38,7 @@ _GRANULARITIES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-# Operators whose results are of class `Bfloat16Parameter` too, as shards are made by them.
+# Operators that make shards; their results are `Bfloat16Parameter`s, too.
 _VIEWS_AND_COPIES = {
     "chunk", "split", "narrow", "slice", "detach", "clone", "_to_copy", "alias", "view",
     "new_zeros", "empty_like", "zeros_like",
@@ -90,10 +90,10 @@ class Bfloat16Parameter(Tensor):
     @staticmethod
     def __new__(cls: type[Bfloat16Parameter], data: Tensor) -> Bfloat16Parameter:
         """Wraps a tensor."""
-        made: Bfloat16Parameter = Tensor._make_wrapper_subclass(
+        wrapper: Bfloat16Parameter = Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
         )
-        return made
+        return wrapper
 
     def __init__(self, data: Tensor) -> None:
         self.wrapped = data
@@ -102,7 +102,7 @@ class Bfloat16Parameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch passes func, too
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Computes with what is wrapped; views and copies stay of this class."""
+        """Computes with the wrapped tensors; results of views and copies are wrapped again."""
 
         def plain(value: Any) -> Any:
             return value.wrapped if isinstance(value, cls) else value
@@ -128,8 +128,8 @@ class Bfloat16Parameter(Tensor):
         if out is not None:
             out.data.copy_(outputs[0])
             return None
-        whole = outputs[0].to(dtype, copy=True)
-        return whole, (whole,)
+        param = outputs[0].to(dtype, copy=True)
+        return param, (param,)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class IssuedReduction:
 
     Attributes:
         group: the process group's name.
-        average: whether a mean was asked for, and not a sum.
+        average: whether it is a mean, and not a sum.
     """
 
     group: str
@@ -195,9 +195,9 @@ class ShardedModel:
 
     Attributes:
         model: the root.
-        ignored: parameters that were ignored.
-        comms: of the user's collectives.
-        hooked: dtypes of the shards that an all-reduce hook has seen.
+        ignored: ignored parameters.
+        comms: calls of the user's collectives.
+        hooked: dtypes of the shards that the all-reduce hook got.
     """
 
     model: Any
@@ -215,8 +215,8 @@ def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> ShardedModel:
     """Makes the model, shards it and calls the methods that the options name.
 
     Args:
-        options: of a run.
-        blocks: of the model.
+        options: options of a run.
+        blocks: number of blocks of the model.
 
     Raises:
         ValueError: the options are refused.
@@ -225,7 +225,7 @@ def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> ShardedModel:
     names = ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", _SHAPES[options.get("mesh", "one axis")], mesh_dim_names=names)
     own = mesh[names[:2]] if options.get("mesh") == "two axes" else mesh["shard"]
-    _place(model, mesh, options.get("parameters", "plain"))
+    _parallelize_blocks(model, mesh, options.get("parameters", "plain"))
     arguments, ignored = _arguments(model, options)
     for part in model.parts:
         fsdp.fully_shard(part, mesh=own, **arguments)
@@ -235,7 +235,7 @@ def build(options: Mapping[str, Any], blocks: int = BLOCKS) -> ShardedModel:
     return sharded
 
 
-def _place(model: BlockModel, mesh: DeviceMesh, kind: str) -> None:
+def _parallelize_blocks(model: BlockModel, mesh: DeviceMesh, kind: str) -> None:
     for block in model.blocks:
         if kind == "DTensor":
             plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -268,7 +268,7 @@ def _arguments(
 
 
 def _call_methods(sharded: ShardedModel, options: Mapping[str, Any]) -> None:
-    """Calls what is set once; `observation` calls what is set for each backward."""
+    """Calls the methods that are set once; `observation` calls those of each backward."""
     model = sharded.model
     parts = model.parts
     for name in ("set_reshard_after_backward", "set_keep_unsharded_storage",

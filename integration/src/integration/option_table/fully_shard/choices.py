@@ -19,7 +19,7 @@ from integration.option_table.fully_shard.apply import (
     ranks_of,
 )
 from integration.option_table.fully_shard.observation import FullyShardObservation
-from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
+from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged, rank_choice
 from testkit import Collective, fake_mesh
 
 _MATRICES = [f"blocks.{i}.{of}.weight" for i in range(BLOCKS) for of in ("up", "down")]
@@ -28,20 +28,11 @@ _HALF = torch.float16
 _MAX_CHOICES = 10  # of a run, so that the cause of a failure can be found
 
 
-def _each(proof: Callable[[FullyShardObservation, Mapping[str, Any]], bool]) -> Callable[..., bool]:
-    """Returns the proof that every rank's observation has to pass."""
-    return lambda ranks, options: all(proof(rank, options) for rank in ranks)
-
-
-def _choice(name: str, evidence: str, proof: Callable[..., bool], **options: Any) -> Choice:
-    return Choice(name, evidence, _each(proof), options)
-
-
 def _method(
     name: str, value: str, evidence: str, proof: Callable[..., bool], **more: Any
 ) -> Choice:
     options = {name: {"True": True, "False": False, "2": 2}.get(value, value)}
-    return _choice(f"{name}({value})", evidence, proof, **options, **more)
+    return rank_choice(f"{name}({value})", evidence, proof, **options, **more)
 
 
 def _sizes(calls: tuple[Collective, ...], dtype: str) -> int:
@@ -54,12 +45,12 @@ def _kinds(calls: tuple[Collective, ...]) -> set[str]:
 
 def _copies(ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]) -> bool:
     names = set(ranks[0].local_numel) - set(ranks[0].plain)
-    whole = ranks[0].parameters - sum(ranks[0].local_numel[name] for name in ranks[0].plain)
-    return sum(rank.local_numel[name] for rank in ranks for name in names) == 2 * whole
+    sharded = ranks[0].parameters - sum(ranks[0].local_numel[name] for name in ranks[0].plain)
+    return sum(rank.local_numel[name] for rank in ranks for name in names) == 2 * sharded
 
 
 def _blocks(size: int) -> Callable[..., bool]:
-    """Returns the proof that all ranks hold a multiple of a size of the matrices."""
+    """Returns the proof that each rank has a multiple of ``size`` elements of each matrix."""
     return lambda seen, options: not any(seen.local_numel[name] % size for name in _MATRICES)
 
 
@@ -85,12 +76,12 @@ def gradients_are_right(
     ranks: tuple[FullyShardObservation, ...], options: Mapping[str, Any]
 ) -> bool:
     """Returns whether gradients are one device's, within the dtypes' precision and set factors."""
-    wanted = _factor(ranks, options)
+    expected = _factor(ranks, options)
     rounded = any(name in options for name in ("quantize_fn", "param_dtype"))
     rounded = rounded or options.get("parameters") == "extension"
     error = 0.1 if rounded else 0.01
     return all(
-        abs(rank.grads.scale / wanted - 1) < error and rank.grads.error < error for rank in ranks
+        abs(rank.grads.scale / expected - 1) < error and rank.grads.error < error for rank in ranks
     )
 
 
@@ -101,32 +92,32 @@ ARGUMENTS: tuple[Choice, ...] = (
         _copies,
         {"mesh": "two axes"},
     ),
-    _choice(
+    rank_choice(
         "reshard_after_forward=True",
         "modules have the sharded parameters after forward",
         lambda seen, options: seen.sharded_after_forward,
         reshard_after_forward=True,
     ),
-    _choice(
+    rank_choice(
         "reshard_after_forward=False",
         "modules have the unsharded parameters after forward",
         lambda seen, options: not seen.sharded_after_forward and seen.resident > 0,
         reshard_after_forward=False,
     ),
-    _choice(
+    rank_choice(
         "reshard_after_forward=2",
         "on four ranks backward gathers over two",
         lambda seen, options: seen.sharded_after_forward and seen.post_forward_ranks == {2},
         reshard_after_forward=2,
         mesh="four ranks",
     ),
-    _choice(
+    rank_choice(
         "shard_placement_fn: Rows(2)",
         "each rank has pairs of rows of a matrix",
         _blocks(2 * WIDTH),
         shard_placement_fn="rows",
     ),
-    _choice(
+    rank_choice(
         f"shard_placement_fn: Block({BLOCK})",
         f"no rank's part of a matrix begins or ends within {BLOCK} elements",
         lambda seen, options: all(
@@ -135,38 +126,38 @@ ARGUMENTS: tuple[Choice, ...] = (
         ),
         shard_placement_fn="block",
     ),
-    _choice(
+    rank_choice(
         "shard_placement_fn: Whole()",
         "each rank has a matrix or nothing of it",
         _blocks(_ELEMENTS),
         shard_placement_fn="whole",
     ),
-    _choice(
+    rank_choice(
         "shard_placement_fn: Shard(0)",
         "each rank has rows of a matrix",
         _blocks(WIDTH),
         shard_placement_fn="shard",
     ),
-    _choice(
+    rank_choice(
         "quantize_fn: Tiles(2, 4)",
         "all-gathers are of bytes",
         lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
         quantize_fn="tiles",
     ),
-    _choice(
+    rank_choice(
         "mp_policy param_dtype=bfloat16",
         "Linears return bfloat16",
         lambda seen, options: seen.compute_dtype == torch.bfloat16,
         param_dtype=torch.bfloat16,
     ),
-    _choice(
+    rank_choice(
         "mp_policy param_dtype=bfloat16, cast_forward_inputs=False",
         "a block gets a float32 argument as it is",
         lambda seen, options: seen.input_dtype == torch.float32,
         param_dtype=torch.bfloat16,
         cast_forward_inputs=False,
     ),
-    _choice(
+    rank_choice(
         "mp_policy reduce_dtype=float16",
         "reduced shards are float16; float16 is sent in backward",
         lambda seen, options: (
@@ -174,44 +165,44 @@ ARGUMENTS: tuple[Choice, ...] = (
         ),
         reduce_dtype=_HALF,
     ),
-    _choice(
+    rank_choice(
         "mp_policy output_dtype=float64",
         "the model returns float64",
         lambda seen, options: seen.output_dtype == torch.float64,
         output_dtype=torch.float64,
     ),
-    _choice(
+    rank_choice(
         "offload_policy=CPUOffloadPolicy()",
         "shards and gradients are on the host, as they are on a mesh of hosts without it; on a GPU"
         " by `packages/fsdp/tests/test_cuda.py`",
         lambda seen, options: seen.devices == ("cpu",),
         offload_policy=True,
     ),
-    _choice(
+    rank_choice(
         "ignored_params",
         "the parameter stays a plain one",
         lambda seen, options: seen.plain == ("blocks.1.gain",),
         ignored_params=True,
     ),
-    _choice(
+    rank_choice(
         'strategy="native"',
         "all-gathers and reduce-scatters, no sends",
         _is_native,
         strategy="native",
     ),
-    _choice(
+    rank_choice(
         'strategy="exchange"',
         "sends and receives",
         _is_exchange,
         strategy="exchange",
     ),
-    _choice(
+    rank_choice(
         "a parameter with fsdp_pre_all_gather",
         "all-gathers are of bytes",
         lambda seen, options: _sizes(seen.first_forward, "uint8") > 0,
         parameters="extension",
     ),
-    _choice(
+    rank_choice(
         "a parameter that is a DTensor of another axis",
         "it is sharded over both axes",
         lambda seen, options: "tp" in seen.axes and "shard" in seen.axes,
@@ -238,13 +229,13 @@ METHODS: tuple[Choice, ...] = (
         "the embedding is not gathered for backward",
         lambda seen, options: not seen.unsharded_in_backward,
     ),
-    _choice(
+    rank_choice(
         "set_modules_to_forward_prefetch",
         "in the first block's forward the last one is unsharded, or its gather in flight",
         lambda seen, options: 3 in seen.ahead_in_forward,
         set_modules_to_forward_prefetch=True,
     ),
-    _choice(
+    rank_choice(
         "set_modules_to_backward_prefetch",
         "in the last block's backward the first one is unsharded, or its gather in flight",
         lambda seen, options: 1 in seen.ahead_in_backward,
@@ -256,7 +247,7 @@ METHODS: tuple[Choice, ...] = (
         "a reduction is in flight after backward, if one was issued",
         lambda seen, options: seen.waiting > 0 or "set_requires_gradient_sync" in options,
     ),
-    _choice(
+    rank_choice(
         "set_manual_backward_finalization(True)",
         "a reduction is in flight after backward, and none after `finalize_backward`",
         lambda seen, options: seen.waiting_at_end > 0,
@@ -287,7 +278,7 @@ METHODS: tuple[Choice, ...] = (
         gradients_are_right,
         {"set_gradient_divide_factor": True},
     ),
-    _choice(
+    rank_choice(
         "set_force_sum_reduction_for_comms(True)",
         "reductions are sums",
         lambda seen, options: not any(one.average for one in seen.reductions),
@@ -311,19 +302,19 @@ METHODS: tuple[Choice, ...] = (
         gradients_are_right,
         {"set_all_reduce_hook": True},
     ),
-    _choice(
+    rank_choice(
         "set_custom_all_gather",
         "it is called",
         lambda seen, options: seen.custom_gathers > 0,
         set_custom_all_gather=True,
     ),
-    _choice(
+    rank_choice(
         "set_custom_reduce_scatter",
         "it is called",
         lambda seen, options: seen.custom_reductions > 0,
         set_custom_reduce_scatter=True,
     ),
-    _choice(
+    rank_choice(
         "set_allocate_memory_from_process_group_for_comm(True)",
         "buffers are allocated from the process group",
         lambda seen, options: seen.allocations > 0,
@@ -353,8 +344,7 @@ def _ignored(options: Mapping[str, Any]) -> int:
 
 def run_options(choices: Run) -> dict[str, Any]:
     """Returns all options of a run of ``choices``, the number of ranks included."""
-    options = merged(choices) or {}
-    return options | {"ranks": ranks_of(options)}
+    return pairwise.run_options(choices, ranks_of)
 
 
 @functools.cache

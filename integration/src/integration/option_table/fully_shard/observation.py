@@ -20,6 +20,7 @@ from integration.option_table.fully_shard.apply import (
     ShardedModel,
     build,
 )
+from integration.option_table.recording import local_tensor, sent_collectives
 from testkit import Collective, CommLog
 
 _ROWS = 3
@@ -269,7 +270,7 @@ def observe(options: Mapping[str, Any]) -> FullyShardObservation:
     mesh = params["head.weight"].device_mesh
     return FullyShardObservation(
         parameters=sum(param.numel() for param in params.values()),
-        local_numel={name: _local(param).numel() for name, param in params.items()},
+        local_numel={name: local_tensor(param).numel() for name, param in params.items()},
         plain=tuple(name for name, param in params.items() if not _is_sharded(param)),
         axes=params["blocks.1.up.weight"].device_mesh.mesh_dim_names,
         devices=_devices(params),
@@ -287,7 +288,7 @@ def observe(options: Mapping[str, Any]) -> FullyShardObservation:
 
 def _devices(params: Mapping[str, Any]) -> tuple[str, ...]:
     tensors = [tensor for param in params.values() for tensor in (param, param.grad)]
-    return tuple({str(_local(tensor).device) for tensor in tensors if tensor is not None})
+    return tuple({str(local_tensor(tensor).device) for tensor in tensors if tensor is not None})
 
 
 def _step(
@@ -300,14 +301,14 @@ def _step(
             getattr(model, name)(False)
     with CommLog() as log:
         out = model(*_batch(step, 0, dist.get_rank()))
-    seen["first_forward"] = _sent(log)
+    seen["first_forward"] = sent_collectives(log)
     if {"set_is_last_backward", "set_manual_backward_finalization"} & set(options):
-        _loss(out).backward()  # not recorded, which works that are under way do not bear
+        _loss(out).backward()  # not recorded, as a log cannot end while collectives are in flight
         seen["first_backward"] = ()
     else:
         with CommLog() as log:
             _loss(out).backward()
-        seen["first_backward"] = _sent(log)
+        seen["first_backward"] = sent_collectives(log)
     seen["waiting"] = hooks.in_flight()
     seen["first_grads"] = sum(param.grad is not None for param in model.parameters())
     for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
@@ -315,7 +316,7 @@ def _step(
             getattr(model, name)(True)
     with CommLog() as log:
         out = model(*_batch(step, 1, dist.get_rank()))
-    seen["forward"], seen["output_dtype"] = _sent(log), out.dtype
+    seen["forward"], seen["output_dtype"] = sent_collectives(log), out.dtype
     seen["resident"], seen["sharded_after_forward"] = hooks.resident(), hooks.is_sharded()
     embed_before = _is_sharded(model.embed.weight)
     with CommLog() as log:
@@ -323,7 +324,7 @@ def _step(
         seen["waiting_at_end"] = hooks.in_flight()
         if "set_manual_backward_finalization" in options:
             model.finalize_backward()
-    seen["backward"] = _sent(log)
+    seen["backward"] = sent_collectives(log)
     seen["unsharded_in_backward"] = embed_before and hooks.values["embed_in_backward"]
     assert hooks.in_flight() == 0
     seen["resident_between"] = hooks.resident()
@@ -350,28 +351,19 @@ def _gradient_error(params: Mapping[str, Any], sharded: ShardedModel, step: int)
     for rank in range(ranks):
         for micro in range(2):
             (_loss(reference(*_batch(step, micro, rank))) / ranks).backward()
-    found, wanted = [], []
+    actual, expected = [], []
     ignored = {id(param) for param in sharded.ignored}
     for name, param in reference.named_parameters():
         grad = params[name].grad
         if grad is None or param.grad is None or id(params[name]) in ignored:
             continue
-        found.append(grad.full_tensor().float().flatten())
-        wanted.append(param.grad.flatten())
-    one, two = torch.cat(found), torch.cat(wanted)
-    scale = float(one @ two / (two @ two))
-    return GradientError(scale, float((one - scale * two).norm() / one.norm()))
-
-
-def _sent(log: CommLog) -> tuple[Collective, ...]:
-    """Returns the collectives with other ranks."""
-    return tuple(call for call in log.calls if call.op != "barrier" and call.group_size != 1)
+        actual.append(grad.full_tensor().float().flatten())
+        expected.append(param.grad.flatten())
+    grads, one_device = torch.cat(actual), torch.cat(expected)
+    scale = float(grads @ one_device / (one_device @ one_device))
+    return GradientError(scale, float((grads - scale * one_device).norm() / grads.norm()))
 
 
 def _is_sharded(param: Tensor) -> bool:
     """Returns whether it is a parameter of `fully_shard`'s between steps."""
     return isinstance(param, DTensor) and "shard" in (param.device_mesh.mesh_dim_names or ())
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,12 +19,12 @@ __all__ = ["axes_of", "build", "make", "mesh_of", "plan_of", "ranks_of", "seed_o
 
 PACKAGES = ("dist-rng", "dtensor-rules", "fused-comm")
 
-_WHOLE, _SUM, _ROWS, _COLUMNS = Replicate(), Partial(), Shard(0), Shard(1)
+_REPLICATED, _PARTIAL, _ROWS, _COLUMNS = Replicate(), Partial(), Shard(0), Shard(1)
 _MATRICES = r"(?!routed).*\.weight"
 _PHASES: dict[str, dict[Phase, Placement]] = {
     "ZeRO-1": {Phase.OPTIM: _ROWS},
     "ZeRO-2": {Phase.OPTIM: _ROWS, Phase.GRAD: _ROWS},
-    "ZeRO-3": {Phase.INIT: _ROWS, Phase.RUN: _WHOLE},
+    "ZeRO-3": {Phase.INIT: _ROWS, Phase.RUN: _REPLICATED},
 }
 
 
@@ -34,7 +34,7 @@ def axes_of(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ranks_of(options: Mapping[str, Any]) -> int:
-    """Returns how many ranks a run has."""
+    """Returns the number of ranks of a run."""
     return 1 << len(axes_of(options))
 
 
@@ -48,9 +48,9 @@ def mesh_of(options: Mapping[str, Any]) -> DeviceMesh:
 
 
 def seed_of(options: Mapping[str, Any], rank: int) -> int:
-    """Returns what a rank draws its weights from: its own seed where one rank's are sent."""
-    sent = "src_data_rank" in options and options["src_data_rank"] is not None
-    return 10 + rank if sent and "deferred" not in options else 10
+    """Returns the seed of a rank's weights: its own where one rank's weights are sent to all."""
+    are_sent = options.get("src_data_rank") is not None
+    return 10 + rank if are_sent and "deferred" not in options else 10
 
 
 def make(options: Mapping[str, Any], seed: int) -> PlanModel:
@@ -63,9 +63,9 @@ def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> PlanMo
     """Makes the model and applies the plan.
 
     Args:
-        options: of a run.
-        mesh: of the run.
-        rank: this one.
+        options: options of a run.
+        mesh: mesh of the run.
+        rank: this rank.
 
     Raises:
         ValueError: the options are refused.
@@ -79,28 +79,28 @@ def build(options: Mapping[str, Any], mesh: DeviceMesh, rank: int = 0) -> PlanMo
     if "cover" in options:
         named = lower(plan_of({**options, "cover": False}, mesh), model).schedules
         for name in sorted(dict(model.named_parameters()).keys() - named.keys()):
-            plan.shard(re.escape(name), [_WHOLE] * mesh.ndim)
+            plan.shard(re.escape(name), [_REPLICATED] * mesh.ndim)
     parallelize(model, plan, **arguments)
     return model
 
 
 def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
-    """Returns the plan of a run: what its options name, and what static mode has to know of it."""
+    """Returns the plan of a run: entries of its options, and annotations for static mode."""
     plan = Plan(mesh, cover=options.get("cover", False))
     if options.get("tp") == "sequence":
         method, order = options["context"], options["order"]
         plan.sequence("<in>", "tp", order=order)
         plan.context("attention", "tp", method=method, order=order)
-        plan.annotate(r".*\.grad", _SUM, "tp")
+        plan.annotate(r".*\.grad", _PARTIAL, "tp")
     if "dp" in mesh.mesh_dim_names:  # type: ignore[operator]
-        _cut_batch(plan, options)
+        _shard_batch(plan, options)
     if options.get("tp") == "weights":
-        plan.shard("<in>", _WHOLE, "tp")
-        _cut_weights(plan, options)
+        plan.shard("<in>", _REPLICATED, "tp")
+        _shard_weights(plan, options)
     if options.get("experts") in ("local", "index"):
         _experts_along_tp(plan, options["experts"])
     if "factory" in options:
-        plan.factory("positions", [Shard(0) if a == "tp" else _WHOLE for a in plan.axes])
+        plan.factory("positions", [Shard(0) if a == "tp" else _REPLICATED for a in plan.axes])
     if "eager" in options:
         plan.eager("mlp")
         if "dp" in plan.axes:
@@ -109,13 +109,13 @@ def plan_of(options: Mapping[str, Any], mesh: DeviceMesh) -> Plan:
     return plan
 
 
-def _cut_batch(plan: Plan, options: Mapping[str, Any]) -> None:
+def _shard_batch(plan: Plan, options: Mapping[str, Any]) -> None:
     along = ["dp", "tp"] if options.get("tp") == "batch" else ["dp"]
-    cut, dispatched = [_ROWS] * len(along), options.get("experts") == "dispatch"
-    plan.shard("<in>", cut, along)
-    plan.annotate("dropout.<op:dropout>", cut, along)
+    placements, dispatched = [_ROWS] * len(along), options.get("experts") == "dispatch"
+    plan.shard("<in>", placements, along)
+    plan.annotate("dropout.<op:dropout>", placements, along)
     grads = r"(?!.*experts).*\.grad" if dispatched else r".*\.grad"
-    plan.annotate(grads, [_SUM] * len(along), along)
+    plan.annotate(grads, [_PARTIAL] * len(along), along)
     for phase, placement in _PHASES.get(options.get("phase", ""), {}).items():
         plan.shard(_MATRICES, placement, "dp", phase)
     if dispatched:
@@ -123,15 +123,15 @@ def _cut_batch(plan: Plan, options: Mapping[str, Any]) -> None:
         plan.dispatch(
             "routed.experts.<in:chosen>", _ROWS, "dp", tokens="x", weights="weights", count="number"
         )
-        if options.get("tp") == "sequence":  # the experts' tokens are cut by the batch alone
+        if options.get("tp") == "sequence":  # experts' tokens are sharded by the batch only
             for name in ("x", "chosen", "weights"):
-                plan.shard(f"routed.experts.<in:{name}>", _WHOLE, "tp")
+                plan.shard(f"routed.experts.<in:{name}>", _REPLICATED, "tp")
     elif "experts" in options:
         plan.local("routed.experts", _ROWS, "dp")
     if "out" not in options:
-        plan.annotate("<out>", cut, along)
+        plan.annotate("<out>", placements, along)
     else:
-        plan.redistribute("<out>", _ROWS, _WHOLE, "dp", grad_src=_WHOLE, grad_dst=_ROWS)
+        plan.redistribute("<out>", _ROWS, _REPLICATED, "dp", grad_src=_REPLICATED, grad_dst=_ROWS)
     if "fully_shard" in options:
         names = ("reshard_after_forward", "granularity", "replicate", "flat")
         arguments = {name: options[name] for name in names if name in options}
@@ -139,22 +139,26 @@ def _cut_batch(plan: Plan, options: Mapping[str, Any]) -> None:
             plan.fully_shard(path, along, **arguments)
 
 
-def _cut_weights(plan: Plan, options: Mapping[str, Any]) -> None:
+def _shard_weights(plan: Plan, options: Mapping[str, Any]) -> None:
     unit = {"unit": options["unit"]} if "unit" in options else {}
     plan.shard(r"mlp\.up\.weight", _ROWS, "tp", **unit).shard(r"mlp\.up\.bias", _ROWS, "tp")
     plan.shard(r"mlp\.down\.weight", _COLUMNS, "tp")
-    rest = _COLUMNS if options.get("between") == "sequence" else _WHOLE
-    back = _SUM if "grad_dst" in options else _WHOLE
-    plan.redistribute("mlp.<in>", _WHOLE, _WHOLE, "tp", grad_src=_SUM, grad_dst=back)
+    between = _COLUMNS if options.get("between") == "sequence" else _REPLICATED
+    grad_dst = _PARTIAL if "grad_dst" in options else _REPLICATED
+    plan.redistribute(
+        "mlp.<in>", _REPLICATED, _REPLICATED, "tp", grad_src=_PARTIAL, grad_dst=grad_dst
+    )
     if "grad_dst" in options:
-        plan.annotate(r"first\..*\.grad", _SUM, "tp")
-    plan.redistribute("mlp.<out>", _SUM, rest, "tp")
-    if rest == _COLUMNS:
-        plan.redistribute("attention.<in>", rest, _WHOLE, "tp", grad_src=_WHOLE, grad_dst=rest)
+        plan.annotate(r"first\..*\.grad", _PARTIAL, "tp")
+    plan.redistribute("mlp.<out>", _PARTIAL, between, "tp")
+    if between == _COLUMNS:
+        plan.redistribute(
+            "attention.<in>", between, _REPLICATED, "tp", grad_src=_REPLICATED, grad_dst=between
+        )
 
 
-def _experts_along_tp(plan: Plan, way: str) -> None:
-    if way == "index":
+def _experts_along_tp(plan: Plan, kind: str) -> None:
+    if kind == "index":
         plan.shard(r"routed\.experts\.(up|down)", _ROWS, "tp")
         plan.index("routed.experts.<in:chosen>", _ROWS, "tp", count="number")
     else:
@@ -162,7 +166,12 @@ def _experts_along_tp(plan: Plan, way: str) -> None:
         plan.shard(r"routed\.experts\.down", Shard(2), "tp")
     for name in ("x", "weights"):
         plan.redistribute(
-            f"routed.experts.<in:{name}>", _WHOLE, _WHOLE, "tp", grad_src=_SUM, grad_dst=_WHOLE
+            f"routed.experts.<in:{name}>",
+            _REPLICATED,
+            _REPLICATED,
+            "tp",
+            grad_src=_PARTIAL,
+            grad_dst=_REPLICATED,
         )
-    plan.local("routed.experts", _SUM, "tp")
-    plan.redistribute("routed.experts.<out>", _SUM, _WHOLE, "tp")
+    plan.local("routed.experts", _PARTIAL, "tp")
+    plan.redistribute("routed.experts.<out>", _PARTIAL, _REPLICATED, "tp")

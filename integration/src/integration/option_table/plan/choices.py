@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from integration.option_table import pairwise
-from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged
+from integration.option_table.pairwise import Choice, Completion, Pair, Run, merged, rank_choice
 from integration.option_table.plan.apply import axes_of, build, mesh_of, ranks_of
 from integration.option_table.plan.model import BATCH, TOKENS, WIDTH
 from integration.option_table.plan.observation import PlanObservation
@@ -23,15 +23,6 @@ _MAX_CHOICES = 16  # of a run, so that the cause of a failure can be found
 _TOLERANCE = 1e-5
 _SMALL = 0.0005  # megabytes of gradients, of which the model has more
 _MATRIX = 2 * WIDTH * WIDTH  # elements of each of the MLP's
-
-_Proof = Callable[[PlanObservation, Mapping[str, Any]], bool]
-
-
-def _choice(name: str, evidence: str, proof: _Proof, **options: Any) -> Choice:
-    """Returns a choice that every rank's observation has to show."""
-    return Choice(
-        name, evidence, lambda ranks, given: all(proof(one, given) for one in ranks), options
-    )
 
 
 def is_right(ranks: tuple[PlanObservation, ...], options: Mapping[str, Any]) -> bool:
@@ -80,20 +71,20 @@ def _are_named(seen: PlanObservation, options: Mapping[str, Any]) -> bool:
 
 
 PARALLELIZE: tuple[Choice, ...] = (
-    _choice(
+    rank_choice(
         'mode="eager"',
         "modules compute on DTensors",
         lambda seen, options: not seen.is_plain and not seen.mlp_is_plain,
         mode="eager",
     ),
-    _choice(
+    rank_choice(
         'mode="static", guard_steps=2',
         "modules compute on plain tensors; the first two steps compute the MLP in Eager, too",
         lambda seen, options: seen.is_plain and min(seen.calls[:2]) > 1 and seen.calls[2] == 1,
         mode="static",
         guard_steps=2,
     ),
-    _choice(
+    rank_choice(
         'use=("fused-comm",)',
         "fewer reductions than parameters; no other package is used",
         lambda seen, options: (
@@ -101,43 +92,43 @@ PARALLELIZE: tuple[Choice, ...] = (
         ),
         **{"fused-comm": True},
     ),
-    _choice(
+    rank_choice(
         f"bucket_mb={_SMALL}",
         "several reductions, fewer than parameters",
         lambda seen, options: 1 < _reductions(seen) < len(seen.local_numel),
         bucket_mb=_SMALL,
     ),
-    _choice(
+    rank_choice(
         'use=("dist-rng",)',
         "dropout draws what it draws on one device; no other package is used",
         lambda seen, options: 0.1 < seen.dropped < 0.9 and _are_named(seen, options),
         **{"dist-rng": True, "dropout": 0.5},
     ),
-    _choice(
+    rank_choice(
         'use=("dtensor-rules",)',
         "it runs the operators of DTensors; no other package is used",
         lambda seen, options: seen.rules > 0 and _are_named(seen, options),
         **{"dtensor-rules": True},
     ),
-    _choice(
+    rank_choice(
         "strict=True",
         "a plan that overrides itself is refused",
         lambda seen, options: "overrides itself" in seen.refused["strict"],
         strict=True,
     ),
-    _choice(
+    rank_choice(
         "src_data_rank=1",
         "weights are those that rank 1 has drawn",
         lambda seen, options: seen.error < _TOLERANCE,
         src_data_rank=1,
     ),
-    _choice(
+    rank_choice(
         "src_data_rank=None",
         "`parallelize` sends no weights",
         lambda seen, options: not _count(seen.setup, "scatter", "broadcast"),
         src_data_rank=None,
     ),
-    _choice(
+    rank_choice(
         "a model of deferred_init",
         "it has no memory before, and one device's weights after",
         lambda seen, options: not seen.weights_before,
@@ -150,25 +141,25 @@ _WEIGHTS = {"tp": "weights"}
 _FULLY = {**_BATCH, "fully_shard": True}
 
 PLAN: tuple[Choice, ...] = (
-    _choice(
+    rank_choice(
         "Plan(cover=True)", "a plan without an entry for a parameter is refused",
         lambda seen, options: "cover" in seen.refused["cover"],
         cover=True,
     ),
-    _choice(
+    rank_choice(
         'shard("<in>", Shard(0))', "the first Linear gets half of the batch",
         lambda seen, options: (
             seen.input_shape[0] * (4 if options.get("tp") == "batch" else 2) == BATCH
         ),
         **_BATCH,
     ),
-    _choice(
+    rank_choice(
         'redistribute("<out>", Shard(0), Replicate())',
         "the model returns twice the rows that the first Linear gets",
         lambda seen, options: seen.output_shape[0] == 2 * seen.input_shape[0],
         **_BATCH, out=True,
     ),
-    _choice(
+    rank_choice(
         "phase=OPTIM", "the optimizer has half; forward gathers, backward does not",
         lambda seen, options: (
             _halved(seen, options) and _count(seen.forward, "all_gather") > 0
@@ -177,12 +168,12 @@ PLAN: tuple[Choice, ...] = (
         ),
         **_BATCH, phase="ZeRO-1",
     ),
-    _choice(
+    rank_choice(
         f"phase=OPTIM and GRAD, bucket_mb={_SMALL}", "half of a gradient is kept during backward",
         lambda seen, options: _halved(seen, options) and not _whole_in_backward(seen),
         **_BATCH, phase="ZeRO-2", bucket_mb=_SMALL,
     ),
-    _choice(
+    rank_choice(
         "phase=RUN", "half of a matrix between steps; forward and backward gather it",
         lambda seen, options: (
             _halved(seen, options) and _count(seen.forward, "all_gather") > 0
@@ -190,7 +181,7 @@ PLAN: tuple[Choice, ...] = (
         ),
         **_BATCH, phase="ZeRO-3",
     ),
-    _choice(
+    rank_choice(
         'shard("up.weight", Shard(0), unit=4)',
         "half of a matrix; a size that is not made of units is refused",
         lambda seen, options: (
@@ -198,7 +189,7 @@ PLAN: tuple[Choice, ...] = (
         ),
         **_WEIGHTS, unit=4,
     ),
-    _choice(
+    rank_choice(
         'redistribute("mlp.<out>", Partial(), Shard(1))',
         "the MLP returns half of the sequence, by a reduce-scatter",
         lambda seen, options: (
@@ -206,45 +197,45 @@ PLAN: tuple[Choice, ...] = (
         ),
         **_WEIGHTS, between="sequence",
     ),
-    _choice(
+    rank_choice(
         "redistribute(grad_src=Partial(), grad_dst=Partial())",
         "gradients before the MLP differ between ranks until they are reduced",
         lambda seen, options: not seen.same_grad,
         **_WEIGHTS, grad_dst=True,
     ),
-    _choice(
+    rank_choice(
         "local", "experts loop over plain tensors",
         lambda seen, options: seen.experts_plain and seen.experts == 4,
         **_WEIGHTS, experts="local",
     ),
-    _choice(
+    rank_choice(
         "index(count=)", "a rank loops over half of the experts",
         lambda seen, options: seen.experts_plain and seen.experts == 2,
         **_WEIGHTS, experts="index",
     ),
-    _choice(
+    rank_choice(
         "dispatch", "a rank loops over half of the experts; all-to-alls of tokens",
         lambda seen, options: seen.experts == 2 and _count(seen.forward, "all_to_all") > 0,
         **_BATCH, experts="dispatch",
     ),
-    _choice(
+    rank_choice(
         "factory", "what forward makes is cut in halves",
-        lambda seen, options: seen.made_shape == (WIDTH // 2,),
+        lambda seen, options: seen.factory_shape == (WIDTH // 2,),
         **_WEIGHTS, factory=True,
     ),
-    _choice(
+    rank_choice(
         'context(method="ring", order="zigzag")', "attention takes half of the sequence; sends",
         lambda seen, options: (
             seen.attention_shape[1] == TOKENS // 2 and _count(seen.forward, "send") > 0
         ),
         tp="sequence", context="ring", order="zigzag", dropout=0.0,
     ),
-    _choice(
+    rank_choice(
         "eager", "in static mode, the MLP computes on DTensors",
         lambda seen, options: seen.is_plain and not seen.mlp_is_plain,
         mode="static", eager=True,
     ),
-    _choice(
+    rank_choice(
         "fully_shard(reshard_after_forward=False)",
         "about half of the parameters between steps; a module has all of its own after forward",
         lambda seen, options: (
@@ -253,12 +244,12 @@ PLAN: tuple[Choice, ...] = (
         ),
         **_FULLY, reshard_after_forward=False,
     ),
-    _choice(
+    rank_choice(
         "fully_shard(replicate=2)", "each rank has a copy",
         lambda seen, options: _whole_at_rest(seen, options),
         **_FULLY, replicate=2,
     ),
-    _choice(
+    rank_choice(
         "fully_shard(flat=True)", "a quarter of the parameters, about",
         lambda seen, options: _share(seen) < 0.4,
         **_FULLY, tp="batch", flat=True,
@@ -270,8 +261,7 @@ CHOICES: Run = (*PARALLELIZE, *PLAN)
 
 def run_options(choices: Run) -> dict[str, Any]:
     """Returns all options of a run of ``choices``, the number of ranks included."""
-    options = merged(choices) or {}
-    return options | {"ranks": ranks_of(options)}
+    return pairwise.run_options(choices, ranks_of)
 
 
 def _covering_runs() -> tuple[Run, ...]:

@@ -42,14 +42,15 @@ class SmallAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (batch, tokens, WIDTH)."""
         q, k, v = (
-            one(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+            linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + out.transpose(1, 2).flatten(2)
 
 
 class LoopedExperts(nn.Module):
-    """Loops over the experts that are chosen, as those of transformers do."""
+    """Loops over the chosen experts, as transformers' modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +64,9 @@ class LoopedExperts(nn.Module):
         self.seen = self.number
         out = torch.zeros_like(x)
         for expert in range(self.number):
-            token, place = torch.where(chosen == expert)
-            made = torch.tanh(x[token] @ self.up[expert].t()) @ self.down[expert].t()
-            out = out.index_add(0, token, made * weights[token, place, None])
+            token, slot = torch.where(chosen == expert)
+            result = torch.tanh(x[token] @ self.up[expert].t()) @ self.down[expert].t()
+            out = out.index_add(0, token, result * weights[token, slot, None])
         return out
 
 
@@ -85,24 +86,24 @@ class RoutedExperts(nn.Module):
 
 
 class ScaledByPosition(nn.Module):
-    """Scales features by numbers that forward makes."""
+    """Scales features by factors that its forward creates."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: Tensor | None = None
+        self.factors: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns (batch, tokens, WIDTH)."""
-        self.made = torch.arange(WIDTH)
-        out: Tensor = x * (1 + self.made / WIDTH)
+        self.factors = torch.arange(WIDTH)
+        out: Tensor = x * (1 + self.factors / WIDTH)
         return out
 
 
 class PlanModel(nn.Module):
-    """A Linear, an MLP, attention, and what a run's options ask for; the mean square is its loss.
+    """Linears, an MLP and attention, with the experts, dropout and factory of a run's options.
 
     Args:
-        options: of a run: ``experts``, ``factory`` and ``dropout`` say what it is made of.
+        options: options of a run, of which ``experts``, ``factory`` and ``dropout`` add modules.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

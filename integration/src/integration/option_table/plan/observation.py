@@ -21,6 +21,7 @@ from integration.option_table.plan.model import (
     RoutedExperts,
     ScaledByPosition,
 )
+from integration.option_table.recording import local_tensor, sent_collectives
 from plan_api import parallelize, uninstall
 from testkit import Collective, CommLog
 
@@ -55,7 +56,7 @@ class PlanObservation:
         same_grad: whether the gradient of the MLP's input is equal on all ranks.
         experts: number of experts that this rank loops over; None without experts.
         experts_plain: whether experts compute on plain tensors.
-        made_shape: local shape of the tensor that forward creates.
+        factory_shape: local shape of the tensor that forward creates.
         dropped: share of zeros after dropout.
         weights_before: whether the model had memory for weights before `parallelize`.
         rules: number of operators that dtensor-rules ran.
@@ -81,7 +82,7 @@ class PlanObservation:
     same_grad: bool
     experts: int | None
     experts_plain: bool
-    made_shape: tuple[int, ...]
+    factory_shape: tuple[int, ...]
     dropped: float
     weights_before: bool
     rules: int
@@ -103,7 +104,7 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
                    if name in options}  # fmt: skip
         with CommLog() as log:
             model = build(options, mesh_of(options), rank)
-        seen: dict[str, Any] = {"setup": _sent(log)}
+        seen: dict[str, Any] = {"setup": sent_collectives(log)}
         if options.get("deferred"):
             seen["weights_before"] = _has_memory(make(options, 0))
         watch = _PlanHooks(model)
@@ -113,7 +114,7 @@ def observe(options: Mapping[str, Any]) -> PlanObservation:
         reference = _reference_model(options)
         named = dict(model.named_parameters())
         return PlanObservation(
-            local_numel={name: _local(param).numel() for name, param in named.items()},
+            local_numel={name: local_tensor(param).numel() for name, param in named.items()},
             sizes={name: param.numel() for name, param in named.items()},
             error=_error(named, dict(reference.named_parameters())),
             rules=rules,
@@ -129,7 +130,7 @@ class _PlanHooks:
 
     def __init__(self, model: PlanModel) -> None:
         self.values: dict[str, Any] = {
-            "experts": None, "experts_plain": False, "made_shape": (), "same_grad": True,
+            "experts": None, "experts_plain": False, "factory_shape": (), "same_grad": True,
         }  # fmt: skip
         self._model = model
         self._before("is_plain", model.first, lambda x: not isinstance(x, DTensor))
@@ -137,16 +138,18 @@ class _PlanHooks:
         self._before("mlp_is_plain", model.mlp.down, lambda x: not isinstance(x, DTensor))
         self._before("attention_shape", model.attention, _shape)
         self._after("mlp_shape", model.mlp, _shape)
-        self._after("dropped", model.dropout, lambda x: float((_local(x) == 0).float().mean()))
+        self._after(
+            "dropped", model.dropout, lambda x: float((local_tensor(x) == 0).float().mean())
+        )
         self._after("output_shape", model, _shape)
-        model.first.register_forward_hook(lambda *given: self._on_grad(given[-1]))
+        model.first.register_forward_hook(lambda module, args, out: self._on_grad(out))
         if isinstance(model.routed, RoutedExperts):
             experts = model.routed.experts
             self._before("experts_plain", experts, lambda x: not isinstance(x, DTensor))
             self._after("experts", experts, lambda x: experts.seen)
         if isinstance(model.positions, ScaledByPosition):
             positions = model.positions
-            self._after("made_shape", model.positions, lambda x: _shape(positions.made))
+            self._after("factory_shape", model.positions, lambda x: _shape(positions.factors))
 
     def _before(self, name: str, module: nn.Module, find: Callable[[Any], Any]) -> None:
         module.register_forward_pre_hook(
@@ -165,8 +168,8 @@ class _PlanHooks:
     def _in_backward(self, grad: Tensor) -> None:
         params = dict(self._model.named_parameters())
         last = params["last.weight"].grad
-        self.values["last_grad"] = 0 if last is None else _local(last).numel()
-        self.values["grad"] = _local(grad).detach().clone()
+        self.values["last_grad"] = 0 if last is None else local_tensor(last).numel()
+        self.values["grad"] = local_tensor(grad).detach().clone()
 
 
 def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
@@ -178,15 +181,15 @@ def _train(model: PlanModel, watch: _PlanHooks) -> dict[str, Any]:
         x = _batch(step)
         with CommLog() as log:
             out = model(x)
-        seen["forward"] = _sent(log)
+        seen["forward"] = sent_collectives(log)
         weight: Any = model.mlp.down.weight
-        seen["gathered"] = _local(weight).numel()
+        seen["gathered"] = local_tensor(weight).numel()
         with CommLog() as log:
             _loss(out).backward()
-        seen["backward"] = _sent(log)
+        seen["backward"] = sent_collectives(log)
         with CommLog() as log:
             optimizer.step()
-        seen["step"] = _sent(log)
+        seen["step"] = sent_collectives(log)
         seen["calls"] = (*seen["calls"], CountedMlp.calls - before)
     grad = watch.values.pop("grad")
     every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
@@ -220,12 +223,12 @@ def _loss(out: Tensor) -> Any:
 
 
 def _error(params: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-    worst = 0.0
+    largest = 0.0
     for name, param in params.items():
-        for found, wanted in ((param, reference[name]), (param.grad, reference[name].grad)):
-            whole = found.full_tensor() if isinstance(found, DTensor) else found
-            worst = max(worst, float((whole - wanted).detach().abs().max()))
-    return worst
+        for actual, expected in ((param, reference[name]), (param.grad, reference[name].grad)):
+            full = actual.full_tensor() if isinstance(actual, DTensor) else actual
+            largest = max(largest, float((full - expected).detach().abs().max()))
+    return largest
 
 
 def _refused(options: Mapping[str, Any], name: str) -> str:
@@ -250,13 +253,9 @@ def _has_memory(model: nn.Module) -> bool:
     return not all(isinstance(param.data, FakeTensor) for param in model.parameters())
 
 
-def _sent(log: CommLog) -> tuple[Collective, ...]:
-    return tuple(call for call in log.calls if call.op != "barrier" and call.group_size != 1)
+def _share_of_zeros(tensor: Any) -> float:
+    return float((local_tensor(tensor) == 0).float().mean())
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(_local(tensor).shape)
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tuple(local_tensor(tensor).shape)

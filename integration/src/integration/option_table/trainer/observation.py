@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
+from integration.option_table.recording import local_tensor
 
 if TYPE_CHECKING:
     from integration.systems import System
@@ -134,7 +135,7 @@ class _ModuleHooks:
 
     def observed(self) -> dict[str, Any]:
         """Returns the fields of `TrainingObservation` that hooks see."""
-        local = None if self.result is None else _local(self.result)
+        local = None if self.result is None else local_tensor(self.result)
         return {
             "head_dtype": None if local is None else local.dtype,
             "head_shape": None if local is None else tuple(local.shape),
@@ -179,7 +180,7 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
         assert trainer.run(StopRequest())
     return TrainingObservation(
         parameters=trainer._parameters,
-        local_numel=sum(_local(param).numel() for param in trainer.model.parameters()),
+        local_numel=sum(local_tensor(param).numel() for param in trainer.model.parameters()),
         weights=weights,
         built_on=tuple(sorted(built_on)),
         is_fsdp=isinstance(trainer.model, FSDPModule),
@@ -255,7 +256,7 @@ def _trainer_with(recorder: _StepRecorder) -> type[Trainer]:
 
 def _state_dtypes(optimizer: torch.optim.Optimizer) -> tuple[torch.dtype, ...]:
     state = [each for of_parameter in optimizer.state.values() for each in of_parameter.values()]
-    return tuple({_local(each).dtype: None for each in state if _is_array(each)})
+    return tuple({local_tensor(each).dtype: None for each in state if _is_array(each)})
 
 
 def _files(folder: Path) -> tuple[str, ...]:
@@ -266,10 +267,6 @@ def _device_type(param: Tensor) -> str:
     from torch._subclasses import FakeTensor
 
     return "fake" if isinstance(param, FakeTensor) else param.device.type
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_array(state: object) -> bool:
