@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.simulate.events import CommEvent, ComputeWork
-from fsdp.simulate.recorder import IN_STEP, EventRecorder, MemoryKind
+from fsdp.simulate.memory import InStep, in_step
+from fsdp.simulate.recorder import EventRecorder, MemoryKind
 from integration.scale.shapes import Depth, Shape
 from integration.scale.strategies import NODE, ParallelStrategy, WorldAxis, axes_of, distribute
 from testkit import Collective, fake_mesh
@@ -57,14 +58,14 @@ class StepWork:
         operators: number of operators on local tensors.
         parameters: bytes of the rank's parameters between steps.
         traffic: collectives by kind and axis.
-        peak: bytes by kind that are allocated in the step, where their sum is largest.
+        peak: bytes that are allocated in the step, where their sum is largest.
     """
 
     flops: int = 0
     operators: int = 0
     parameters: int = 0
     traffic: tuple[AxisTraffic, ...] = ()
-    peak: Mapping[MemoryKind, int] = field(default_factory=dict)
+    peak: InStep = field(default_factory=InStep)
 
     def plus(self, other: StepWork, times: int = 1) -> StepWork:
         """Returns the sum of this work and ``times`` the other; ``times`` may be negative."""
@@ -77,7 +78,12 @@ class StepWork:
             self.flops + times * other.flops, self.operators + times * other.operators,
             self.parameters + times * other.parameters,
             tuple(one for one in found.values() if one.calls or one.nbytes),
-            {kind: self.peak.get(kind, 0) + times * other.peak.get(kind, 0) for kind in IN_STEP},
+            InStep(
+                gathered=self.peak.gathered + times * other.peak.gathered,
+                reducing=self.peak.reducing + times * other.peak.reducing,
+                gradients=self.peak.gradients + times * other.peak.gradients,
+                activations=self.peak.activations + times * other.peak.activations,
+            ),
         )  # fmt: skip
 
 
@@ -207,7 +213,7 @@ def _work(recorder: EventRecorder, axes: Sequence[WorldAxis], mesh: DeviceMesh) 
     )
     traffic = tuple(AxisTraffic(*key, len(sizes), sum(sizes)) for key, sizes in calls.items())
     parameters = recorder.allocated(MemoryKind.PARAMETERS)
-    return StepWork(compute.flops, compute.ops, parameters, traffic, recorder.worst)
+    return StepWork(compute.flops, compute.ops, parameters, traffic, in_step(recorder.worst))
 
 
 def _axis(one: Collective, of_group: Mapping[str, WorldAxis], ranks: int) -> WorldAxis:

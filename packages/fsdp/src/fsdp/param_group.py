@@ -36,11 +36,8 @@ __all__ = [
     "FSDPParamGroup",
     "GroupOptions",
     "PlannedParamGroup",
-    "balance_owners",
-    "dtypes_of",
     "group_params",
     "plan_buffer",
-    "tensor_specs",
 ]
 
 ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in

@@ -31,10 +31,6 @@ __all__ = [
     "FSDPContext",
     "FSDPState",
     "TrainingState",
-    "cast_tensors",
-    "register_forward_hooks",
-    "register_post_backward_hook",
-    "register_pre_backward_hook",
     "state_of",
 ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fsdp.simulate.recorder import EventRecorder, MemoryKind
 
-__all__ = ["InStep", "Memory", "memory_of"]
+__all__ = ["InStep", "Memory", "in_step", "memory_of"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ class Memory:
         return max(persistent + self.worst.total, self.resident)
 
 
+def in_step(allocated: Mapping[MemoryKind, int]) -> InStep:
+    """Returns the bytes of kinds that are allocated and freed in a step."""
+    return InStep(
+        gathered=allocated[MemoryKind.GATHERED],
+        reducing=allocated[MemoryKind.REDUCING],
+        gradients=allocated[MemoryKind.GRADIENTS],
+        activations=allocated[MemoryKind.ACTIVATIONS],
+    )
+
+
 def memory_of(recorder: EventRecorder, optimizer: torch.Tensor, *, activations: int) -> Memory:
     """Returns the memory of the rank that has most.
 
@@ -74,17 +85,11 @@ def memory_of(recorder: EventRecorder, optimizer: torch.Tensor, *, activations: 
         optimizer: bytes of state on each rank, see `optimizer_bytes`.
         activations: bytes that forward saves for backward.
     """
-    worst = recorder.worst
     return Memory(
         parameters=recorder.allocated(MemoryKind.PARAMETERS),
         gradients=recorder.allocated(MemoryKind.GRADIENTS),
         optimizer=int(optimizer.max()),
         buffers=recorder.allocated(MemoryKind.BUFFERS),
         activations=activations,
-        worst=InStep(
-            gathered=worst[MemoryKind.GATHERED],
-            reducing=worst[MemoryKind.REDUCING],
-            gradients=worst[MemoryKind.GRADIENTS],
-            activations=worst[MemoryKind.ACTIVATIONS],
-        ),
+        worst=in_step(recorder.worst),
     )
