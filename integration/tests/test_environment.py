@@ -5,7 +5,12 @@ import subprocess
 
 import pytest
 
-from integration.report.environment import cpu_model, git_commit, shell_lines
+from integration.report.environment import (
+    cpu_model,
+    describe_environment,
+    git_commit,
+    shell_lines,
+)
 
 
 def git(folder, *arguments):
@@ -52,3 +57,12 @@ def test_commands_break_before_options_and_mean_the_same():
     assert len(lines) > 2
     assert max(map(len, lines)) <= 96
     assert all(line.lstrip().startswith("--") for line in lines[1:])
+
+
+def test_the_environment_names_what_decides_a_result():
+    found = describe_environment(("python", "-m", "x", "--data", "my text"), threads=2, data="some")
+    facts = dict(found.facts())
+    assert facts["command"] == "python -m x --data 'my text'"
+    assert (facts["threads per rank"], facts["data"]) == ("2", "some")
+    for label in ("date", "git commit", "torch", "transformers", "dist-rng", "Python", "CPU"):
+        assert facts[label]

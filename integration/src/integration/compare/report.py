@@ -11,7 +11,7 @@ from integration.compare.experiment import Findings
 from integration.compare.result import Failure, Result
 from integration.compare.setup import Comparison, PreparedExperiment
 from integration.loc import count_efforts, loc_section
-from integration.report.environment import Environment, describe_environment
+from integration.report.environment import Environment, describe_environment, shell_lines
 from integration.report.section import (
     Column,
     Command,
@@ -23,6 +23,7 @@ from integration.report.section import (
 )
 
 RESULTS_FILE = "results.json"
+_PROGRAM = ("python", "-m", "integration.compare")
 _SAME_BITS = (
     "On the same machine with the same versions losses are equal bit for bit; times are not. All"
     f" numbers are in `{RESULTS_FILE}`."
@@ -69,7 +70,17 @@ def make_report(
         every: the results of its experiments.
         arguments: the command line.
     """
-    environment = describe_environment(comparison, arguments)
+    environment = describe_environment(
+        (*_PROGRAM, *arguments),
+        threads=comparison.options.shared.threads,
+        data="; ".join(
+            f"{each.source}: {each.size:,} bytes, SHA-256 {each.fingerprint}"
+            for each in comparison.data
+        ),
+    )
+    reproduce = shell_lines((*_PROGRAM, *comparison.options.command_line()))
+    last = comparison.jobs[-1]
+    single_run = shell_lines(("python", "-m", "integration.train", *last.arguments))
     sections = (
         *(_failed(failure) for each in every for failure in each.failures),
         *(section for each in every for section in each.findings.sections),
@@ -79,9 +90,9 @@ def make_report(
             "Reproduce",
             (
                 Paragraph("The whole comparison, with every option explicit:"),
-                Command(environment.reproduce),
+                Command(reproduce),
                 Paragraph("One of the runs:"),
-                Command(environment.single_run),
+                Command(single_run),
                 Paragraph(_SAME_BITS, is_note=True),
             ),
         ),
@@ -91,7 +102,7 @@ def make_report(
         "passes": all(each.passes for each in every),
         "verdicts": [asdict(each) for each in report.verdicts],
         "options": comparison.options.facts(),
-        "environment": asdict(environment),
+        "environment": asdict(environment) | {"reproduce": reproduce, "single_run": single_run},
         "lines_of_code": [asdict(each) for each in count_efforts()],
         "experiments": {each.name: each.facts() for each in every},
     }

@@ -1,4 +1,4 @@
-"""Describes the machine, the versions and the commands of a comparison."""
+"""Describes the machine and the versions of a run, and formats its commands."""
 
 import os
 import platform
@@ -15,10 +15,8 @@ import torch
 import transformers
 
 import integration
-from integration.compare.setup import Comparison
 
 _LINE = 96
-_PROGRAM = ("python", "-m", "integration.compare")
 
 
 @dataclass(frozen=True)
@@ -27,21 +25,16 @@ class Environment:
 
     Attributes:
         command: the command line as given.
-        reproduce: the command line with every option explicit.
-        single_run: the command line of the last system's run alone.
         git_commit: commit of the source tree that this package runs from; None outside of one.
-        dist_rng: version of dist-rng; None if random numbers were not compared.
     """
 
     date: str
     command: str
-    reproduce: str
-    single_run: str
     git_commit: str | None
     integration: str
     torch: str
     transformers: str
-    dist_rng: str | None
+    dist_rng: str
     python: str
     cpu: str
     cores: int
@@ -57,7 +50,7 @@ class Environment:
             ("integration", self.integration),
             ("torch", self.torch),
             ("transformers", self.transformers),
-            *([("dist-rng", self.dist_rng)] if self.dist_rng else []),
+            ("dist-rng", self.dist_rng),
             ("Python", self.python),
         )
         return [
@@ -75,15 +68,18 @@ class Environment:
         ]
 
 
-def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> Environment:
-    """Returns the facts of this process and this machine."""
-    run = ("python", "-m", "integration.train", *comparison.jobs[-1].arguments)
+def describe_environment(command: Sequence[str], *, threads: int, data: str) -> Environment:
+    """Returns the facts of this process and this machine.
+
+    Args:
+        command: the command line.
+        threads: threads of a rank.
+        data: a description of the data.
+    """
     fifteen_minutes = os.getloadavg()[2]
     return Environment(
         date=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
-        command=shlex.join((*_PROGRAM, *arguments)),
-        reproduce=shell_lines((*_PROGRAM, *comparison.options.command_line())),
-        single_run=shell_lines(run),
+        command=shlex.join(command),
         git_commit=git_commit(Path(__file__).parent) or git_commit(Path.cwd()),
         integration=integration.__version__,
         torch=torch.__version__,
@@ -92,14 +88,11 @@ def describe_environment(comparison: Comparison, arguments: Sequence[str]) -> En
         python=f"{platform.python_implementation()} {platform.python_version()}",
         cpu=cpu_model(),
         cores=os.cpu_count() or 1,
-        threads_per_rank=comparison.options.shared.threads,
+        threads_per_rank=threads,
         memory=f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         load_average=f"{fifteen_minutes:.1f} over the last 15 minutes, these runs included",
         operating_system=_operating_system(),
-        data="; ".join(
-            f"{each.source}: {each.size:,} bytes, SHA-256 {each.fingerprint}"
-            for each in comparison.data
-        ),
+        data=data,
     )
 
 
