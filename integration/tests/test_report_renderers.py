@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from rich.console import Console
 
 from integration.compare.variants import REFERENCE, SYSTEMS, VARIANT_NAMES
-from integration.report.formatting import ABSENT
+from integration.report.formatting import ABSENT, mebibytes
 from integration.report.html import render_html
 from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT, style_of
@@ -27,7 +27,7 @@ from integration.report.section import (
     VerdictRow,
     anchor,
 )
-from integration.report.terminal import print_report
+from integration.report.terminal import print_report, print_table
 from integration.report.write import write_report
 
 SOURCES = ("native", "dist-rng")
@@ -216,12 +216,34 @@ def test_the_terminal_shows_short_tables_then_the_verdicts(tmp_path, capsys):
     assert len(lines) == 11
 
 
+def test_the_terminal_breaks_long_texts_and_leaves_out_no_column(capsys):
+    texts = (
+        "a subject that is long enough to be broken",
+        "it passes",
+        "0.1 in step 3 of a long run",
+    )
+    columns = tuple(Column(name, terminal=name) for name in ("what", "verdict", "how much"))
+    print_table(Table(columns, (texts,)), Console(width=60))
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0].split() == ["what", "verdict", "how", "much"]
+    assert "it passes" in lines[1]
+    for word in " ".join(texts).split():
+        assert word in printed
+
+
 def test_a_written_report_has_the_figures_that_it_names(tmp_path):
     html = write_report(REPORT, tmp_path)
     assert html.read_text() == render_html(REPORT)
     assert (tmp_path / "report.md").read_text() == render_markdown(REPORT)
     assert [each.name for each in (tmp_path / "figures").iterdir()] == ["losses.png"]
     assert (tmp_path / "figures" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_are_in_mebibytes_unless_they_are_few():
+    assert [mebibytes(count) for count in (8, 2**19, 5 * 2**20, 3000 * 2**20)] == [
+        *("8 B", "0.5 MiB", "5 MiB", "3,000 MiB"),
+    ]
 
 
 def test_anchors_are_those_of_github():

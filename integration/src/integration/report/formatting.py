@@ -18,8 +18,10 @@ def scientific(value: float) -> str:
 
 
 def mebibytes(count: float) -> str:
-    """Returns a number of bytes in MiB, small ones with two digits."""
+    """Returns a number of bytes in MiB, small ones with two digits, and few of them as they are."""
     value = count / 2**20
+    if count < 2**10:
+        return f"{count:.0f} B"
     return f"{value:,.0f} MiB" if value >= 10 else f"{value:.2g} MiB"
 
 

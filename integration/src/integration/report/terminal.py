@@ -9,6 +9,9 @@ from rich.text import Text
 
 from integration.report.section import Cell, Report, Table
 
+# The longest text of a column that is not broken into lines.
+_LONGEST_LINE = 24
+
 
 def print_report(report: Report, path: Path, console: Console) -> None:
     """Prints the tables of every section, then the verdicts, where the reader looks first.
@@ -41,13 +44,16 @@ def print_table(table: Table, console: Console) -> None:
     if table.title:
         console.print(Text(table.title, "bold"))
     printed = RichTable(box=None, pad_edge=False, header_style="bold")
+    cells_of = table.cells
     for place in shown:
         column = table.columns[place]
-        if column.is_number:
-            printed.add_column(column.terminal or "", justify="right")
-        else:
-            printed.add_column(column.terminal or "", no_wrap=True)
-    for cells in table.cells:
+        longest = max((len(cells[place].text) for cells in cells_of), default=0)
+        printed.add_column(
+            column.terminal or "",
+            justify="right" if column.is_number else "left",
+            no_wrap=not column.is_number and longest <= _LONGEST_LINE,
+        )
+    for cells in cells_of:
         printed.add_row(*(_text(cells[place]) for place in shown))
     console.print(printed)
     console.print()

@@ -316,7 +316,7 @@ def draw_cost(results: Sequence[Result], theme: Theme) -> MatplotlibFigure:
     """Returns the bars of one model; systems that failed have a label instead of a bar."""
     figure = new_figure(theme, 1.2 + 0.5 * len(results))
     times, memory, collectives = figure.subplots(1, 3, sharey=True)
-    style_axes(times, theme, "Median step time, ms; ratio per equal microbatch", grid_axis="x")
+    style_axes(times, theme, "Median step time, ms", grid_axis="x")
     style_axes(memory, theme, "Peak memory per rank, MiB", grid_axis="x")
     style_axes(collectives, theme, "Collectives of a step, MiB", grid_axis="x")
     # Beside the bars are ratios to the first row alone: bars do not name another.
