@@ -75,6 +75,8 @@ TOLERANCE = number("tolerance", _tolerance)
 FINAL_LOSS = number("final loss", _final_loss, terminal="final loss")
 RANKS = number("ranks", lambda result: str(result.run.job.ranks))
 MICROBATCHES = number("local microbatches", lambda result: microbatches(result.work))
+# The columns on the losses of a run.
+LOSS_COLUMNS = (VERDICT, MAXIMUM, STEP, MEAN, TOLERANCE, FINAL_LOSS, RANKS)
 
 
 def verdict_row(subject: str, results: Sequence[Result], finding: str = "") -> VerdictRow:

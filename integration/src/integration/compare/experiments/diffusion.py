@@ -12,15 +12,9 @@ from integration.compare.curves import difference_lines, draw_curves, name_steps
 from integration.compare.experiment import Experiment, Findings, Setting
 from integration.compare.result import Result
 from integration.compare.rows import (
-    FINAL_LOSS,
-    MAXIMUM,
-    MEAN,
+    LOSS_COLUMNS,
     MICROBATCHES,
-    RANKS,
-    STEP,
     SYSTEM,
-    TOLERANCE,
-    VERDICT,
     number,
     results_table,
     trained,
@@ -142,7 +136,6 @@ def _report(setting: Setting[DiffusionOptions], results: Sequence[Result]) -> Fi
     model = setting.own.model
     pictures = draw_pictures(results)
     recognised = number("recognised", pictures.recognised, terminal="recognised")
-    columns = (VERDICT, MAXIMUM, STEP, MEAN, TOLERANCE, FINAL_LOSS, RANKS, MICROBATCHES)
     figure = Figure(
         "diffusion",
         "Real images, and digits that each run generates from the same noise; losses by step",
@@ -151,7 +144,7 @@ def _report(setting: Setting[DiffusionOptions], results: Sequence[Result]) -> Fi
     contents = (
         Paragraph(_subject(setting, results)),
         figure,
-        results_table(results, SYSTEM, *columns, recognised),
+        results_table(results, SYSTEM, *LOSS_COLUMNS, MICROBATCHES, recognised),
         Paragraph(_note(results, pictures), is_note=True),
     )
     finding = ""

@@ -8,15 +8,9 @@ from integration.compare.curves import draw_losses
 from integration.compare.experiment import Experiment, Findings, Setting
 from integration.compare.result import Result
 from integration.compare.rows import (
-    FINAL_LOSS,
-    MAXIMUM,
-    MEAN,
+    LOSS_COLUMNS,
     MICROBATCHES,
-    RANKS,
-    STEP,
     SYSTEM,
-    TOLERANCE,
-    VERDICT,
     Field,
     results_table,
     trained,
@@ -91,7 +85,6 @@ def _report(setting: Setting[OptimizerOptions], results: Sequence[Result]) -> Fi
     optimizer = Field(
         Column("optimizer", terminal="optimizer"), lambda each: TITLES[each.run.labels["optimizer"]]
     )
-    columns = (VERDICT, MAXIMUM, STEP, MEAN, TOLERANCE, FINAL_LOSS, RANKS, MICROBATCHES)
     contents = (
         Paragraph(subject),
         Figure(
@@ -99,7 +92,7 @@ def _report(setting: Setting[OptimizerOptions], results: Sequence[Result]) -> Fi
             "Loss by step with each optimizer under DDP and under fsdp, and their difference",
             lambda theme: draw_losses(list(groups.values()), list(groups), theme),
         ),
-        results_table(results, optimizer, SYSTEM, *columns),
+        results_table(results, optimizer, SYSTEM, *LOSS_COLUMNS, MICROBATCHES),
         Paragraph(note, is_note=True),
     )
     verdicts = tuple(verdict_row(f"{model} with {title}", same) for title, same in groups.items())

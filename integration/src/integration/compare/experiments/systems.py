@@ -12,14 +12,8 @@ from integration.compare.experiment import Experiment, Findings, Setting
 from integration.compare.measurements import WARM_UP_STEPS, Cost, LocalWork
 from integration.compare.result import Result, by_model
 from integration.compare.rows import (
-    FINAL_LOSS,
-    MAXIMUM,
-    MEAN,
-    RANKS,
-    STEP,
+    LOSS_COLUMNS,
     SYSTEM,
-    TOLERANCE,
-    VERDICT,
     Field,
     microbatches,
     number,
@@ -209,10 +203,9 @@ def _curves(model: str, results: Sequence[Result]) -> list[Content]:
         "data-parallel",
         lambda result: str(result.summary.data_parallel_degree) if result.summary else ABSENT,
     )
-    columns = (VERDICT, MAXIMUM, STEP, MEAN, TOLERANCE, FINAL_LOSS, RANKS, degree)
     unit = loss_unit(model)
     return [
-        results_table(results, SYSTEM, *columns, title=model),
+        results_table(results, SYSTEM, *LOSS_COLUMNS, degree, title=model),
         Figure(
             f"losses-{model}",
             f"Loss of {model} by step under every system, and its difference from one device",
