@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from integration.train.checkpoint_writer import CheckpointWriter
-from integration.train.world import process_group
+from integration.train.checkpoint.writer import CheckpointWriter
+from integration.train.launch.world import process_group
 
 
 def main() -> None:

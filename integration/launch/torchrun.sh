@@ -3,6 +3,6 @@
 # Alone, with HOSTS unset, one host. Options go to python -m integration.train.
 set -euo pipefail
 
-exec python -m integration.train.agent --hosts "${HOSTS:-1}" --ranks "${RANKS:-1}" \
+exec python -m integration.train.launch.agent --hosts "${HOSTS:-1}" --ranks "${RANKS:-1}" \
     --rendezvous "${RENDEZVOUS:-localhost:0}" --join-timeout "${JOIN_TIMEOUT:-300}" \
     --restarts "${RESTARTS:-0}" --job "${JOB:-spmd}" -- "$@"

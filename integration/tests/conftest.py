@@ -5,6 +5,17 @@ from pathlib import Path
 import pytest
 
 from testkit import run_ranks
+from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts, as network namespaces."""
+    reason = no_network_hosts()
+    if reason is not None:
+        pytest.skip(reason)
+    with NetworkHosts() as made:
+        yield made
 
 
 def _train(runs, *, steps):
@@ -14,9 +25,9 @@ def _train(runs, *, steps):
 
     import dtensor_rules
     from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
     from integration.train.loop import Trainer
     from integration.train.setup import prepare
-    from integration.train.world import World
 
     # Processes of the pool have had other tests: one by a plan on two ranks, say, but not on four.
     enabled = torch.tensor(int(dtensor_rules.is_enabled()))

@@ -8,11 +8,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from integration.models import LlamaShape
-from integration.train.activation_checkpointing import recompute_activations
 from integration.train.config import TrainConfig
+from integration.train.launch.world import process_group
 from integration.train.loop import Trainer
+from integration.train.model.activation_checkpointing import recompute_activations
 from integration.train.setup import prepare
-from integration.train.world import process_group
 from testkit.inspection.memory import peak_bytes
 
 MODES = ("full", "selective-op", "selective-layer")

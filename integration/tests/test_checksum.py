@@ -8,9 +8,9 @@ from torch import nn
 
 from integration.errors import UsageError
 from integration.train import checkpoint
-from integration.train.checksum import ChecksumFileSystem, checksum, file_checksum
-from integration.train.saver import CheckpointSaver
-from integration.train.world import process_group
+from integration.train.checkpoint.checksum import ChecksumFileSystem, checksum, file_checksum
+from integration.train.checkpoint.saver import CheckpointSaver
+from integration.train.launch.world import process_group
 from testkit import run_ranks
 
 IDENTITY = checkpoint.Identity(
@@ -123,8 +123,8 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
 
         from integration.train import checkpoint
         from integration.train.checkpoint import newest_complete, verify_together
-        from integration.train.saver import CheckpointSaver
-        from integration.train.world import World
+        from integration.train.checkpoint.saver import CheckpointSaver
+        from integration.train.launch.world import World
 
         world = World(dist.get_rank(), dist.get_world_size())
         model = torch.nn.Linear(4, 4)

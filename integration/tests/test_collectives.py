@@ -8,9 +8,9 @@ import torch
 from integration.compare.variants import get_variant
 from integration.metrics import CollectiveCount, read_metrics, read_summary
 from integration.models import model_shape
-from integration.train import collectives
-from integration.train.collectives import CollectiveCounter
-from integration.train.memory import peak_rss_bytes, reset_peak_rss
+from integration.train.measurement import collectives
+from integration.train.measurement.collectives import CollectiveCounter
+from integration.train.measurement.memory import peak_rss_bytes, reset_peak_rss
 from testkit import run_ranks
 
 # Of llama-tiny: two layers between an embedding and an output layer of 256 tokens.
@@ -39,9 +39,9 @@ def _body(runs):
     import torch.distributed as dist
 
     from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
     from integration.train.loop import Trainer
     from integration.train.setup import prepare
-    from integration.train.world import World
 
     class Stop:
         requested = False

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from integration.models import LlamaShape
 from integration.systems import SYSTEM_NAMES, get_system
-from integration.train.compiled import compile_layers
+from integration.train.model.compiled import compile_layers
 
 COMPILING = [name for name in SYSTEM_NAMES if get_system(name).supports_compile]
 

@@ -57,7 +57,7 @@ import torch
 from torch.nn import functional
 from integration.models import model_shape
 from integration.systems.deepspeed import ZeroThree
-from integration.train.world import exit_process, process_group
+from integration.train.launch.world import exit_process, process_group
 
 torchs, seen = functional.linear, []
 with process_group(60):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from integration.metrics import read_metrics, read_summary
-from integration.train.dropout_masks import DropoutMasks
+from integration.train.measurement.dropout_masks import DropoutMasks
 from testkit import run_ranks
 
 ONES = torch.ones(64)
@@ -77,9 +77,9 @@ def train(out, options):
 
     import dist_rng
     from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
     from integration.train.loop import Trainer
     from integration.train.setup import prepare
-    from integration.train.world import World
 
     class Stop:
         requested = False

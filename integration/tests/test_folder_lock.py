@@ -11,18 +11,18 @@ from dataclasses import asdict, replace
 import pytest
 
 from integration.errors import UsageError
+from integration.train.checkpoint.folder_lock import LOCK_FILE, LockOwner, folder_lock
 from integration.train.config import TrainConfig
-from integration.train.folder_lock import LOCK_FILE, LockOwner, folder_lock
+from integration.train.launch.world import World, process_group
 from integration.train.setup import locked_setup
-from integration.train.world import World, process_group
 from testkit import run_ranks
 
 # A job that holds the folder until somebody ends it.
 HOLDER = """
 import sys, time
 from pathlib import Path
-from integration.train.folder_lock import folder_lock
-from integration.train.world import process_group
+from integration.train.checkpoint.folder_lock import folder_lock
+from integration.train.launch.world import process_group
 with process_group(60) as world, folder_lock(Path(sys.argv[1]), world):
     print("locked", flush=True)
     time.sleep(600)

@@ -14,8 +14,8 @@ from integration.hugging_face.chunks import parameter_chunks
 from integration.models import model_shape
 from integration.train.checkpoint import FOLDER
 from integration.train.config import TrainConfig
+from integration.train.launch.world import process_group
 from integration.train.setup import prepare
-from integration.train.world import process_group
 from testkit import run_ranks
 from testkit.inspection.memory import peak_bytes
 
@@ -57,8 +57,8 @@ def save_untrained(runs):
     """On each rank: make the runs' models of the folder, and write checkpoints of step 0."""
     import torch.distributed as dist
 
+    from integration.train.launch.world import World
     from integration.train.loop import Trainer
-    from integration.train.world import World
 
     world = World(dist.get_rank(), dist.get_world_size())
     for options in runs:
@@ -106,8 +106,8 @@ def test_no_rank_ever_holds_the_whole_model(name, tmp_path):
     def prepare_model(out, system):
         import torch.distributed as dist
 
-        from integration.train.parallel_model import parallel_model
-        from integration.train.world import World
+        from integration.train.launch.world import World
+        from integration.train.model.parallel_model import parallel_model
 
         config = TrainConfig(
             model="llama-10m", out=Path(out) / "run", init_from=Path(out) / "weights", **system

@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,8 +22,8 @@ import yaml
 from integration.metrics import read_metrics
 
 SCRIPTS = Path(__file__).parents[1] / "launch"
+ROOT = SCRIPTS.parents[1]
 TINY = ["--model", "llama-tiny", "--system", "fsdp2", "--steps", "2"]
-JOIN = ["--join-timeout", "90"]  # of ranks that no agent of torchrun has brought together
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 # A JSON schema, in Python's words: a type; a set of values; a list of one; a dict of fields, of
@@ -51,6 +52,7 @@ CONTAINER = {
     "image!": str,
     "command": [str],
     "args": [str],
+    "env": [{"name!": str, "value": str}],
     "volumeMounts": [{"name!": str, "mountPath!": str, "subPath": str, "readOnly": bool}],
 }
 CLAIM = {"claimName!": str, "readOnly": bool}
@@ -148,24 +150,29 @@ def directives(text):
     return found
 
 
-def together(*processes, within=120):
-    """Run commands at the same time; each a list of words and its environment."""
-    running = [
-        subprocess.Popen(
-            words,
-            env=ENVIRONMENT | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for words, environment in processes
+def run(words, **environment):
+    """Run a command to its end in the root of the repository; it must succeed."""
+    result = subprocess.run(
+        words,
+        env=ENVIRONMENT | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def run_on_each(hosts, tmp_path, words, environments):
+    """Run a command on each host, with an environment for each, to their ends."""
+    path = {"PATH": ENVIRONMENT["PATH"]}
+    logs = [tmp_path / f"host{host}.log" for host in range(2)]
+    processes = [
+        hosts.start(host, words, logs[host], **path | environment)
+        for host, environment in enumerate(environments)
     ]
-    try:
-        message = [process.communicate(timeout=within)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * len(running), "\n".join(message)
+    codes = [process.wait(120) for process in processes]
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
 
 
 def free_port():
@@ -196,7 +203,7 @@ def expected(tmp_path_factory):
     """Losses by torchrun.sh, on one host with two ranks."""
     out = tmp_path_factory.mktemp("torchrun") / "run"
     command = [str(SCRIPTS / "torchrun.sh"), "--out", str(out), *TINY]
-    together((command, {"RANKS": "2"}))
+    run(command, RANKS="2")
     assert len(losses(out)) == 2
     return losses(out)
 
@@ -295,7 +302,7 @@ def test_torchrun_ends_with_a_checkpoint_on_sigterm(tmp_path):
 
 
 @pytest.mark.ranks
-def test_slurm(expected, tmp_path):
+def test_slurm(hosts, expected, tmp_path):
     text = (SCRIPTS / "slurm.sbatch").read_text()
     subprocess.run(["bash", "-n", str(SCRIPTS / "slurm.sbatch")], check=True)
     assert directives(text).keys() <= SBATCH
@@ -305,12 +312,13 @@ def test_slurm(expected, tmp_path):
     tools.mkdir()
     (tools / "srun").write_text(
         '#!/bin/bash\n[ "$1" = --kill-on-bad-exit=1 ] || exit 9\nshift\n'
-        'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait -n || exit; wait -n\n'
+        + "".join(f'{shlex.join(hosts.command(host, []))} "$@" & ' for host in range(2))
+        + "wait -n || exit; wait -n\n"
     )
     (tools / "scontrol").write_text(
         # More than a pipe holds, as of many hosts: who reads only the first would end it.
         '#!/bin/bash\n[ "$*" = "show hostnames node[0-1]" ] || exit 9\n'
-        "for host in {1..20000}; do echo 127.0.0.1; done\n"
+        f"for host in {{1..20000}}; do echo {hosts.addresses[0]}; done\n"
     )
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -321,8 +329,7 @@ def test_slurm(expected, tmp_path):
         "SLURM_JOB_NODELIST": "node[0-1]",
         "RANKS": "1",
     }
-    words = ["bash", str(SCRIPTS / "slurm.sbatch"), "--out", str(tmp_path / "run"), *TINY, *JOIN]
-    together((words, slurm))
+    run(["bash", str(SCRIPTS / "slurm.sbatch"), "--out", str(tmp_path / "run"), *TINY], **slurm)
     assert losses(tmp_path / "run") == expected
 
 
@@ -336,6 +343,7 @@ def test_slurm_is_asked_to_run_a_stopped_job_again(tmp_path):
         "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "a",
+        "SLURM_NNODES": "1",
         "ASKED": str(asked),
     }
     for code, requeues in ((2, 0), (143, 1)):
@@ -347,25 +355,25 @@ def test_slurm_is_asked_to_run_a_stopped_job_again(tmp_path):
 
 
 @pytest.mark.ranks
-def test_skypilot(expected, tmp_path):
+def test_skypilot(hosts, expected, tmp_path):
     task = yaml.safe_load((SCRIPTS / "sky.yaml").read_text())
     assert list(violations(task, SKY)) == []
     subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
     sky = task["envs"] | {
         "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "SKYPILOT_NODE_IPS": "\n".join(hosts.addresses),
         "RANKS": "1",
         "OUT": str(tmp_path / "run"),
-        "OPTIONS": " ".join([*TINY, *JOIN]),
+        "OPTIONS": " ".join(TINY),
         "PORT": free_port(),
     }
-    words = ["bash", "-c", task["run"]]
-    together(*((words, sky | {"SKYPILOT_NODE_RANK": str(node)}) for node in range(2)))
+    nodes = [sky | {"SKYPILOT_NODE_RANK": str(node)} for node in range(2)]
+    run_on_each(hosts, tmp_path, ["bash", "-c", task["run"]], nodes)
     assert losses(tmp_path / "run") == expected
 
 
 @pytest.mark.ranks
-def test_kubernetes(expected, tmp_path):
+def test_kubernetes(hosts, expected, tmp_path):
     job = yaml.safe_load((SCRIPTS / "pytorchjob.yaml").read_text())
     assert list(violations(job, PYTORCHJOB)) == []
     assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
@@ -374,9 +382,17 @@ def test_kubernetes(expected, tmp_path):
     (pod,) = replicas["Worker"]["template"]["spec"]["containers"]
     mounted = {each["name"] for each in replicas["Worker"]["template"]["spec"]["volumes"]}
     assert {each["name"] for each in pod["volumeMounts"]} == mounted
-    words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY, *JOIN]
-    rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    together(*((words, rendezvous | {"RANK": str(rank)}) for rank in range(2)))
+    own = {each["name"]: each["value"] for each in pod["env"]}
+    assert own["FIRST_POD"] == f"{job['metadata']['name']}-master-0"  # as the operator names it
+    words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY]
+    # The operator's variables; the test has no name service.
+    operator = {"WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    operator |= {"RANKS": "1", "FIRST_POD": hosts.addresses[0]}
+    pods = [
+        operator | {"RANK": str(rank), "MASTER_ADDR": "localhost" if rank == 0 else "unused"}
+        for rank in range(2)
+    ]
+    run_on_each(hosts, tmp_path, words, pods)
     assert losses(tmp_path / "run") == expected
 
 

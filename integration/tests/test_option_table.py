@@ -21,8 +21,8 @@ def _observe(options):
 
     from integration.option_table.trainer.observation import observe
     from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
     from integration.train.session import restore_torch
-    from integration.train.world import World
 
     restore_torch()  # of another test in the same processes
     return observe(TrainConfig(**options), World(dist.get_rank(), dist.get_world_size()))

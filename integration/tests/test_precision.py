@@ -26,9 +26,9 @@ def test_losses_are_near_those_of_fp32_and_not_the_same(system, train_runs, tmp_
 def test_what_is_gathered_is_halved_and_what_is_reduced_is_not(tmp_path):
     def traffic(out):
         from integration.train.config import TrainConfig
+        from integration.train.launch.world import World
         from integration.train.loop import Trainer
         from integration.train.setup import prepare
-        from integration.train.world import World
 
         found = []
         for dtype in ("fp32", "bf16"):

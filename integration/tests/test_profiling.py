@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from integration.errors import UsageError
-from integration.train.profiling import FOLDER, StepProfiler, StepRange, live_tensors
+from integration.train.measurement.profiling import FOLDER, StepProfiler, StepRange, live_tensors
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), ("4", (4, 4)), ("1:1", (1, 1))])

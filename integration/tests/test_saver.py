@@ -11,9 +11,9 @@ from torch import nn
 
 from integration.errors import UnwrittenError
 from integration.train import checkpoint
-from integration.train.checksum import file_checksum
-from integration.train.saver import CheckpointSaver, remove_older
-from integration.train.world import World, process_group
+from integration.train.checkpoint.checksum import file_checksum
+from integration.train.checkpoint.saver import CheckpointSaver, remove_older
+from integration.train.launch.world import World, process_group
 from testkit import run_ranks
 
 IDENTITY = checkpoint.Identity(

@@ -261,9 +261,9 @@ def test_a_rank_that_is_late_still_finds_the_folder_free(tmp_path):
 
         import torch.distributed as dist
 
+        from integration.train.launch.world import World
         from integration.train.loop import Trainer
         from integration.train.stop import StopRequest
-        from integration.train.world import World
 
         rank = dist.get_rank()
         config = TrainConfig(

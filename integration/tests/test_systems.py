@@ -9,9 +9,9 @@ from integration.compare.variants import SYSTEMS, get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.train.config import TrainConfig
+from integration.train.launch.world import World
 from integration.train.loop import Trainer
 from integration.train.setup import prepare
-from integration.train.world import World
 from testkit import run_ranks
 
 # Those whose times are compared; products are in test_degrees.py.
@@ -173,9 +173,9 @@ def test_microbatches_of_a_plan_are_those_of_fsdp_on_each_rank(degrees, tmp_path
         from torch.distributed.tensor import DTensor
 
         from integration.train.config import TrainConfig
+        from integration.train.launch.world import World
         from integration.train.loop import Trainer
         from integration.train.setup import prepare
-        from integration.train.world import World
 
         found = []
         for system in ({"system": "fsdp"}, {"system": "plan"} | degrees):

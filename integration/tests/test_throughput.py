@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from integration.models import model_shape
-from integration.train.throughput import Throughput, count_flops, peak_flops
+from integration.train.measurement.throughput import Throughput, count_flops, peak_flops
 
 TOKENS = {name: torch.empty(2, 64, dtype=torch.int64) for name in ("input_ids", "labels")}
 

@@ -296,7 +296,7 @@ def test_a_rank_that_cannot_be_started_is_named(tmp_path):
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
     script = (
         "import sys; from pathlib import Path; from integration.errors import UsageError\n"
-        "from integration.train.launch import launch\n"
+        "from integration.train.launch.local import launch\n"
         "try:\n"
         f"    launch({command(tmp_path / 'run', '--system', 'ddp', '--ranks', 'None')[3:]!r}, 2,"
         f" log_folder=Path({str(tmp_path / 'logs')!r}), python={str(broken)!r})\n"

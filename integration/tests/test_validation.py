@@ -69,17 +69,6 @@ PAIRS = {
     ),
     "profile_steps": ({"profile_steps": "99:101"}, {"steps": 101}, "--steps 100"),
     "count_collectives": ({"count_collectives": 101}, {"steps": 101}, "--steps 100"),
-    "host_rank": (
-        {"host_rank": 1},
-        {"hosts": 2, "rendezvous": "node0:1", "ranks": 1, "system": "ddp"},
-        "--hosts 1",
-    ),
-    "hosts": (
-        {"hosts": 2, "ranks": 1, "system": "ddp"},
-        {"rendezvous": "node0:1"},
-        "--rendezvous",
-    ),
-    "join_timeout": ({"join_timeout": 9.0}, {"rendezvous": "node0:1"}, "no --rendezvous"),
 }
 
 
@@ -147,22 +136,21 @@ def test_dist_rng_is_refused_where_no_dtensor_is_drawn(options, drawn):
         validate(config)
 
 
-def test_ranks_that_meet_by_the_environment_have_a_time_to_join(monkeypatch):
+def test_ranks_that_join_by_the_environment_have_a_timeout(monkeypatch):
     config = TrainConfig(system="ddp", join_timeout=9.0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     validate(config)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(UsageError, match=r"--join-timeout .*: expected --rendezvous"):
+    with pytest.raises(UsageError, match=r"--join-timeout 9: expected ranks that join by RANK"):
         validate(config)
 
 
-def test_the_number_of_ranks_is_that_of_all_hosts_or_the_environments(monkeypatch):
-    hosts = {"system": "ddp", "hosts": 2, "rendezvous": "node0:1"}
-    assert validate(TrainConfig(**hosts, ranks=1)).batch_plan.degree == 2
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert validate(TrainConfig(**hosts)).batch_plan.degree == 2
-    assert validate(TrainConfig(system="ddp"), 2).batch_plan.degree == 2
+def test_the_number_of_ranks_is_given_or_the_environments(monkeypatch):
+    assert validate(TrainConfig(system="ddp", ranks=2)).batch_plan.degree == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert validate(TrainConfig(system="ddp")).batch_plan.degree == 2
+    assert validate(TrainConfig(system="ddp"), 1).batch_plan.degree == 1
     with pytest.raises(UsageError, match="expected 1 rank, got 2"):
         validate(TrainConfig(ranks=2))
 
@@ -187,9 +175,6 @@ def test_a_session_refuses_options_that_its_processes_cannot_share(tmp_path):
     run = ["--model", "llama-tiny", "--system", "ddp", "--ranks", "1"]
     write_session(path, [run, [*run, "--timeout", "9"]])
     with pytest.raises(UsageError, match=r"expected one --timeout .* got .* and .*; give one"):
-        read_session(path)
-    write_session(path, [[*run, "--hosts", "2", "--rendezvous", "node0:1"]])
-    with pytest.raises(UsageError, match="expected --hosts 1, got --hosts 2"):
         read_session(path)
 
 

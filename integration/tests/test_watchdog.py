@@ -6,8 +6,8 @@ import time
 import pytest
 
 from integration.errors import UsageError
-from integration.train.watchdog import FOLDER, Watchdog
-from integration.train.world import World, process_group
+from integration.train.launch.watchdog import FOLDER, Watchdog
+from integration.train.launch.world import World, process_group
 from testkit import run_ranks
 
 

@@ -7,7 +7,7 @@ ENDS = """
 import sys
 import torch
 import torch.distributed as dist
-from integration.train.world import exit_process, process_group
+from integration.train.launch.world import exit_process, process_group
 
 with process_group(60):
     held = dist.group.WORLD  # as torch's caches of DTensor hold it

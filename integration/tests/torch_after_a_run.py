@@ -14,9 +14,9 @@ import plan_api
 import ragged_shard
 from integration.train import session
 from integration.train.config import parse_config
+from integration.train.launch.world import process_group
 from integration.train.loop import Trainer
 from integration.train.setup import locked_setup
-from integration.train.world import process_group
 
 # Nothing of them is in effect yet; what they import of torch is.
 assert all((dist_rng.install, dtensor_rules.enable, fsdp.fully_shard, plan_api.Plan, ragged_shard))

@@ -4,7 +4,7 @@ import signal
 from types import FrameType
 
 from integration.train.__main__ import main
-from integration.train.world import exit_process
+from integration.train.launch.world import exit_process
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -13,14 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
-from integration.train.hosts import Hosts
-from integration.train.launch import launch, report_status
-from integration.train.liveness_check import LivenessCheck
+from integration.train.launch.liveness_check import LivenessCheck
+from integration.train.launch.local import launch, report_status
+from integration.train.launch.watchdog import record_collectives
+from integration.train.launch.world import declared_world, exit_process, has_agent, process_group
 from integration.train.setup import locked_setup, prepare
 from integration.train.stop import EXIT_TERMINATED, StopRequest
 from integration.train.validation import validate
-from integration.train.watchdog import record_collectives
-from integration.train.world import declared_world, exit_process, has_agent, process_group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,17 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(arguments)
         validate(config)
-        hosts = Hosts.of(config)
         if config.ranks is not None and "RANK" in os.environ:
             raise UsageError(
                 "--ranks: expected none under torchrun, which starts the ranks, got"
                 f" {config.ranks}; leave it out"
             )
         if config.ranks is None or config.ranks == 1:
-            if hosts is not None:
-                hosts.declare(local=declared_world())
             return _run_rank(config)
-        prepare(config, config.ranks * config.hosts)
+        prepare(config, config.ranks)
         inner = [*arguments, "--ranks", "None"]
         return launch(inner, config.ranks, log_folder=config.out / "logs")
     except UsageError as error:

@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from integration.errors import UsageError
 from integration.systems import Degrees
-from integration.train.activation_checkpointing import Recompute
-from integration.train.compiled import Backend
+from integration.train.model.activation_checkpointing import Recompute
+from integration.train.model.compiled import Backend
 
 AUTO_RESUME = "auto"
 NEVER_RESUME = "never"
@@ -132,19 +132,15 @@ class TrainConfig:
     peak_flops: Annotated[float, Field(gt=0)] | None = None
     """Peak FLOP/s of a rank, for MFU; by default known by the GPU's name, or measured."""
     ranks: Positive | None = None
-    """Number of ranks to start on this machine; leave it out under torchrun."""
-    hosts: Positive = 1
-    """Number of hosts; start the same command on each, with its --ranks."""
-    host_rank: Annotated[int, Field(ge=0)] = 0
-    """Index of this host, counted from 0."""
-    rendezvous: str | None = None
-    """Rendezvous of the ranks of several hosts: NAME:PORT of host 0."""
+    """Number of ranks to start on this machine; leave it out under torchrun, which starts those of
+    several hosts."""
     threads: Positive = 1
     """CPU threads per rank."""
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Timeout of collectives, in seconds."""
     join_timeout: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds to wait for other ranks at the start."""
+    """Seconds to wait for other ranks at the start, where another launcher than torchrun started
+    them."""
 
 
 def degrees_of(config: TrainConfig) -> Degrees:

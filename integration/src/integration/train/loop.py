@@ -19,19 +19,19 @@ from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summa
 from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
-from integration.train.collectives import CollectiveCounter
+from integration.train.checkpoint.saver import CheckpointSaver
 from integration.train.config import TrainConfig
-from integration.train.dropout_masks import DropoutMasks
+from integration.train.launch.watchdog import Watchdog
+from integration.train.launch.world import World
 from integration.train.learning_rate import LearningRateSchedule
-from integration.train.parallel_model import parallel_model, weights_hash
-from integration.train.profiling import StepProfiler
-from integration.train.progress import ProgressDisplay
-from integration.train.saver import CheckpointSaver
+from integration.train.measurement.collectives import CollectiveCounter
+from integration.train.measurement.dropout_masks import DropoutMasks
+from integration.train.measurement.profiling import StepProfiler
+from integration.train.measurement.progress import ProgressDisplay
+from integration.train.measurement.throughput import Throughput
+from integration.train.model.parallel_model import parallel_model, weights_hash
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
-from integration.train.throughput import Throughput
-from integration.train.watchdog import Watchdog
-from integration.train.world import World
 
 
 class Trainer:

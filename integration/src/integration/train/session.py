@@ -17,11 +17,11 @@ import torch
 
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
-from integration.train.launch import launch, report_status
-from integration.train.memory import reset_peak_rss
+from integration.train.launch.local import launch, report_status
+from integration.train.launch.world import World, exit_process, process_group
+from integration.train.measurement.memory import reset_peak_rss
 from integration.train.setup import locked_setup
 from integration.train.stop import EXIT_TERMINATED, StopRequest
-from integration.train.world import World, exit_process, process_group
 
 MODULE = "integration.train.session"
 # By package, the function that undoes the changes that a run made.
@@ -55,11 +55,6 @@ def read_session(path: Path) -> list[TrainConfig]:
             f"session {path}: expected one number of ranks for all runs, got {ranks}; give one"
         )
     for config in configs:
-        if config.hosts > 1:
-            raise UsageError(
-                f"session {path}: expected --hosts 1, got --hosts {config.hosts}; start its runs by"
-                " python -m integration.train"
-            )
         if config.timeout != configs[0].timeout:
             raise UsageError(
                 f"session {path}: expected one --timeout for all runs, which share a process group,"

@@ -12,12 +12,12 @@ from integration.models import ModelShape
 from integration.paths import require_folder, require_outside
 from integration.systems import System
 from integration.train import checkpoint
+from integration.train.checkpoint.folder_lock import folder_lock
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
-from integration.train.folder_lock import folder_lock
-from integration.train.initial_weights import InitialWeights
-from integration.train.profiling import StepRange
+from integration.train.launch.world import World
+from integration.train.measurement.profiling import StepRange
+from integration.train.model.initial_weights import InitialWeights
 from integration.train.validation import validate
-from integration.train.world import World
 
 
 @dataclass(frozen=True)

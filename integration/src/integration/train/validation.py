@@ -20,8 +20,8 @@ from integration.optimizers import ADAMW
 from integration.pipeline.system import with_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
-from integration.train.profiling import StepRange
-from integration.train.world import declared_world
+from integration.train.launch.world import declared_world
+from integration.train.measurement.profiling import StepRange
 
 _DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
 assert MISSING not in _DEFAULTS.values()
@@ -167,27 +167,6 @@ RULES: tuple[OptionRule, ...] = (
         "a step of the run",
         "give another, or more --steps",
     ),
-    OptionRule(
-        "host_rank",
-        "hosts",
-        lambda config: config.host_rank < config.hosts,
-        "a number below --hosts, as hosts are counted from 0",
-        "give --hosts as well, or leave --host-rank out",
-    ),
-    OptionRule(
-        "hosts",
-        "rendezvous",
-        lambda config: config.rendezvous is not None,
-        "--rendezvous NAME:PORT, where the ranks of all hosts join",
-        "give a name or address of host 0 and a free port of it, the same on all hosts",
-    ),
-    OptionRule(
-        "join_timeout",
-        "rendezvous",
-        lambda config: config.rendezvous is not None or _joins_by_environment(),
-        "--rendezvous, as ranks of one launcher have joined when they start",
-        "give --rendezvous as well, or leave --join-timeout out",
-    ),
 )
 
 
@@ -195,9 +174,14 @@ def _trains_on_text(config: TrainConfig) -> bool:
     return model_shape(config.model).modality is Modality.TEXT
 
 
-def _joins_by_environment() -> bool:
-    """Returns whether the environment declares ranks that neither torchrun nor `launch` started."""
-    return "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def _check_join_timeout(config: TrainConfig) -> None:
+    joins = "RANK" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if config.join_timeout != _DEFAULTS["join_timeout"] and not joins:
+        raise UsageError(
+            f"--join-timeout {config.join_timeout:g}: expected ranks that join by RANK and"
+            " MASTER_ADDR in the environment, got ranks that torchrun's agents have joined; leave"
+            " it out, or give JOIN_TIMEOUT to integration/launch/torchrun.sh"
+        )
 
 
 @dataclass(frozen=True)
@@ -218,14 +202,14 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
 
     Args:
         config: all options of a run.
-        world_size: number of ranks; by default ``hosts`` times ``ranks`` or, without ``ranks``,
-            the number of ranks of this host in the environment.
+        world_size: number of ranks; by default ``ranks`` or, without them, the number of ranks in
+            the environment.
 
     Raises:
         UsageError: names the options, the expected values and the remedy.
     """
     if world_size is None:
-        world_size = config.hosts * (config.ranks or declared_world().size)
+        world_size = config.ranks or declared_world().size
     system = _supported_system(config)
     shape = model_shape(config.model)
     if system.families is not None and shape.family not in system.families:
@@ -235,6 +219,7 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
         )
     for rule in RULES:
         rule.check(config)
+    _check_join_timeout(config)
     if not system.supports_checkpoints:
         _require_plain(config)
     system = with_pipeline(system, shape, config, world_size)

@@ -22,8 +22,8 @@ from integration.option_table.recording import local_tensor
 if TYPE_CHECKING:
     from integration.systems import System
     from integration.train.config import TrainConfig
+    from integration.train.launch.world import World
     from integration.train.loop import Trainer
-    from integration.train.world import World
 
 # Collectives are counted in the second step and operators in the third: after the initialisation
 # of the first step, and so that the two recorders do not observe each other.
@@ -158,7 +158,7 @@ def observe(config: TrainConfig, world: World) -> TrainingObservation:
     """
     from torch._dynamo.utils import counters
 
-    from integration.train.parallel_model import weights_hash
+    from integration.train.model.parallel_model import weights_hash
     from integration.train.setup import prepare
     from integration.train.stop import StopRequest
 
@@ -217,7 +217,7 @@ class _StepRecorder:
     """Records the dropout masks of the first step and the operators of the profiled one."""
 
     def __init__(self, config: TrainConfig) -> None:
-        from integration.train.dropout_masks import DropoutMasks
+        from integration.train.measurement.dropout_masks import DropoutMasks
 
         self._config = config
         self._operators = Counter[str]()

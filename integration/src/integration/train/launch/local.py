@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, with torchrun's agent."""
+"""Starts the ranks of ``--ranks`` on this machine, with torchrun's agent."""
 
 import logging
 import os
@@ -13,16 +13,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from integration.errors import EXIT_USAGE, UsageError
+from integration.errors import UsageError
 from integration.paths import make_folder
 
 # Folder in which ranks report their status to the launcher: `N.started`, `N.refused`.
 STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
-
-
-def started_by_launcher() -> bool:
-    """Returns whether ``launch`` has started this process."""
-    return STATUS_VARIABLE in os.environ
 
 
 def report_status(kind: str, text: str = "") -> bool:
@@ -100,6 +95,3 @@ def _explain(error: ChildFailedError, status: Path, ranks: int, log_folder: Path
             file=sys.stderr,
         )
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-__all__ = ["EXIT_USAGE", "launch", "report_status", "started_by_launcher"]

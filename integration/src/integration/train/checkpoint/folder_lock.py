@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from integration.errors import UsageError
 from integration.paths import make_folder
-from integration.train.world import World
+from integration.train.launch.world import World
 
 LOCK_FILE = ".lock"
 

@@ -1,23 +1,41 @@
-"""``python -m integration.train.agent``: torchrun's agent of one host, for ``launch/torchrun.sh``.
+"""``python -m integration.train.launch.agent``: torchrun's agent of one of several hosts.
 
 torchrun by itself publishes the host name, and decides by it which host has the store. This agent
-derives both from the route to the rendezvous. It also reports wrong options and missing hosts in a
-sentence, where torchrun shows a traceback.
+derives both from the route to the rendezvous. It reports wrong options and missing hosts in a
+sentence, where torchrun shows a traceback, and ends where torchrun waits for minutes for the store
+of a host that is gone. ``integration/launch/torchrun.sh`` starts it.
 """
 
 import argparse
+import contextlib
+import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import psutil  # type: ignore[import-untyped]
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from integration.errors import EXIT_USAGE, UsageError
-from integration.train.addresses import Endpoint, address_towards, is_local_address
-from integration.train.store_client import StoreUnreachableError, connect, first_line
+from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
+from integration.train.launch.endpoint import (
+    Endpoint,
+    StoreUnreachableError,
+    address_towards,
+    answers,
+    connect,
+    first_line,
+    is_local_address,
+)
+
+# Time between the end of a host's ranks and the end of its agent, which asks the store meanwhile.
+_AGENT_SECONDS = 10.0
+_ANSWER_SECONDS = 3.0
+_POLL_SECONDS = 1.0
 
 
 def resolve_rendezvous(rendezvous: str, timeout: float) -> tuple[str, bool]:
@@ -68,6 +86,10 @@ def launch(options: argparse.Namespace) -> int:
         *("--rdzv-id", options.job, "--rdzv-conf", f"is_host={int(here)},{times}"),
         *("--module", "integration.train", *options.options),
     ]
+    if not here:
+        threading.Thread(
+            target=_end_without_store, args=(Endpoint.parse(options.rendezvous),), daemon=True
+        ).start()
     try:
         run.main(words)
     except RendezvousTimeoutError:
@@ -86,7 +108,7 @@ def launch(options: argparse.Namespace) -> int:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        if failure.exitcode != EXIT_USAGE:
+        if failure.exitcode not in (EXIT_USAGE, EXIT_LOST):  # those have said why
             print(error, file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
@@ -94,7 +116,7 @@ def launch(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code, which is 2 for a usage error."""
-    parser = _AgentParser(prog="integration.train.agent", description=__doc__)
+    parser = _AgentParser(prog="integration.train.launch.agent", description=__doc__)
     parser.add_argument("--hosts", type=_positive, default=1, metavar="HOSTS")
     parser.add_argument("--ranks", type=_positive, default=1, metavar="RANKS", help="of this host")
     parser.add_argument("--rendezvous", default="localhost:0", metavar="NAME:PORT")
@@ -109,6 +131,39 @@ def main(arguments: Sequence[str]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _end_without_store(endpoint: Endpoint) -> None:
+    """Ends this process when its ranks have ended and the store's host does not answer.
+
+    torchrun reports the end of ranks to the store, which it waits for (torch 2.11 to 2.15).
+    """
+    started, ended_at = False, None
+    while True:
+        time.sleep(_POLL_SECONDS)
+        if _has_ranks():
+            started, ended_at = True, None
+        elif started and ended_at is None:
+            ended_at = time.monotonic()
+        if ended_at is None or time.monotonic() - ended_at < _AGENT_SECONDS:
+            continue
+        if not answers(endpoint, _ANSWER_SECONDS):
+            print(
+                f"error: the ranks of this host have ended, and the host of the rendezvous,"
+                f" {endpoint}, does not answer; start all hosts again, which resume from the newest"
+                " checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_LOST)
+
+
+def _has_ranks() -> bool:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ():
+                return True
+    return False
 
 
 class _AgentParser(argparse.ArgumentParser):

@@ -6,16 +6,14 @@ refuses them for one that has ended; if there is no answer, the host or its netw
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from integration.train.addresses import address_towards
-from integration.train.rendezvous import ranks, rendezvous_endpoint
-from integration.train.store_client import first_line
-from integration.train.world import World
+from integration.train.launch.endpoint import address_towards, endpoint_of_environment, first_line
+from integration.train.launch.world import World
 
 _ANSWER_SECONDS = 3.0
 
@@ -45,7 +43,7 @@ class LivenessCheck:
     def __init__(self, world: World) -> None:
         self._world = world
         self._listener = socket.create_server(("", 0), backlog=max(world.size, 128))
-        address = address_towards(rendezvous_endpoint()) or "127.0.0.1"
+        address = address_towards(endpoint_of_environment()) or "127.0.0.1"
         port = self._listener.getsockname()[1]
         self._addresses: list[RankAddress] = [RankAddress(0, "", "", 0)] * world.size
         own = RankAddress(world.rank, socket.gethostname(), address, port)
@@ -82,6 +80,12 @@ def _lost_ranks(addresses: Sequence[RankAddress]) -> str | None:
         except ConnectionRefusedError:
             ended.append(each.rank)
         except OSError:
-            lost = ranks(one.rank for one in addresses)
+            lost = _ranks(one.rank for one in addresses)
             return f"the host of {lost}, {each.host}, does not answer"
-    return f"{ranks(ended)} on {addresses[0].host} ended" if ended else None
+    return f"{_ranks(ended)} on {addresses[0].host} ended" if ended else None
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    """Returns ``rank 3`` or ``ranks 1, 3``."""
+    listed = sorted(numbers)
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

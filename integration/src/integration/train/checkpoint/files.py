@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from integration.errors import UsageError
-from integration.train.checksum import checksum, file_checksum
-from integration.train.world import World
+from integration.train.checkpoint.checksum import checksum, file_checksum
+from integration.train.launch.world import World
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"

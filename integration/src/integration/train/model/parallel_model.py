@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from integration.models import build_model, build_model_on_meta, draw_weights
-from integration.train.activation_checkpointing import recompute_activations
-from integration.train.compiled import compile_layers
 from integration.train.config import DIST_RNG_RANDOM
+from integration.train.launch.world import World
+from integration.train.model.activation_checkpointing import recompute_activations
+from integration.train.model.compiled import compile_layers
 from integration.train.setup import Setup
-from integration.train.world import World
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from integration.errors import UsageError
-from integration.train.addresses import INTERFACE_VARIABLE, choose_interface
-from integration.train.rendezvous import join_ranks, rendezvous_endpoint
-from integration.train.store_client import first_line
+from integration.train.launch.endpoint import (
+    INTERFACE_VARIABLE,
+    choose_interface,
+    endpoint_of_environment,
+    first_line,
+)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -51,7 +54,8 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
 
     Args:
         timeout_seconds: timeout of collectives.
-        join_seconds: timeout of the rendezvous; by default the same.
+        join_seconds: timeout of the rendezvous of ranks that torchrun has not started; by default
+            the same.
 
     Raises:
         UsageError: the ranks cannot join, or cannot connect to each other.
@@ -61,7 +65,7 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
     if has_agent():
         _end_with_launcher()
     if "RANK" in os.environ:
-        _join(world, timeout, join_seconds or timeout_seconds)
+        _join(world, timeout, timedelta(seconds=join_seconds or timeout_seconds))
     else:
         dist.init_process_group(
             "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -85,12 +89,17 @@ def exit_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _join(world: World, timeout: timedelta, patience: float) -> None:
-    # torchrun's agents have a common store; with --hosts, each host's agent has its own.
-    store = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = join_ranks(world.rank, world.size, patience)
-    choose_interface(rendezvous_endpoint())
+def _join(world: World, timeout: timedelta, join_timeout: timedelta) -> None:
+    endpoint = endpoint_of_environment()
+    choose_interface(endpoint)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=join_timeout))
+    except dist.DistError as error:
+        raise UsageError(
+            f"rank {world.rank} of {world.size} could not join the others at {endpoint} within"
+            f" {join_timeout.total_seconds():g} s ({first_line(error)}); start all ranks, with the"
+            " same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or start them with torchrun"
+        ) from error
     try:
         dist.init_process_group(
             "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout

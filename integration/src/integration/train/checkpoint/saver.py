@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from integration.errors import UnwrittenError
 from integration.train import checkpoint
 from integration.train.checkpoint import CheckpointDraft, Identity, newest_complete
-from integration.train.checkpoint_writer import CheckpointWriter
-from integration.train.world import World
+from integration.train.checkpoint.writer import CheckpointWriter
+from integration.train.launch.world import World
 
 
 class CheckpointSaver:

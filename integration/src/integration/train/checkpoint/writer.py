@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from integration.train.checksum import ChecksumFileSystem
+from integration.train.checkpoint.checksum import ChecksumFileSystem
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Checkpoints: `files` has their format, `saver` writes them, `folder_lock` locks a run folder."""
+
+from integration.train.checkpoint.files import (
+    FOLDER,
+    CheckpointDraft,
+    CheckpointSearch,
+    Identity,
+    Manifest,
+    Verification,
+    folder_name,
+    is_complete,
+    load,
+    load_weights,
+    manifest_text,
+    newest_complete,
+    read_manifest,
+    require_same,
+    unverified,
+    verify,
+    verify_together,
+)
+
+__all__ = [
+    "FOLDER",
+    "CheckpointDraft",
+    "CheckpointSearch",
+    "Identity",
+    "Manifest",
+    "Verification",
+    "folder_name",
+    "is_complete",
+    "load",
+    "load_weights",
+    "manifest_text",
+    "newest_complete",
+    "read_manifest",
+    "require_same",
+    "unverified",
+    "verify",
+    "verify_together",
+]

@@ -1,0 +1,1 @@
+"""What a run measures of itself: time, memory, collectives, FLOPs, and dropout masks."""

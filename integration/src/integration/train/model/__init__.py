@@ -1,0 +1,1 @@
+"""The model of a run: built, parallelized, compiled, and initialised."""
