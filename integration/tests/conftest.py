@@ -120,7 +120,7 @@ def option_runs():
 def _write_run(run, described):
     """Writes the run folder of a made-up run; returns its outcome."""
     from integration.compare.runner import Outcome
-    from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
+    from integration.train.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 
     job = run.job
     described = {"losses": [5.0, 4.0, 3.5], "exit": 0, "seconds": 0.5} | described

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from integration.compare.variants import get_variant
-from integration.metrics import CollectiveCount, read_metrics, read_summary
 from integration.models import model_shape
 from integration.train.measurement import collectives
 from integration.train.measurement.collectives import CollectiveCounter
 from integration.train.measurement.memory import peak_rss_bytes, reset_peak_rss
+from integration.train.metrics import CollectiveCount, read_metrics, read_summary
 from testkit import run_ranks
 
 # Of llama-tiny: two layers between an embedding and an output layer of 256 tokens.

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from integration.compare.measurements import cost, deviation
-from integration.metrics import RunSummary, StepRecord
+from integration.train.metrics import RunSummary, StepRecord
 
 NAN = math.nan
 

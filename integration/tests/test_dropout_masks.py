@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from integration.metrics import read_metrics, read_summary
 from integration.train.measurement.dropout_masks import DropoutMasks
+from integration.train.metrics import read_metrics, read_summary
 from testkit import run_ranks
 
 ONES = torch.ones(64)

@@ -20,7 +20,6 @@ from integration.compare.measurements import deviation
 from integration.compare.report import ExperimentResults
 from integration.compare.result import Verdict, by_model
 from integration.compare.variants import get_variant
-from integration.metrics import CollectiveCount
 from integration.report.figures import svg_of
 from integration.report.formatting import ABSENT, TIMES
 from integration.report.html import render_html
@@ -28,6 +27,7 @@ from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT, style_of
 from integration.report.section import Cell, Figure, Report, Table
 from integration.report.terminal import print_report
+from integration.train.metrics import CollectiveCount
 
 COLLECTIVES = [
     CollectiveCount("all_gather", 4, 2 * 2**20),

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from integration.metrics import read_metrics
 from integration.train.checkpoint import newest_complete, read_manifest
+from integration.train.metrics import read_metrics
 
 pytestmark = pytest.mark.ranks
 

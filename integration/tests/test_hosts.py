@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.metrics import read_metrics
+from integration.train.metrics import read_metrics
 
 pytestmark = pytest.mark.ranks
 

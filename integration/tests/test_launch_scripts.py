@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration.metrics import read_metrics
+from integration.train.metrics import read_metrics
 
 SCRIPTS = Path(__file__).parents[1] / "launch"
 ROOT = SCRIPTS.parents[1]

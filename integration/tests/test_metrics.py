@@ -1,4 +1,4 @@
-from integration.metrics import METRICS_FILE, MetricsFile, StepRecord, read_metrics
+from integration.train.metrics import METRICS_FILE, MetricsFile, StepRecord, read_metrics
 
 
 def record(step):

@@ -5,7 +5,7 @@ import torch
 
 from fsdp.optim import Adam8bit, Muon
 from integration.models import build_model, model_shape
-from integration.optimizers import build_optimizer
+from integration.train.optimizers import build_optimizer
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from integration.compare.run import TrainingJob
 from integration.compare.runner import run_jobs
 from integration.errors import UsageError
-from integration.metrics import read_metrics, read_summary
 from integration.train.config import TrainConfig
+from integration.train.metrics import read_metrics, read_summary
 from integration.train.session import MODULE, read_session, write_session
 
 SMALL = ["--model", "llama-tiny", "--steps", "3", "--no-tensorboard", "--resume", "never"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from integration.errors import UsageError
-from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.train import checkpoint
 from integration.train.config import TrainConfig
+from integration.train.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.train.setup import prepare
 from testkit import run_ranks
 

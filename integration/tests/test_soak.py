@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from integration.metrics import StepRecord, read_metrics
 from integration.soak.__main__ import main
 from integration.soak.fault_schedule import KINDS, Fault, draw_fault_schedule
 from integration.soak.report import compare, describe, soak_of, soak_report, write_soak
 from integration.soak.supervisor import Incident
+from integration.train.metrics import StepRecord, read_metrics
 
 
 def draw(seed, *, kinds=KINDS, steps=500):

@@ -13,10 +13,10 @@ import time
 import psutil
 import pytest
 
-from integration.metrics import read_metrics, read_summary
 from integration.systems import SYSTEM_NAMES
 from integration.train.checkpoint import newest_complete
 from integration.train.config import NATIVE_RANDOM
+from integration.train.metrics import read_metrics, read_summary
 from integration.train.stop import EXIT_TERMINATED
 
 pytestmark = pytest.mark.ranks

@@ -10,8 +10,8 @@ from rich.text import Text
 from integration.compare.result import Failure
 from integration.compare.run import TrainingJob
 from integration.compare.runner import Outcome
-from integration.metrics import StepRecord
 from integration.report.live_display import LiveDisplay
+from integration.train.metrics import StepRecord
 
 
 class JobsDisplay(LiveDisplay):

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from integration.metrics import RunSummary, StepRecord
+from integration.train.metrics import RunSummary, StepRecord
 
 # The first steps allocate memory, fill caches and create communicators.
 WARM_UP_STEPS = 3

@@ -17,7 +17,7 @@ from integration.compare.measurements import (
 )
 from integration.compare.run import Run
 from integration.compare.runner import Outcome
-from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
+from integration.train.metrics import RunSummary, StepRecord, read_metrics, read_summary
 
 _TAIL_LINES = 25
 

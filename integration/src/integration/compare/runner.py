@@ -13,8 +13,8 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]
 
 from integration.compare.run import TrainingJob
-from integration.metrics import SUMMARY_FILE, StepRecord, read_metrics
 from integration.train import session
+from integration.train.metrics import SUMMARY_FILE, StepRecord, read_metrics
 from integration.train.stop import StopRequest
 
 # Interval at which a run's metrics are read.

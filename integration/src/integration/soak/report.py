@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from integration.metrics import StepRecord
 from integration.report.markdown import render_markdown
 from integration.report.section import (
     Column,
@@ -21,6 +20,7 @@ from integration.report.section import (
     VerdictRow,
 )
 from integration.soak.supervisor import Incident
+from integration.train.metrics import StepRecord
 
 
 @dataclass(frozen=True)

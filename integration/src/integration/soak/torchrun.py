@@ -10,9 +10,9 @@ from typing import Self
 
 import psutil  # type: ignore[import-untyped]
 
-from integration.metrics import METRICS_FILE
 from integration.soak.options import SoakOptions
 from integration.train.launch.watchdog import FOLDER
+from integration.train.metrics import METRICS_FILE
 
 # Otherwise torchrun (2.11 to 2.15) uses one store for all restarts, without a prefix for each
 # (torch/distributed/rendezvous.py, elastic/rendezvous/dynamic_rendezvous.py): gloo's ranks find the

@@ -15,8 +15,6 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import Batch, BatchLoader, Samples, load_samples
 from integration.errors import DivergedError
-from integration.metrics import MetricsFile, RunSummary, StepRecord, write_summary
-from integration.optimizers import build_optimizer
 from integration.paths import make_folder
 from integration.train import checkpoint
 from integration.train.checkpoint.saver import CheckpointSaver
@@ -29,7 +27,9 @@ from integration.train.measurement.dropout_masks import DropoutMasks
 from integration.train.measurement.profiling import StepProfiler
 from integration.train.measurement.progress import ProgressDisplay
 from integration.train.measurement.throughput import Throughput
+from integration.train.metrics import MetricsFile, RunSummary, StepRecord, write_summary
 from integration.train.model.parallel_model import parallel_model, weights_hash
+from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from integration.data import BatchPlan, Modality, corpus_size, require_bytes, require_source
 from integration.errors import UsageError
-from integration.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.models import ModelShape
 from integration.paths import require_folder, require_outside
 from integration.systems import System
@@ -16,6 +15,7 @@ from integration.train.checkpoint.folder_lock import folder_lock
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
 from integration.train.launch.world import World
 from integration.train.measurement.profiling import StepRange
+from integration.train.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.train.model.initial_weights import InitialWeights
 from integration.train.validation import validate
 

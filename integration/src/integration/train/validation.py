@@ -16,12 +16,12 @@ import torch
 from integration.data import BatchPlan, Modality
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
-from integration.optimizers import ADAMW
 from integration.pipeline.system import with_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
 from integration.train.launch.world import declared_world
 from integration.train.measurement.profiling import StepRange
+from integration.train.optimizers import ADAMW
 
 _DEFAULTS = {each.name: each.default for each in fields(TrainConfig)}
 assert MISSING not in _DEFAULTS.values()

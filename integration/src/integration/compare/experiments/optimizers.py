@@ -20,9 +20,9 @@ from integration.compare.run import Run
 from integration.compare.variants import get_variant
 from integration.errors import UsageError
 from integration.models import model_shape
-from integration.optimizers import ADAM_8BIT, MUON
 from integration.report.formatting import listed, loss_unit
 from integration.report.section import Column, Figure, Paragraph, Section
+from integration.train.optimizers import ADAM_8BIT, MUON
 
 TITLES = {ADAM_8BIT: "8-bit Adam", MUON: "Muon"}
 # DDP does not shard parameters, so that its ranks run the unsharded optimizer.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from integration.metrics import RunSummary, StepRecord, read_metrics, read_summary
 from integration.option_table.recording import local_tensor
+from integration.train.metrics import RunSummary, StepRecord, read_metrics, read_summary
 
 if TYPE_CHECKING:
     from integration.systems import System

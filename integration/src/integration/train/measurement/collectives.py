@@ -7,8 +7,8 @@ trace instead. Tracing makes the counted step slower, so that its time should no
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from integration.metrics import CollectiveCount
 from integration.train.measurement.memory import peak_rss_bytes, reset_peak_rss
+from integration.train.metrics import CollectiveCount
 from testkit import CommLog
 
 # A barrier has no payload, and its sender counts what a rank receives.

@@ -3,8 +3,8 @@
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from integration.metrics import StepRecord
 from integration.report.live_display import LiveDisplay
+from integration.train.metrics import StepRecord
 
 
 class ProgressDisplay(LiveDisplay):
