@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from integration.errors import UsageError
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.checksum import ChecksumFileSystem, checksum, file_checksum
 from integration.train.checkpoint.saver import CheckpointSaver
 from integration.train.launch.world import process_group
@@ -121,8 +121,8 @@ def test_ranks_divide_the_files_and_all_hear_of_a_damaged_one(tmp_path):
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
 
-        from integration.train import checkpoint
-        from integration.train.checkpoint import newest_complete, verify_together
+        from integration.train.checkpoint import checkpoint
+        from integration.train.checkpoint.checkpoint import newest_complete, verify_together
         from integration.train.checkpoint.saver import CheckpointSaver
         from integration.train.launch.world import World
 

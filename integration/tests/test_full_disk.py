@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from integration.train.checkpoint import newest_complete, read_manifest
+from integration.train.checkpoint.checkpoint import newest_complete, read_manifest
 from integration.train.metrics import read_metrics
 
 pytestmark = pytest.mark.ranks

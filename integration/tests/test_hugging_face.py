@@ -12,7 +12,7 @@ from integration.hugging_face import load_weights, open_folder, require_fits, wr
 from integration.hugging_face.__main__ import main as export
 from integration.hugging_face.chunks import parameter_chunks
 from integration.models import model_shape
-from integration.train.checkpoint import FOLDER
+from integration.train.checkpoint.checkpoint import FOLDER
 from integration.train.config import TrainConfig
 from integration.train.launch.world import process_group
 from integration.train.setup import prepare

@@ -9,7 +9,7 @@ from integration.errors import EXIT_USAGE, UsageError
 from integration.models import build_model, model_shape
 from integration.models.dit import signal_rate
 from integration.sampling import Sampling, digits_in_turn, load_dit, main, sample
-from integration.train.checkpoint import FOLDER, MANIFEST
+from integration.train.checkpoint.checkpoint import FOLDER, MANIFEST
 
 DIGITS = digits_in_turn(2)
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from integration.errors import UnwrittenError
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.checksum import file_checksum
 from integration.train.checkpoint.saver import CheckpointSaver, remove_older
 from integration.train.launch.world import World, process_group

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from integration.errors import UsageError
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 from integration.train.config import TrainConfig
 from integration.train.metrics import METRICS_FILE, SUMMARY_FILE
 from integration.train.setup import prepare

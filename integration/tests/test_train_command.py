@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from integration.systems import SYSTEM_NAMES
-from integration.train.checkpoint import newest_complete
+from integration.train.checkpoint.checkpoint import newest_complete
 from integration.train.config import NATIVE_RANDOM
 from integration.train.metrics import read_metrics, read_summary
 from integration.train.stop import EXIT_TERMINATED

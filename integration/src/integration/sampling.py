@@ -20,7 +20,7 @@ from integration.errors import EXIT_USAGE, UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.models.dit import signal_rate
 from integration.paths import require_folder
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 
 # Predicts the noise in images (batch, 1, 8, 8) from their times and classes, (batch,) int64.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from integration.hugging_face import write_weights
 from integration.hugging_face.chunks import parameter_chunks
 from integration.models import build_model_on_meta, shape_from
 from integration.paths import make_folder, require_folder
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from integration.errors import UsageError
 from integration.models import ModelShape
 from integration.paths import require_folder, require_outside
 from integration.systems import System
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.folder_lock import folder_lock
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
 from integration.train.launch.world import World

@@ -33,7 +33,7 @@ from integration.report.formatting import ABSENT, scientific
 from integration.report.palette import Theme
 from integration.report.section import Figure, Paragraph, Section
 from integration.sampling import Sampling, digits_in_turn, load_dit, sample
-from integration.train import checkpoint
+from integration.train.checkpoint import checkpoint
 
 SHARDED = "plan-tp-sp-static"
 # Generated images of each digit.

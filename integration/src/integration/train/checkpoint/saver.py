@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from integration.errors import UnwrittenError
-from integration.train import checkpoint
-from integration.train.checkpoint import CheckpointDraft, Identity, newest_complete
+from integration.train.checkpoint import checkpoint
+from integration.train.checkpoint.checkpoint import CheckpointDraft, Identity, newest_complete
 from integration.train.checkpoint.writer import CheckpointWriter
 from integration.train.launch.world import World
 
