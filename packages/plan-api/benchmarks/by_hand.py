@@ -136,7 +136,7 @@ class HandDiTAttention(dit.SelfAttention):
 
 class HandDiTMlp(dit.FeedForward):
     def forward(self, x):
-        x = self.drop1(self.kind(self.fc1(Enter.apply(x, self.ranks))))
+        x = self.drop1(self.act(self.fc1(Enter.apply(x, self.ranks))))
         return self.drop2(self.fc2(x))
 
 
