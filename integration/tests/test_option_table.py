@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from integration.option_table.__main__ import trainer_section
-from integration.option_table.pairwise import uncovered
+from integration.option_table.pairwise import rank_choice, uncovered
 from integration.option_table.trainer.choices import CHOICES, covering_runs, pairs, run_options
 
 pytestmark = [
@@ -81,3 +81,10 @@ def test_the_pages_section_is_written_from_the_table():
     assert written.read_text().startswith(trainer_section()), (
         "run: python -m integration.option_table"
     )
+
+
+def test_every_rank_has_to_prove_a_rank_choice():
+    choice = rank_choice("name", "evidence", lambda seen, options: seen == options["n"], n=1)
+    assert choice.options == {"n": 1}
+    assert choice.proof((1, 1), choice.options)
+    assert not choice.proof((1, 2), choice.options)

@@ -80,3 +80,14 @@ def test_the_command_measures_and_draws(tmp_path, capsys):
     assert rows[0]["wall"] >= 0.0
     assert "| 1F1B | 2 | 1 | 8 | 11.1% |" in capsys.readouterr().out
     assert (tmp_path / "bubble-2.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_no_wall_clock_share_of_more_ranks_than_cores():
+    rows = [
+        bubble.Bubble("GPipe", ranks, 8, 1, expected, 0.123, 0.764)
+        for ranks, expected in ((2, 1 / 9), (4, None))
+    ]
+    assert bubble.bubble_table(rows).rows == (
+        ("GPipe", "2", "1", "8", "11.1%", "12.3%", "76.4%"),
+        ("GPipe", "4", "1", "8", "", "12.3%", ""),
+    )
