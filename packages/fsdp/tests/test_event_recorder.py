@@ -85,6 +85,19 @@ def test_memory_by_kind_of_fully_shard():
     assert flops == 5 * 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
 
 
+def test_memory_peaks_where_gradients_are_copied_to_a_larger_dtype():
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def shard(model, mesh):
+        return fsdp.fully_shard(model, mesh=mesh, mp_policy=policy, strategy="native")
+
+    with fake_mesh((4,)) as mesh:
+        recorder, _ = _recorded(shard, mesh)
+    assert recorder.worst[MemoryKind.REDUCING] == 2 * NBYTES
+    assert recorder.worst[MemoryKind.GATHERED] == 0  # freed before
+    assert recorder.worst[MemoryKind.ACTIVATIONS] >= NBYTES  # gradients in bfloat16
+
+
 def test_collectives_and_gradients_of_tensor_parallelism():
     with fake_mesh((2,)) as mesh:
         recorder, allocated = _recorded(_tensor_parallel, mesh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -58,14 +58,15 @@ class StepWork:
         operators: number of operators on local tensors.
         parameters: bytes of the rank's parameters between steps.
         traffic: collectives by kind and axis.
-        peak: bytes that are allocated in the step, where their sum is largest.
+        peak: bytes that are allocated in the step, where their sum is largest; None for sums, as
+            it is not proportional to the number of layers.
     """
 
     flops: int = 0
     operators: int = 0
     parameters: int = 0
     traffic: tuple[AxisTraffic, ...] = ()
-    peak: InStep = field(default_factory=InStep)
+    peak: InStep | None = None
 
     def plus(self, other: StepWork, times: int = 1) -> StepWork:
         """Returns the sum of this work and ``times`` the other; ``times`` may be negative."""
@@ -78,12 +79,6 @@ class StepWork:
             self.flops + times * other.flops, self.operators + times * other.operators,
             self.parameters + times * other.parameters,
             tuple(one for one in found.values() if one.calls or one.nbytes),
-            InStep(
-                gathered=self.peak.gathered + times * other.peak.gathered,
-                reducing=self.peak.reducing + times * other.peak.reducing,
-                gradients=self.peak.gradients + times * other.peak.gradients,
-                activations=self.peak.activations + times * other.peak.activations,
-            ),
         )  # fmt: skip
 
 
