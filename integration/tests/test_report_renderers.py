@@ -182,6 +182,15 @@ def test_a_report_without_verdicts_has_no_table_of_them():
     assert report.passes
 
 
+def test_a_report_passes_unless_a_verdict_failed():
+    def passes(*verdicts):
+        rows = tuple(VerdictRow("run", verdict) for verdict in verdicts)
+        return Report("report", (Section("one", (), rows),)).passes
+
+    assert passes(True, None)
+    assert not passes(True, False, None)
+
+
 def test_markdown_begins_with_verdicts_and_a_contents_list():
     text = render_markdown(REPORT)
     lines = [line for line in text.splitlines() if line]
@@ -256,7 +265,8 @@ def test_no_two_systems_or_sources_look_alike(theme):
     names = [*VARIANT_NAMES, *SOURCES]
     styles = {name: style_of(name, theme) for name in names}
     assert len(set(styles.values())) == len(set(names))
-    assert {style_of(name, theme) for name in ("new", "other")}.isdisjoint(styles.values())
+    unknown = {style_of(f"new-{number}", theme) for number in range(200)}
+    assert unknown.isdisjoint(styles.values())
     assert [name for name, style in styles.items() if style.colour == theme.reference] == [
         REFERENCE
     ]
