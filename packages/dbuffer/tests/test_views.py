@@ -123,3 +123,9 @@ def test_a_buffer_may_be_on_meta():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 3), (3, 0, 2)])
 def test_strides_are_as_torch_counts_them(shape):
     assert contiguous_stride(shape) == torch.empty(shape).stride()
+
+
+def test_a_placement_is_made_again_as_uninstalling_unregisters_those_that_exist():
+    layout = plan_layout([TensorSpec("weight", 64, 1, shape=(8, 8))], 2)
+    assert ragged_shard(layout, 0) == ragged_shard(layout, 0)
+    assert ragged_shard(layout, 0) is not ragged_shard(layout, 0)

@@ -46,20 +46,24 @@ def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
     return (spec.numel,) if spec.shape is None else spec.shape
 
 
-@lru_cache(maxsize=4096)  # it counts the units of all ranks; layers often have equal layouts
 def ragged_shard(layout: Layout, i: int) -> RaggedShard:
     """The placement under which each rank holds what the layout gives it of tensor `i`.
 
     As few leading dims are cut as the tensor's units allow: rows where the units are rows, and
     none where one rank owns it. An empty tensor is rank 0's.
     """
-    shape, numel = tensor_shape(layout, i), layout.specs[i].numel
-    if numel == 0:
+    if layout.specs[i].numel == 0:
         return RaggedShard.owned_by(0, layout.world_size)
-    unit, cut = layout.unit_size(i), 0
+    shape, unit, cut = tensor_shape(layout, i), layout.unit_size(i), 0
     while unit % math.prod(shape[cut:]):
         cut += 1
-    return RaggedShard(range(cut), layout.units(i))
+    # Made again each time, which registers it: ragged_shard.uninstall() unregisters placements.
+    return RaggedShard(range(cut), _units(layout, i))
+
+
+@lru_cache(maxsize=4096)  # it counts the units of all ranks; layers often have equal layouts
+def _units(layout: Layout, i: int) -> tuple[int, ...]:
+    return tuple(layout.units(i))
 
 
 def local_shape(layout: Layout, i: int, rank: int) -> tuple[int, ...]:
