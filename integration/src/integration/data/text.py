@@ -44,7 +44,7 @@ def load_corpus(path: Path | None) -> Corpus:
     machine sees the same bytes.
 
     Raises:
-        UsageError: ``path`` does not exist, cannot be read, or holds no bytes.
+        UsageError: ``path`` does not exist, cannot be read, or contains no bytes.
     """
     return _standard_corpus() if path is None else _read(corpus_files(path), str(path))
 

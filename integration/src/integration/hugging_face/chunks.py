@@ -38,7 +38,7 @@ def parameter_chunks(model: nn.Module) -> dict[str, list[ParameterChunk]]:
 
     Of tied parameters only the first has chunks, as files contain only that one.
     """
-    mixture = getattr(getattr(model, "config", None), "model_type", None) == "mixtral"
+    is_mixtral = getattr(getattr(model, "config", None), "model_type", None) == "mixtral"
     chunks: dict[str, list[ParameterChunk]] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -46,16 +46,16 @@ def parameter_chunks(model: nn.Module) -> dict[str, list[ParameterChunk]]:
             continue
         seen.add(id(tensor))
         shape = tuple(tensor.shape)
-        chunks[name] = _of_mixture(name, shape) if mixture else [_whole(name, shape)]
+        chunks[name] = _mixtral_chunks(name, shape) if is_mixtral else [_single_chunk(name, shape)]
     return chunks
 
 
-def _of_mixture(name: str, shape: Shape) -> list[ParameterChunk]:
+def _mixtral_chunks(name: str, shape: Shape) -> list[ParameterChunk]:
     if match := _ROUTER.fullmatch(name):
-        return [_whole(_LAYER.format(**match.groupdict()) + "gate.weight", shape)]
+        return [_single_chunk(_LAYER.format(**match.groupdict()) + "gate.weight", shape)]
     match = _EXPERTS.fullmatch(name)
     if match is None:
-        return [_whole(name, shape)]
+        return [_single_chunk(name, shape)]
     experts, rows, columns = shape
     parts = ("w1", "w3") if match["kind"] == "gate_up_proj" else ("w2",)
     rows //= len(parts)
@@ -72,5 +72,5 @@ def _of_mixture(name: str, shape: Shape) -> list[ParameterChunk]:
     ]
 
 
-def _whole(name: str, shape: Shape) -> ParameterChunk:
+def _single_chunk(name: str, shape: Shape) -> ParameterChunk:
     return ParameterChunk(name, shape, (0,) * len(shape), shape)

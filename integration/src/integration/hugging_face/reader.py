@@ -164,9 +164,9 @@ def load_weights(
     Values are cast to the dtype of the parameters. Sharded parameters are written in place.
 
     Args:
-        model: as its system wraps it, with memory.
-        folder: which fits the model; see `require_fits`.
-        chunks: of the whole model's parameters.
+        model: model that its system has parallelized, with allocated parameters.
+        folder: folder that fits the model; see `require_fits`.
+        chunks: chunks of the full model's parameters.
     """
     weights = get_model_state_dict(model)
     # Of tied parameters only the first is in files, and loading sets the others.
@@ -176,7 +176,7 @@ def load_weights(
 
 
 class _ChunksReader(HuggingFaceStorageReader):
-    """torch's reader of safetensors, for parameters that are several tensors of files."""
+    """Reads safetensors as torch does, with parameters that consist of several tensors in files."""
 
     def __init__(
         self, folder: WeightsFolder, chunks: Mapping[str, Sequence[ParameterChunk]]
@@ -190,7 +190,7 @@ class _ChunksReader(HuggingFaceStorageReader):
         }
 
     def read_metadata(self) -> Metadata:
-        """Describes each parameter, and each of its chunks as a chunk."""
+        """Returns the metadata of each parameter, with a chunk for each tensor in a file."""
         stored_chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         dtypes: dict[str, torch.dtype] = {}
         for index, chunk in self._chunks.items():
@@ -210,7 +210,7 @@ class _ChunksReader(HuggingFaceStorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Copies the planned boxes out of the files, one file after another."""
+        """Copies the planned boxes from the files, one file after another."""
         from safetensors import safe_open
 
         by_file = defaultdict(list)
@@ -224,7 +224,7 @@ class _ChunksReader(HuggingFaceStorageReader):
                         slice(start, start + length)
                         for start, length in zip(item.storage_offsets, item.lengths, strict=True)
                     ]
-                    # A scalar has no box to cut out; a matrix of an expert no dim of experts.
+                    # A scalar has no box; the matrix of an expert has no dim of experts.
                     stored = opened.get_slice(chunk.name)[tuple(box[len(box) - len(chunk.shape) :])]
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(stored.view(target.shape))

@@ -29,7 +29,9 @@ def write_weights(
         file_bytes: largest size of a file, unless a single tensor is larger.
     """
     tensors = {
-        chunk.name: _cut(weights[name], chunk) for name, parts in chunks.items() for chunk in parts
+        chunk.name: _chunk_of(weights[name], chunk)
+        for name, parts in chunks.items()
+        for chunk in parts
     }
     files: dict[str, int] = {}
     index, used = 1, 0
@@ -44,6 +46,6 @@ def write_weights(
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
-def _cut(weight: Tensor, chunk: ParameterChunk) -> Tensor:
+def _chunk_of(weight: Tensor, chunk: ParameterChunk) -> Tensor:
     box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
     return weight[box].reshape(chunk.shape).contiguous()

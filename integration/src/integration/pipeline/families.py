@@ -120,11 +120,11 @@ class DiffusionFamily(ModelFamily):
         """Returns the forward to the predicted noise, or to tokens and condition."""
         model: Any = part.model
 
-        def forward(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        def forward(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
             if isinstance(model.x_embedder, PassThrough):
-                tokens, condition = given
+                tokens, condition = inputs
             else:
-                images, noise, times, classes = given
+                images, noise, times, classes = inputs
                 signal = signal_rate(times).view(-1, 1, 1, 1)
                 tokens = model.x_embedder(signal * images + (1 - signal**2).sqrt() * noise)
                 tokens = tokens + model.pos_embed

@@ -118,7 +118,7 @@ class RankPipeline:
         units = [unit for stage in layout.stages for unit in stage]
         own = [unit for index in indices for unit in layout.stages[index]]
         self.model = model_part(model, own, set(units) - set(own))
-        self._planned: list[nn.Module] = []
+        self._plan_parts: list[nn.Module] = []
         self.stages: list[PipelineStage] = []
         for index in indices:
             present = layout.stages[index]
@@ -126,13 +126,15 @@ class RankPipeline:
             part.forward = self._family.forward_of(part)
             layers = [name for name in present if name.rpartition(".")[2].isdigit()]
             stage_mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
-            run = STAGE_SYSTEMS[inner.name](
+            stage = STAGE_SYSTEMS[inner.name](
                 part, StageContext(stage_mesh, layers, shape, inner.degrees)
             )
             self._last_part = part
             if inner.name == "plan" and layers:
-                self._planned.append(part)
-            self.stages.append(make_stage(run, index, count, torch.device("cpu"), group=self.group))
+                self._plan_parts.append(part)
+            self.stages.append(
+                make_stage(stage, index, count, torch.device("cpu"), group=self.group)
+            )
         self._is_first, self._is_last = 0 in indices, count - 1 in indices
         self._microbatches = layout.microbatches
         self._share = 1.0
@@ -144,9 +146,9 @@ class RankPipeline:
         inputs = self._family.inputs(batch) if self._is_first else ()
         target = self._family.target(batch) if self._is_last else None
         losses: list[Tensor] = []
-        with self._own_gradients():
+        with self._unreduced_gradients():
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        if self._planned:
+        if self._plan_parts:
             _place_gradients(self.model)
         # Only the last stage has losses; the sum sends them to all.
         loss = torch.zeros((), dtype=torch.float64)
@@ -158,13 +160,13 @@ class RankPipeline:
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         return self._family.loss(self._last_part, output, target) * self._share
 
-    def _own_gradients(self) -> ExitStack:
+    def _unreduced_gradients(self) -> ExitStack:
         """Disables a plan's gradient reduction for the microbatches of the schedule."""
         stack = ExitStack()
-        if self._planned:
+        if self._plan_parts:
             from plan_api import installed
 
-            for part in self._planned:
+            for part in self._plan_parts:
                 stack.enter_context(installed(part).gradients.no_sync())
         return stack
 

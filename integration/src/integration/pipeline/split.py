@@ -143,7 +143,9 @@ def model_part(model: nn.Module, present: Collection[str], absent: Collection[st
             parameters outside of all units.
         absent: names of the units to replace.
     """
-    return _part(model, "", frozenset(absent), owner=_has_first_unit(model, present, absent))
+    return _part(
+        model, "", frozenset(absent), has_root_parameters=_has_first_unit(model, present, absent)
+    )
 
 
 def _has_first_unit(model: nn.Module, present: Collection[str], absent: Collection[str]) -> bool:
@@ -151,21 +153,25 @@ def _has_first_unit(model: nn.Module, present: Collection[str], absent: Collecti
     return names[0] in present
 
 
-def _part(module: nn.Module, name: str, absent: frozenset[str], *, owner: bool) -> nn.Module:
+def _part(
+    module: nn.Module, name: str, absent: frozenset[str], *, has_root_parameters: bool
+) -> nn.Module:
     if name in absent:
         return PassThrough()
     below = f"{name}." if name else ""
     if not any(unit.startswith(below) for unit in absent):
         return module
-    copy = _shallow(module)
-    if not owner:
+    copy = _shallow_copy(module)
+    if not has_root_parameters:
         copy._parameters = dict.fromkeys(module._parameters)
     for child, submodule in module.named_children():
-        copy._modules[child] = _part(submodule, below + child, absent, owner=owner)
+        copy._modules[child] = _part(
+            submodule, below + child, absent, has_root_parameters=has_root_parameters
+        )
     return copy
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module = type(module).__new__(type(module))
     for name, value in vars(module).items():
         # Hooks, parameters, buffers and submodules are in dictionaries, which are copied.

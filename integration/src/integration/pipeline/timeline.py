@@ -42,7 +42,7 @@ class TimedStage(PipelineStage):
         """Runs and records a forward."""
         started = time.thread_time()
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._note(FORWARD, fwd_chunk_id, started)
+        self._record(FORWARD, fwd_chunk_id, started)
         return result
 
     def backward_one_chunk(
@@ -57,17 +57,17 @@ class TimedStage(PipelineStage):
         result = super().backward_one_chunk(
             bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
         )
-        self._note(BACKWARD if full_backward else BACKWARD_OF_INPUTS, bwd_chunk_id, started)
+        self._record(BACKWARD if full_backward else BACKWARD_OF_INPUTS, bwd_chunk_id, started)
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs and records a backward of weights."""
         started = time.thread_time()
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._note(BACKWARD_OF_WEIGHTS, bwd_chunk_id, started)
+        self._record(BACKWARD_OF_WEIGHTS, bwd_chunk_id, started)
         return result
 
-    def _note(self, kind: str, microbatch: int, started: float) -> None:
+    def _record(self, kind: str, microbatch: int, started: float) -> None:
         # On the CPU autograd runs in the calling thread.
         seconds = time.thread_time() - started
         self.log.append(Action(kind, self.stage_index, microbatch, seconds))
@@ -115,8 +115,8 @@ def median_step(steps: Sequence[Sequence[Action]]) -> list[Action]:
     durations: dict[tuple[str, int], list[float]] = {}
     for action in (action for step in steps for action in step):
         durations.setdefault((action.kind, action.stage), []).append(action.seconds)
-    typical = {key: median(seconds) for key, seconds in durations.items()}
-    return [replace(each, seconds=typical[each.kind, each.stage]) for each in steps[0]]
+    medians = {key: median(seconds) for key, seconds in durations.items()}
+    return [replace(each, seconds=medians[each.kind, each.stage]) for each in steps[0]]
 
 
 def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
@@ -130,13 +130,13 @@ def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
     """
     stages = 1 + max(action.stage for order in orders for action in order)
     ended: dict[tuple[str, int, int], float] = {}
-    free, at = [0.0] * len(orders), [0] * len(orders)
+    free, position = [0.0] * len(orders), [0] * len(orders)
     spans: list[ActionSpan] = []
     while len(spans) < sum(map(len, orders)):
         before = len(spans)
         for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
+            while position[rank] < len(order):
+                action = order[position[rank]]
                 needed = _needed(action, stages)
                 if any(key not in ended for key in needed):
                     break
@@ -144,7 +144,7 @@ def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
                 spans.append(ActionSpan(rank, action, start))
                 free[rank] = start + action.seconds
                 ended[_key(action)] = free[rank]
-                at[rank] += 1
+                position[rank] += 1
         if len(spans) == before:
             raise ValueError(
                 "replay: expected an order that can run, got a deadlock, in which each rank waits"

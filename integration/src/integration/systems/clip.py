@@ -27,19 +27,19 @@ def clip_gradients(
         The total norm before clipping, a plain scalar, the same on all ranks.
     """
     # torch's norm takes tensors of one mesh only.
-    kinds: dict[object, list[Tensor]] = {}
+    by_mesh: dict[object, list[Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
             mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
-            kinds.setdefault(mesh, []).append(param)
-    norms = [_norm(same) for same in kinds.values()]
+            by_mesh.setdefault(mesh, []).append(param)
+    norms = [_norm(parameters) for parameters in by_mesh.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if group is not None:
         square = norm.square()
         dist.all_reduce(square, group=group)
         norm = square.sqrt()
-    for same in kinds.values():
-        clip_grads_with_norm_(same, max_norm, norm)
+    for of_mesh in by_mesh.values():
+        clip_grads_with_norm_(of_mesh, max_norm, norm)
     return norm
 
 

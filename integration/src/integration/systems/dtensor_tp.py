@@ -75,7 +75,7 @@ class DTensorTensorParallel(System):
         return 1
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns whether it has in attention; between a DiT's styles tensors are plain."""
+        """Returns True for decoders, whose attention is on DTensors; a DiT's is on plain tensors."""
         return shape.modality is Modality.TEXT
 
     def check(self, world_size: int, shape: ModelShape) -> None:
@@ -84,7 +84,7 @@ class DTensorTensorParallel(System):
             require_divisible(shape, field, world_size)
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
-        """Distributes the weights in place and install the hooks."""
+        """Distributes the weights in place and installs the hooks."""
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
         for layer in shape.layers_of(model):
             plan = layer_plan(shape.family, local_attention=_is_fused(model))

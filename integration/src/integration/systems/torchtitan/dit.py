@@ -29,7 +29,7 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     tokens, condition = Shard(1), Replicate()
     modulation = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-    last: dict[str, ParallelStyle] = {
+    final_layer: dict[str, ParallelStyle] = {
         "final_layer": PrepareModuleInputOutput(
             input_layouts=(tokens, condition),
             desired_input_layouts=(tokens, condition),
@@ -39,13 +39,13 @@ def apply_tp(model: nn.Module, mesh: DeviceMesh) -> None:
         "final_layer.linear": SequenceParallel(),
         "final_layer.adaLN_modulation.1": modulation,
     }
-    parallelize_module(model.get_submodule("model"), mesh, last)
+    parallelize_module(model.get_submodule("model"), mesh, final_layer)
     for index, block in enumerate(model.get_submodule("model.blocks").children()):
-        given = PrepareModuleInput(
+        inputs = PrepareModuleInput(
             input_layouts=(tokens if index else Replicate(), condition),
             desired_input_layouts=(tokens, condition),
         )
-        parallelize_module(block, mesh, given)
+        parallelize_module(block, mesh, inputs)
         plan: dict[str, ParallelStyle] = {
             "adaLN_modulation.1": modulation,
             "attn.qkv": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),

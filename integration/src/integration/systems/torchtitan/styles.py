@@ -35,9 +35,9 @@ class ExpertSharding(ParallelStyle):
         first = own * device_mesh.get_local_rank()
         module.register_forward_pre_hook(partial(self._begin, first))
         module.register_forward_hook(partial(self._end, device_mesh))
-        return distribute_module(module, device_mesh, self._cut)
+        return distribute_module(module, device_mesh, self._shard)
 
-    def _cut(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             placed = distribute_tensor(parameter, mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(placed))
