@@ -75,7 +75,7 @@ class DTensorTensorParallel(System):
         return 1
 
     def dropout_on_dtensors(self, shape: ModelShape) -> bool:
-        """Returns True for decoders, whose attention is on DTensors; a DiT's is on plain tensors."""
+        """Returns True for decoders, whose attention is on DTensors; a DiT's is on local ones."""
         return shape.modality is Modality.TEXT
 
     def check(self, world_size: int, shape: ModelShape) -> None:
