@@ -127,7 +127,9 @@ def test_stock_refuses_to_distribute_to_an_unknown_placement(mesh):
 def test_stock_lets_a_local_tensor_of_any_size_be_an_unknown_shard(mesh):
     made = DTensor.from_local(torch.ones(2, 4), mesh, [Unknown()], shape=SHAPE, stride=STRIDE)
     assert made.to_local().shape == (2, 4)
-    with pytest.raises(ValueError, match=r"expect a local tensor of \(3, 4\), got \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"expected a local tensor of shape \(3, 4\) .* got \(2, 4\)"
+    ):
         DTensor.from_local(
             torch.ones(2, 4), mesh, [RaggedShard((0,), (3, 5))], shape=SHAPE, stride=STRIDE
         )

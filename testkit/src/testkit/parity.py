@@ -60,7 +60,7 @@ def assert_same_tensor(actual: object, expected: object, what: str = "") -> None
 
 
 def _described(tensor: object) -> dict[str, object] | None:
-    """All that can be asked of a tensor but its values."""
+    """Returns a tensor's properties except its values."""
     if not isinstance(tensor, torch.Tensor):
         assert tensor is None, f"{tensor!r} is no tensor"
         return None
@@ -143,7 +143,7 @@ def assert_close(
 
 
 def _pair(actual: object, expected: object, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as plain detached CPU tensors of one dtype and shape."""
+    """Returns both as plain detached CPU tensors; checks that dtypes and shapes are equal."""
     got, want = _plain(actual, "actual"), _plain(expected, "expected")
     for name in ("dtype", "shape"):
         have, wish = getattr(got, name), getattr(want, name)
@@ -208,7 +208,7 @@ def _same(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Absolute difference in float64; infinite where a NaN or one infinity is involved."""
+    """Returns the absolute difference in float64; infinite for a NaN, or if one is infinite."""
     if got.is_floating_point():
         got, want = got.double(), want.double()
         difference = (got - want).abs()
@@ -220,7 +220,7 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def _ulps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Representable numbers between two values, int64; `_FAR` for NaNs, infinities, overflow."""
+    """Returns the representable numbers between values, int64; `_FAR` for NaN, inf, overflow."""
     a, b = _ordinal(got), _ordinal(want)
     apart = torch.maximum(a, b) - torch.minimum(a, b)
     far = (apart < 0) | ~got.isfinite() | ~want.isfinite()  # negative: it has wrapped around
@@ -228,7 +228,7 @@ def _ulps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def _ordinal(tensor: torch.Tensor) -> torch.Tensor:
-    """Each float's place among all floats of its dtype, both zeros at 0, as int64.
+    """Returns each float's index among the floats of its dtype, int64; both zeros have 0.
 
     Source: Bruce Dawson, "Comparing Floating Point Numbers, 2012 Edition": the bits of positive
     floats are ordered as the floats are; those of negative ones (sign and magnitude) backwards.

@@ -111,7 +111,7 @@ def _facts(
 
 
 def _difference(everyone: Sequence[tuple[int, list[_Fact]]]) -> str:
-    """The first fact that two ranks have otherwise."""
+    """Returns the first fact that differs between two ranks."""
     by_rank = [(rank, {(f.what, f.whose): f.value for f in facts}) for rank, facts in everyone]
     found = dict.fromkeys(key for _, facts in by_rank for key in facts)
     first_rank, first = by_rank[0]

@@ -48,7 +48,7 @@ def checked(
     shard_axis: int | str | None,
     inner: Mapping[int | str, Inner] | None,
 ) -> Checked:
-    """The arguments of `DBuffer`, whose errors these are."""
+    """Checks the arguments of `DBuffer`."""
     for what, value, wanted in (
         ("layout", layout, Layout), ("mesh", mesh, DeviceMesh), ("dtype", dtype, torch.dtype),
     ):  # fmt: skip
@@ -82,11 +82,12 @@ def checked_memory(
     *,
     pin_memory: bool,
 ) -> BufferMemory:
-    """Memory for a buffer, acquired: the given, or new.
+    """Acquires memory for a buffer: the argument's, or new memory.
 
     Raises:
-        ValueError: too small, elsewhere, pinned though given, or badly aligned.
-        RuntimeError: somebody holds it.
+        ValueError: the memory is too small, on another device or not aligned, or `pin_memory` is
+            set with memory of the caller.
+        RuntimeError: another buffer uses the memory.
     """
     if alignment < 1:
         raise ValueError(f"DBuffer: alignment={alignment!r}; expected a positive number of bytes")

@@ -144,7 +144,7 @@ class DBuffer:
     @property
     def collectives(self) -> str:
         """The kinds of its collectives, one for each axis."""
-        return ", ".join(type(one).__name__ for one in self._collectives)
+        return ", ".join(type(collective).__name__ for collective in self._collectives)
 
     @property
     def rank(self) -> int:
@@ -182,7 +182,7 @@ class DBuffer:
     # Its tensors.
 
     def view(self, i: int | str) -> torch.Tensor:
-        """The whole tensor `i`, in the buffer: always the same object, at the same address.
+        """Returns tensor `i` as a view of the buffer: always the same object and address.
 
         A full buffer has it in every state; where it is sharded only this rank's part is valid.
         After a release and an acquire the object is valid again, and so is what autograd saved
@@ -227,7 +227,7 @@ class DBuffer:
         return self._shards[i]
 
     def dtensor(self, i: int | str) -> DTensor:
-        """Tensor `i` as a DTensor whose local tensor is a view of the buffer.
+        """Returns tensor `i` as a DTensor whose local tensor is a view of the buffer.
 
         Its placements are the buffer's: Shard(0) becomes the RaggedShard of the layout, or a
         StridedRaggedShard where an inner axis shards dim 0. For each placement of the buffer it is
@@ -297,7 +297,7 @@ class DBuffer:
     # Collectives.
 
     def all_gather_(self, source: DBuffer | None = None, *, async_op: bool = False) -> Handle:
-        """Every rank gets every shard, in place: Shard(0) becomes Replicate on the shard axis.
+        """Gathers the shards in place: Shard(0) becomes Replicate on the shard axis.
 
         Args:
             source: whose shards are gathered into this buffer, of the same layout, mesh, dtype and
@@ -351,7 +351,7 @@ class DBuffer:
         )  # fmt: skip
 
     def all_reduce_(self, axis: int | str | None = None, *, async_op: bool = False) -> Handle:
-        """What this rank has becomes the sum or mean over an axis: Partial becomes Replicate.
+        """Sums or averages over an axis in place: Partial becomes Replicate.
 
         Where the buffer is sharded on the shard axis, only the shard is sent.
 
@@ -464,13 +464,13 @@ class DBuffer:
         )
 
     def _pieces(self, what: str, tensors: Tensors) -> dict[int, torch.Tensor]:
-        """What this rank keeps of whole tensors, shaped as `_parts`."""
+        """Returns this rank's parts of full tensors, with the shapes of `_parts`."""
         self._check(what)
         given = tensor_lookup.by_index(self.layout, tensors, what)
         return tensor_lookup.pieces_of(self.layout, given, self._rank_of_local)
 
     def _parts(self) -> dict[int, torch.Tensor]:
-        """What this rank has of each tensor."""
+        """Returns this rank's part of each tensor."""
         part = self.shard if self.sharded else self.view
         return {i: part(i) for i in range(len(self.layout.specs))}
 
@@ -543,7 +543,7 @@ class DBuffer:
         return self._shard if self.sharded else self._flat
 
     def _axis(self, number: int) -> Axis:
-        """An axis, tagged by the buffer's name."""
+        """Returns an axis, tagged with the buffer's name."""
         name = self.name
         if name != self._tagged:
             tag = errors.tag_of(name, self.layout.shard_size, self.dtype)

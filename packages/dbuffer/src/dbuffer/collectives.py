@@ -82,58 +82,58 @@ class Handle:
         return self._finish is None
 
     def wait(self) -> None:
-        """Waits for the collective, and does what is left of it; again, it does nothing."""
+        """Waits for the collective and finishes it; a second call does nothing."""
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def _waits_for_(self) -> str:
-        """The collective and the names of the buffer's tensors, for `fused_comm.diagnosis`."""
+        """Describes the collective and the buffer's tensors for `fused_comm.diagnosis`."""
         return "DBuffer: a collective" if self._what is None else self._what()
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """How data moves; all are started at once, and in place.
+    """The collectives of a buffer, which are asynchronous and in place.
 
-    A *row* is one of as many equal parts of `flat` as the axis has ranks; each rank owns one.
+    A *row* is one of the equal parts of `flat`, of which each rank of the axis owns one.
     """
 
     def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
-        """Every rank's row reaches all ranks; `own` is this one's, in `flat` or elsewhere."""
+        """Gathers every rank's row into `flat`; `own` is this rank's, in `flat` or elsewhere."""
         ...
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """The own row becomes the sum of all ranks' (the others become anything)."""
+        """Reduces into this rank's row the sum over all ranks; other rows become undefined."""
         ...
 
     def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """Everything becomes the sum of all ranks'; `flat` may have any size."""
+        """Sums `flat`, of any size, over all ranks."""
         ...
 
 
 class Native:
-    """What the backend has, in place."""
+    """The backend's collectives, in place."""
 
     def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
-        """As `Collectives.all_gather`."""
+        """Gathers as `Collectives.all_gather`."""
         return _wait(_compat.all_gather(flat, own, axis.group))
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """As `Collectives.reduce_scatter`."""
+        """Reduces as `Collectives.reduce_scatter`."""
         own, op = own_row(flat, axis), _reduce_op(axis, average=average)
         work = _compat.reduce_scatter(own, flat, op, axis.group)
         return _wait(work, own, axis.size if average and op == dist.ReduceOp.SUM else 1)
 
     def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """As `Collectives.all_reduce`."""
+        """Reduces as `Collectives.all_reduce`."""
         op = _reduce_op(axis, average=average)
         work = _compat.all_reduce(flat, op, axis.group)
         return _wait(work, flat, axis.size if average and op == dist.ReduceOp.SUM else 1)
 
 
 class Kind(IntEnum):
-    """What is sent; two bits of the tag."""
+    """The kind of a message; two bits of the tag."""
 
     GATHER = 0
     REDUCE_SCATTER = 1
@@ -145,7 +145,7 @@ class Exchange:
     """`Collectives` by `isend` and `irecv`; see `dbuffer.collectives.Collectives`."""
 
     def all_gather(self, flat: torch.Tensor, axis: Axis, own: torch.Tensor) -> Finish:
-        """Without any other memory; a row that is elsewhere is copied while others are sent."""
+        """Gathers without temporary memory; a row in other memory is copied during the exchange."""
         rows = flat.chunk(axis.size)
         finish = _gather(rows, axis, Kind.GATHER, own)
         if own.data_ptr() != rows[axis.position].data_ptr():
@@ -153,11 +153,11 @@ class Exchange:
         return finish
 
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """With memory for the other ranks' rows until it is waited for."""
+        """Reduces with temporary memory for the other ranks' rows until it is waited for."""
         return _reduce(flat.chunk(axis.size), axis, Kind.REDUCE_SCATTER, average=average)
 
     def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
-        """A reduce-scatter, and when that is waited for an all-gather."""
+        """Issues a reduce-scatter, and when that is waited for an all-gather."""
         rows = flat.tensor_split(axis.size)  # of sizes that differ by one
         reduced = _reduce(rows, axis, Kind.ALL_REDUCE, average=average)
 
@@ -174,7 +174,7 @@ def own_row(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> Axis:
-    """The ranks along an axis that this rank is in."""
+    """Returns this rank's group along an axis."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "checked by DBuffer"
     here = tuple(slice(None) if i == axis else at for i, at in enumerate(coordinate))
@@ -186,7 +186,7 @@ def axis_of(mesh: DeviceMesh, axis: int) -> Axis:
 def collectives_for(
     strategy: Strategy | Collectives, axis: Axis, device: torch.device
 ) -> Collectives:
-    """The collectives of a strategy on an axis; an object with their methods is returned.
+    """Returns the collectives of a strategy on an axis; custom ones are returned unchanged.
 
     "auto" is "exchange" on the host over gloo, whose native collectives take several times as long,
     and "native" elsewhere.
@@ -218,7 +218,7 @@ def collectives_for(
 
 
 def _reduce_op(axis: Axis, *, average: bool) -> dist.ReduceOp.RedOpType:
-    """NCCL averages by itself; elsewhere the sum is divided afterwards."""
+    """Returns the reduce op: NCCL averages; for other backends the sum is divided afterwards."""
     nccl = average and dist.get_backend(axis.group) == "nccl"
     return dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
 
@@ -264,7 +264,7 @@ def _reduce(rows: Sequence[torch.Tensor], axis: Axis, kind: Kind, *, average: bo
 
 
 def _others(axis: Axis) -> list[int]:
-    """The other ranks' positions, beginning with the next, so that not all send to one."""
+    """Returns the other ranks, beginning with the next, so that not all send to the same one."""
     return [(axis.position + step) % axis.size for step in range(1, axis.size)]
 
 

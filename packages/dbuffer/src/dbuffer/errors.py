@@ -29,14 +29,14 @@ _SHOWN = 4
 
 
 def names_of(layout: Layout) -> str:
-    """The names of a layout's first tensors, and how many more there are."""
+    """Formats the names of a layout's first tensors, and the number of others."""
     shown = ", ".join(repr(spec.name) for spec in layout.specs[:_SHOWN])
     more = len(layout.specs) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def tag_of(name: str, shard_size: int, dtype: torch.dtype) -> int:
-    """29 bits that ranks agree on without asking; a tag has 31, and `Exchange` needs two."""
+    """Returns a hash of 29 bits, the same on all ranks; `Exchange` adds 2 of a tag's 31 bits."""
     return zlib.crc32(f"{name}, {shard_size}, {dtype}".encode()) >> 3
 
 

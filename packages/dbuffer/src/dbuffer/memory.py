@@ -97,7 +97,7 @@ class ResizableMemory:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The device's current stream; None where work is done when a call returns."""
+    """Returns the device's current stream; None for devices without streams."""
     if device.type in ("cpu", "meta"):
         return None
     return torch.get_device_module(device).current_stream(device)
@@ -216,7 +216,7 @@ class MemoryPool:
         self._made = self._allocated = self._peak_allocated = self._peak_reserved = 0
 
     def take(self, nbytes: int) -> PoolBlock:
-        """A block of at least so many bytes: the smallest free one that wastes less than half.
+        """Returns a block of `nbytes` or more: the smallest free one that wastes less than half.
 
         Raises:
             ValueError: a negative size.
@@ -273,7 +273,7 @@ class MemoryPool:
         self._taken.remove(block)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Lease:
-        """A flat tensor, to be released by its `release`; fused-comm's `Allocate`.
+        """Allocates a flat tensor that its `release` frees; this is fused-comm's `Allocate`.
 
         Raises:
             ValueError: another device than the pool's.

@@ -21,9 +21,9 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Inner:
-    """How one tensor of a buffer is placed on axes that are not the buffer's, as TP's and EP's.
+    """The placement of a buffer's tensor on axes that are not the buffer's, such as TP's and EP's.
 
-    The layout then tells of the local tensor of these axes: the buffer cuts what they leave.
+    The layout is then of the local tensor of these axes, which the buffer shards further.
 
     Attributes:
         mesh: of named axes, the buffer's among them.
@@ -43,7 +43,7 @@ class Inner:
 def checked_placements(
     placements: Sequence[Placement], mesh: DeviceMesh, shard_axis: int
 ) -> Placements:
-    """The placements of a buffer, if they are such.
+    """Checks the placements of a buffer and returns them.
 
     Raises:
         ValueError: not one per axis, or one that a buffer cannot have.
@@ -78,7 +78,7 @@ def is_sharded(placement: Placement) -> bool:
 
 
 def axis_index(mesh: DeviceMesh, axis: int | str, what: str) -> int:
-    """The number of an axis that is given by number or name.
+    """Returns the number of an axis, given its number or name.
 
     Raises:
         ValueError: there is no such axis.
@@ -97,7 +97,7 @@ def axis_index(mesh: DeviceMesh, axis: int | str, what: str) -> int:
 def of_tensor(
     ragged: RaggedShard, mesh: DeviceMesh, placements: Placements, inner: Inner | None
 ) -> Placements:
-    """The placements of a tensor in a buffer, on its mesh or on that of its other axes.
+    """Returns the placements of a buffer's tensor on its mesh, or on that of its other axes.
 
     Args:
         ragged: what stands for the buffer's shards.

@@ -85,7 +85,7 @@ class BufferReport:
         return "\n".join([*lines, _table([head, *rows])])
 
     def svg(self) -> str:
-        """A picture: a bar for each rank's shard, its tensors coloured, padding hatched.
+        """Draws a bar for each rank's shard, its tensors coloured, padding hatched, as SVG.
 
         Returns:
             An SVG document that needs nothing else.
@@ -94,7 +94,7 @@ class BufferReport:
 
 
 def tensor_reports(layout: Layout, rank: int, dtype: torch.dtype) -> tuple[TensorReport, ...]:
-    """The tensors of a layout as a rank of the shard axis has them."""
+    """Returns the tensors of a layout with their parts on a rank of the shard axis."""
     return tuple(
         TensorReport(
             spec.name,
@@ -143,7 +143,7 @@ HATCH = (
 
 
 def draw(layout: Layout, rank: int, dtype: str) -> str:
-    """The picture of a layout.
+    """Draws a layout as SVG.
 
     Args:
         layout: of the buffer; of many ranks the first and the last are shown, and `rank`.
@@ -173,7 +173,7 @@ def draw(layout: Layout, rank: int, dtype: str) -> str:
 
 
 def _bar(layout: Layout, rank: int, y: float, *, framed: bool) -> Iterator[str]:
-    """A rank's shard: hatched, and its tensors over that."""
+    """Yields a rank's shard: hatched, with its tensors above."""
     yield _text(16, y + 15, f"rank {rank}")
     yield f'<rect {_place(LEFT, y, WIDTH)} fill="url(#padding)"><title>padding</title></rect>'
     scale = WIDTH / max(layout.shard_size, 1)

@@ -19,7 +19,7 @@ Tensors: TypeAlias = Sequence[torch.Tensor | None] | Mapping[int | str, torch.Te
 
 
 def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
-    """The tensors by their place in the layout, those that are missing left out.
+    """Returns the tensors by their index in the layout, without missing ones.
 
     Raises:
         ValueError: too few or too many, an unknown place or name, another shape.
@@ -49,7 +49,7 @@ def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Ten
 
 
 def index_of(layout: Layout, key: int | str) -> int:
-    """The place of a tensor that is given by place or name.
+    """Returns the index of a tensor, given its index or name.
 
     Raises:
         ValueError: there is none, or several have the name.
@@ -71,7 +71,7 @@ def index_of(layout: Layout, key: int | str) -> int:
 def pieces_of(
     layout: Layout, tensors: Mapping[int, torch.Tensor], rank: int | None
 ) -> dict[int, torch.Tensor]:
-    """What a rank holds of whole tensors, flat; all of them if `rank` is None."""
+    """Returns a rank's parts of full tensors, flat; the full tensors if `rank` is None."""
     if rank is None:
         return dict(tensors)
     pieces = {}
@@ -83,7 +83,7 @@ def pieces_of(
 
 
 def padding_of(layout: Layout, region: torch.Tensor, rank: int | None) -> list[torch.Tensor]:
-    """The runs of the buffer, or of a rank's shard, that belong to no tensor."""
+    """Returns the ranges of the buffer, or of a rank's shard, that belong to no tensor."""
     begin = 0 if rank is None else rank * layout.shard_size
     clipped = (
         (max(gap.start - begin, 0), min(gap.stop - begin, region.numel()))

@@ -17,7 +17,7 @@ __all__ = ["contiguous_stride", "local_shape", "ragged_shard", "tensor_in", "ten
 def tensor_in(
     memory: torch.Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]
 ) -> torch.Tensor:
-    """A contiguous tensor in a piece of memory.
+    """Makes a contiguous tensor in given memory.
 
     It is no view in autograd's sense: it shares the storage and has a version of its own. So a
     gather, which writes through the flat tensor, does not make autograd refuse what it saved of a
@@ -36,18 +36,18 @@ def tensor_in(
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch counts them: an empty dim as one."""
+    """Returns torch's strides of a contiguous tensor: an empty dim counts as 1."""
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def tensor_shape(layout: Layout, i: int) -> tuple[int, ...]:
-    """The shape of tensor `i`; flat where the layout has none."""
+    """Returns the shape of tensor `i`; one dim if the layout has no shape."""
     spec = layout.specs[i]
     return (spec.numel,) if spec.shape is None else spec.shape
 
 
 def ragged_shard(layout: Layout, i: int) -> RaggedShard:
-    """The placement under which each rank holds what the layout gives it of tensor `i`.
+    """Returns the placement whose shards are those of tensor `i` in the layout.
 
     As few leading dims are cut as the tensor's units allow: rows where the units are rows, and
     none where one rank owns it. An empty tensor is rank 0's.
@@ -67,5 +67,5 @@ def _units(layout: Layout, i: int) -> tuple[int, ...]:
 
 
 def local_shape(layout: Layout, i: int, rank: int) -> tuple[int, ...]:
-    """The shape of what a rank holds of tensor `i`."""
+    """Returns the shape of a rank's part of tensor `i`."""
     return ragged_shard(layout, i).local_shape(tensor_shape(layout, i), rank)

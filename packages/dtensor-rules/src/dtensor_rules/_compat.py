@@ -58,7 +58,7 @@ RELEASE = tuple(int(part) for part in minor(torch.__version__).split("."))
 
 
 def strategy_tables() -> list[dict[Any, Any]]:
-    """The dicts that say which operators can be sharded."""
+    """Returns torch's tables of operators with sharding strategies."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return [
         propagator.op_strategy_funcs,
@@ -68,7 +68,7 @@ def strategy_tables() -> list[dict[Any, Any]]:
 
 
 def schema_info(op: torch._ops.OpOverload) -> Any:
-    """The `RuntimeSchemaInfo` of an operator, or None, as `unwrap_to_op_info` finds it."""
+    """Returns the `RuntimeSchemaInfo` of an operator, or None, as `unwrap_to_op_info`."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     info = propagator.op_to_schema_info.get(op)
     if info is None:
@@ -84,7 +84,7 @@ def forget_decisions() -> None:
 
 
 def redistribution_transforms(src: DTensorSpec, dst: DTensorSpec) -> list[Any]:
-    """The transforms that torch would redistribute by, before any are merged.
+    """Returns the transforms of torch's redistribution, before any are merged.
 
     Nothing stays in torch's caches, which have no bound: a caller that plans often remembers what
     it made of the plan instead.
@@ -118,7 +118,7 @@ TRANSFORMS = "_gen_transform_infos_non_cached"  # of the same, which caches what
 
 
 def transform_of_axes(src: Placement, mesh: DeviceMesh, axes: tuple[int, ...]) -> Any:
-    """A transform to Replicate on several axes at once, which torch asks `src` to make."""
+    """Makes a transform to Replicate on several axes at once, which torch applies by `src`."""
     return _redistribute._FlattenedTransformInfo(
         mesh_dim=axes[0],
         src_dst_placements=(src, Replicate()),
@@ -139,17 +139,17 @@ def merges_transforms() -> bool:
 
 
 def flattened_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh | None:
-    """The mesh that these axes, ascending, were flattened into, if they were."""
+    """Returns the mesh that these axes, ascending, were flattened into; None if they were not."""
     return _redistribute._get_flattened_mesh_by_layout(mesh, axes)
 
 
 def flattenings(mesh: DeviceMesh) -> int:
-    """How many meshes were made by flattening axes of this one, or of the mesh it is a part of."""
+    """Returns the number of meshes made by flattening axes of this mesh's root mesh."""
     return len(mesh._get_root_mesh()._flatten_mapping)
 
 
 def default_group(mesh: DeviceMesh) -> str | None:
-    """The name of the default group, if its ranks are this mesh's in the same order.
+    """Returns the default group's name if its ranks are this mesh's in the same order, or None.
 
     It must also be able to send this mesh's tensors.
     """
@@ -169,7 +169,7 @@ def partial_second_stays() -> bool:
 
 
 def explicit_redistribution_only() -> Any:
-    """The `threading.local` that holds the active context of this name."""
+    """Returns the `threading.local` of the active context of this name."""
     return _utils.ExplicitRedistributionContext._local
 
 
@@ -201,7 +201,7 @@ def all_to_all_gathers(mesh: DeviceMesh) -> bool:
 
 
 def gradient_placements(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The placements that `from_local` expects of its gradient."""
+    """Returns the placements that `from_local` expects of its gradient."""
     return _api._normalize_placements_for_grad(placements)
 
 
@@ -215,7 +215,7 @@ def gradient_argument(placements: object) -> dict[str, object]:
 
 
 def redistribute_context(spec: DTensorSpec, dtype: torch.dtype) -> Any:
-    """What `Redistribute.backward` finds in its context after a plain forward.
+    """Returns the context of `Redistribute.backward` after a plain forward.
 
     Args:
         spec: of the forward's input.
@@ -232,7 +232,7 @@ def redistribute_context(spec: DTensorSpec, dtype: torch.dtype) -> Any:
 
 
 def to_local_context(spec: DTensorSpec, stride: tuple[int, ...]) -> Any:
-    """What `_ToTorchTensor.backward` finds in its context after a plain forward.
+    """Returns the context of `_ToTorchTensor.backward` after a plain forward.
 
     Args:
         spec: of the forward's input.
@@ -265,7 +265,7 @@ SHARDS_BECOME_SUMS = RELEASE >= (2, 14)
 
 
 def checked_outs(op: torch._ops.OpOverload) -> list[str]:
-    """The ``out=`` arguments whose placements the results must have, by position of the result."""
+    """Returns the ``out=`` arguments whose placements results must have, by result."""
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     if RELEASE >= (2, 13):
         return outs
@@ -273,7 +273,7 @@ def checked_outs(op: torch._ops.OpOverload) -> list[str]:
 
 
 def mesh_topology(mesh: DeviceMesh) -> Any:
-    """The `MeshTopoInfo` by which torch estimates the times of collectives.
+    """Returns the `MeshTopoInfo` with which torch estimates the times of collectives.
 
     Torch keeps those that it makes, and their meshes, for ever; this one is the caller's.
     """

@@ -47,7 +47,7 @@ class MultiAxisShard(Placement):
         return id(self)
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """As torch asks before it gathers."""
+        """Whether it is a shard, as torch tests before it gathers."""
         return dim is None
 
     def _to_replicate_tensor(
@@ -80,7 +80,7 @@ def merge_transforms(
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
 ) -> list[Any]:
-    """Torch's transforms, with the fewest collectives that give the same bits.
+    """Returns torch's transforms, merged into the fewest collectives with the same bits.
 
     No process group is made for it: the ranks of the axes are those of a mesh that was flattened,
     ``mesh["dp", "tp"]._flatten()``, or of the default group. Reductions are merged as torch does.
@@ -118,7 +118,7 @@ def merge_transforms(
 
 
 def _before(transforms: Sequence[Any], src_placements: Sequence[Placement]) -> list[Placement]:
-    """The placements before the first transform, as the transforms name them.
+    """Returns the placements before the first transform, as the transforms have them.
 
     A ``_StridedShard`` of a spec may encode an order of axes, which the transforms gather as Shard.
     """
@@ -163,7 +163,7 @@ def _merged_gathers(
 def _merge(
     gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Any | None:
-    """The transform that does what these gathers do one after another, or None."""
+    """Returns one transform that replaces these gathers, or None."""
     axes = sorted(transform.mesh_dim for transform in gathers)
     group = _group_of(mesh, axes)
     shard = _equal_shard(gathers, mesh, placements, shape)
@@ -187,7 +187,7 @@ def _merge(
 def _equal_shard(
     gathers: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> list[int] | None:
-    """The sizes of the local tensor: -1 of dims that are not gathered, those may differ on ranks.
+    """Returns the local sizes; -1 for dims that are not gathered, which may differ on ranks.
 
     Returns:
         None where sizes of the others differ.
@@ -205,12 +205,12 @@ def _equal_shard(
 
 
 def _parts(placement: Any) -> int:
-    """How many parts of its dim are divided among the ranks, each on its own; 1 of a Shard."""
+    """Returns the number of parts of a dim that are each divided among the ranks; 1 for Shard."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def _group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Axis | None:
-    """The ranks of these mesh axes, ascending, as the members of a group that exists."""
+    """Returns the existing group of the ranks of these mesh axes, ascending."""
     flattened = _compat.flattened_mesh(mesh, tuple(axes))
     if flattened is not None:
         group = flattened.get_group().group_name
@@ -243,7 +243,7 @@ class _Blocks:
 
     @classmethod
     def of_shards(cls, axes: Sequence[int], shard: Sequence[int]) -> _Blocks:
-        """Before any axis is gathered.
+        """Makes the state before any axis is gathered.
 
         Args:
             axes: numbers of ranks.
@@ -279,5 +279,5 @@ class _Blocks:
                 blocks[at : at + 1] = two
 
     def order(self) -> list[int]:
-        """Where the blocks of the dims, one dim after another, are in memory."""
+        """Returns the positions in memory of the dims' blocks, one dim after another."""
         return [self.in_memory.index(block) for dim in self.of_dims for block in dim]

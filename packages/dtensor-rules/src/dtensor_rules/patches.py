@@ -119,7 +119,7 @@ def _replace_everywhere(native: Any, replacement: Any) -> None:
 
 
 def _watch_specs() -> None:
-    """A spec that is changed is no longer the one that was interned."""
+    """Wraps `DTensorSpec.__setattr__`, as a changed spec is no longer the interned one."""
     native = DTensorSpec.__setattr__
     forget, clear = _core.forget_spec, _core.cache_clear
 
@@ -134,7 +134,7 @@ def _watch_specs() -> None:
 
 
 def _watch_flattening() -> None:
-    """Over a mesh that is flattened more collectives are merged than plans made before know of."""
+    """Clears plans when a mesh is flattened, as more collectives can be merged then."""
     native = DeviceMesh._flatten
 
     @functools.wraps(native)

@@ -56,7 +56,7 @@ _IDEMPOTENT = frozenset({"avg", "min", "max"})
 
 
 def transform_between(src: DTensorSpec, dst: DTensorSpec) -> Transform:
-    """What turns a local tensor of one spec into that of another: steps in C++, or torch's code.
+    """Returns the steps in C++, or torch's code, that redistribute between two specs.
 
     Args:
         src: of the tensor as it is.
@@ -76,7 +76,7 @@ class _LeftToTorch(Exception):  # noqa: N818
 
 
 def plan_redistribution(src: DTensorSpec, dst: DTensorSpec) -> Redistribution | None:
-    """What this rank does to a local tensor of one spec to hold that of another.
+    """Plans this rank's steps that redistribute a local tensor from one spec to another.
 
     The plan holds for every pair of specs that equal these on meshes with the same process groups,
     until a mesh is flattened (collectives of its axes are then merged) or one of the flags of
@@ -134,7 +134,7 @@ def _is_known(placement: Placement, dims: int) -> bool:
 
 
 def _steps(transform: Any, mesh: DeviceMesh) -> list[Step]:
-    """A transform as steps: none where the mesh axis has one rank.
+    """Returns a transform as steps, of which there are none if the mesh axis has one rank.
 
     Raises:
         _LeftToTorch: for a transform that is none of those below.
@@ -205,7 +205,7 @@ def _from_replicate(transform: Any, mesh: DeviceMesh) -> list[Step]:
 
 
 def _parts(transform: Any, mesh: DeviceMesh, placement: Any) -> int:
-    """The split factor of a strided shard whose pieces are all equal.
+    """Returns the split factor of a strided shard whose parts are all equal.
 
     Raises:
         _LeftToTorch: they are not, or another mesh axis may shard the same dim: torch then works

@@ -42,12 +42,14 @@ def _is_known(wrap: object) -> bool:
 
 
 def _calling_cpp() -> CodeType:
-    """Code of two arguments that holds the C function as a constant: torch's globals stay as is."""
+    """Returns code with the C function as a constant, so that torch's globals do not change."""
 
     def wrap(res: object, spec: object) -> object:
         fast: Any = "C++"
         return fast(res, spec)
 
     code = wrap.__code__
-    constants = tuple(_core.wrap_result if one == "C++" else one for one in code.co_consts)
+    constants = tuple(
+        _core.wrap_result if co_const == "C++" else co_const for co_const in code.co_consts
+    )
     return code.replace(co_consts=constants)

@@ -287,8 +287,8 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
                 f"fully_shard: {type(one).__name__} has no parameters to shard; leave it out, the "
                 f"module that contains it runs it all the same"
             )
-    inner = {id(child) for one in modules for child in one.modules() if child is not one}
-    return tuple(one for one in dict.fromkeys(modules) if id(one) not in inner)
+    inner = {id(child) for root in modules for child in root.modules() if child is not root}
+    return tuple(root for root in dict.fromkeys(modules) if id(root) not in inner)
 
 
 def _check_options(

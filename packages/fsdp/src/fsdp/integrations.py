@@ -159,9 +159,12 @@ def _shard_with_tied(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     # A parameter that an earlier call has sharded is another object now, with no owners.
     tied = [
-        owner for one in modules for param in one.parameters() for owner in owners.get(param, ())
+        owner
+        for module in modules
+        for param in module.parameters()
+        for owner in owners.get(param, ())
     ]
-    inner = {child for one in modules for child in one.modules()}
+    inner = {child for module in modules for child in module.modules()}
     joined = [*modules, *dict.fromkeys(one for one in tied if one not in inner)]
     return api.fully_shard(
         joined[0] if len(joined) == 1 else joined,

@@ -185,7 +185,7 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
         Replicate() if axis in fsdp_axes else placement
         for axis, placement in zip(names, param.placements, strict=True)
     )
-    ragged = any(isinstance(one, RaggedShard) for one in placements)
+    ragged = any(isinstance(placement, RaggedShard) for placement in placements)
     shape = None if ragged else even_shape(param.shape, param.device_mesh.shape, placements)
     if shape is None:
         raise ValueError(

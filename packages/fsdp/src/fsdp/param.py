@@ -145,7 +145,7 @@ class FSDPParam:
             RuntimeError: it is no DTensor with the placements of the sharded parameter.
         """
         params: list[Any] = [location.get() for location in self.locations]
-        param = next((one for one in params if one is not self.sharded_param), params[0])
+        param = next((param for param in params if param is not self.sharded_param), params[0])
         sharded_param: Any = self.sharded_param
         if not isinstance(param, DTensor) or param.placements != sharded_param.placements:
             raise RuntimeError(
@@ -262,8 +262,8 @@ def managed_params(
             chunks of a tensor with ``fsdp_pre_all_gather``.
     """
     return [
-        _managed_param(one, mesh, device, shard_placement_fn, quantize_fn)
-        for one in named_params(modules, ignored)
+        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn)
+        for named_param in named_params(modules, ignored)
     ]
 
 

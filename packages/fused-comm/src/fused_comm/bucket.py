@@ -94,7 +94,7 @@ class Route:
         return f"{', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}{mean}"
 
     def positions(self) -> list[int]:
-        """The index of each row's shard, row-major over the scattered axes."""
+        """Returns the index of each row's shard, row-major over the scattered axes."""
         indices = [0]
         for group in self.scattered:
             indices = [
@@ -279,7 +279,7 @@ def _view(start: int, shard: Slices) -> ViewSpec:
 
 
 def _shards(reduction: Reduction, route: Route) -> tuple[Slices, ...]:
-    """Per row, the slices of a local gradient."""
+    """Returns the slices of a local gradient for each row."""
     mesh = reduction.mesh
     splits = [(one.dim, mesh.size(one.axis)) for one in reduction.scattered] if mesh else []
     return tuple(shard_slices(reduction.shape, splits, position) for position in route.positions())

@@ -68,7 +68,7 @@ def _ranks(mesh: DeviceMesh, axis: int) -> set[int]:
 
 
 def _axes(name: str, tensor: DTensor, group: dist.ProcessGroup) -> list[int]:
-    """The axes of the mesh that this group's ranks are along."""
+    """Returns the axes of the mesh along which the group's ranks are."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     ranks = set(dist.get_process_group_ranks(group))

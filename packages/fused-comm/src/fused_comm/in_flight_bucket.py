@@ -133,7 +133,7 @@ class InFlightBucket:
         self.times.waits.append((begin, time.perf_counter()))
 
     def _waits_for_(self) -> str:
-        """For `fused_comm.diagnosis`."""
+        """Describes what is waited for, for `fused_comm.diagnosis`."""
         return (
             f"fused-comm: bucket of {self.bucket.nbytes} bytes, {self.bucket.route}, with the "
             f"gradients of {', '.join(self.names)}"

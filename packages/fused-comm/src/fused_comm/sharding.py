@@ -48,7 +48,7 @@ def shard_slices(shape: Sequence[int], splits: Sequence[tuple[int, int]], positi
 
 def shape_of(slices: Slices) -> list[int]:
     """Returns the sizes of what the slices select."""
-    return [one.stop - one.start for one in slices]
+    return [part.stop - part.start for part in slices]
 
 
 def numel(slices: Slices) -> int:

@@ -92,8 +92,8 @@ class Installed:
         for handle in self._handles:
             handle.remove()
         self.gradients.remove()
-        for one in self._local_params:
-            one.remove()
+        for local_param in self._local_params:
+            local_param.remove()
 
 
 _installed: weakref.WeakKeyDictionary[nn.Module, Installed] = weakref.WeakKeyDictionary()
@@ -256,8 +256,8 @@ def uninstall() -> None:
     with plain tensors is an error. A later `parallelize` installs everything again. A second call
     does nothing.
     """
-    for one in list(_installed.values()):
-        one.remove()
+    for of_model in list(_installed.values()):
+        of_model.remove()
     uninstall_patches()
 
 

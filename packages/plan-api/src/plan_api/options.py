@@ -120,7 +120,7 @@ def _index(name: str, value: object) -> int:
 
 
 def _choose_extras(use: Sequence[str] | None) -> tuple[str, ...]:
-    """The optional packages to use, in a fixed order; imports and changes nothing."""
+    """Returns the optional packages to use, in a fixed order, without importing them."""
     if use is None:
         found = tuple(name for name, (module, _) in _KNOWN.items() if find_spec(module))
         _log.info("plan-api uses %s", ", ".join(found) or "torch alone")

@@ -63,7 +63,7 @@ def _register_operators() -> Callable[[], None]:
 
     def restore() -> None:
         for table, old, new in zip(tables, before, registered, strict=True):
-            changed = [each for each in {*old, *new} if old.get(each) is not new.get(each)]
+            changed = [op for op in {*old, *new} if old.get(op) is not new.get(op)]
             for operator in changed:
                 if table.get(operator, new.get(operator)) is not new.get(operator):
                     continue
@@ -76,8 +76,10 @@ def _register_operators() -> Callable[[], None]:
 
 
 def _tables(propagator: Any) -> list[dict[Any, Any]]:
-    """The propagator's registries by operator; their names differ between torch 2.11 and 2.15."""
-    return [one for name, one in vars(propagator).items() if type(one) is dict and "op_" in name]
+    """Returns the propagator's tables by operator, whose names differ between versions of torch."""
+    return [
+        table for name, table in vars(propagator).items() if type(table) is dict and "op_" in name
+    ]
 
 
 def _clear_propagator_caches(propagator: Any) -> None:

@@ -91,7 +91,7 @@ def test_a_tensor_that_is_not_contiguous():
         with pytest.raises(ValueError, match=r"strides \(1, 4\).*call \.contiguous\(\)"):
             distribute_tensor(torch.ones(8, 4).t(), mesh, [RaggedShard(ROWS, (1, 1))])
         local = torch.ones(4, 4).t()
-        with pytest.raises(ValueError, match="a ragged shard is a run of storage"):
+        with pytest.raises(ValueError, match="expected a contiguous local tensor"):
             DTensor.from_local(
                 local, mesh, [RaggedShard(ROWS, (1, 1))], shape=(8, 4), stride=(4, 1)
             )

@@ -77,7 +77,7 @@ def test_what_is_several_boxes_is_refused_on_every_rank_but_has_a_local_shape(na
     sizes, placements = SEVERAL[name]
     for rank in range(4 if len(sizes) == 2 else 3):
         with fake_mesh(sizes, rank=rank) as mesh:
-            with pytest.raises(ValueError, match="expected placements under which a rank holds"):
+            with pytest.raises(ValueError, match="expected placements with one box of the tensor"):
                 compute_local_shape_and_global_offset(SHAPE, mesh, placements)
             shape, offset = compute_local_shape_and_global_offset(SHAPE, mesh, placements, True)
             assert (shape, offset) == (local_shape(SHAPE, mesh, tuple(placements)), ())

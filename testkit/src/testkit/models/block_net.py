@@ -14,7 +14,7 @@ SIZE = 64  # of blocks: small, so that small tensors have many
 
 
 def model_of() -> nn.Sequential:
-    """A net whose second weight ends within a block; norms and biases are not quantized."""
+    """Makes a net whose second weight ends within a block; norms and biases are not quantized."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(24, 96), nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 31)), nn.Linear(31, 24)
@@ -22,7 +22,7 @@ def model_of() -> nn.Sequential:
 
 
 def optimizer_of(kind: Callable[..., Any], model: nn.Module, **options: Any) -> Any:
-    """An 8-bit optimizer of the model's named parameters."""
+    """Makes an 8-bit optimizer of the model's named parameters."""
     options = {"lr": 1e-2, "weight_decay": 0.1, "block_size": SIZE, "min_8bit_size": 128} | options
     return kind(model.named_parameters(), **options)
 
@@ -40,5 +40,5 @@ def step(model: nn.Module, optimizer: Any, number: int) -> float:
 
 
 def losses(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> list[float]:
-    """The losses of several steps."""
+    """Returns the losses of several steps."""
     return [step(model, optimizer, number) for number in steps]

@@ -28,7 +28,7 @@ class MatrixNet(nn.Module):
         self.square, self.head = nn.Linear(13, 13, bias=False), nn.Linear(13, 11)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mean square of the outputs, a scalar; ids are below 11."""
+        """Returns the mean square of the outputs, a scalar; ids are below 11."""
         x = self.norm(self.embed(ids))
         x = x + self.down(torch.tanh(self.up(x)))
         loss: torch.Tensor = self.head(x + self.square(x)).square().mean()
@@ -50,7 +50,7 @@ class MatrixMlp(nn.Module):
 
 
 def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The matrices of hidden layers, which Muon is for, by name."""
+    """Returns the matrices of hidden layers, for Muon, by name."""
     return [
         (name, param)
         for name, param in model.named_parameters()
@@ -59,18 +59,18 @@ def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def sharded(fully_shard: Callable[..., Any], granularity: Any = None, **options: Any) -> Any:
-    """A `MatrixNet` that is fully sharded, its matrices with a granularity."""
+    """Makes a `MatrixNet` that is fully sharded, its matrices with a granularity."""
     choose = lambda param: granularity if param.ndim == 2 else None  # an argument
     return fully_shard(MatrixNet(), shard_placement_fn=choose, **options)
 
 
 def optimizer_of(kind: Any, model: nn.Module, **options: Any) -> Any:
-    """Fsdp's `Muon` or `SOAP` for both parameter groups of a model."""
+    """Makes fsdp's `Muon` or `SOAP` for both parameter groups of a model."""
     return kind(_groups_of(model, f"use_{kind.optimizer_name.lower()}"), **{"lr": 0.02, **options})
 
 
 def _groups_of(model: nn.Module, flag: str) -> list[dict[str, Any]]:
-    """Two parameter groups: the matrices, and the rest with a flag that is False."""
+    """Returns two parameter groups: the matrices, and the rest with a flag that is False."""
     hidden = matrices_of(model)
     names = {name for name, _ in hidden}
     rest = [(name, param) for name, param in model.named_parameters() if name not in names]
@@ -119,18 +119,18 @@ def train(model: nn.Module, optimizer: Any, steps: int = STEPS, first: int = 0) 
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, outside of autograd; a copy of a plain tensor."""
+    """Returns the full tensor, outside of autograd; a copy of a plain tensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def full_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full parameters of a model, by name."""
+    """Returns the full parameters of a model, by name."""
     return {name: full_tensor(param) for name, param in model.named_parameters()}
 
 
 def same_bits(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """The names of the tensors whose bits differ; empty if all are the same."""
+    """Returns the names of the tensors whose bits differ; none if all are the same."""
     return [name for name in expected if not torch.equal(actual[name], expected[name])]

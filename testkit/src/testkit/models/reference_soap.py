@@ -59,12 +59,12 @@ def _first_basis(square: torch.Tensor) -> torch.Tensor:
 
 
 def _order(square: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """The order of a basis' columns by their estimated eigenvalues, descending."""
+    """Returns the order of a basis' columns by their estimated eigenvalues, descending."""
     return torch.argsort((basis * (square @ basis)).sum(0), descending=True, stable=True)
 
 
 def _next_basis(square: torch.Tensor, basis: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """One power iteration; sorted after the product: MKL's bits depend on a column's index."""
+    """Computes a power iteration; sorts after it, as MKL's bits depend on a column's index."""
     vectors: torch.Tensor = torch.linalg.qr((square @ basis)[:, order]).Q
     return vectors.contiguous()
 

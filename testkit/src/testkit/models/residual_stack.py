@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
 
 
 def stack(count: int = 3) -> nn.Sequential:
-    """Residual blocks and a Linear of 8 to 4 features, always with the same parameters."""
+    """Makes residual blocks and a Linear of 8 to 4 features, always with the same parameters."""
     torch.manual_seed(5)
     return nn.Sequential(*[ResidualBlock() for _ in range(count)], nn.Linear(WIDTH, 4))
 
@@ -52,7 +52,7 @@ def shard(package: Any, model: nn.Sequential, **options: Any) -> Any:
 
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
-    """The batch of a step on a rank, by default this one: (3, 8)."""
+    """Returns the batch of a step on a rank, by default this one: (3, 8)."""
     torch.manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
     return torch.randn(3, WIDTH)
 

@@ -36,13 +36,13 @@ class TileBlock(nn.Module):
 
 
 def net() -> nn.Sequential:
-    """Two blocks and a Linear of five rows, always with the same parameters."""
+    """Makes two blocks and a Linear of five rows, always with the same parameters."""
     torch.manual_seed(3)
     return nn.Sequential(TileBlock(), TileBlock(), nn.Linear(WIDTH, 5))
 
 
 def batch(number: int) -> torch.Tensor:
-    """A batch (6, WIDTH), the same on all ranks: gradients do not depend on their number."""
+    """Makes a batch (6, WIDTH), the same on all ranks: gradients do not depend on their number."""
     torch.manual_seed(100 + number)
     return torch.randn(6, WIDTH)
 
@@ -119,7 +119,7 @@ def plain_losses(
 
 
 def fake_quantized(weight: torch.Tensor, dtype: torch.dtype, rows: int, cols: int) -> torch.Tensor:
-    """A weight of fp32, quantized and dequantized tile by tile; a copy of a weight of 1 dim."""
+    """Quantizes and dequantizes a weight of fp32 by tiles; copies a weight of 1 dim."""
     if weight.ndim < 2:
         return weight.clone()
     found = torch.empty_like(weight)

@@ -96,7 +96,7 @@ def _check_arguments(
 
 
 def _disagreement(tensor: DTensor) -> str | None:
-    """What a tensor's spec says that its local tensor does not; None if they agree."""
+    """Describes how a tensor's spec differs from its local tensor; None if they agree."""
     spec, local = tensor._spec, tensor._local_tensor
     assert spec.tensor_meta is not None
     if local.dtype != spec.tensor_meta.dtype:
@@ -115,7 +115,7 @@ def _disagreement(tensor: DTensor) -> str | None:
 def _copied(
     op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[list[object], dict[str, object]]:
-    """The arguments, with copies of those that the operator writes."""
+    """Returns the arguments, with copies of those that the operator writes."""
     written = {
         argument.name
         for argument in op._schema.arguments
@@ -138,7 +138,7 @@ def _copy(value: object) -> object:
 
 
 def _difference(actual: object, native: object) -> str | None:
-    """How two results differ, in words; None if they do not."""
+    """Describes how two results differ; None if they are equal."""
     if type(actual) is not type(native):
         return f"type {type(actual).__name__} where torch has {type(native).__name__}"
     if not isinstance(actual, DTensor) or not isinstance(native, DTensor):

@@ -49,7 +49,7 @@ class CacheInfo:
 
 
 def stats() -> dict[str, OpStats]:
-    """The counts of every operator that was called, by its name, as ``aten.add.Tensor``."""
+    """Returns the counts of every called operator by its name, as ``aten.add.Tensor``."""
     return {
         name: OpStats(rule, cache, miss, left, budget.slow_decisions(name))
         for name, rule, cache, miss, left in _core.counts()
@@ -63,7 +63,7 @@ def stats_clear() -> None:
 
 
 def cache_info() -> CacheInfo:
-    """The state of the cache of plans."""
+    """Returns the state of the cache of plans."""
     info = _core.cache_info()
     return CacheInfo(
         info.hits, info.misses, info.evictions, info.size, info.capacity, _core.known_specs()

@@ -41,7 +41,7 @@ class Tag(IntEnum):
 
 
 def key_words(op: torch._ops.OpOverload, number: int, arguments: Sequence[object]) -> list[int]:
-    """The key of a call.
+    """Returns the key of a call.
 
     Args:
         op: the operator.

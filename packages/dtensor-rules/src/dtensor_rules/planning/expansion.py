@@ -53,7 +53,7 @@ class _UnsupportedError(Exception):
 def expand(
     mesh: DeviceMesh, op_schema: OpSchema, single_mesh_dim_strategies: list[Row], **options: Any
 ) -> OpStrategy:
-    """Torch's `expand_to_full_mesh_op_strategy`, less the strategies that are never taken.
+    """Replaces torch's `expand_to_full_mesh_op_strategy`, without strategies that cannot be chosen.
 
     Args:
         mesh: of the operator.
@@ -227,7 +227,9 @@ class _Products:
             for axis in self._axes
         ]
         products = itertools.product(*rows)
-        return next((one for one in products if self._costs_less(one, INF) == 0.0), None)
+        return next(
+            (product for product in products if self._costs_less(product, INF) == 0.0), None
+        )
 
     def _first_of_the_cheapest(self, known: float) -> Product | None:
         """Returns the first of the products that cost least.

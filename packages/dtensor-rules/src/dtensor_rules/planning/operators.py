@@ -38,7 +38,7 @@ def _is_defined(op: torch._ops.OpOverload) -> bool:
 
 
 def by_value(op: torch._ops.OpOverload, readers: Iterable[Rule] = ()) -> list[bool]:
-    """Per argument of the schema, whether a number there is part of the key with its value.
+    """Returns for each argument of the schema whether a number's value is part of the key.
 
     Torch's own key omits the arguments before `static_argnum` and the keywords that
     `static_kwargkey` does not name, for its strategies do not read them. This key omits those of
@@ -63,7 +63,7 @@ def by_value(op: torch._ops.OpOverload, readers: Iterable[Rule] = ()) -> list[bo
 
 
 def why_never_asked(op: torch._ops.OpOverload) -> str | None:
-    """Why no rule for an operator would ever be asked, in words; None where it would be."""
+    """Returns why no rule for an operator can be reached; None if it can."""
     dispatcher = DTensor._op_dispatcher
     if op in dispatcher._random_ops:
         return "it is random, which is torch's to do"

@@ -21,7 +21,7 @@ from dtensor_rules.registry.rule import Call
 
 
 def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
-    """The plan for calls like this one; C++ asks once per key.
+    """Makes the plan of a call; C++ calls it once per key.
 
     Args:
         op: the operator.
@@ -69,7 +69,7 @@ def _plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
 
 
 def _torch_says_why() -> Plan:
-    """Torch meets the same error on its own way, and words it for its users."""
+    """Returns a plan with which torch executes the call, and raises its own error."""
     return Plan(reason="propagation", cacheable=False)
 
 
@@ -88,7 +88,7 @@ def _refuse_mixed_meshes(call: Call, cause: Exception | None = None) -> None:
 
 
 def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
-    """The plan that does what torch's dispatch does with its decision.
+    """Makes the plan of torch's sharding decision.
 
     Args:
         call: the call.
@@ -112,7 +112,7 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
     outs = [index for index, argument in enumerate(op._schema.arguments) if argument.is_out]
     if outs:
         specs = spec if isinstance(spec, (tuple, list)) else (spec,)
-        if len(specs) != len(outs) or not all(isinstance(one, DTensorSpec) for one in specs):
+        if len(specs) != len(outs) or not all(isinstance(spec, DTensorSpec) for spec in specs):
             return Plan(reason="unsupported")
         given: dict[int, DTensorSpec] = dict(zip(outs, specs, strict=True))
         return Plan(moves=moves, values=values, instead=instead, given=given)
@@ -127,7 +127,7 @@ def from_sharding(call: Call, sharding: OutputSharding) -> Plan:
 
 
 def _moves(call: Call, wanted: OpSchema) -> list[Move]:
-    """The redistributions of positional arguments; torch leaves keyword arguments as they are."""
+    """Returns the redistributions of positional arguments; torch has none of keyword arguments."""
     info = call.info
     # Torch flattens the arguments of operators that take lists of tensors, and its wish with them.
     nested = info.args_tree_spec is not None
@@ -146,7 +146,7 @@ def _moves(call: Call, wanted: OpSchema) -> list[Move]:
 
 
 def _places(args: tuple[object, ...]) -> list[tuple[int, int]]:
-    """Position and element of every leaf of the arguments, in order; element -1: no list."""
+    """Yields the position and element of every leaf of the arguments; element -1 for no list."""
     return [
         (index, element)
         for index, value in enumerate(args)
@@ -155,7 +155,7 @@ def _places(args: tuple[object, ...]) -> list[tuple[int, int]]:
 
 
 def _values(wanted: OpSchema) -> dict[int, object]:
-    """The arguments without tensors, which torch has rewritten from global to local sizes."""
+    """Returns the arguments without tensors, which torch rewrites from global to local sizes."""
     return {
         index: value
         for index, value in enumerate(wanted.args_schema)
@@ -164,7 +164,7 @@ def _values(wanted: OpSchema) -> dict[int, object]:
 
 
 def _outputs(op: torch._ops.OpOverload, spec: object) -> list[Output]:
-    """What becomes of each result in the operator's schema."""
+    """Returns the output of each result in the operator's schema."""
     returns = op._schema.returns
     if spec is None:
         return [None] * len(returns)

@@ -121,7 +121,7 @@ def _plan(
     redistribute: Mapping[int, Sequence[SentPlacement]],
     transform: Mapping[int, Callable[[torch.Tensor], torch.Tensor]],
 ) -> Plan:
-    """The plan that a compiled rule describes.
+    """Makes the plan that a compiled rule returns.
 
     Raises:
         ValueError: a number that no DTensor of the call has, placements that are not one per axis.
@@ -182,7 +182,7 @@ def _numbered(where: str, field: str, specs: list[DTensorSpec], number: int) -> 
 
 
 def _placed(where: str, spec: DTensorSpec, sent: Sequence[SentPlacement]) -> DTensorSpec:
-    """The spec of the same tensor with other placements."""
+    """Returns the spec of the same tensor with other placements."""
     placements = tuple(_placement(one) for one in sent)
     placed = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     check_axes(where, placed)

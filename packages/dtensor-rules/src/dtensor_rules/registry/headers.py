@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def get_include() -> str:
-    """The folder to compile with (``-I``) for ``#include <dtensor_rules/rule.h>``.
+    """Returns the folder to compile with (``-I``) for ``#include <dtensor_rules/rule.h>``.
 
     Builds ask for it: it loads neither torch nor the extension module.
     """

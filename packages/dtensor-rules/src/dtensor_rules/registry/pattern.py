@@ -50,7 +50,7 @@ def fit_on_an_axis(words: Sequence[str], specs: Sequence[DTensorSpec]) -> bool:
 
 
 def kinds_of(op: torch._ops.OpOverload) -> set[str]:
-    """The kinds an operator is of: ``view``, ``in-place``, ``out-given``, or ``functional``.
+    """Returns the kinds of an operator: ``view``, ``in-place``, ``out-given``, ``functional``.
 
     An in-place operator is ``out-given`` as well: the tensor it writes says what the result is.
     """

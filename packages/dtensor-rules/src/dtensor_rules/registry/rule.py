@@ -147,7 +147,7 @@ def _is_pattern(op: str) -> bool:
 
 
 def _check_op(where: str, op: str) -> None:
-    """An exact name has to be an operator's."""
+    """Checks that a name without wildcards is an operator's."""
     if _is_pattern(op):
         return
     namespace, _, rest = op.partition(".")

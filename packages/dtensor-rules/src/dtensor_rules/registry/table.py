@@ -81,28 +81,28 @@ def remove_rule(name: str) -> None:
 
 
 def rules() -> tuple[ListedRule, ...]:
-    """The rules in their order, with how often their plans ran."""
+    """Returns the rules in their order, with the number of calls that used their plans."""
     return tuple(ListedRule(entry.rule, entry.counter.hits) for entry in _table)
 
 
 def registered() -> list[Rule]:
-    """The rules themselves, in their order."""
+    """Returns the rules in their order."""
     return [entry.rule for entry in _table]
 
 
 def names() -> list[str]:
-    """The names of the rules, in their order."""
+    """Returns the names of the rules, in their order."""
     return [entry.rule.name for entry in _table]
 
 
 def name_of(plan: Plan) -> str | None:
-    """The name of the rule that made a plan; None where torch's propagation did."""
+    """Returns the name of the rule that made a plan; None for torch's propagation."""
     found = (entry.rule.name for entry in _table if entry.counter is plan.rule)
     return next(found, None)
 
 
 def match(call: Call) -> Plan | None:
-    """The answer of the first rule that matches and has one; rules are about calls on one mesh."""
+    """Returns the plan of the first rule that matches and has one, for calls on one mesh."""
     if any(spec.mesh != call.specs[0].mesh for spec in call.specs):
         return None
     for entry in list(_table):

@@ -43,19 +43,24 @@ def _missing_ranks(snapshots: Sequence[RankSnapshot]) -> Iterator[str]:
 
 
 def _groups(snapshots: Sequence[RankSnapshot]) -> list[str]:
-    """The process groups with collectives; ranks may start sends and receives in any order."""
+    """Returns the groups with collectives; sends and receives may start in any order."""
     return list(
         dict.fromkeys(
-            one.group for snapshot in snapshots for one in snapshot.collectives if not one.is_p2p
+            collective.group
+            for snapshot in snapshots
+            for collective in snapshot.collectives
+            if not collective.is_p2p
         )
     )
 
 
 def _differences(group: str, snapshots: Sequence[RankSnapshot]) -> Iterator[str]:
-    """At most one sentence: collectives behind the first difference cannot be compared."""
+    """Returns at most one sentence, as collectives after a difference cannot be compared."""
     started = {
         snapshot.rank: {
-            one.number: one for one in snapshot.collectives if one.group == group and not one.is_p2p
+            collective.number: collective
+            for collective in snapshot.collectives
+            if collective.group == group and not collective.is_p2p
         }
         for snapshot in snapshots
     }

@@ -40,7 +40,11 @@ class RankSnapshot:
     @property
     def newest(self) -> tuple[RecordedCollective, ...]:
         """The newest collective of each process group, and its newest send or receive."""
-        return tuple({(one.group, one.is_p2p): one for one in self.collectives}.values())
+        return tuple(
+            {
+                (collective.group, collective.is_p2p): collective for collective in self.collectives
+            }.values()
+        )
 
     @property
     def headline(self) -> str:

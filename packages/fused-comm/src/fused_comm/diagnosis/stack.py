@@ -177,7 +177,7 @@ def _running(frames: Sequence[StackFrame]) -> Iterator[str]:
     modules = [frame.frame.f_locals["self"] for frame in frames if frame.code == _MODULE_CALL]
     if modules:
         innermost, outermost = modules[0], modules[-1]
-        name = next((n for n, one in outermost.named_modules() if one is innermost), "")
+        name = next((n for n, module in outermost.named_modules() if module is innermost), "")
         model = type(outermost).__name__
         yield f"module {name!r} of {model}" if name else f"the forward of {model}"
     if any(frame.code == _BACKWARD for frame in frames):

@@ -27,7 +27,7 @@ class FlatBuffer(Protocol):
         ...
 
     def release(self) -> None:
-        """Is called when no gradient is in it any more."""
+        """Releases the memory; called when no gradient uses it."""
         ...
 
 

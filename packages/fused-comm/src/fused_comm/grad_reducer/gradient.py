@@ -201,7 +201,7 @@ class GradientState:
 def _as_term(
     name: str, earlier: torch.Tensor, reduction: Reduction, slot: Slot, route: Route
 ) -> torch.Tensor:
-    """A gradient that was reduced along other axes, as a term of the sum along these.
+    """Makes a gradient that was reduced along other axes a term of the sum along these.
 
     Where it is replicated along an axis, the first rank of a sum contributes it, and every rank of
     a mean. A shard is contributed at its position, and zeros elsewhere.

@@ -152,7 +152,7 @@ def bucket_item(number: int, reduction: Reduction, options: ReducerOptions) -> B
 
 
 def _description(gradient: GradientState) -> str:
-    """Equal on all ranks, so without the mesh's ranks: each may be on its part of a larger mesh."""
+    """Describes a parameter equally on all ranks, each of which may have its own submesh."""
     param = gradient.param
     placed = "a plain tensor"
     if isinstance(param, DTensor):
@@ -166,7 +166,7 @@ def _merged(
     by_rank: Sequence[dict[int, ReductionSpec]],
     everyone: FlatGroup,
 ) -> dict[int, ReductionSpec]:
-    """The union of the ranks' specs; each dict is in the order in which gradients are computed."""
+    """Merges the ranks' specs; each dict is in the order in which gradients are computed."""
     ranks = dist.get_process_group_ranks(everyone.group)
     merged: dict[int, ReductionSpec] = {}
     first_rank: dict[int, int] = {}

@@ -100,7 +100,9 @@ class GradReducer:
         if not bucket_mb > 0:
             raise ValueError(f"GradReducer: expected bucket_mb > 0, got {bucket_mb}")
         self._gradients = gradient_states(params, accumulate_dtype)
-        self._numbers = {id(one.param): number for number, one in enumerate(self._gradients)}
+        self._numbers = {
+            id(gradient.param): number for number, gradient in enumerate(self._gradients)
+        }
         self._options = ReducerOptions(
             int(bucket_mb * 2**20), reduce_dtype, accumulate_dtype, fuse_axes, op,
             None if group is None else flat_group_of(group), timeout,
@@ -145,7 +147,7 @@ class GradReducer:
             self._wait(plan, second)
             self._last = [*step.in_flight, *second.in_flight]
         # Gradients that need no reduction are in no bucket.
-        if not any_gradient and all(one.param.grad is None for one in self._gradients):
+        if not any_gradient and all(gradient.param.grad is None for gradient in self._gradients):
             raise RuntimeError(
                 "GradReducer.finish(): no rank has a gradient; call it once after each backward"
             )
@@ -233,7 +235,7 @@ class GradReducer:
         return plan
 
     def _register_hooks(self) -> None:
-        """Of parameters that require a gradient, also of those that do so since the last call."""
+        """Registers hooks of parameters that require a gradient, also of new ones."""
         for number, gradient in enumerate(self._gradients):
             if number in self._hooked or not gradient.param.requires_grad:
                 continue

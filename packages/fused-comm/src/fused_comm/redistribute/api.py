@@ -162,7 +162,7 @@ def reduce_scatter_many(tensors: Sequence[DTensor], dim: int | Sequence[int] = 0
 def _targets(
     tensors: Sequence[DTensor], placements: Placements | Sequence[Placements]
 ) -> list[tuple[Placement, ...]]:
-    common = all(isinstance(one, Placement) for one in placements)
+    common = all(isinstance(placement, Placement) for placement in placements)
     each: Any = [placements] * len(tensors) if common else placements
     if len(each) != len(tensors):
         raise ValueError(
@@ -179,7 +179,7 @@ def _targets(
 
 
 def _grad_placements(grad: Placements, source: Placements) -> list[Placement]:
-    """As torch/distributed/tensor/_redistribute.py: a gradient is never made Partial again."""
+    """Returns the gradient's placements as torch's _redistribute.py: never Partial again."""
     return [
         Replicate() if isinstance(to, Partial) and not isinstance(current, Partial) else to
         for current, to in zip(grad, source, strict=True)

@@ -113,7 +113,7 @@ class RedistributionBatch:
 
 
 def _reduction(tensor: DTensor, target: tuple[Placement, ...]) -> Reduction | None:
-    """The reduction, where the tensor needs sums and nothing else."""
+    """Returns the reduction if the tensor needs only sums; else None."""
     changed = [(a, b) for a, b in zip(tensor.placements, target, strict=True) if a != b]
     operations = {source.reduce_op for source, _ in changed if isinstance(source, Partial)}
     sums = all(isinstance(a, Partial) and type(b) in (Replicate, Shard) for a, b in changed)
@@ -132,7 +132,7 @@ def _reduction(tensor: DTensor, target: tuple[Placement, ...]) -> Reduction | No
 def _shard_item(
     tensor: DTensor, target: tuple[Placement, ...]
 ) -> tuple[FlatGroup, ShardItem] | None:
-    """The item, where the tensor needs a gather, or one axis sharded on another dim."""
+    """Returns the item of a tensor that needs a gather, or another sharded dim; else None."""
     mesh, sources = tensor.device_mesh, tensor.placements
     axes = [axis for axis in range(mesh.ndim) if sources[axis] != target[axis]]
     if not axes or not all(type(sources[axis]) is Shard for axis in axes):
@@ -159,7 +159,7 @@ def _shard_item(
 def _flat_range_item(
     tensor: DTensor, target: tuple[Placement, ...]
 ) -> tuple[dist.ProcessGroup, FlatRangeItem] | None:
-    """The item, where one axis needs other flat ranges of what the other axes have sharded."""
+    """Returns the item if one axis needs other flat ranges of the other axes' shards; else None."""
     mesh, sources = tensor.device_mesh, tensor.placements
     axes = [axis for axis in range(mesh.ndim) if sources[axis] != target[axis]]
     if len(axes) != 1:
@@ -168,7 +168,7 @@ def _flat_range_item(
     source, to = sources[axis], target[axis]
     if not (isinstance(source, FlatRangePlacement) and isinstance(to, FlatRangePlacement)):
         return None
-    others = tuple(Replicate() if at == axis else one for at, one in enumerate(sources))
+    others = tuple(Replicate() if at == axis else source for at, source in enumerate(sources))
     base, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, others)
     ranks = range(mesh.size(axis))
     item = FlatRangeItem(

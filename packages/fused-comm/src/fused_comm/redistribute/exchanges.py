@@ -92,7 +92,7 @@ class ShardExchange:
         return results
 
     def _waits_for_(self) -> str:
-        """For `fused_comm.diagnosis`."""
+        """Describes what is waited for, for `fused_comm.diagnosis`."""
         shapes = ", ".join(str(tuple(item.shape)) for item in self._items)
         return f"fused-comm: exchange of {len(self._items)} tensors with result shapes {shapes}"
 
@@ -105,7 +105,7 @@ class ShardExchange:
 
 
 def _joint_shape(item: ShardItem) -> list[int]:
-    """The shape of all ranks' results together, before they are split."""
+    """Returns the shape of all ranks' results together, before they are split."""
     shape = list(item.shape)
     for dim, _ in item.split:
         shape[dim] = item.local.shape[dim]
@@ -115,7 +115,7 @@ def _joint_shape(item: ShardItem) -> list[int]:
 def _shards(
     shape: Sequence[int], splits: Sequence[tuple[int, int]], group: FlatGroup
 ) -> list[Slices]:
-    """Per row, the slices of the shard of the rank of that row."""
+    """Returns for each row the slices of its rank's shard."""
     return [shard_slices(shape, splits, position) for position in group.order]
 
 
@@ -233,11 +233,11 @@ class FlatRangeExchange:
 
 
 def _overlap(one: range, other: range) -> range:
-    """The elements of both ranges, perhaps none."""
+    """Returns the intersection of two ranges, which may be empty."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
 def _part(local: torch.Tensor, local_range: range, part: range) -> torch.Tensor:
-    """The elements of a range, all of which a local tensor has."""
+    """Returns the elements of a range of which a local tensor has all."""
     return local.view(-1)[part.start - local_range.start : part.stop - local_range.start]

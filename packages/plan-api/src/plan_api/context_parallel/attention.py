@@ -130,11 +130,11 @@ class _ContextParallelAttention:
 
     def _check_placements(self, tensor: torch.Tensor) -> DTensor:
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
-        others = [one for axis, one in enumerate(placements) if axis != self._axis]
+        others = [placement for axis, placement in enumerate(placements) if axis != self._axis]
         if not (
             isinstance(tensor, DTensor)
             and placements[self._axis] == Shard(_SEQUENCE)
-            and all(one.is_replicate() or one in (Shard(0), Shard(_HEADS)) for one in others)
+            and all(other.is_replicate() or other in (Shard(0), Shard(_HEADS)) for other in others)
         ):
             got = tensor._spec if isinstance(tensor, DTensor) else "a plain tensor"
             raise ValueError(

@@ -66,7 +66,7 @@ class AttentionKernel(ABC):
             tile: which of them to compute.
         """
         heads = query.shape[1]
-        keys, values = (_repeat_heads(one[:, :, tile.keys], heads) for one in (key, value))
+        keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
         return self._forward(query[:, :, tile.queries], keys, values, tile.causal)
 
     def backward(
@@ -89,7 +89,7 @@ class AttentionKernel(ABC):
             tile: as in forward.
         """
         heads, key_heads, queries = query.shape[1], key.shape[1], tile.queries
-        keys, values = (_repeat_heads(one[:, :, tile.keys], heads) for one in (key, value))
+        keys, values = (_repeat_heads(full[:, :, tile.keys], heads) for full in (key, value))
         part = AttentionOutput(output.out[:, :, queries], output.lse[:, :, queries])
         grads = self._backward(
             grad[:, :, queries], query[:, :, queries], keys, values, part, tile.causal

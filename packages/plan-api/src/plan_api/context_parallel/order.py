@@ -48,11 +48,11 @@ class SequenceSharding:
         return 2 * self.ranks if self.name == "zigzag" else self.ranks
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank by number, in the order in which it has them."""
+        """Returns the chunk numbers of a rank, in its order."""
         return (rank, self.chunks - 1 - rank) if self.name == "zigzag" else (rank,)
 
     def all_chunks(self) -> list[int]:
-        """The chunks of all ranks, rank by rank."""
+        """Returns the chunk numbers of all ranks, rank by rank."""
         return [chunk for rank in range(self.ranks) for chunk in self.chunks_of(rank)]
 
     def check_length(self, length: int, what: str) -> None:

@@ -65,7 +65,9 @@ class SequenceReorder:
         if not isinstance(tensor, DTensor):
             return self._permute(tensor)
         along = tensor.placements[self._axis]
-        if along == Replicate() and not any(_shards(one, self._dim) for one in tensor.placements):
+        if along == Replicate() and not any(
+            _shards(placement, self._dim) for placement in tensor.placements
+        ):
             return self._map_local(tensor, self._permute)
         if self._is_output and along == Shard(self._dim):
             with moving(self._step, tensor.placements, tensor.placements):

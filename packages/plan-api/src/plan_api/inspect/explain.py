@@ -162,7 +162,7 @@ def _placements(step: SiteStep, plan: PlanEntries, end: str) -> str:
         if axis in step.moves and (placement := getattr(step.moves[axis], end)) is not None
     ]
     if end == "dst":
-        shown += [f"{name}={v}" for one in step.moves.values() for name, v in one.options]
+        shown += [f"{name}={v}" for move in step.moves.values() for name, v in move.options]
     return ", ".join(shown)
 
 

@@ -47,7 +47,7 @@ def find_fully_shard(entry: FullyShard) -> Callable[..., Any]:
 
 
 def entry_for(name: str, entries: Mapping[str, FullyShard]) -> FullyShard | None:
-    """The entry of the innermost fully sharded module that has a parameter; None if there is none.
+    """Returns the entry of the innermost fully sharded module with a parameter, or None.
 
     Args:
         name: of the parameter.
@@ -73,7 +73,7 @@ def names_reduced_by_fsdp(
     schedules: Mapping[str, Schedule],
     mesh: DeviceMesh,
 ) -> frozenset[str]:
-    """The first names of the parameters whose gradients fully_shard reduces.
+    """Returns the first names of the parameters whose gradients fully_shard reduces.
 
     Args:
         model: any.

@@ -192,7 +192,7 @@ class Site:
     @property
     def moved(self) -> tuple[SiteStep, ...]:
         """The steps that the site's own hook applies; `plan_api.ops` installs the others."""
-        return tuple(one for one in self.steps if one.kind not in _NOT_REDISTRIBUTED)
+        return tuple(step for step in self.steps if step.kind not in _NOT_REDISTRIBUTED)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Schedule:
         return self.rest != self.run
 
     def at(self, hook_point: HookPoint) -> _Placements:
-        """The placements in a phase; GRAD gives those of a gradient that is reduced at once."""
+        """Returns the placements in a phase; for GRAD, if the gradient is reduced at once."""
         unsharded = hook_point is HookPoint.RUN or (
             hook_point is HookPoint.INIT and self.keeps_unsharded
         )

@@ -116,8 +116,8 @@ def _resolve(plan: PlanEntries, model: nn.Module) -> list[Op]:
                 for name in matched:
                     _check_dims(entry, name, state[name])
             locations = [
-                (each, _locate(each, name, modules))
-                for each in (entry, *_shifted_entries(entry))
+                (located, _locate(located, name, modules))
+                for located in (entry, *_shifted_entries(entry))
                 for name in matched
             ]
         except ValueError as error:
@@ -125,7 +125,7 @@ def _resolve(plan: PlanEntries, model: nn.Module) -> list[Op]:
             continue
         if entry.kind in _OP_KINDS:
             source = EntryRef(number, entry.line, entry.description, entry.options)
-            ops += [op for each, location in locations for op in _ops(each, source, location)]
+            ops += [op for located, location in locations for op in _ops(located, source, location)]
     if problems:
         raise ValueError("the plan does not fit the model:\n" + "\n".join(problems))
     return ops

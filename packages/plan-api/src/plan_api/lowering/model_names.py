@@ -29,13 +29,17 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def positional_names(module: nn.Module) -> list[str]:
-    """The names of a forward's arguments that can be passed by position."""
+    """Returns the names of a forward's arguments that can be passed by position."""
     parameters = inspect.signature(module.forward).parameters.values()
-    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def argument_slot(index: int | str, positional: Sequence[str]) -> tuple[int, str]:
-    """The position and the name of an argument; a keyword-only one has no reachable position.
+    """Returns an argument's position and name; of a keyword-only one, an unreachable position.
 
     Args:
         index: of an operation.
@@ -62,8 +66,12 @@ def resolve_argument(description: str, name: str, module: nn.Module, index: int 
         ValueError: forward has no such argument.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
-    kinds = {one.kind for one in parameters}
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    kinds = {parameter.kind for parameter in parameters}
+    positional = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     forward = f"forward of {name or 'the model'} ({type(module).__name__})"
     if isinstance(index, int):
         if index >= len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -73,7 +81,9 @@ def resolve_argument(description: str, name: str, module: nn.Module, index: int 
         return index
     if index in positional:
         return positional.index(index)
-    keyword = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    keyword = [
+        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    ]
     if index in keyword or inspect.Parameter.VAR_KEYWORD in kinds:
         return index
     raise ValueError(
@@ -97,7 +107,7 @@ def suggest_names(requested: str, names: Iterable[str]) -> str:
         for _, name in nearest.values():
             tails.setdefault(name.rpartition(".")[2], name)
         last = requested.rpartition(".")[2]
-        close = [tails[one] for one in difflib.get_close_matches(last, tails, 3, 0.6)]
+        close = [tails[tail] for tail in difflib.get_close_matches(last, tails, 3, 0.6)]
     return "; did you mean " + " or ".join(map(repr, close)) + "?" if close else ""
 
 

@@ -201,7 +201,7 @@ def _check_phases_of_fully_sharded(
 
 
 def _regions(ops: Iterable[Op]) -> set[str]:
-    """The paths of modules that run on local tensors."""
+    """Returns the paths of modules that run on local tensors."""
     return {op.path for op in ops if op.kind is OpKind.LOCAL}
 
 
@@ -433,7 +433,7 @@ def _unit_problems(
 
 
 def _unit_size(op: Op, model: nn.Module) -> tuple[int, str]:
-    """The size of a unit, and the text that names it in messages."""
+    """Returns the size of a unit, and the text that names it in messages."""
     unit: int | str = dict(op.entry.options)["unit"]
     if isinstance(unit, int):
         return unit, f"{unit}"

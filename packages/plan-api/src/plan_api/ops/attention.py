@@ -39,9 +39,12 @@ def _forward(
             "attn_implementation='eager' in transformers"
         )
     rest = [None] * len(options)
-    return [([one, one], [one, one, one, *rest]) for one in _placements()]
+    return [
+        ([placement, placement], [placement, placement, placement, *rest])
+        for placement in _placements()
+    ]
 
 
 def _backward(*arguments: Any, attn_mask: Any = None, scale: Any = None) -> list[Any]:
     rest = [None] * (len(arguments) - 6)  # grad, query, key, value, out and logsumexp are tensors
-    return [([one] * 3, [one] * 6 + rest) for one in _placements()]
+    return [([placement] * 3, [placement] * 6 + rest) for placement in _placements()]

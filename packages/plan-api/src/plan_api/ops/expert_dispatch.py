@@ -66,7 +66,7 @@ class _Assignments:
             return _all_to_all(rows, self.sent, self.received, self.group)
 
     def _waits_for_(self) -> str:
-        """For `fused_comm.diagnosis`."""
+        """Describes what is waited for, for `fused_comm.diagnosis`."""
         return f"plan-api: tokens sent to the ranks of their experts, {self.step.description}"
 
 
@@ -108,7 +108,7 @@ class TokenDispatcher:
                 f"and {tuple(index.shape)}"
             )
         assignments, local_index = self._assign(index)
-        needs_grad = tokens.requires_grad or any(one.requires_grad for one in _params(module))
+        needs_grad = tokens.requires_grad or any(param.requires_grad for param in _params(module))
         anchor = tokens.new_empty(0).requires_grad_(needs_grad and torch.is_grad_enabled())
         rows, link = _DispatchTokens.apply(tokens, anchor, assignments)  # type: ignore[no-untyped-call]
         self._running = assignments, link, weights
@@ -156,7 +156,7 @@ class TokenDispatcher:
         return found
 
     def _assign(self, index: torch.Tensor) -> tuple[_Assignments, torch.Tensor]:
-        """The assignments of these choices, and the local expert of received rows, (rows, 1)."""
+        """Returns the assignments of choices, and the received rows' local experts, (rows, 1)."""
         experts, own = self._dispatch.experts, self._own
         lengths, number = [len(part) for part in experts], experts[-1].stop
         chosen, by_expert = index.flatten().sort(stable=True)
@@ -247,12 +247,12 @@ class _CombineTokens(torch.autograd.Function):
 
 
 def _params(module: nn.Module) -> list[torch.Tensor]:
-    """The parameters as a module and its submodules find them while they run: local tensors."""
+    """Returns the parameters as the running module and its submodules have them: local tensors."""
     return [getattr(owner, name) for owner in module.modules() for name in (*owner._parameters,)]
 
 
 def _group_of(mesh: DeviceMesh, axes: Sequence[int]) -> str:
-    """The name of the group of all ranks along some axes, the first of them outermost."""
+    """Returns the name of the group of all ranks along axes, the first axis outermost."""
     if len(axes) == 1:
         return mesh.get_group(axes[0]).group_name
     names = axis_names(mesh)

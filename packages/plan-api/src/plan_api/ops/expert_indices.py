@@ -73,7 +73,7 @@ def install_expert_indices(
             _before(module, at.wrap(dispatcher.dispatch)),
             _after(module, at.wrap(dispatcher.combine)),
         ]
-    values = {name: own for one in indices for name, own in one.attributes.items()}
+    values = {name: own for index in indices for name, own in index.attributes.items()}
     attributes = _SwappedAttributes(values)
     return [*handles, _before(module, attributes.swap_in), _after(module, attributes.restore)]
 

@@ -51,17 +51,18 @@ def install_regions(
             module = model.get_submodule(site.path)
             if step.kind is OpKind.LOCAL:
                 inside = [
-                    one
-                    for path, each in indices.items()
-                    for one in each
+                    indexed_argument
+                    for path, indexed_arguments in indices.items()
+                    for indexed_argument in indexed_arguments
                     if is_inside(path, site.path)
                 ]
                 at = StepContext(site.path or "the model", step)
                 handles += _install_local(module, placements, mesh, site.path, inside, at)
             elif step.kind is OpKind.FACTORY:
                 handles += install_factory(module, placements, mesh)
-    for path, each in indices.items():
-        handles += install_expert_indices(model.get_submodule(path), each, mesh, path)
+    for path, indexed_arguments in indices.items():
+        module = model.get_submodule(path)
+        handles += install_expert_indices(module, indexed_arguments, mesh, path)
     return handles
 
 
@@ -103,8 +104,10 @@ class _LocalRegion:
         indices: Sequence[ExpertIndices],
     ) -> None:
         self._outputs, self._mesh, self._path = outputs, mesh, path
-        self._replicated_axes = {axis for one in indices if not one.dispatch for axis in one.axes}
-        self._dispatched_axes = {axis for one in indices if one.dispatch for axis in one.axes}
+        self._replicated_axes = {
+            axis for index in indices if not index.dispatch for axis in index.axes
+        }
+        self._dispatched_axes = {axis for index in indices if index.dispatch for axis in index.axes}
         self._owners = [
             (owner, name) for owner in module.modules() for name in (*owner._parameters,)
         ]
@@ -118,7 +121,7 @@ class _LocalRegion:
         params: list[tuple[nn.Module, str, Any]] = [
             (owner, name, owner._parameters[name]) for owner, name in self._owners
         ]
-        params = [one for one in params if isinstance(one[2], DTensor)]
+        params = [param for param in params if isinstance(param[2], DTensor)]
         sharded_by_params = self._sharded_axes([param for _, _, param in params])
         sharded_by_inputs = self._sharded_axes(self._inputs)
         for owner, name, param in params:
@@ -165,7 +168,7 @@ class _LocalRegion:
         return tensor
 
     def _sharded_axes(self, tensors: list[DTensor]) -> set[int]:
-        """The axes along which any of these is sharded."""
+        """Returns the axes along which any of these is sharded."""
         return {
             axis
             for tensor in tensors
@@ -187,7 +190,7 @@ class _LocalRegion:
 
 
 def _local(tensor: DTensor, sharded_axes: set[int]) -> torch.Tensor:
-    """The local tensor; its gradient is Partial along sharded axes on which it is replicated."""
+    """Returns the local tensor, whose gradient is Partial on sharded axes that replicate it."""
     gradient = [
         Partial() if placement == Replicate() and axis in sharded_axes else placement
         for axis, placement in enumerate(tensor.placements)
@@ -198,7 +201,7 @@ def _local(tensor: DTensor, sharded_axes: set[int]) -> torch.Tensor:
 def _global_shape(
     tensor: torch.Tensor, placements: list[Placement], mesh: DeviceMesh, like: DTensor | None
 ) -> torch.Size:
-    """The global shape; for uneven shards it follows from an input of the same local size."""
+    """Returns the global shape, for uneven shards from an input of the same local size."""
     shape = list(tensor.shape)
     for axis, placement in enumerate(placements):
         dim = getattr(placement, "dim", None)

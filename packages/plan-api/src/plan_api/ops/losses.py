@@ -63,7 +63,7 @@ def loss_handlers() -> dict[Any, _Handler]:
 
 
 def _local_part(tensor: Any, placements: _Placements, mesh: DeviceMesh) -> torch.Tensor:
-    """The local tensor in some placements; a plain tensor is taken as replicated."""
+    """Returns the local tensor in given placements; a plain tensor is taken as replicated."""
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     if tensor.placements != placements:
@@ -75,7 +75,7 @@ def _local_part(tensor: Any, placements: _Placements, mesh: DeviceMesh) -> torch
 def _wrap(
     local: torch.Tensor, placements: _Placements, shape: torch.Size, mesh: DeviceMesh
 ) -> DTensor:
-    """A local tensor as a DTensor of a global shape."""
+    """Makes a local tensor a DTensor of a global shape."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
@@ -110,7 +110,8 @@ class _Logits:
     def sum_placements(self) -> _Placements:
         """The placements of a sum over this rank's rows."""
         return tuple(
-            Replicate() if one.is_replicate() else Partial() for one in self.row_placements
+            Replicate() if row_placement.is_replicate() else Partial()
+            for row_placement in self.row_placements
         )
 
     @property
@@ -124,19 +125,19 @@ class _Logits:
         return self.sharding.axis is None and not self.sharding.rows
 
     def part(self, tensor: Any, placements: _Placements) -> torch.Tensor:
-        """The local part of a tensor on the mesh of the logits."""
+        """Returns the local tensor of a tensor on the mesh of the logits."""
         return _local_part(tensor, placements, self.sharding.mesh)
 
     def wrap(self, local: torch.Tensor, placements: _Placements, shape: torch.Size) -> DTensor:
-        """A local tensor as a DTensor on the mesh of the logits."""
+        """Makes a local tensor a DTensor on the mesh of the logits."""
         return _wrap(local, placements, shape, self.sharding.mesh)
 
     def local_targets(self, target: Any, weight: Any, ignored: int) -> Targets:
-        """The targets of this rank's rows."""
+        """Returns the targets of this rank's rows."""
         return Targets.of(self.local, self.sharding, *self.parts(target, weight), ignored)
 
     def parts(self, target: Any, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The classes of this rank's rows, and the weights of all classes."""
+        """Returns the classes of this rank's rows, and the weights of all classes."""
         weights = None if weight is None else self.part(weight, self.replicated)
         return self.part(target, self.row_placements), weights
 
@@ -215,7 +216,7 @@ def _logits(dtensor: DTensor, dim: int) -> _Logits:
 
 
 def _without(placement: Any, dim: int) -> Placement:
-    """The same shard of a tensor without a dim."""
+    """Returns the same shard for a tensor without a dim."""
     if placement.is_replicate() or placement.dim < dim:
         return placement  # type: ignore[no-any-return]
     if type(placement) is Shard:
@@ -232,7 +233,9 @@ def _elementwise_loss(
     local = call.run()
     if call.reduction == MEAN:
         local = local * call.share if call.share else torch.zeros_like(local)
-    summed = tuple(Replicate() if one.is_replicate() else Partial() for one in call.placements)
+    summed = tuple(
+        Replicate() if placement.is_replicate() else Partial() for placement in call.placements
+    )
     return _wrap(local, summed, torch.Size([]), call.mesh)
 
 
@@ -263,15 +266,15 @@ class _ElementwiseLoss:
     def __init__(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        lead = next(one for one in args if isinstance(one, DTensor))
+        lead = next(arg for arg in args if isinstance(arg, DTensor))
         self.mesh, self.shape = lead.device_mesh, lead.shape
         self.placements: _Placements = tuple(
-            Replicate() if one.is_partial() else one for one in lead.placements
+            Replicate() if placement.is_partial() else placement for placement in lead.placements
         )
         self._op, self._kwargs = op, kwargs
         self._args = [
-            _local_part(one, self.placements, self.mesh) if isinstance(one, torch.Tensor) else one
-            for one in args
+            _local_part(arg, self.placements, self.mesh) if isinstance(arg, torch.Tensor) else arg
+            for arg in args
         ]
         names = [argument.name for argument in op._schema.arguments]
         at = names.index("reduction") - ("grad_output" in names)

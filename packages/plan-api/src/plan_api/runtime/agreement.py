@@ -40,7 +40,7 @@ def check_agreement(lines: Sequence[str], mesh: DeviceMesh) -> None:
         dist.all_gather_object(gathered, of_ranks, group=group)
         of_ranks = [one for some in gathered for one in some]
     for number in range(max(map(len, of_ranks))):
-        those = [one[number] if number < len(one) else "nothing" for one in of_ranks]
+        those = [of_rank[number] if number < len(of_rank) else "nothing" for of_rank in of_ranks]
         for rank, line in zip(mesh.mesh.flatten().tolist(), those, strict=False):
             if line != those[0]:
                 raise ValueError(
@@ -63,7 +63,7 @@ def true_on_any_rank(flag: bool, mesh: DeviceMesh) -> bool:
 
 
 def first_site_on_any_rank(site: str, mesh: DeviceMesh) -> str:
-    """The first nonempty site of the ranks of a mesh, the same on all; all have to call."""
+    """Returns the first nonempty site of a mesh's ranks, the same on all; collective."""
     for axis in range(mesh.ndim):
         sites: list[Any] = [""] * mesh.size(axis)
         dist.all_gather_object(sites, site, group=mesh.get_group(axis))

@@ -23,7 +23,9 @@ def map_tensors(value: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -
         return transform(value)
     if _is_dataclass(value):
         parts = {
-            one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.init
         }
         mapped = {name: map_tensors(part, transform) for name, part in parts.items()}
         changed = {name: part for name, part in mapped.items() if part is not parts[name]}
@@ -97,7 +99,7 @@ def _replace_named(
 def _fields(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return list(value)
-    return [one.name for one in dataclasses.fields(value)]
+    return [field.name for field in dataclasses.fields(value)]
 
 
 def _is_dataclass(value: Any) -> bool:

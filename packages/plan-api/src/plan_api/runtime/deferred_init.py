@@ -52,9 +52,9 @@ class _RecordedCall:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields arguments and results."""
-        for one in pytree.tree_leaves((self.args, self.kwargs)):
-            if isinstance(one, torch.Tensor):
-                yield one
+        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
         yield from self.results
 
     @property
@@ -64,7 +64,7 @@ class _RecordedCall:
             return False
         others = pytree.tree_leaves((self.args[1:], self.kwargs))
         in_place = self.func._schema.name.endswith("_") and not self.results
-        return in_place and not any(isinstance(one, torch.Tensor) for one in others)
+        return in_place and not any(isinstance(other, torch.Tensor) for other in others)
 
 
 class Tape:
@@ -84,11 +84,11 @@ class Tape:
             state = torch.get_rng_state()
             if not torch.equal(state, self._latest):
                 self._seeded[len(self._calls)] = state
-        arguments = {id(one) for one in pytree.tree_leaves((args, kwargs))}
+        arguments = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
         new = {
-            at: one
-            for at, one in enumerate(pytree.tree_leaves(results))
-            if isinstance(one, torch.Tensor) and id(one) not in arguments
+            at: leaf
+            for at, leaf in enumerate(pytree.tree_leaves(results))
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in arguments
         }
         call = _RecordedCall(func, tuple(args), dict(kwargs), tuple(new.values()), tuple(new))
         self._calls.append(call)
@@ -152,7 +152,9 @@ class _Replay:
 
     def run(self) -> list[torch.Tensor]:
         # By storage: a tensor may be changed through a view.
-        last = {_storage(one): at for at, call in enumerate(self._calls) for one in call.tensors()}
+        last = {
+            _storage(tensor): at for at, call in enumerate(self._calls) for tensor in call.tensors()
+        }
         finished: dict[int, list[torch.Tensor]] = {}
         for at, call in enumerate(self._calls):
             if at in self._seeded:
@@ -166,7 +168,7 @@ class _Replay:
                 if (to := self._targets.get(id(one))) is not None and id(one) not in self._done:
                     self._done[id(one)] = self._placed(self._real[id(one)], to)
                 self._real.pop(id(one), None)
-        return [self._done[one] for one in self._targets]
+        return [self._done[target] for target in self._targets]
 
     def _call(self, call: _RecordedCall) -> list[torch.Tensor]:
         placements = self._shards.get(_storage(call.results[0])) if call.results else None
@@ -198,7 +200,7 @@ class _Replay:
     def _made_by_shards(
         self, targets: Sequence[tuple[torch.Tensor, _Placements]]
     ) -> dict[int, _Placements]:
-        """The placements of the storages whose elements are made and changed independently."""
+        """Returns the placements of storages whose elements are initialized independently."""
         placed = {_storage(one): _simple(to) for one, to in targets}
         for call in reversed(self._calls):
             if call.func in _COPIES and (to := placed.get(_storage(call.results[0]))):
@@ -280,14 +282,16 @@ def deferred_init(model_fn: Callable[..., _Model], *args: Any, **kwargs: Any) ->
 
 
 def tape_of(model: nn.Module) -> Tape | None:
-    """The tape of a model of `deferred_init`; None for others."""
+    """Returns the tape of a model of `deferred_init`; None for others."""
     return _tapes.get(model)
 
 
 def seed_descriptions(model: nn.Module) -> Iterator[str]:
     """Yields the seeds of a model of `deferred_init` as text, for comparison between ranks."""
     if (tape := tape_of(model)) is not None:
-        yield from (f"deferred_init: random numbers from seed state {one}" for one in tape.seeds())
+        yield from (
+            f"deferred_init: random numbers from seed state {seed}" for seed in tape.seeds()
+        )
 
 
 def _is_random(call: _RecordedCall) -> bool:

@@ -124,7 +124,7 @@ def describe_step(step: SiteStep) -> str:
 
 def describe_tensors(value: Any) -> str:
     """Returns shapes and placements of the tensors in a value; without tensors, its class."""
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return ", ".join(map(_tensor, tensors)) or type(value).__name__
 
 

@@ -87,7 +87,7 @@ def ends_call_of(error: BaseException, module: nn.Module) -> bool:
 
 
 def unfinished_calls(error: BaseException, names: Mapping[nn.Module, str]) -> list[ModuleCall]:
-    """The module calls that an error ended, the innermost last.
+    """Returns the module calls that an error ended, the innermost last.
 
     Args:
         error: that was caught.
@@ -110,13 +110,13 @@ def unfinished_calls(error: BaseException, names: Mapping[nn.Module, str]) -> li
 
 
 def expression_of(error: BaseException) -> FailedExpression | None:
-    """The innermost expression in the code of the model or of torch.nn's modules.
+    """Returns the innermost expression in the code of the model or of torch.nn's modules.
 
     Args:
         error: that was caught.
     """
     entries = [*_entries(error)]
-    own = [at for at, one in enumerate(entries) if not _is_dispatch(one.tb_frame)]
+    own = [at for at, entry in enumerate(entries) if not _is_dispatch(entry.tb_frame)]
     if not own:
         return None
     entry, below = entries[own[-1]], entries[own[-1] + 1 :]
@@ -135,8 +135,8 @@ def expression_of(error: BaseException) -> FailedExpression | None:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    """Returns the tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _entries(error: BaseException) -> Iterator[TracebackType]:
@@ -156,7 +156,7 @@ def _is_dispatch(frame: FrameType) -> bool:
 
 
 def _source(entry: TracebackType) -> str:
-    """The source of the failed instruction."""
+    """Returns the source of the failed instruction."""
     code = entry.tb_frame.f_code
     where = next(itertools.islice(code.co_positions(), entry.tb_lasti // 2, None), None)
     if where is None or None in where:

@@ -83,7 +83,7 @@ class _ModelPlan:
     mode: str
 
     def pattern(self, path: str) -> str:
-        """A pattern of a module, and of those of its class whose paths differ in numbers only."""
+        """Returns a pattern of a module and others of its class with other numbers in the path."""
         pattern = generalize_numbers(path)
         classes = {
             type(one) for one, name in self.names.items() if re.fullmatch(pattern, name) is not None
@@ -91,7 +91,7 @@ class _ModelPlan:
         return pattern if len(classes) == 1 else re.escape(path)
 
     def steps_at(self, path: str) -> Iterator[SiteStep]:
-        """The plan's steps at one module."""
+        """Returns the plan's steps at one module."""
         return (step for site in self.sites if site.path == path for step in site.steps)
 
 
@@ -119,7 +119,7 @@ def _described_steps(steps: Iterable[SiteStep]) -> str:
 
 
 def _static_size_remedy(message: str) -> list[str]:
-    """For static mode, where code with global sizes gets local tensors."""
+    """Returns the remedy in static mode, where code with global sizes gets local tensors."""
     if "size" not in message and "shape" not in message:
         return []
     return [
@@ -131,7 +131,7 @@ def _static_size_remedy(message: str) -> list[str]:
 def _mixed_tensor_remedy(
     model: _ModelPlan, calls: Sequence[ModuleCall], failed: FailedExpression
 ) -> list[str]:
-    """For each plain tensor, the entry that would make it a DTensor."""
+    """Returns for each plain tensor the entry that makes it a DTensor."""
     entries: list[str] = []
     remedies: list[str] = []
     for name, value in failed.variables.items():
@@ -182,7 +182,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _argument_of(
     calls: Sequence[ModuleCall], tensor: torch.Tensor
 ) -> tuple[ModuleCall, str] | None:
-    """The outermost module that takes a tensor, and the argument's name."""
+    """Finds the outermost module that takes a tensor, and the argument's name."""
     for call in calls:
         for name, value in call.arguments.items():
             if any(one is tensor for one in tensors_of(value)):
@@ -191,7 +191,7 @@ def _argument_of(
 
 
 def _missing_entry(model: _ModelPlan, call: ModuleCall, name: str) -> str:
-    """The entry for an argument: sharded like others of its size, or replicated."""
+    """Returns the entry for an argument: sharded like others of its size, or replicated."""
     path = path_code(model.pattern(call.path), f"<in:{name}>")
     plain = [one for one in tensors_of(call.arguments[name]) if _is_plain(one)]
     placements: list[Placement] = [Replicate()] * len(model.axes)
@@ -206,8 +206,8 @@ def _missing_entry(model: _ModelPlan, call: ModuleCall, name: str) -> str:
 
 
 def _uneven_remedy(model: _ModelPlan, inner: ModuleCall, failed: FailedExpression) -> list[str]:
-    """The steps that shard a dim that is viewed as units, and the entries that replicate it."""
-    sharded = next((one for one in failed.operands if isinstance(one, DTensor)), None)
+    """Returns the steps that shard a dim viewed as units, and the entries that replicate it."""
+    sharded = next((operand for operand in failed.operands if isinstance(operand, DTensor)), None)
     if sharded is None:
         return []
     steps: list[SiteStep] = []

@@ -50,7 +50,7 @@ def apply_fully_shard(
 
 
 def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that an entry shards on: its axes, flattened, or one axis split into two."""
+    """Returns the mesh of an entry: its axes, flattened, or one axis split into two."""
     options, own = dict(entry.options), mesh[entry.axes]
     if options.get("flat") and own.ndim > 1:
         return own._flatten()

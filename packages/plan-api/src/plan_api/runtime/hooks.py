@@ -64,7 +64,9 @@ def install_site_hook(
     """
     if site.hook_point is HookPoint.FORWARD_PRE:
         positional = positional_names(module)
-        arguments = [(*argument_slot(index, positional), each) for index, each in transforms]
+        arguments = [
+            (*argument_slot(index, positional), transform) for index, transform in transforms
+        ]
         hook = _pre_hook(site, arguments, coverage)
         return module.register_forward_pre_hook(hook, with_kwargs=True)
     return module.register_forward_hook(_post_hook(site, transforms, coverage))

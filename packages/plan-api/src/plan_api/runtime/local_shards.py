@@ -15,7 +15,7 @@ __all__ = ["local_shape", "redistribute_compact"]
 def local_shape(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Size:
-    """The shape of this rank's shard of a tensor, for placements of any package.
+    """Returns the shape of this rank's shard of a tensor, for placements of any package.
 
     Torch's `compute_local_shape_and_global_offset` takes placements whose shard is one box;
     distributing a tensor on ``meta`` is what `parallelize` does with the tensor itself.

@@ -70,7 +70,7 @@ class Redistribution:
             return tensor.redistribute(placements=target)
 
     def _waits_for_(self) -> str:
-        """For `fused_comm.diagnosis`."""
+        """Describes what is waited for, for `fused_comm.diagnosis`."""
         return f"plan-api: {self._what}, {self._step.description}"
 
     def _target(self, tensor: DTensor) -> tuple[Placement, ...]:
@@ -92,8 +92,10 @@ class Redistribution:
         return self._targets.setdefault(tensor.placements, tuple(target))
 
     def _grad_dst(self, placements: tuple[Placement, ...]) -> tuple[Placement | None, ...]:
-        """The placements of the gradient afterwards; None: as `_gradient_of_sum` says."""
-        grad_dst = [None if isinstance(one, Partial) else one for one in placements]
+        """Returns the gradient's placements afterwards; None for those of `_gradient_of_sum`."""
+        grad_dst = [
+            None if isinstance(placement, Partial) else placement for placement in placements
+        ]
         for axis, move in self._moves.items():
             if move.grad_dst is not None:
                 grad_dst[axis] = move.grad_dst

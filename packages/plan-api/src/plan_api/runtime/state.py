@@ -110,7 +110,7 @@ def _placements_before_fully_shard(
     entries: Mapping[str, FullyShard],
     mesh: DeviceMesh,
 ) -> tuple[Placement, ...]:
-    """The placements in which to materialise a parameter that fully_shard will shard.
+    """Returns the placements to materialise a parameter that fully_shard will shard.
 
     Along the axis that will shard it, the parameter is sharded on a dim that no other axis shards,
     so that no rank holds all of it; if there is no such dim it is replicated.

@@ -107,7 +107,7 @@ class UnshardedParam:
         self._local.untyped_storage().resize_(0)
 
     def _waits_for_(self) -> str:
-        """For `fused_comm.diagnosis`."""
+        """Describes what is waited for, for `fused_comm.diagnosis`."""
         return f"plan-api: parameter {self._name!r} for its use, {self._step.description}"
 
     def _redistributed(self, sharded: DTensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ __all__ = ["axis_names", "resolve_axes"]
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes; for a mesh without names, their numbers as text."""
+    """Returns the names of a mesh's axes; for a mesh without names, their numbers as text."""
     return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
 
 

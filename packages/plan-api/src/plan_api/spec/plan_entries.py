@@ -405,7 +405,7 @@ class PlanEntries:
     def under(self, prefix: str) -> Self:
         """Returns the plan of a model that has this plan's model as its submodule ``prefix``."""
         nested = type(self)(self.mesh, cover=self.cover)
-        nested._entries = [replace(one, path=one.path.under(prefix)) for one in self._entries]
+        nested._entries = [replace(entry, path=entry.path.under(prefix)) for entry in self._entries]
         return nested
 
     def __or__(self, other: Self) -> Self:

@@ -54,7 +54,7 @@ def entries_to_json(entries: tuple[Entry, ...], mesh: DeviceMesh, cover: bool) -
         for name in _LISTS:
             placements = getattr(entry, name)
             if placements is not None:
-                row[name] = [_to_json(one) for one in placements]
+                row[name] = [_to_json(placement) for placement in placements]
         if entry.options:
             row["options"] = dict(entry.options)
         rows.append(row | {"phase": entry.phase.value, "line": entry.line})
@@ -91,14 +91,14 @@ def entries_from_json(text: str, mesh: DeviceMesh) -> tuple[list[Entry], bool]:
         dst = lists.pop("dst")
         assert dst is not None
         kind = EntryKind(
-            _among(row["verb"], [one.value for one in EntryKind], f"entry {number}: verb")
+            _among(row["verb"], [kind.value for kind in EntryKind], f"entry {number}: verb")
         )
         _check_names(f"{what}: options", row.get("options", {}), _OPTIONS.get(kind, ()), set())
         path = parse_path(row["path"], kind.names_modules)
         if "pattern" in row:
             path = type(path)(path.text, row["pattern"], path.kind, path.index)
         axes = resolve_axes(row["axes"], mesh, what)
-        phase = Phase(_among(row["phase"], [one.value for one in Phase], f"{what}: phase"))
+        phase = Phase(_among(row["phase"], [phase.value for phase in Phase], f"{what}: phase"))
         line = row.get("line", "")
         options = tuple(row.get("options", {}).items())
         entries.append(

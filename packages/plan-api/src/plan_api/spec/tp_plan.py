@@ -74,7 +74,7 @@ def add_tp_plan(plan: PlanEntries, model: nn.Module, tp: str) -> None:
         plan.shard(f"{path}.<in:{argument}>" if path else f"<in:{argument}>", Replicate(), tp)
     for rule, style in rules.items():
         pattern = re.escape(rule).replace(r"\*", r"\d+")
-        matched = {name: one for name, one in modules.items() if re.fullmatch(pattern, name)}
+        matched = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
         if style not in _STYLES or not matched:
             _refuse(rule, style, model, pattern)
             continue  # the rule is for a part that this model does not have

@@ -146,13 +146,13 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
 
 def loss_gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """Computes gradients of a model's loss: its first scalar output, or else all its outputs."""
-    outputs = [one for one in _tensors(result) if one.requires_grad]
-    loss = next((one for one in outputs if one.ndim == 0), None)
+    outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad]
+    loss = next((output for output in outputs if output.ndim == 0), None)
     if not outputs:
         return (None,) * len(params)
     roots = outputs if loss is None else [loss]
     return torch.autograd.grad(
-        roots, params, [torch.ones_like(one) for one in roots], allow_unused=True
+        roots, params, [torch.ones_like(root) for root in roots], allow_unused=True
     )
 
 
@@ -246,7 +246,7 @@ def _compare_results(eager: Any, static: Any) -> Iterator[Difference]:
     for expected, actual in zip(_tensors(eager), _tensors(static), strict=True):
         placements = expected.placements if isinstance(expected, DTensor) else ()
         if not isinstance(actual, DTensor):
-            if all(one.is_replicate() for one in placements):
+            if all(placement.is_replicate() for placement in placements):
                 yield from _compare_tensors("", what, _local(expected), actual)
                 continue
             yield Difference(

@@ -90,7 +90,7 @@ def install_eager_fallback(
     enter = _InputsToDTensors(positional_names(module), _input_placements(path, sites, mesh), mesh)
     yield module.register_forward_pre_hook(enter, with_kwargs=True)
     inside = [site for site in sites if is_inside(site.path, path)]
-    own_indices = {name: one for name, one in indices.items() if is_inside(name, path)}
+    own_indices = {name: index for name, index in indices.items() if is_inside(name, path)}
     yield from install_eager(model, inside, {}, own_indices, mesh, coverage)
     steps = _steps_at(path, HookPoint.FORWARD, sites)
     yield module.register_forward_hook(_OutputsToLocal(path, steps, axis_names(mesh)))
@@ -113,7 +113,7 @@ def smallest_fallback(site: str, model: nn.Module, fallbacks: Collection[str]) -
         path = ".".join(parts[:count])
         if path not in modules or not _has_forward(modules[path]):
             continue
-        if not any(re.match(rf"{one}(?:\.|$)", path) for one in fallbacks):
+        if not any(re.match(rf"{fallback}(?:\.|$)", path) for fallback in fallbacks):
             return generalize_numbers(path)
     return None
 
@@ -126,7 +126,7 @@ def widen_fallbacks(fallbacks: Mapping[str, str], wider: str, reason: str) -> di
         wider: the pattern to add.
         reason: why, unless a pattern inside of it already has a reason.
     """
-    inside = [one for one in fallbacks if one.startswith(rf"{wider}\.")]
+    inside = [fallback for fallback in fallbacks if fallback.startswith(rf"{wider}\.")]
     others = {one: known for one, known in fallbacks.items() if one not in inside}
     return others | {wider: fallbacks[inside[0]] if inside else reason}
 
@@ -143,7 +143,9 @@ class _InputsToDTensors:
         self, places: Sequence[str], placements: Mapping[int | str, _InputPlacements],
         mesh: DeviceMesh,
     ) -> None:  # fmt: skip
-        self._placed = [(*argument_slot(index, places), one) for index, one in placements.items()]
+        self._placed = [
+            (*argument_slot(index, places), placement) for index, placement in placements.items()
+        ]
         self._mesh = mesh
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,8 +265,8 @@ def _input_placements(
         index: _InputPlacements(
             tuple(placements),
             tuple(
-                of_plan or _gradient_placement(one)
-                for of_plan, one in zip(backward[index], placements, strict=True)
+                of_plan or _gradient_placement(placement)
+                for of_plan, placement in zip(backward[index], placements, strict=True)
             ),
         )
         for index, placements in forward.items()

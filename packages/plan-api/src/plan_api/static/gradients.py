@@ -52,9 +52,13 @@ class LocalParamGradients(GradientReduction):
         warns: bool,
     ) -> None:
         self._needs_reduction = bool(placements)
-        self._dtensor_params = [one for one in local_params if not one.visible]
+        self._dtensor_params = [
+            local_param for local_param in local_params if not local_param.visible
+        ]
         self._local_gradients = [
-            _LocalGradient(one, placements.get(one.name, {})) for one in local_params if one.visible
+            _LocalGradient(local_param, placements.get(local_param.name, {}))
+            for local_param in local_params
+            if local_param.visible
         ]
         super().__init__(model, False, coverage, bucket_mb, warns=warns)
 
@@ -77,7 +81,11 @@ class LocalParamGradients(GradientReduction):
         """Returns what modules use of a parameter, and what makes its gradient a DTensor."""
         if not local_param.visible:
             return local_param.param, lambda grad: grad
-        gradient = next(one for one in self._local_gradients if one.local_param is local_param)
+        gradient = next(
+            local_gradient
+            for local_gradient in self._local_gradients
+            if local_gradient.local_param is local_param
+        )
         return local_param.tensor, gradient.as_dtensor
 
     def _may_reduce(self) -> bool:
@@ -86,7 +94,12 @@ class LocalParamGradients(GradientReduction):
     def _register_hooks(self, after: Callable[[torch.Tensor], None]) -> None:
         reducer = self._reducer
         self._register_on(
-            (one.param for one in self._dtensor_params if one.param.requires_grad), after
+            (
+                dtensor_param.param
+                for dtensor_param in self._dtensor_params
+                if dtensor_param.param.requires_grad
+            ),
+            after,
         )
         for gradient in self._local_gradients:
             if reducer is None:  # all are assigned at the end, which costs less

@@ -89,7 +89,8 @@ class Guard:
             sites, indices = self._lowered.sites, self._lowered.indices
             handles = [*install_eager(shadow, sites, {}, indices, self._mesh, SiteCoverage([]))]
             local_params = {
-                one.name: self._gradients.gradient_of(one) for one in self._local_params
+                local_param.name: self._gradients.gradient_of(local_param)
+                for local_param in self._local_params
             }
             with _no_zero_params(self._local_params):
                 differences = compare_modes(shadow, model, local_params, args, kwargs)
@@ -97,7 +98,7 @@ class Guard:
                 handle.remove()
         finally:
             self._remaining_steps, self._checking = remaining, False
-        wrong = [one for one in differences if not one.only_rounding]
+        wrong = [difference for difference in differences if not difference.only_rounding]
         if true_on_any_rank(bool(wrong), self._mesh):
             lines = "\n".join(map(str, wrong[:5])) or "no difference on this rank, but on another"
             raise StaticError(
@@ -138,12 +139,12 @@ def _no_zero_params(local_params: Iterable[LocalParam]) -> Iterator[None]:
     A gate that is zero hides what it multiplies, and a bias that is zero how often it is added.
     """
     zeros = [
-        one.tensor
-        for one in local_params
-        if isinstance(one.param, nn.Parameter)
-        and one.tensor.is_floating_point()
-        and not is_fake(one.tensor)
-        and not one.tensor.any()
+        local_param.tensor
+        for local_param in local_params
+        if isinstance(local_param.param, nn.Parameter)
+        and local_param.tensor.is_floating_point()
+        and not is_fake(local_param.tensor)
+        and not local_param.tensor.any()
     ]
     with torch.no_grad():
         for tensor in zeros:

@@ -167,7 +167,7 @@ def _begin_call(
         restore_interrupted_steps()
         call_coverage.begin_call()
         gradients.free_unused()
-        renewed = [one.refresh() for one in local_params]
+        renewed = [local_param.refresh() for local_param in local_params]
         if any(renewed):
             step_on_local_params(local_params)
             gradients.reset(model)

@@ -155,4 +155,6 @@ def _registry(module: nn.Module, attribute: str) -> Any:
 
 
 def _is_replicated(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and all(one.is_replicate() for one in tensor.placements)
+    return isinstance(tensor, DTensor) and all(
+        placement.is_replicate() for placement in tensor.placements
+    )

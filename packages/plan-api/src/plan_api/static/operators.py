@@ -198,9 +198,13 @@ def _sharding(
 
     Their shards may be uneven, so the ranks gather their lengths.
     """
-    of_classes = [at for at, one in enumerate(placements) if getattr(one, "dim", None) == dim]
+    of_classes = [
+        at for at, placement in enumerate(placements) if getattr(placement, "dim", None) == dim
+    ]
     rows = [
-        at for at, one in enumerate(placements) if at not in of_classes and not one.is_replicate()
+        at
+        for at, placement in enumerate(placements)
+        if at not in of_classes and not placement.is_replicate()
     ]
     if len(of_classes) > 1:
         raise ValueError(
@@ -322,7 +326,7 @@ def _with_dtensor(
     """Runs any other function with its first tensor as a DTensor."""
 
     def with_dtensor(*args: Any, **kwargs: Any) -> Any:
-        first = next((at for at, one in enumerate(args) if isinstance(one, torch.Tensor)), None)
+        first = next((at for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)), None)
         if first is None:
             return function(*args, **kwargs)
         converted = [*args]

@@ -79,8 +79,8 @@ def step_on_local_params(local_params: Iterable[LocalParam]) -> None:
     Args:
         local_params: only weak references to them are held.
     """
-    for one in local_params:
-        _local_params[id(one.param)] = one
+    for local_param in local_params:
+        _local_params[id(local_param.param)] = local_param
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_swap_in))
         _hooks.append(register_optimizer_step_post_hook(_swap_out))
@@ -123,7 +123,7 @@ def _swap_in(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str
     if not swaps:
         return
     if len(local_state) != len(state):  # state that belongs to no parameter
-        swapped = {one.param for one in swaps}
+        swapped = {swap.param for swap in swaps}
         local_state.update({key: own for key, own in state.items() if key not in swapped})
     params = [group["params"] for group in optimizer.param_groups]
     _stepping[optimizer] = _SwappedOut(params, state, swaps)

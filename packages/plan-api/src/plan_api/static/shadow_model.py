@@ -66,7 +66,7 @@ def shadow_of(
         ):
             for name in tensors:
                 attributes.pop(name, None)  # a local parameter of static mode
-            attributes[registry] = {name: tensor_of(one) for name, one in tensors.items()}
+            attributes[registry] = {name: tensor_of(tensor) for name, tensor in tensors.items()}
         attributes["_modules"] = {
             name: None if child is None else shadow(child)
             for name, child in module._modules.items()
@@ -115,8 +115,8 @@ class FakeTensorFactory:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a model's arguments with every tensor replaced by a FakeTensor."""
         return (
-            tuple(map_tensors(one, self.fake) for one in args),
-            {name: map_tensors(one, self.fake) for name, one in kwargs.items()},
+            tuple(map_tensors(arg, self.fake) for arg in args),
+            {name: map_tensors(kwarg, self.fake) for name, kwarg in kwargs.items()},
         )
 
 

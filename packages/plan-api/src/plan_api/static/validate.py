@@ -45,7 +45,9 @@ def validate_static(model: nn.Module, lowered: Lowered, mesh: DeviceMesh) -> Non
         problems.append(error)
         sites = []
     for site in sites:
-        problems += (StaticError(one, site.path) for one in _site_problems(site, mesh))
+        problems += (
+            StaticError(site_problem, site.path) for site_problem in _site_problems(site, mesh)
+        )
     if problems:
         lines = "\n".join(map(str, problems))
         raise StaticError(f"the plan does not fit static mode:\n{lines}", problems[0].site)

@@ -13,7 +13,7 @@ __all__ = ["dit"]
 
 
 def dit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
-    """Tensor parallel blocks and modulations, with optional sequence and data parallelism.
+    """Shards blocks and modulations (TP), with optional sequence and data parallelism.
 
     Times and classes become DTensors after what the embedders compute on plain tensors.
 

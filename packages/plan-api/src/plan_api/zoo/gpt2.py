@@ -20,7 +20,7 @@ def gpt2(
     *,
     loss_parallel: bool = False,
 ) -> Plan:
-    """The plan of `zoo.llama`, for weights of (in, out) and fused queries, keys and values.
+    """Shards as `zoo.llama`, for weights of (in, out) and fused queries, keys and values.
 
     Args:
         mesh: with the axes that are named.

@@ -31,7 +31,7 @@ def llama(
     cp_order: SequenceOrder | None = None,
     loss_parallel: bool = False,
 ) -> Plan:
-    """Tensor parallel Linears as in Megatron-LM; optional sequence, data and context parallelism.
+    """Shards Linears as Megatron-LM, with optional sequence, data and context parallelism.
 
     Args:
         mesh: with the axes that are named.
@@ -64,7 +64,7 @@ def decoder(
     mlp_grad: Placement | None,
     context: ContextParallel | None = None,
 ) -> Plan:
-    """The plan that `llama` and similar decoders have in common.
+    """Makes the plan that `llama` and similar decoders have in common.
 
     Args:
         mesh: as in `llama`.

@@ -26,7 +26,7 @@ def mixtral(
     ep: Axes = None,
     loss_parallel: bool = False,
 ) -> Plan:
-    """LLaMA's plan, with experts that are sharded by number, or each of them on ``tp``.
+    """Extends LLaMA's plan to experts, which are sharded by number, or each along ``tp``.
 
     transformers loops over the experts that tokens chose, whose number depends on the data, so they
     run on local tensors (`Plan.local`). Along an axis of ``ep`` that shards tokens, each rank

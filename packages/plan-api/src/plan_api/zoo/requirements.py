@@ -29,7 +29,7 @@ Axes: TypeAlias = "str | Sequence[str] | None"
 
 
 def names_of(axes: Axes) -> list[str]:
-    """The axes that an option names: none, one, or several."""
+    """Returns the axes that an option names: none, one, or several."""
     return [] if axes is None else [axes] if isinstance(axes, str) else [*axes]
 
 

@@ -12,7 +12,7 @@ __all__ = ["vit"]
 
 
 def vit(mesh: DeviceMesh, tp: str | None = "tp", dp: str | None = None, sp: bool = False) -> Plan:
-    """Tensor parallel Linears, with optional sequence and data parallelism, as in `zoo.llama`.
+    """Shards Linears as `zoo.llama`, with optional sequence and data parallelism.
 
     Args:
         mesh: with the axes that are named.

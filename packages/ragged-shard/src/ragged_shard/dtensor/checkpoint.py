@@ -1,9 +1,9 @@
-"""Distributed checkpoints: a shard is saved and loaded as the boxes that it consists of.
+"""Patch points of distributed checkpoints: a shard is saved and loaded as boxes.
 
-DCP knows a tensor as boxes, each with its offset. A ragged shard is a run of storage, a few boxes
-(partial rows at its ends, whole rows between); an interleaved shard is a box per chunk. Every box
-is saved from, and loaded into, a view of the local tensor, so a sharded checkpoint communicates no
-tensor data, and may be read under any other placement.
+DCP stores a tensor as boxes with their offsets. A ragged shard is a range of storage, which is a
+few boxes (partial rows at both ends, full rows between); an interleaved shard is a box per chunk.
+Every box is saved from, and loaded into, a view of the local tensor, so a sharded checkpoint sends
+no tensor data, and may be loaded with any other placements.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from ragged_shard.interleaved import InterleavedShard
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBox:
-    """A box of the global tensor, and the window of the local tensor that holds it."""
+    """A box of the global tensor, and its window of the local tensor."""
 
     box: TensorBox
     window: StorageWindow
 
 
 def checkpoint_boxes(spec: DTensorSpec) -> tuple[CheckpointBox, ...]:
-    """Finds the boxes that this rank holds under placements of this package, in local order.
+    """Finds the boxes of this rank, in the order of its local tensor.
 
     Args:
-        spec: with a shape; of a mesh that this rank is part of.
+        spec: with a shape, and placements of this package.
 
     Returns:
-        Nothing for an empty shard, but an empty box where the whole tensor is empty, so that it is
-        in the checkpoint at all.
+        the boxes; none for an empty shard, but an empty box for a tensor without elements, so that
+        the checkpoint has the tensor.
     """
     shape = tuple(tensor_meta_of(spec).shape)
     if 0 in shape:
@@ -67,32 +67,32 @@ def checkpoint_boxes(spec: DTensorSpec) -> tuple[CheckpointBox, ...]:
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return ()
-    return _pieces(shape, tuple(spec.mesh.shape), tuple(coordinate), tuple(spec.placements))
+    return _boxes(shape, tuple(spec.mesh.shape), tuple(coordinate), tuple(spec.placements))
 
 
 @lru_cache(maxsize=4096)
-def _pieces(
+def _boxes(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
     placements: Placements,
 ) -> tuple[CheckpointBox, ...]:
     axis = ragged_axis(placements)
-    on_top: Placement = Replicate() if axis is None else placements[axis]
-    below = placements if axis is None else replace_axis(placements, axis, Replicate())
-    base = local_shape_at(shape, mesh_shape, coordinate, below)
+    ragged: Placement = Replicate() if axis is None else placements[axis]
+    others = placements if axis is None else replace_axis(placements, axis, Replicate())
+    base = local_shape_at(shape, mesh_shape, coordinate, others)
     size, rank = (1, 0) if axis is None else (mesh_shape[axis], coordinate[axis])
     return tuple(
-        CheckpointBox(common.shift(part.to_global), piece.window_of(common))
-        for part in _base_parts(shape, mesh_shape, coordinate, below)
-        for piece in stored_boxes(on_top, base, size, rank)
-        if (common := piece.box.intersect(part.box)) is not None
+        CheckpointBox(common.shift(part.to_global), stored.window_of(common))
+        for part in _base_parts(shape, mesh_shape, coordinate, others)
+        for stored in stored_boxes(ragged, base, size, rank)
+        if (common := stored.box.intersect(part.box)) is not None
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _BaseBox:
-    """A box of the base, in its own coordinates, and the way from there to the global tensor's."""
+    """A box in the base's coordinates, and its shift to those of the global tensor."""
 
     box: TensorBox
     to_global: tuple[int, ...]
@@ -104,7 +104,7 @@ def _base_parts(
     coordinate: tuple[int, ...],
     placements: Placements,
 ) -> tuple[_BaseBox, ...]:
-    """The base of a tensor: one box, or one per interleaved chunk."""
+    """Returns the base of a tensor: one box, or one per interleaved chunk."""
     native = tuple(Replicate() if is_custom(placement) else placement for placement in placements)
     sizes = _compat.native_local_shape(shape, mesh_shape, coordinate, native)
     offsets = _compat.native_offsets(shape, mesh_shape, coordinate, native)
@@ -122,7 +122,7 @@ def _base_parts(
 
 
 def _slab(part: _BaseBox, dim: int, index: int, mine: range, chunk: int) -> _BaseBox:
-    """A rank's part of one chunk of an interleaved dim."""
+    """Returns a rank's part of one chunk of an interleaved dim."""
     start, distance = index * len(mine), index * (chunk - len(mine)) + mine.start
     return _BaseBox(
         TensorBox(_with(part.box.offsets, dim, start), _with(part.box.sizes, dim, len(mine))),
@@ -140,7 +140,7 @@ def create_write_items(
     fqn: str,
     object: Any,  # noqa: A002 - torch's name, by which callers may pass it
 ) -> list[WriteItem]:
-    """`DTensor.__create_write_items__`: one item per box."""
+    """Replaces `DTensor.__create_write_items__`, with one item per box."""
     spec = tensor._spec
     if not any_custom(spec.placements):
         return native(tensor, fqn, object)
@@ -161,7 +161,7 @@ def create_write_items(
 def create_chunk_list(
     native: Callable[..., list[ChunkStorageMetadata]], tensor: DTensor
 ) -> list[ChunkStorageMetadata]:
-    """`DTensor.__create_chunk_list__`: one chunk per box."""
+    """Replaces `DTensor.__create_chunk_list__`, with one chunk per box."""
     if not any_custom(tensor._spec.placements):
         return native(tensor)
     tensor._raise_if_contains_partial_placements()
@@ -171,25 +171,25 @@ def create_chunk_list(
 def get_tensor_shard(
     native: Callable[..., torch.Tensor], tensor: DTensor, index: MetadataIndex
 ) -> torch.Tensor:
-    """`DTensor.__get_tensor_shard__`: a view of the local tensor, for reading and for writing.
+    """Replaces `DTensor.__get_tensor_shard__`; returns a view of the local tensor.
 
     Raises:
-        ValueError: this rank holds no box at that offset.
+        ValueError: this rank has no box at the offset.
     """
     spec = tensor._spec
     if not any_custom(spec.placements):
         return native(tensor, index)
     tensor._raise_if_contains_partial_placements()
-    pieces = checkpoint_boxes(spec)
-    for piece in pieces:
-        if index.offset is not None and tuple(index.offset) == piece.box.offsets:
-            window = piece.window
+    boxes = checkpoint_boxes(spec)
+    for stored in boxes:
+        if index.offset is not None and tuple(index.offset) == stored.box.offsets:
+            window = stored.window
             flat = tensor._local_tensor.detach().view(-1)
             start = flat.storage_offset() + window.offset
             return flat.as_strided(window.sizes, window.strides, start)
     raise ValueError(
-        f"{index.fqn}: this rank holds no box at offset {index.offset}; placements "
-        f"{spec.placements} give it those at {[piece.box.offsets for piece in pieces]}"
+        f"{index.fqn}: expected the offset of a box of this rank, with placements "
+        f"{spec.placements} one of {[stored.box.offsets for stored in boxes]}, got {index.offset}"
     )
 
 
@@ -200,7 +200,7 @@ def distribute_tensors(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """`_state_dict_utils._distribute_tensors`, for state dicts broadcast from rank 0."""
+    """Replaces `_state_dict_utils._distribute_tensors`, of state dicts broadcast from rank 0."""
     others = []
     for key in keys:
         state = local_state_dict.get(key)
@@ -208,16 +208,16 @@ def distribute_tensors(
             others.append(key)
             continue
         [local_state, full_tensor, *_] = state
-        cut = distribute_tensor(
+        sharded = distribute_tensor(
             full_tensor.contiguous(),
             local_state.device_mesh,
             local_state.placements,
-            src_data_rank=None,  # every rank has the whole by now
+            src_data_rank=None,  # every rank has the full tensor
         )
         if local_state.is_meta:
-            local_state_dict[key] = cut
+            local_state_dict[key] = sharded
         else:
-            local_state.to_local().copy_(cut.to_local())
+            local_state.to_local().copy_(sharded.to_local())
             local_state_dict[key] = local_state
     native(local_state_dict, others, *args, **kwargs)
 

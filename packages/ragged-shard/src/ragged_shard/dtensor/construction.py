@@ -36,13 +36,13 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """`torch.distributed.tensor.distribute_tensor`, with the placements of this package.
+    """Replaces `torch.distributed.tensor.distribute_tensor`.
 
-    On a mesh of one axis the source rank sends each rank its pieces and no more. On several axes
-    the axis with a placement of this package replicates first.
+    On a mesh of one axis the source rank sends each rank only its elements. On several axes those
+    with placements of this package replicate first.
 
     Raises:
-        ValueError: placements that do not fit; nothing was sent.
+        ValueError: the placements do not fit; nothing is sent.
     """
     if placements is None or not any_custom(placements) or isinstance(tensor, DTensor):
         return native(tensor, device_mesh, placements, src_data_rank=src_data_rank)
@@ -57,7 +57,7 @@ def distribute_tensor(
     else:
         detached = tensor.detach()
         base = native(detached, mesh, others, src_data_rank=src_data_rank)
-        local = _put_on(base._local_tensor, tensor.shape, mesh, others, placements)
+        local = _shard_axes(base._local_tensor, tensor.shape, mesh, others, placements)
     meta = TensorMeta(tensor.shape, contiguous_strides(tensor.shape), tensor.dtype)
     if ragged_axis(placements) is None:
         meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
@@ -80,36 +80,38 @@ def from_torch_tensor(
     *more: object,
     **options: object,
 ) -> DTensor:
-    """`_FromTorchTensor.forward`, behind `DTensor.from_local`, with checks of ragged shards.
+    """Replaces `_FromTorchTensor.forward` of `DTensor.from_local`, and checks ragged shards.
 
     Raises:
-        ValueError: no shape and stride, which a ragged shard does not determine; a local tensor of
-            another shape than the placements give this rank; placements that do not fit the mesh.
+        ValueError: shape and stride are missing, which a ragged shard does not determine; the local
+            tensor has another shape than the placements' on this rank; the placements do not fit
+            the mesh.
     """
     if any_custom(placements):
         if shape is None or stride is None:
             raise ValueError(
-                f"from_local: {placements} do not determine the global tensor's size from a local "
-                f"tensor of {tuple(input.shape)}; pass shape= and stride="
+                f"from_local: expected shape= and stride=, as {placements} do not determine the "
+                f"global shape from a local tensor of shape {tuple(input.shape)}"
             )
         placements = tuple(normalized(placement, len(shape)) for placement in placements)
         check_placements(shape, device_mesh, placements)
         check_contiguous(shape, stride, placements)
-        wanted = local_shape(shape, device_mesh, placements)
-        if tuple(input.shape) != wanted:
+        expected = local_shape(shape, device_mesh, placements)
+        if tuple(input.shape) != expected:
             raise ValueError(
-                f"from_local: on rank {device_mesh.get_rank()}, coordinate "
-                f"{device_mesh.get_coordinate()}, placements {placements} of a tensor of "
-                f"{tuple(shape)} expect a local tensor of {wanted}, got {tuple(input.shape)}"
+                f"from_local: expected a local tensor of shape {expected} on rank "
+                f"{device_mesh.get_rank()}, coordinate {device_mesh.get_coordinate()}, for "
+                f"{placements} of a tensor of shape {tuple(shape)}, got {tuple(input.shape)}"
             )
         if (
             ragged_axis(placements) is not None
-            and not _waiting(input)
+            and not isinstance(input, AsyncCollectiveTensor)
             and not input.is_contiguous()
         ):
             raise ValueError(
-                f"from_local: a ragged shard is a run of storage, but the local tensor of "
-                f"{tuple(input.shape)} has strides {input.stride()}; call .contiguous() first"
+                f"from_local: expected a contiguous local tensor, as a ragged shard is a range of "
+                f"storage, got shape {tuple(input.shape)} with strides {input.stride()}; call "
+                f".contiguous() first"
             )
     return native(ctx, input, device_mesh, placements, run_check, shape, stride, *more, **options)
 
@@ -117,7 +119,7 @@ def from_torch_tensor(
 def to_local_backward(
     native: Callable[..., object], ctx: Any, grad_output: torch.Tensor | None
 ) -> object:
-    """`_ToTorchTensor.backward`: the gradient has the placements of the local tensor."""
+    """Replaces `_ToTorchTensor.backward`: the gradient has the placements of the local tensor."""
     spec: DTensorSpec = ctx.dtensor_spec
     if grad_output is None or not any_custom(spec.placements):
         return native(ctx, grad_output)
@@ -132,7 +134,7 @@ def to_local_backward(
     return grad, None
 
 
-def _put_on(
+def _shard_axes(
     local: torch.Tensor,
     shape: Sequence[int],
     mesh: DeviceMesh,
@@ -147,7 +149,3 @@ def _put_on(
         local = redistribute_axis(local, Replicate(), target[axis], base, mesh, axis)
         at = replace_axis(at, axis, target[axis])
     return local.clone()
-
-
-def _waiting(local: torch.Tensor) -> bool:
-    return isinstance(local, AsyncCollectiveTensor)

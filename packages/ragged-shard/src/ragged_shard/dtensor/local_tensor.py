@@ -1,7 +1,7 @@
-"""Local shape, offset and compile-cache hash of a DTensor, which torch asks for.
+"""Patch points for a DTensor's local shape and offset, and its hash in torch.compile's cache.
 
-A ragged shard of whole rows, ``dims=(0,)``, is a box, and so is an owned tensor, ``dims=()``; a run
-of elements and interleaved chunks are several boxes.
+A ragged shard of rows, ``dims=(0,)``, is a box, and so is an owned tensor, ``dims=()``. A range of
+elements and interleaved chunks are several boxes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def local_shape_and_global_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> Any:
-    """`torch.distributed.tensor._utils._compute_local_shape_and_global_offset`.
+    """Replaces `torch.distributed.tensor._utils._compute_local_shape_and_global_offset`.
 
     Args:
-        native: torch's own function.
+        native: torch's function.
         global_shape: of the tensor.
         mesh_shape: size of each axis.
         my_coordinate: one index per axis, or a function from an axis to the index.
         placements: one per axis.
-        skip_offset: return ``()`` for the offset, which is then answered for every placement.
+        skip_offset: whether to return ``()`` for the offset, which all placements support.
 
     Returns:
-        The shape of the local tensor, and the offset of its first element in the global tensor. An
-        empty ragged shard is where its rows would begin.
+        the shape of the local tensor, and the offset of its first element in the global tensor; for
+        an empty ragged shard, of the row where it would begin.
 
     Raises:
-        ValueError: the placements do not fit; the local tensor is not one box of the global one.
+        ValueError: the placements do not fit, or the local tensor is not one box.
     """
     if not any_custom(placements):
         return native(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
@@ -53,26 +53,26 @@ def local_shape_and_global_offset(
     check_fit(shape, sizes, placements)
     if not skip_offset and not _is_one_box(shape, placements):
         raise ValueError(
-            f"compute_local_shape_and_global_offset: expected placements under which a rank holds "
-            f"one box of the tensor, got {placements} of shape {shape}, which may be several; use "
+            f"compute_local_shape_and_global_offset: expected placements with one box of the "
+            f"tensor on each rank, got {placements} of shape {shape}, with several; use "
             f"DTensor.__create_chunk_list__() for the boxes, or skip_offset=True for the local "
-            f"shape alone"
+            f"shape"
         )
-    below = tuple(_below(placement) for placement in placements)
-    local, offset = native(shape, sizes, my_coordinate, below, skip_offset)
+    native_placements = tuple(_native_placement(placement) for placement in placements)
+    local, offset = native(shape, sizes, my_coordinate, native_placements, skip_offset)
     for axis, placement in enumerate(placements):
         if isinstance(placement, InterleavedShard) and placement.interleaves > 1:
             local = placement.local_shape(local, sizes[axis], at(axis))
     for axis, placement in enumerate(placements):
-        if isinstance(placement, RaggedShard):  # on top of all others, and one at most
+        if isinstance(placement, RaggedShard):  # at most one, applied last
             if not skip_offset:
                 offset = (offset[0] + placement.first_row(local, at(axis)), *offset[1:])
             local = placement.local_shape(local, at(axis))
     return local, offset
 
 
-def _below(placement: Placement) -> Placement:
-    """The placement as torch knows it: under a ragged one, or without the interleaving."""
+def _native_placement(placement: Placement) -> Placement:
+    """Returns torch's placement for the base of a ragged one, or without interleaving."""
     if isinstance(placement, InterleavedShard) and placement.interleaves == 1:
         return Shard(placement.dim)
     return Replicate() if is_custom(placement) else placement
@@ -91,11 +91,11 @@ def _is_one_box(shape: tuple[int, ...], placements: Placements) -> bool:
 
 
 def stable_hash(native: Callable[[DTensor], str], tensor: DTensor) -> str:
-    """`DTensor._stable_hash_for_caching` (2.12 and later), with the local shape and strides.
+    """Replaces `DTensor._stable_hash_for_caching` (2.12 and later); adds local shape and strides.
 
-    torch.compile's cache takes two tensors with one hash for one: with ragged shards they may
-    differ in what each rank holds, and a warm cache then fails on sizes. (Torch's uneven Shard has
-    that bug too, and is not changed.)
+    torch.compile's cache uses one entry for tensors with the same hash. With ragged shards their
+    local shapes may differ, with which a warm cache fails. (Torch's uneven Shard has this bug too,
+    which is not fixed here.)
     """
     digest = native(tensor)
     if not any_custom(tensor._spec.placements):

@@ -56,7 +56,7 @@ def work_of_shards(layout: Layout, work: Sequence[int]) -> list[int]:
 
 
 def _moved(layout: Layout, target: dict[int, int]) -> Layout:
-    """The layout with shards on other ranks; tensors without elements come first."""
+    """Returns the layout with shards on other ranks; tensors without elements are first."""
     starts = []
     for i, start in enumerate(layout.starts):
         owners = layout.owners(i)

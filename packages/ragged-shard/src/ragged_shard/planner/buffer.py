@@ -170,7 +170,7 @@ class BufferMap:
         return i
 
     def _shard(self, rank: int) -> Interval:
-        """The buffer's elements that a rank holds."""
+        """Returns the range of the buffer's elements in a rank's shard."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: expected 0 to {self.world_size - 1}, got {rank}")
         return Interval(rank * self.shard_size, (rank + 1) * self.shard_size)

@@ -1,7 +1,8 @@
-"""From one placement to another on one axis, where both are held in pieces: one all-to-all.
+"""Redistributes between two sharded placements on one axis by one all-to-all.
 
-Only elements that change owner are sent: each pair of ranks sends the intersection of what one has
-and the other needs. The plan is arithmetic on shapes, computed once per placement pair and rank.
+Only elements that change their rank are sent: a rank sends to another the intersections of its
+boxes with the other's new boxes. The plan follows from shapes, and is cached per pair of placements
+and rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ragged_shard.ragged import RaggedShard
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPlan:
-    """One rank's part in the all-to-all.
+    """The plan of an all-to-all on one rank.
 
     Attributes:
         sent: windows of the local tensor, in the order of the send buffer.
@@ -48,7 +49,7 @@ class AllToAllPlan:
 def plan_all_to_all(
     source: Placement, target: Placement, base: tuple[int, ...], axis_size: int, rank: int
 ) -> AllToAllPlan:
-    """What a rank sends and receives between two placements of the same base on one axis."""
+    """Plans what a rank sends and receives between two placements of one base on one axis."""
     mine, wanted = (
         stored_boxes(source, base, axis_size, rank),
         stored_boxes(target, base, axis_size, rank),
@@ -84,7 +85,7 @@ def all_to_all(
     mesh: DeviceMesh,
     axis: int,
 ) -> torch.Tensor:
-    """Moves a local tensor from one placement of an axis to another.
+    """Redistributes a local tensor from one placement on an axis to another.
 
     Args:
         local: contiguous, of the source's local shape.
@@ -108,10 +109,10 @@ def all_to_all(
 
 
 def pack(local: torch.Tensor, windows: tuple[StorageWindow, ...]) -> torch.Tensor:
-    """The windows of a contiguous tensor, one behind the other, in a flat buffer.
+    """Copies windows of a contiguous tensor into a flat buffer, concatenated.
 
     Returns:
-        A view of the tensor where the windows are all of it in order, else a copy.
+        a view of the tensor if the windows cover it in order, else a copy.
     """
     flat = local.view(-1)
     if are_contiguous(windows) and sum(window.numel for window in windows) == flat.numel():
@@ -124,7 +125,7 @@ def pack(local: torch.Tensor, windows: tuple[StorageWindow, ...]) -> torch.Tenso
 def unpack(
     buffer: torch.Tensor, windows: tuple[StorageWindow, ...], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor of this shape whose windows are filled from a flat buffer: the reverse of `read`.
+    """Makes a tensor of this shape and fills its windows from a flat buffer: reverses `pack`.
 
     Returns:
         A view of the buffer where that is the same, which does not wait for the buffer.
@@ -143,7 +144,7 @@ def unpack(
 
 
 def view_of(flat: torch.Tensor, window: StorageWindow) -> torch.Tensor:
-    """The window of a flat tensor."""
+    """Returns a window of a flat tensor."""
     return flat.as_strided(window.sizes, window.strides, flat.storage_offset() + window.offset)
 
 

@@ -1,7 +1,7 @@
-"""Gathering and reducing flat pieces of any size, with the fewest bytes that the backend allows.
+"""Gathers and reduces flat pieces of any sizes, with the fewest bytes that the backend allows.
 
-gloo refuses gathers and scatters of unequal pieces and NCCL's are point-to-point inside, so unequal
-pieces go through one all-to-all, and a single owner's through a broadcast.
+gloo does not gather or scatter unequal pieces, and NCCL uses point-to-point messages for them. So
+unequal pieces are sent by one all-to-all, and a single rank's piece by a broadcast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_shard import _compat
 
-#: What torch's functional collectives take.
+#: A group, as torch's functional collectives take it.
 Group = dist.ProcessGroup | tuple[DeviceMesh, int]
 
 _REDUCERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -24,23 +24,23 @@ _REDUCERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda stacked: stacked.amax(0),
     "min": lambda stacked: stacked.amin(0),
 }
-#: Partial's reduce ops that `reduce_scatter` knows.
+#: The reduce ops of Partial that `reduce_scatter` supports.
 REDUCE_OPS = frozenset({"avg", *_REDUCERS})
 
 
 def all_gather(
     piece: torch.Tensor, sizes: Sequence[int], mesh: DeviceMesh, axis: int
 ) -> torch.Tensor:
-    """The pieces of all ranks of an axis, one behind the other in rank order.
+    """Gathers the pieces of all ranks of an axis, concatenated in rank order.
 
     Args:
         piece: flat, this rank's.
         sizes: elements of every rank's piece.
-        mesh: that holds the axis.
+        mesh: of the axis.
         axis: over which to gather.
 
     Returns:
-        A flat tensor of ``sum(sizes)`` elements, perhaps still on its way.
+        a flat tensor of ``sum(sizes)`` elements, which may be an AsyncCollectiveTensor.
     """
     return all_gather_in_group(piece, sizes, (mesh, axis), mesh.get_local_rank(axis))
 
@@ -57,34 +57,35 @@ def all_gather_in_group(
         rank: of this process, in the group.
 
     Returns:
-        A flat tensor of ``sum(sizes)`` elements; an AsyncCollectiveTensor, perhaps.
+        a flat tensor of ``sum(sizes)`` elements, which may be an AsyncCollectiveTensor.
     """
     if len(set(sizes)) == 1:
         return _compat.all_gather(piece, 0, group)
-    holders = [other for other, size in enumerate(sizes) if size]
-    if len(holders) == 1:
-        [owner] = holders
-        whole = piece if rank == owner else piece.new_empty(sum(sizes))
-        return _compat.broadcast(whole, owner, group)
+    owners = [other for other, size in enumerate(sizes) if size]
+    if len(owners) == 1:
+        [owner] = owners
+        full = piece if rank == owner else piece.new_empty(sum(sizes))
+        return _compat.broadcast(full, owner, group)
     count = len(sizes)
-    everywhere = [piece.numel()] * count
-    return funcol.all_to_all_single(piece.repeat(count), list(sizes), everywhere, group)
+    input_sizes = [piece.numel()] * count
+    return funcol.all_to_all_single(piece.repeat(count), list(sizes), input_sizes, group)
 
 
 def reduce_scatter(
     pieces: torch.Tensor, sizes: Sequence[int], op: str, mesh: DeviceMesh, axis: int
 ) -> torch.Tensor:
-    """This rank's piece, reduced over the ranks of an axis.
+    """Reduces pieces over the ranks of an axis; returns this rank's piece.
 
     Args:
-        pieces: flat: every rank's piece, one behind the other in rank order.
+        pieces: every rank's piece, concatenated in rank order.
         sizes: elements of every rank's piece.
         op: one of `REDUCE_OPS`.
-        mesh: that holds the axis.
+        mesh: of the axis.
         axis: over which to reduce.
 
     Returns:
-        A flat tensor, perhaps still on its way. Unequal pieces are added up in rank order.
+        a flat tensor, which may be an AsyncCollectiveTensor. Unequal pieces are summed in rank
+        order.
     """
     group, count = (mesh, axis), len(sizes)
     if op == "avg":  # gloo has no average

@@ -1,9 +1,9 @@
 """One all-gather over several mesh axes, of which at least one has a placement of this package.
 
-Every rank knows from shape and placements alone which boxes of the tensor the others have, and in
-which order. So the local tensors, of equal sizes or not, are gathered as they are stored, and
-copied from there to their places. No process group is made for it: the axes must cover a whole
-mesh of the default group's ranks, or have been flattened.
+The boxes of all ranks, and their order, follow from shape and placements. So the local tensors, of
+equal sizes or not, are gathered as they are stored, and then copied to their positions. No process
+group is created: the axes must cover a mesh of all ranks of the default group, or have been
+flattened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ragged_shard.redistribution.collectives import Group, all_gather_in_group
 
 @dataclass(frozen=True)
 class GatherOverAxes:
-    """What a gather over several axes does, the same on all of its ranks.
+    """The plan of a gather over several axes, the same on all of its ranks.
 
     Attributes:
         group: the ranks of the axes.
@@ -74,7 +74,7 @@ class GatherOverAxes:
 def plan_gather(
     shape: Sequence[int], mesh: DeviceMesh, placements: Placements, axes: Sequence[int]
 ) -> GatherOverAxes | None:
-    """The gather that makes these axes replicate.
+    """Plans the gather after which these axes replicate.
 
     Args:
         shape: of the global tensor.
@@ -107,7 +107,7 @@ def plan_gather(
 
 
 def _group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Group, int] | None:
-    """A group of the ranks of these axes, ordered as they are, and this rank's index in it."""
+    """Finds a group of the ranks of these axes in their order, and this rank's index in it."""
     flattened = _compat.flattened_mesh(mesh, axes)
     if flattened is not None:
         return (flattened, 0), flattened.get_local_rank()
@@ -118,7 +118,7 @@ def _group_of(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Group, int] | No
 
 @dataclass(frozen=True)
 class _Copies:
-    """Where the elements of all ranks are: in what is gathered, and in the result.
+    """The positions of all ranks' elements in the gathered tensor and in the result.
 
     Attributes:
         sizes: elements of every rank's local tensor.

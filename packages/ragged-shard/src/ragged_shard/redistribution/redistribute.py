@@ -1,10 +1,9 @@
 """The patch point of every redistribution, `redistribute_local_tensor`.
 
-It proceeds axis by axis. Torch redistributes its own placements, on the tensor without the axes of
-this package, which become Replicate before and are sharded again after.
-Two cases are shorter: several axes that become
-replicas are gathered at once (`multi_axis_gather`), and if only one axis changes, and besides it
-sums become replicas, nothing is taken off.
+In general, axes with placements of this package become Replicate, torch redistributes the other
+axes, and then this package's target placements are applied, axis by axis. Two cases are shorter:
+several axes that become Replicate are gathered at once (`multi_axis_gather`), and if only one axis
+changes besides axes that change from Partial to Replicate, the other axes are not gathered.
 """
 
 from __future__ import annotations
@@ -54,28 +53,28 @@ def redistribute_local_tensor(
     """Redistributes a local tensor, in place of torch's function of this name.
 
     Args:
-        native: torch's own function.
+        native: torch's function.
         local_tensor: of the current spec's local shape.
-        current_spec: what the tensor is.
-        target_spec: what it shall be; of the same mesh and shape.
-        async_op: the result may be an AsyncCollectiveTensor, which waits at its first use.
-        options: of torch's, handed on.
+        current_spec: of the tensor.
+        target_spec: of the result; of the same mesh and shape.
+        async_op: whether the result may be an AsyncCollectiveTensor, which waits at its first use.
+        options: of torch's function, passed to it.
 
     Raises:
-        ValueError: the target does not fit the tensor or the mesh, or the local tensor is not of
-            the current spec's local shape; nothing was sent.
-        NotImplementedError: another mesh.
+        ValueError: the target does not fit the tensor or the mesh, or the local tensor has not the
+            current spec's local shape; nothing is sent.
+        NotImplementedError: the specs have different meshes.
     """
     if not (any_custom(current_spec.placements) or any_custom(target_spec.placements)):
         return native(local_tensor, current_spec, target_spec, async_op=async_op, **options)
     if current_spec.mesh != target_spec.mesh:
         raise NotImplementedError(
-            f"redistribute: from mesh {current_spec.mesh} to another, {target_spec.mesh}; a tensor "
-            f"moves between placements of one mesh only"
+            f"redistribute: expected a target on the same mesh, {current_spec.mesh}, got "
+            f"{target_spec.mesh}"
         )
     mesh = current_spec.mesh
     record_fallback(target_spec, current_spec)
-    if mesh.get_coordinate() is None:  # as in torch: such a rank holds nothing
+    if mesh.get_coordinate() is None:  # as in torch: the rank has no elements
         return local_tensor
     reduction = _reduction_axis(target_spec)
     target: Placements = tuple(target_spec.placements)
@@ -100,7 +99,7 @@ class _ReductionAxis:
 
 
 def _reduction_axis(spec: DTensorSpec) -> _ReductionAxis | None:
-    """The axis that is made ready for a reduction (filled.py), or None."""
+    """Returns the axis whose target is a `ReductionInput`, or None."""
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, ReductionInput):
             return _ReductionAxis(axis, placement)
@@ -108,25 +107,26 @@ def _reduction_axis(spec: DTensorSpec) -> _ReductionAxis | None:
 
 
 def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
-    """The placements with one name for what is the same.
+    """Returns the placements with equivalent ones replaced by one form.
 
-    A `_StridedShard` is an InterleavedShard where no other axis cuts the dim: what torch makes of a
-    sharded dim that is flattened behind another. Where another axis does, as a view of batch and
-    heads leaves it (ops/interleaved_views.py), both are called `_StridedShard`, which says in which
-    order they cut. An InterleavedShard of one chunk is a Shard.
+    If no other axis shards the dim, a `_StridedShard`, which is torch's placement of a sharded dim
+    that was flattened after another, becomes an InterleavedShard. If another axis does, as after a
+    view of batch and heads (dispatch/rules/interleaved_views.py), an InterleavedShard becomes a
+    `_StridedShard`, which defines the order of the axes. An InterleavedShard of one chunk becomes a
+    Shard.
     """
     for axis, placement in enumerate(placements):
         if not isinstance(placement, InterleavedShard | _StridedShard):
             continue
         dim, others = placement.dim, replace_axis(placements, axis, Replicate())
-        alone = all(dim_of(other) != dim for other in others)
+        is_only_shard = all(dim_of(other) != dim for other in others)
         if isinstance(placement, _StridedShard):
             factor = int(placement.split_factor)
-            if alone and shape[dim] % factor == 0:
+            if is_only_shard and shape[dim] % factor == 0:
                 placements = replace_axis(placements, axis, InterleavedShard(dim, factor))
         elif placement.interleaves == 1:
             placements = replace_axis(placements, axis, Shard(dim))
-        elif not alone and any(dim_of(other) == dim for other in placements[:axis]):
+        elif not is_only_shard and any(dim_of(other) == dim for other in placements[:axis]):
             strided = _StridedShard(dim, split_factor=placement.interleaves)
             placements = replace_axis(placements, axis, strided)
     return placements
@@ -134,7 +134,14 @@ def _canonical(placements: Placements, shape: Sequence[int]) -> Placements:
 
 @dataclass
 class _Redistribution:
-    """One redistribution in progress: its current and its target placements."""
+    """A redistribution in progress.
+
+    Attributes:
+        spec: of the tensor before it.
+        target: the target placements.
+        native: torch's function.
+        at: the current placements, which change as axes are redistributed.
+    """
 
     spec: DTensorSpec
     target: Placements
@@ -171,7 +178,7 @@ class _Redistribution:
         return [axis for axis, now in enumerate(self.at) if now != self.target[axis]]
 
     def _gather_of(self, axes: list[int]) -> GatherOverAxes | None:
-        """One gather over all these axes, where that is what they need."""
+        """Returns one gather over all these axes if that redistributes them; else None."""
         shards = [self.at[axis] for axis in axes]
         gathered = all(isinstance(self.target[axis], Replicate) for axis in axes)
         if not gathered or not any_custom(shards) or any(p.is_partial() for p in shards):
@@ -179,20 +186,20 @@ class _Redistribution:
         return plan_gather(self.meta.shape, self.mesh, self.at, axes)
 
     def _is_direct(self, axis: int) -> bool:
-        """Whether the axis can change while the others stay."""
+        """Whether the axis can be redistributed without the others."""
         now, then = self.at[axis], self.target[axis]
         if not (is_custom(now) or is_custom(then)):
             return False
         others = [p for other, p in enumerate(self.at) if other != axis]
         if any(isinstance(p, RaggedShard) for p in others):
-            return False  # it applies after this axis, and must be gathered first
+            return False  # it is applied after this axis, and must be gathered first
         if isinstance(now, RaggedShard) and isinstance(then, RaggedShard):
             return True
-        # A dim cut by two axes is cut in the order of the axes; exchanges know one axis only.
+        # A dim on two axes is sharded in the order of the axes; an all-to-all is over one axis.
         if any(isinstance(p, _StridedShard) for p in (now, then)):
             return False
-        cut = {dim for p in (now, then) if (dim := dim_of(p)) is not None}
-        return not any(dim_of(p) in cut for p in others)
+        sharded = {dim for p in (now, then) if (dim := dim_of(p)) is not None}
+        return not any(dim_of(p) in sharded for p in others)
 
     def _change(self, local: torch.Tensor, axis: int) -> torch.Tensor:
         base = base_shape(self.meta.shape, self.mesh, self.at, axis)
@@ -201,7 +208,7 @@ class _Redistribution:
         return changed
 
     def _reduce(self, local: torch.Tensor, axes: list[int]) -> torch.Tensor:
-        """Sums over axes: whatever else the local tensor is, it is added up element by element."""
+        """Reduces Partial over axes, elementwise and independently of the other placements."""
         if not axes:
             return local
         start = tuple(p if a in axes else Replicate() for a, p in enumerate(self.at))
@@ -213,21 +220,21 @@ class _Redistribution:
     def _through_native(self, local: torch.Tensor) -> torch.Tensor:
         differing, final = self._differing(), self.target
         ragged = ragged_axis(self.at)
-        taken_off = [a for a in differing if isinstance(self.at[a], InterleavedShard)]
+        gathered = [a for a in differing if isinstance(self.at[a], InterleavedShard)]
         if ragged is not None:
-            taken_off.insert(0, ragged)
-        for axis in taken_off:
+            gathered.insert(0, ragged)
+        for axis in gathered:
             self.target = replace_axis(self.at, axis, Replicate())
             local = self._change(local, axis)
-        put_on = [a for a in self._differing_from(final) if is_custom(final[a])]
-        put_on.sort(key=lambda axis: isinstance(final[axis], RaggedShard))  # ragged comes last
-        waiting = final
-        for axis in put_on:  # stays a sum until its own axis is reduced and scattered at once
+        sharded = [a for a in self._differing_from(final) if is_custom(final[a])]
+        sharded.sort(key=lambda axis: isinstance(final[axis], RaggedShard))  # ragged is last
+        native_target = final
+        for axis in sharded:  # Partial remains, so that a reduce-scatter can reduce it
             now = self.at[axis]
-            waiting_placement = now if isinstance(now, Partial) else Replicate()
-            waiting = replace_axis(waiting, axis, waiting_placement)
-        local = self._native_around_interleaved(local, waiting)
-        for axis in put_on:
+            placement = now if isinstance(now, Partial) else Replicate()
+            native_target = replace_axis(native_target, axis, placement)
+        local = self._native_around_interleaved(local, native_target)
+        for axis in sharded:
             self.target = replace_axis(self.at, axis, final[axis])
             local = self._change(local, axis)
         return local
@@ -236,10 +243,10 @@ class _Redistribution:
         return [axis for axis, now in enumerate(self.at) if now != final[axis]]
 
     def _native_around_interleaved(self, local: torch.Tensor, target: Placements) -> torch.Tensor:
-        """Lets torch redistribute to the target, on the tensor without interleaved axes."""
-        hidden = [axis for axis, now in enumerate(self.at) if is_custom(now)]
+        """Lets torch redistribute the local shape without interleaved axes, which do not change."""
+        interleaved = [axis for axis, now in enumerate(self.at) if is_custom(now)]
         start, end, shape = self.at, target, tuple(self.meta.shape)
-        for axis in hidden:
+        for axis in interleaved:
             placement = start[axis]
             assert isinstance(placement, InterleavedShard)
             assert placement == end[axis]
@@ -271,18 +278,18 @@ class _Redistribution:
             now, then = self.at[axis], self.target[axis]
             if isinstance(then, Partial) and is_custom(now):
                 raise ValueError(
-                    f"redistribute: axis {axis} is {now!r} and cannot become {then}; a shard "
-                    f"becomes a sum only by computing one"
+                    f"redistribute: expected a target that is not Partial for axis {axis}, which "
+                    f"is {now!r}, got {then}; only operators make Partial tensors"
                 )
 
 
 def redistribute_backward(
     native: Callable[..., object], ctx: Any, grad_output: torch.Tensor | None
 ) -> object:
-    """`Redistribute.backward` of torch/distributed/tensor/_redistribute.py, with this package's.
+    """Replaces `Redistribute.backward` of torch/distributed/tensor/_redistribute.py.
 
-    The gradient of a Partial is a replica: torch ensures it where the gradient is a Shard, and this
-    function where it has a placement of this package.
+    The gradient of a Partial is Replicate: torch redistributes it if it is a Shard, and this
+    function if it has a placement of this package.
     """
     if grad_output is not None:
         grads: Placements = grad_output._spec.placements  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""A ragged shard prepared for a reduction: its empty shards filled, or its weight applied.
+"""The placement of a ragged shard before a local reduction: empty shards filled, or weighted.
 
-Internal: it is what the input of a reduction is "redistributed" to, so that the local operator, run
-by torch's own dispatch, is right on every rank. Nothing is sent and no tensor stays in it.
+Internal: the input of a reduction is "redistributed" to it, so that torch's dispatch calls the
+local operator on a correct tensor on every rank. Nothing is sent; no DTensor has this placement.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ragged_shard.ragged import RaggedShard
 
 
 class ReductionInput(Placement):
-    """What a ragged shard becomes before a local reduction.
+    """The placement of a ragged shard before a local reduction.
 
     Args:
         ragged: the placement of the tensor.
-        value: that replaces an empty shard, as one row; infinities become the dtype's bounds.
-        weighted: shards are multiplied by their share of the tensor, so that means add up.
+        value: of the row that replaces an empty shard; infinities become the dtype's bounds.
+        weighted: whether shards are multiplied by their share of the tensor, for means.
     """
 
     def __init__(self, ragged: RaggedShard, value: float, *, weighted: bool = False) -> None:
@@ -30,14 +30,14 @@ class ReductionInput(Placement):
         self.weighted = weighted
 
     def prepare(self, local: torch.Tensor, rank: int) -> torch.Tensor:
-        """The tensor to reduce, of a rank's local tensor.
+        """Returns the tensor to reduce on a rank, given its local tensor.
 
         Args:
             local: of the ragged placement's local shape.
             rank: index on the axis.
 
         Returns:
-            The same tensor, or its product with its weight, or one row of the value.
+            the same tensor, its product with the weight, or one row of the value.
         """
         units = self.ragged.local_units[rank]
         if units == 0:

@@ -13,7 +13,7 @@ from dtensor_rules.registry.rule import Call, Rule
 
 
 def add_partial(call: Call) -> Plan | None:
-    """The replica counts on the first rank of the axis only, and is zero on the others.
+    """Adds the replicated tensor on the first rank of the axis only, and zero on the others.
 
     Source: veScale, section 6.1. Exact: torch divides the replica by the number of ranks instead,
     so its sum rounds where this one does not.
@@ -41,7 +41,7 @@ def add_partial(call: Call) -> Plan | None:
 
 
 def _replica(pair: tuple[Placement, Placement]) -> int | None:
-    """Which of the two is the replica beside a partial sum; 0 for equals; None for other pairs."""
+    """Returns which operand is replicated beside a partial sum; 0 if equal; None for others."""
     if pair[0] == pair[1]:
         return 0 if _adds(pair[0]) else None
     for index in (0, 1):

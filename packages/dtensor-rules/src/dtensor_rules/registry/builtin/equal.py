@@ -11,7 +11,7 @@ from dtensor_rules.registry.rule import Call, Rule
 
 
 def equal(call: Call) -> Plan | None:
-    """Local comparison; one all-reduce of one number where an axis is sharded.
+    """Compares local tensors, with one all-reduce of one number if an axis is sharded.
 
     Source: veScale, section 6.1, and `_dispatch_fast_path_python_tail` in
     torch/distributed/tensor/_dispatch.py, which reduces over all ranks, replicas included.

@@ -28,7 +28,7 @@ class _KnownMeta(ShardingPropagator):
 
 
 def propagate(schema: OpSchema, meta: Meta) -> OutputSharding:
-    """Torch's decision about a call, with the shapes of the results given.
+    """Returns torch's decision about a call, given the shapes of the results.
 
     Args:
         schema: the operator and the specs of its arguments.

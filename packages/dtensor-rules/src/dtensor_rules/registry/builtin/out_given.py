@@ -13,7 +13,7 @@ from dtensor_rules.registry.rule import Call, Rule
 
 
 def out_given(call: Call) -> Plan | None:
-    """The placements are torch's decision; shape and dtype are those of the tensor written.
+    """Takes placements from torch's decision, and shape and dtype from the written tensor.
 
     Source: veScale, section 6.1. Torch would run the operator on fake tensors to learn them.
     """
@@ -39,7 +39,7 @@ def _plan(call: Call, meta: Meta) -> Plan | None:
 
 
 def _written(call: Call) -> list[DTensor] | None:
-    """The tensors that the operator writes and returns, if all are DTensors."""
+    """Returns the tensors that the operator writes and returns, if all are DTensors."""
     outs = [argument.name for argument in call.op._schema.arguments if argument.is_out]
     tensors = [call.kwargs[name] for name in outs] if outs else [call.args[0]]
     if not all(isinstance(tensor, DTensor) for tensor in tensors):

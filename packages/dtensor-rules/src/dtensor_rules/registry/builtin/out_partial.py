@@ -24,7 +24,7 @@ _CONTRACTED: dict[torch._ops.OpOverload, tuple[Placement, ...]] = {
 
 
 def out_partial(call: Call) -> Plan | None:
-    """Neither placements nor shape need torch's propagation: both follow from the operands.
+    """Derives placements and shape from the operands, without torch's propagation.
 
     Source: veScale, section 6.1.
     """

@@ -92,14 +92,14 @@ class MatrixTask:
     @property
     def _inner_axes(self) -> list[int]:
         return [
-            axis for axis, one in enumerate(self.matrix.placements)
-            if isinstance(one, Shard) and axis != self.matrix.axis
+            axis for axis, placement in enumerate(self.matrix.placements)
+            if isinstance(placement, Shard) and axis != self.matrix.axis
         ]  # fmt: skip
 
     def _with_shard_axis(self, placement: Placement) -> tuple[Placement, ...]:
         others = self.matrix.placements
         return tuple(
-            placement if axis == self.matrix.axis else one for axis, one in enumerate(others)
+            placement if axis == self.matrix.axis else other for axis, other in enumerate(others)
         )
 
 

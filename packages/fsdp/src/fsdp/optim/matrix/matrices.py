@@ -162,7 +162,9 @@ def matrices_of(
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     param_placements = param.placements if isinstance(param, DTensor) else ()
     stacked = param.ndim == 3
-    placements = tuple(_matrix_placement(one, stacked) for one in param_placements)
+    placements = tuple(
+        _matrix_placement(param_placement, stacked) for param_placement in param_placements
+    )
     inner = any(isinstance(p, Shard) for axis, p in enumerate(placements) if axis != shards.axis)
     if inner and len(rows) > 1:
         raise ValueError(
@@ -200,10 +202,12 @@ def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRu
         return _ShardRuns(None, tuple(param.shape), (range(param.numel()),))
     mesh, placements = param.device_mesh, param.placements
     unsupported = [
-        one for one in placements if type(one) not in (Replicate, Shard)
-        and not isinstance(one, RaggedShard)
+        placement for placement in placements if type(placement) not in (Replicate, Shard)
+        and not isinstance(placement, RaggedShard)
     ]  # fmt: skip
-    ragged = [axis for axis, one in enumerate(placements) if isinstance(one, RaggedShard)]
+    ragged = [
+        axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)
+    ]
     axes = ragged or ([0] if mesh.ndim == 1 and placements == (Shard(0),) else [])
     if unsupported or len(axes) > 1:
         raise ValueError(
@@ -212,7 +216,7 @@ def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRu
             f"placements {placements}"
         )
     axis = axes[0] if axes else None
-    others = [Replicate() if n == axis else one for n, one in enumerate(placements)]
+    others = [Replicate() if n == axis else placement for n, placement in enumerate(placements)]
     base_shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, others)
     if axis is None:
         return _ShardRuns(None, tuple(base_shape), (range(math.prod(base_shape)),))

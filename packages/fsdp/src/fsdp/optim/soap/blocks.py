@@ -127,12 +127,14 @@ def _zeros_on_owner(
         return local
     mesh, axis = param.device_mesh, strip.matrix.axis
     placements: list[Placement] = [
-        Shard(0) if isinstance(one, Shard) else Replicate() for one in param.placements
+        Shard(0) if isinstance(placement, Shard) else Replicate() for placement in param.placements
     ]
     if axis is not None:
         assert strip.owner is not None
         placements[axis] = RaggedShard.owned_by(strip.owner, mesh.size(axis))
-    stacked = math.prod(mesh.size(n) for n, one in enumerate(placements) if isinstance(one, Shard))
+    stacked = math.prod(
+        mesh.size(n) for n, placement in enumerate(placements) if isinstance(placement, Shard)
+    )
     global_shape = torch.Size((stacked * rows, columns))
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=global_shape, stride=(columns, 1)

@@ -161,7 +161,7 @@ class SOAP(MatrixOptimizer):
             one = params[plan.param_index(strip)]
             subtract_(one.param[strip.matrix.local_slice], update, float(one.group["lr"]))
 
-        itemsize = max((one.grad.itemsize for one in params.values()), default=1)
+        itemsize = max((param.grad.itemsize for param in params.values()), default=1)
         compute_on_owners(plan.tasks, local_grad, compute, apply, self._bucket_bytes // itemsize)
         for name in skipped:
             warnings.warn(

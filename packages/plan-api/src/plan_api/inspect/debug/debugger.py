@@ -165,8 +165,8 @@ def format_dtensor(tensor: DTensor) -> str:
     names, dtype = axis_names(mesh), str(tensor.dtype).removeprefix("torch.")
     sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     placements = ", ".join(
-        f"{name}={format_placement(one)}"
-        for name, one in zip(names, tensor.placements, strict=True)
+        f"{name}={format_placement(placement)}"
+        for name, placement in zip(names, tensor.placements, strict=True)
     )
     coordinate = mesh.get_coordinate()
     here = "not on this rank"

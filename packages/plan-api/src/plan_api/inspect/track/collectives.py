@@ -60,7 +60,9 @@ def real_tensors(value: Any) -> list[torch.Tensor]:
     """Returns the tensors in an argument or a result, without FakeTensors, which are not sent."""
     leaves = pytree.tree_leaves(value)
     return [
-        one for one in leaves if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor)
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
     ]
 
 
@@ -68,7 +70,8 @@ def payload_bytes(args: Sequence[Any], result: Any) -> int:
     """Returns the bytes of the largest argument or result; each may be a list of tensors."""
     parts = (*args, result)
     return max(
-        sum(one.numel() * one.element_size() for one in real_tensors(part)) for part in parts
+        sum(real_tensor.numel() * real_tensor.element_size() for real_tensor in real_tensors(part))
+        for part in parts
     )
 
 

@@ -70,12 +70,12 @@ class Record:
     @property
     def operators(self) -> tuple[OperatorEvent, ...]:
         """The operators among the events."""
-        return tuple(one for one in self.events if isinstance(one, OperatorEvent))
+        return tuple(event for event in self.events if isinstance(event, OperatorEvent))
 
     @property
     def collectives(self) -> tuple[CollectiveEvent, ...]:
         """The collectives among the events."""
-        return tuple(one for one in self.events if isinstance(one, CollectiveEvent))
+        return tuple(event for event in self.events if isinstance(event, CollectiveEvent))
 
     @property
     def calls(self) -> tuple[CallEvent, ...]:
@@ -121,12 +121,12 @@ class Record:
     def to_json(self) -> str:
         """Returns the record as JSON, an object per event, with ``kind`` operator or collective."""
         events = [
-            {"kind": "operator" if isinstance(one, OperatorEvent) else "collective"}
-            | asdict(one)
-            | {"phase": one.phase.value}
-            for one in self.events
+            {"kind": "operator" if isinstance(event, OperatorEvent) else "collective"}
+            | asdict(event)
+            | {"phase": event.phase.value}
+            for event in self.events
         ]
-        calls = [asdict(one) | {"phase": one.phase.value} for one in self.calls]
+        calls = [asdict(call) | {"phase": call.phase.value} for call in self.calls]
         header: dict[str, Any] = {"version": _VERSION, "model": self.model, "rank": self.rank}
         return json.dumps(header | {"events": events, "calls": calls}, indent=1) + "\n"
 
@@ -184,9 +184,11 @@ def chrome_trace(
         model: the name of its class.
         rank: the process.
     """
-    spans = [_span(one.site or model, _HOST_THREAD, rank, one) for one in calls]
+    spans = [_span(call.site or model, _HOST_THREAD, rank, call) for call in calls]
     spans += [
-        _span(one.name, _HOST_THREAD, rank, one) for one in events if isinstance(one, OperatorEvent)
+        _span(event.name, _HOST_THREAD, rank, event)
+        for event in events
+        if isinstance(event, OperatorEvent)
     ]
     ends: list[float] = []  # of the last collective of each thread
     for one in events:

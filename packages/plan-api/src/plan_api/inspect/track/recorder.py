@@ -229,7 +229,7 @@ class _TrackMode(TorchDispatchMode):
         if self._plan is None:
             return _Reason("plan")
         entries = [self._plan.entries[number] for number in cause.step.entries]
-        own = [one for one in entries if set(one.axes) & set(axis.split("+"))] or entries
+        own = [entry for entry in entries if set(entry.axes) & set(axis.split("+"))] or entries
         return _Reason("plan", ", ".join(dict.fromkeys(one.line for one in own)))
 
     def _is_internal(self) -> bool:
@@ -314,14 +314,18 @@ def _format(placements: Sequence[Placement]) -> str:
 
 def _format_placed(value: Any) -> str:
     """Formats the placements of all tensors in a value; equal neighbours are counted."""
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    texts = [_format(one.placements) if isinstance(one, DTensor) else "local" for one in tensors]
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    texts = [
+        _format(tensor.placements) if isinstance(tensor, DTensor) else "local" for tensor in tensors
+    ]
     runs = [(text, len(list(same))) for text, same in itertools.groupby(texts)]
     return " ".join(text if number == 1 else f"{number}x {text}" for text, number in runs)
 
 
 def _local_bytes(value: Any) -> int:
     """Returns the bytes of all tensors in a value on this rank."""
-    tensors = (one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor))
-    locals_ = (one._local_tensor if isinstance(one, DTensor) else one for one in tensors)
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    locals_ = (
+        tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors
+    )
     return sum(one.numel() * one.element_size() for one in locals_)

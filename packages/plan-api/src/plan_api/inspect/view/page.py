@@ -91,13 +91,15 @@ def _mesh(plan: Plan) -> str:
 
 def _parameters(tree: ModuleNode) -> str:
     tensors = list(tree.all_tensors)
-    total = format_bytes(sum(one.bytes for one in tensors))
-    local = format_bytes(sum(one.local_bytes for one in tensors))
+    total = format_bytes(sum(tensor.bytes for tensor in tensors))
+    local = format_bytes(sum(tensor.local_bytes for tensor in tensors))
     return f"parameters and buffers are {total} in all, {local} on this rank"
 
 
 def _legend(tree: ModuleNode) -> Element:
-    used = sorted({one for tensor in tree.all_tensors for one in tensor.placements} | {"R", "P"})
+    used = sorted(
+        {placement for tensor in tree.all_tensors for placement in tensor.placements} | {"R", "P"}
+    )
     meanings = {"R": "replicated", "P": "partial"}
     meanings |= {one: f"sharded along dim {one[2:-1]}" for one in used if one.startswith("S(")}
     chips = [
@@ -142,7 +144,7 @@ def _communication(record: Record, tree: ModuleNode) -> list[Element]:
     table = element(
         "table",
         element(
-            "tr", *(element("th", one) for one in heads),
+            "tr", *(element("th", head) for head in heads),
             *(element("th", one, class_="number") for one in ("number", "bytes")),
         ),
         *rows,

@@ -36,8 +36,8 @@ def tree_rows(node: ModuleNode, axes: Sequence[str], depth: int = 0) -> Iterator
         axes: of the mesh.
         depth: of the node in the tree.
     """
-    inner = [_step_row(one, depth + 1) for one in node.steps]
-    inner += [_tensor_row(one, node, depth + 1) for one in node.tensors]
+    inner = [_step_row(step, depth + 1) for step in node.steps]
+    inner += [_tensor_row(tensor, node, depth + 1) for tensor in node.tensors]
     for child in node.children:
         inner += tree_rows(child, axes, depth + 1)
     cells = _module_cells(node, axes, depth)
@@ -76,7 +76,7 @@ def _module_cells(node: ModuleNode, axes: Sequence[str], depth: int) -> list[Ele
         named.append(element("span", f"{count} equal", class_="times"))
     if first:
         named.append(element("span", node.kind, class_="soft"))
-    local = count * sum(one.local_bytes for one in tensors)
+    local = count * sum(tensor.local_bytes for tensor in tensors)
     sent = [element("span", _format_communication(node.total.times(count)))]
     if count > 1 and node.total.number:
         sent.append(
@@ -107,8 +107,8 @@ def _tensor_count(tensors: int, modules: int) -> str:
 def _shares(tensors: Sequence[ShownTensor], axis: int, name: str) -> Element:
     """Draws the placements of a module's tensors along an axis, by their global bytes."""
     parts: Counter[str] = Counter()
-    for one in tensors:
-        parts[one.placements[axis]] += one.bytes
+    for tensor in tensors:
+        parts[tensor.placements[axis]] += tensor.bytes
     total = parts.total()
     if not total:
         return element("span")
@@ -133,7 +133,7 @@ def _tensor_row(tensor: ShownTensor, node: ModuleNode, depth: int) -> Element:
         f"{node.paths[0]}.{tensor.name}".lstrip("."),
         element("code", tensor.name),
         element("span", f" {kind}{tensor.dtype}{tied}", class_="soft"),
-        cells=[element("span", _chip(one)) for one in tensor.placements],
+        cells=[element("span", _chip(placement)) for placement in tensor.placements],
         rest=[
             element("span", shapes, class_="mono"),
             element(

@@ -123,12 +123,12 @@ class ModuleNode:
     @property
     def total(self) -> Communication:
         """The communication of each, children included."""
-        return sum((one.total.times(len(one.paths)) for one in self.children), self.own)
+        return sum((child.total.times(len(child.paths)) for child in self.children), self.own)
 
     @property
     def all_tensors(self) -> Iterator[ShownTensor]:
         """The tensors of one module and of all in it; tied ones once."""
-        yield from (one for one in self.tensors if not one.tied_to)
+        yield from (tensor for tensor in self.tensors if not tensor.tied_to)
         for child in self.children:
             for _ in child.paths:
                 yield from child.all_tensors
@@ -208,7 +208,7 @@ class _ModelReader:
 
     def _placements(self, step: SiteStep, end: str) -> tuple[str, ...]:
         ends = (getattr(step.moves.get(axis), end, None) for axis in self._plan.axes)
-        return tuple("" if one is None else format_placement(one) for one in ends)
+        return tuple("" if end is None else format_placement(end) for end in ends)
 
     def _lines(self, numbers: Iterable[int]) -> tuple[str, ...]:
         entries = self._plan.entries

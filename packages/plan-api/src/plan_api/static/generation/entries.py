@@ -54,7 +54,7 @@ def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> l
     """
     entries = [*_site_entries(lowered, trace)]
     # Modules where the plan reduces the gradient: modules inside of them need not.
-    reducing = {one.path for one in entries if _reduces_gradient(one)}
+    reducing = {entry.path for entry in entries if _reduces_gradient(entry)}
     entries += _input_gradient_entries(trace, lowered, reducing)
     entries += _bias_entries(trace, lowered, dict(model.named_parameters()))
     entries += _fallback_entries(trace, lowered, reducing)
@@ -62,14 +62,16 @@ def generate_entries(model: nn.Module, lowered: Lowered, trace: EagerTrace) -> l
         if lowered.runs_on_dtensors(name):
             continue
         path, _, attribute = name.rpartition(".")
-        partial = tuple(one if one.is_partial() else Replicate() for one in placements)
-        if any(one.is_partial() for one in placements):
+        partial = tuple(
+            placement if placement.is_partial() else Replicate() for placement in placements
+        )
+        if any(placement.is_partial() for placement in placements):
             entries.append(GeneratedEntry("annotate", path, f"{attribute}.grad", partial))
     entries += _operator_entries(
         call for call in trace.calls if not lowered.runs_on_dtensors(call.path)
     )
     for name, placements in trace.results.items():
-        if any(_is_shard(one) for one in placements):
+        if any(_is_shard(placement) for placement in placements):
             entries.append(GeneratedEntry("annotate", "", f"<out:{name}>", placements))
     return entries
 
@@ -178,7 +180,7 @@ def _operator_entries(calls: Iterable[FunctionCall]) -> Iterator[GeneratedEntry]
     for call in calls:
         if call.sized_dims or call.name in ("view", "reshape", "split"):
             continue
-        if any(_is_shard(one) for one in call.input_placements):
+        if any(_is_shard(input_placement) for input_placement in call.input_placements):
             tensor = f"<op:{call.name}:{call.number}>"
             yield GeneratedEntry("annotate", call.path, tensor, call.input_placements)
 
@@ -190,11 +192,11 @@ def generate_size_entries(lowered: Lowered, trace: EagerTrace) -> list[Generated
         if lowered.runs_on_dtensors(call.path):
             continue
         placements = call.output_placements or call.input_placements
-        dims = [getattr(one, "dim", 0) for one in placements]
+        dims = [getattr(placement, "dim", 0) for placement in placements]
         shards = tuple(
             Shard(dim) if dim in call.sized_dims and dim > 0 else Replicate() for dim in dims
         )
-        if any(isinstance(one, Shard) for one in shards):
+        if any(isinstance(shard, Shard) for shard in shards):
             tensor = f"<op:{call.name}:{call.number}>"
             entries.append(GeneratedEntry("annotate", call.path, tensor, shards))
     return entries
@@ -209,7 +211,7 @@ def plan_with_entries(plan: Plan, entries: Iterable[GeneratedEntry], model: nn.M
         model: the model of the plan.
     """
     new = Plan(plan.mesh, cover=plan.cover)
-    new._entries = [one for one in plan.entries if _is_retained(one)]
+    new._entries = [entry for entry in plan.entries if _is_retained(entry)]
     names = [name for name, _ in model.named_modules()]
     groups: dict[tuple[str, str, str], list[GeneratedEntry]] = {}
     for one in dict.fromkeys(entries):

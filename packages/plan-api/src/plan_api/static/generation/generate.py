@@ -82,7 +82,9 @@ def generate_static(
             DTensors; names module, operator and placements, as the warning would.
     """
     args, kwargs = _check_inputs(model, example_inputs)
-    problems = [str(one) for one in unsupported_options(lower(plan, model))]
+    problems = [
+        str(unsupported_option) for unsupported_option in unsupported_options(lower(plan, model))
+    ]
     if problems:
         lines = "\n".join(problems)
         raise ValueError(f"generate_static: static mode does not support this plan:\n{lines}")
@@ -100,7 +102,7 @@ def generate_static(
     def suggest(pattern: str) -> str:
         if fake:
             return _NO_SUGGESTIONS
-        others = [one for one in fallbacks if pattern and one != pattern]
+        others = [fallback for fallback in fallbacks if pattern and fallback != pattern]
         runs_locally = functools.partial(_can_generate, generate, others)
         return suggest_entries(plan, model, pattern, args, kwargs, use, runs_locally)
 
@@ -232,7 +234,7 @@ def _next_sizes(
     for count in range(len(parts), -1, -1):
         pattern = generalize_numbers(".".join(parts[:count]))
         more = [
-            one for one in sizes if generalize_numbers(one.path) == pattern and one not in added
+            size for size in sizes if generalize_numbers(size.path) == pattern and size not in added
         ]
         if more:
             return more

@@ -95,9 +95,9 @@ def suggest_entries(
 
     record = record_step(plan)
     events = [*_operator_collectives(record, pattern)]
-    lines = [_description(record, one) for one in events if not one.cause.startswith(_LOSSES)]
+    lines = [_description(record, event) for event in events if not event.cause.startswith(_LOSSES)]
     lines = [*dict.fromkeys(lines)][:_MOST_OPERATORS]
-    if any(one.cause.startswith(_OVER_CLASSES) for one in events):
+    if any(event.cause.startswith(_OVER_CLASSES) for event in events):
         return "\n".join([*lines, _SHARDED_LOSS])
     if not lines:
         return "DTensor redistributes no tensor for an operator there"
@@ -134,10 +134,11 @@ def _operator_collectives(record: Record, pattern: str) -> Iterator[CollectiveEv
 def _description(record: Record, event: CollectiveEvent) -> str:
     operator = next(
         (
-            one
-            for one in record.operators
-            if (one.name, one.site, one.phase) == (event.cause, event.site, event.phase)
-            and one.start <= event.start <= one.start + one.duration
+            operator
+            for operator in record.operators
+            if (operator.name, operator.site, operator.phase)
+            == (event.cause, event.site, event.phase)
+            and operator.start <= event.start <= operator.start + operator.duration
         ),
         None,
     )
@@ -159,13 +160,13 @@ def _working_entries(
     before = _bytes_sent(record)
     entries: list[_ReplicateEntry] = []
     for _ in range(_ROUNDS):
-        new = [one for one in _candidates(record, pattern) if one not in entries]
+        new = [candidate for candidate in _candidates(record, pattern) if candidate not in entries]
         if not new:
             break
         entries += dict.fromkeys(new)
         changed = plan | Plan(plan.mesh)
-        for one in entries:
-            one.add_to(changed)
+        for entry in entries:
+            entry.add_to(changed)
         works = runs_locally(changed)
         try:
             record = record_step(changed)
@@ -189,10 +190,10 @@ def _candidates(record: Record, pattern: str) -> Iterator[_ReplicateEntry]:
             continue
         site = event.site or ""
         producers = [
-            one.site
-            for one in record.operators
-            if one.start < event.start and one.site and one.site != site
-            if is_inside(one.site, site)
+            operator.site
+            for operator in record.operators
+            if operator.start < event.start and operator.site and operator.site != site
+            if is_inside(operator.site, site)
         ]
         path, tensor = (producers[-1] or "", "<out>") if producers else (site, "<in>")
         yield _ReplicateEntry(generalize_numbers(path), tensor, event.axis)

@@ -168,7 +168,10 @@ class _TracedRedistribution(Redistribution):
 
 def _plain_partials(placements: Placements) -> Placements:
     """Replaces the masked Partial of a sharded embedding by a Partial."""
-    return tuple(Partial(one.reduce_op) if isinstance(one, Partial) else one for one in placements)
+    return tuple(
+        Partial(placement.reduce_op) if isinstance(placement, Partial) else placement
+        for placement in placements
+    )
 
 
 class _TraceGradient(torch.autograd.Function):
@@ -201,10 +204,10 @@ def _trace_module(path: str, module: nn.Module, trace: EagerTrace) -> list[Any]:
         return traced_input
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = tuple(map_tensors(one, trace_input(place)) for place, one in enumerate(args))
+        args = tuple(map_tensors(arg, trace_input(place)) for place, arg in enumerate(args))
         named = {
-            key: map_tensors(one, trace_input(places.index(key) if key in places else key))
-            for key, one in kwargs.items()
+            key: map_tensors(kwarg, trace_input(places.index(key) if key in places else key))
+            for key, kwarg in kwargs.items()
         }
         return args, named
 
@@ -253,7 +256,7 @@ class _FunctionTrace(TorchFunctionMode):
         return hook
 
     def leave(self, *_: Any) -> None:
-        """Is a hook for the end of a module's forward."""
+        """Ends the record of a module; a hook after its forward."""
         self._running.pop()
         self._counts.pop()
 
@@ -280,8 +283,8 @@ class _FunctionTrace(TorchFunctionMode):
 def _plain_shards(placements: Placements) -> Placements:
     """Replaces ragged-shard's interleaved placement by a Shard where it has one part."""
     return tuple(
-        Shard(one.dim) if getattr(one, "interleaves", 0) == 1 else one  # type: ignore[attr-defined]
-        for one in placements
+        Shard(placement.dim) if getattr(placement, "interleaves", 0) == 1 else placement  # type: ignore[attr-defined]
+        for placement in placements
     )
 
 

@@ -67,7 +67,7 @@ def align_operands(
 
 
 def pointwise(call: OperatorCall) -> AxisDecision | None:
-    """The rule of an operator with one result, which has the shape of the ragged operand.
+    """Decides an operator with one result, which has the shape of the ragged operand.
 
     An in-place operator takes the placement of its first argument; if that is not ragged, ragged
     operands are redistributed to it.
@@ -84,7 +84,7 @@ def pointwise(call: OperatorCall) -> AxisDecision | None:
 
 
 def masked_put(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `index_put_`: elementwise for one mask of the tensor's shape, ``x[mask] = 0``."""
+    """Decides `index_put_`: elementwise for one mask of the tensor's shape, ``x[mask] = 0``."""
     target, *indices, value = call.operands
     if len(indices) != 1 or value.shape.numel() != 1 or indices[0].shape != target.shape:
         return None
@@ -100,7 +100,7 @@ def _lead(call: OperatorCall) -> DTensorSpec | None:
 
 
 def foreach(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `_foreach_*` and `_fused_*`: tensors are placed like the first list's, by index.
+    """Decides `_foreach_*` and `_fused_*`: tensors are placed like the first list's, by index.
 
     Torch decides indices without a ragged tensor. Tensors outside of lists (a learning rate, a
     scale) are replicated.

@@ -97,7 +97,7 @@ def rule_for(call: OperatorCall) -> AxisRule | None:
 
 
 def as_shard(call: OperatorCall) -> AxisDecision:
-    """The rule of all operators whose interleaved inputs have one chunk each, like a Shard.
+    """Decides all operators whose interleaved inputs have one chunk each, like a Shard.
 
     Torch decides everything; its Shards become InterleavedShards again, for `cat`.
     """
@@ -107,7 +107,7 @@ def as_shard(call: OperatorCall) -> AxisDecision:
 
 
 def like(call: OperatorCall) -> AxisDecision | None:
-    """The rule of operators of which only the first input is interleaved."""
+    """Decides operators of which only the first input is interleaved."""
     found = [interleaved_placement(operand.spec) for operand in call.operands]
     if found[0] is None:
         return None
@@ -122,7 +122,7 @@ def like(call: OperatorCall) -> AxisDecision | None:
 
 
 def elementwise(call: OperatorCall) -> AxisDecision | None:
-    """The rule of elementwise operators: all operands are placed like the interleaved one."""
+    """Decides elementwise operators: all operands are placed like the interleaved one."""
     lead = call.operands[0]
     if not call.in_place:
         interleaved = [o for o in call.operands if interleaved_placement(o.spec) is not None]
@@ -135,7 +135,7 @@ def elementwise(call: OperatorCall) -> AxisDecision | None:
 
 
 def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `_foreach_*` and `_fused_*`: tensors are placed like the first list's."""
+    """Decides `_foreach_*` and `_fused_*`: tensors are placed like the first list's."""
     leads = [operand for operand in call.operands if operand.argument == 0]
     inputs: list[AxisPlacement | None] = []
     for operand in call.operands:
@@ -153,7 +153,7 @@ def elementwise_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def reduced_lists(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `_foreach_norm` and `_foreach_max`, if all ranks have the same number of rows."""
+    """Decides `_foreach_norm` and `_foreach_max`, if all ranks have the same number of rows."""
     found = [(operand, interleaved_placement(operand.spec)) for operand in call.operands]
     if not all(on_axis is None or _even(operand, on_axis) for operand, on_axis in found):
         return None
@@ -161,7 +161,7 @@ def reduced_lists(call: OperatorCall) -> AxisDecision | None:
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
-    """The rule of matrix products: rows, columns, or both contracted dims are interleaved."""
+    """Decides matrix products: rows, columns, or both contracted dims are interleaved."""
     *addends, left, right = call.operands
     on_left, on_right = interleaved_placement(left.spec), interleaved_placement(right.spec)
     contracted = left.spec.ndim - 1, right.spec.ndim - 2

@@ -15,7 +15,7 @@ from ragged_shard.interleaved import InterleavedShard
 
 
 def split(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `split` and `split_with_sizes` between the chunks of the interleaved dim.
+    """Decides `split` and `split_with_sizes` between the chunks of the interleaved dim.
 
     A part of one chunk has the local tensors of a Shard, but is placed as
     ``InterleavedShard(dim, 1)``, so that `cat` recognizes the gradients of the parts.
@@ -47,7 +47,7 @@ def split(call: OperatorCall) -> AxisDecision | None:
 
 
 def cat(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `cat`, which in backward reverses a `split` along the interleaved dim.
+    """Decides `cat`, which in backward reverses a `split` along the interleaved dim.
 
     Tensors with chunks of one size become one tensor with all of their chunks. Along another dim
     all tensors must have the same placement, which the result has too.
@@ -75,7 +75,7 @@ def cat(call: OperatorCall) -> AxisDecision | None:
 
 
 def view(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `view`.
+    """Decides `view`.
 
     Other dims may change, dims before the interleaved one may be flattened into it, and it may be
     split into its chunks: ``(3 * h) -> (3, h)`` shards ``h`` in one chunk,

@@ -18,7 +18,7 @@ from ragged_shard.dispatch.rules.elementwise import (
 
 
 def product(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `mm` and `mv`: ragged rows times a replicated operand are ragged rows."""
+    """Decides `mm` and `mv`: ragged rows times a replicated operand are ragged rows."""
     left, _ = call.operands
     on_axis = _rows(left)
     if on_axis is None:
@@ -27,7 +27,7 @@ def product(call: OperatorCall) -> AxisDecision | None:
 
 
 def product_added(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `addmm` and `addmv`: the addend is placed like the product, or broadcast."""
+    """Decides `addmm` and `addmv`: the addend is placed like the product, or broadcast."""
     addend, left, right = call.operands
     on_axis = _rows(left)
     if on_axis is None:
@@ -40,7 +40,7 @@ def product_added(call: OperatorCall) -> AxisDecision | None:
 
 
 def batched(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `bmm` and `baddbmm`: the batch of all operands has the same placement."""
+    """Decides `bmm` and `baddbmm`: the batch of all operands has the same placement."""
     leads = [on_axis for operand in call.operands if (on_axis := _rows(operand)) is not None]
     if not leads:
         return None
@@ -52,7 +52,7 @@ def batched(call: OperatorCall) -> AxisDecision | None:
 
 
 def dot(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `dot` and `vdot`: both operands have one placement; the result is Partial."""
+    """Decides `dot` and `vdot`: both operands have one placement; the result is Partial."""
     lead = next(found for spec in call.specs if (found := ragged_placement(spec)) is not None)
     return AxisDecision((lead, lead), (AxisPlacement(lead.axis, Partial("sum")),))
 

@@ -47,7 +47,7 @@ def foreach_reduction(kind: str) -> Callable[[OperatorCall], AxisDecision | None
 
 
 def along_unsharded_dim(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `max.dim`, `softmax` and the like, over a dim that is not sharded."""
+    """Decides `max.dim`, `softmax` and the like, over a dim that is not sharded."""
     [operand] = call.operands
     on_axis = ragged_placement(operand.spec)
     assert on_axis is not None

@@ -28,7 +28,7 @@ def local_size(output: DTensorSpec) -> Sequence[int]:
 
 
 def view(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `view` and `reshape` of a contiguous tensor: the same units, in other dims.
+    """Decides `view` and `reshape` of a contiguous tensor: the same units, in other dims.
 
     The result has the fewest dims that its units allow, so rows that are not split stay so.
     """
@@ -50,7 +50,7 @@ def view(call: OperatorCall) -> AxisDecision | None:
 
 
 def unsqueeze(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `unsqueeze` after the first dim, as in the backward of a sum over a dim."""
+    """Decides `unsqueeze` after the first dim, as in the backward of a sum over a dim."""
     [spec] = call.specs
     on_axis, dim = ragged_placement(spec), call.argument("dim")
     assert on_axis is not None
@@ -61,7 +61,7 @@ def unsqueeze(call: OperatorCall) -> AxisDecision | None:
 
 
 def squeeze(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `squeeze` of dims after the first."""
+    """Decides `squeeze` of dims after the first."""
     [spec] = call.specs
     on_axis, dims = ragged_placement(spec), call.argument("dim")
     assert on_axis is not None
@@ -75,7 +75,7 @@ def squeeze(call: OperatorCall) -> AxisDecision | None:
 
 
 def expand(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `expand` of dims after the first, whose size does not change."""
+    """Decides `expand` of dims after the first, whose size does not change."""
     [spec] = call.specs
     on_axis, size = ragged_placement(spec), call.argument("size")
     assert on_axis is not None
@@ -105,14 +105,14 @@ def _dims(ragged: RaggedShard, old: Sequence[int], new: Sequence[int]) -> tuple[
 
 
 def like(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `clone`, `detach`, `zeros_like` and the like: placed as their only tensor."""
+    """Decides `clone`, `detach`, `zeros_like` and the like: placed as their only tensor."""
     [spec] = call.specs
     on_axis = ragged_placement(spec)
     return AxisDecision((on_axis,), (on_axis,))
 
 
 def new(call: OperatorCall) -> AxisDecision | None:
-    """The rule of `new_zeros` and the like: ragged if the size is the tensor's, else replicated.
+    """Decides `new_zeros` and the like: ragged if the size is the tensor's, else replicated.
 
     Only the tensor's dtype and device are used, so it is not redistributed.
     """

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: PlannerOptions) -> None:
-    """Plans, then prints and writes what the options ask for.
+    """Plans the layouts, and prints and writes the output that the options select.
 
     Raises:
         ValueError: The model or the numbers are invalid, or a library is missing.

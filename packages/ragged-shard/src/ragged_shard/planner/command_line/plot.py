@@ -149,7 +149,7 @@ def _kind(name: str) -> str:
 
 
 def _kind_colours(layout: Layout) -> dict[str, str]:
-    """The colour of each of the kinds with most elements, largest first."""
+    """Returns the colours of the kinds with the most elements, largest first."""
     sizes: dict[str, int] = {}
     for spec in layout.specs:
         sizes[_kind(spec.name)] = sizes.get(_kind(spec.name), 0) + spec.numel

@@ -228,7 +228,7 @@ def _plans(
 
 
 def _first_identical(specs: Sequence[tuple[TensorSpec, ...]]) -> list[int]:
-    """For each group the index of the first with the same shapes and blocks, whatever the names."""
+    """Returns for each group the index of the first with the same shapes and blocks."""
     firsts: dict[tuple[tuple[tuple[int, ...] | None, int], ...], int] = {}
     return [
         firsts.setdefault(tuple((spec.shape, spec.block) for spec in group), index)

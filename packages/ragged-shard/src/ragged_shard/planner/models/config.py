@@ -60,7 +60,7 @@ def load_config(path_or_id: str) -> ModelConfig:
 
 
 def _cached(model_id: str) -> Path | None:
-    """The config.json of a hub id in the cache, whose layout huggingface_hub documents."""
+    """Finds a hub id's config.json in the cache, whose layout huggingface_hub documents."""
     hub_home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(hub_home) / "hub")
     model = cache / f"models--{model_id.replace('/', '--')}"
@@ -72,7 +72,7 @@ def _cached(model_id: str) -> Path | None:
 
 
 def _downloaded(model_id: str) -> Path:
-    """The config.json of a hub id, downloaded by huggingface_hub."""
+    """Downloads the config.json of a hub id by huggingface_hub."""
     if model_id.count("/") != 1 or model_id.endswith(".json") or model_id[0] in "/.~":
         raise ValueError(
             f"expected a config.json, its folder, or a hub id such as openai/gpt-oss-120b, got "

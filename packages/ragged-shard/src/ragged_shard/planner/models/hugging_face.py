@@ -107,13 +107,13 @@ def _on_meta(config: ModelConfig, torch: Any, transformers: Any) -> Any:
 
 
 def _stacked(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parameters of the model, a tied one once."""
+    """Returns the parameters of the model, a tied one once."""
     for name, parameter in model.named_parameters():
         yield name, tuple(parameter.shape)
 
 
 def _published(model: Any, transformers: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parameters as in the published checkpoint, in the order of the model.
+    """Returns the parameters as in the published checkpoint, in the order of the model.
 
     A persistent buffer is a parameter there (DeepSeek-V3's correction of the router's bias). The
     separate experts replace the stacked ones, one expert after another.
@@ -147,7 +147,7 @@ def _by_expert(shapes: _Shapes) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _grouped(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> Iterator[ParameterGroup]:
-    """One group per layer, in order, and ``root`` with the others."""
+    """Returns one group per layer, in order, and ``root`` with the others."""
     layers: dict[int, _Shapes] = {}
     root: _Shapes = {}
     for name, shape in shapes.items():

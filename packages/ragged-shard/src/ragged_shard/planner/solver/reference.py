@@ -163,23 +163,23 @@ def any_that_fits(
     steps = [step]
     for tensor in sorted(tensors, key=lambda tensor: (-tensor.numel, tensor.block)):
         steps.append(lcm(steps[-1], tensor.block))
-    for one in dict.fromkeys(steps):
-        top = (most if best is None else best) // one
-        bottom = -(-first // one)
+    for fromkey in dict.fromkeys(steps):
+        top = (most if best is None else best) // fromkey
+        bottom = -(-first // fromkey)
         if bottom > top:
             continue
         low, high = bottom - 1, bottom
-        while not may_fit(tensors, ranks, step, high * one, high * one) and high < top:
+        while not may_fit(tensors, ranks, step, high * fromkey, high * fromkey) and high < top:
             low, high = high, bottom + min(2 * (high - bottom) + 1, top - bottom)
-        if not may_fit(tensors, ranks, step, high * one, high * one):
+        if not may_fit(tensors, ranks, step, high * fromkey, high * fromkey):
             continue
         while high - low > 1:
             middle = (low + high) // 2
-            if may_fit(tensors, ranks, step, middle * one, middle * one):
+            if may_fit(tensors, ranks, step, middle * fromkey, middle * fromkey):
                 high = middle
             else:
                 low = middle
-        best = high * one
+        best = high * fromkey
     return best
 
 
