@@ -26,7 +26,7 @@ from integration.models import build_model, model_shape
 from integration.report.formatting import ABSENT
 from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT
-from integration.report.section import Report
+from integration.report.section import ReportPage
 from integration.report.terminal import print_report
 from integration.sampling import digits_in_turn
 from integration.train.config import parse_config
@@ -177,7 +177,7 @@ def test_a_failed_run_fails_the_verdict_and_is_named(made_up, changes, sentence,
     assert row.finding.startswith(sentence)
     assert [each.failure is None for each in results].count(True) == drawn
     assert len(findings.numbers["recognised"]) == drawn
-    lines = render_markdown(Report("report", (section,))).splitlines()
+    lines = render_markdown(ReportPage("report", (section,))).splitlines()
     absent = [line for line in lines if line.startswith("| ") and line.endswith(f"{ABSENT} |")]
     assert len(absent) == 2 - drawn
 
@@ -218,7 +218,7 @@ def test_the_figure_has_a_grid_for_the_data_and_for_each_run_that_drew(made_up, 
 
 def test_the_table_has_a_row_per_run_and_fits_eighty_columns(made_up, tmp_path, capsys):
     (section,) = made_up()[1].sections
-    report = Report("report", (section,))
+    report = ReportPage("report", (section,))
     lines = [line for line in render_markdown(report).splitlines() if line.endswith("of 60 |")]
     assert len(lines) == 2
     print_report(report, tmp_path / "report.html", Console(width=80))

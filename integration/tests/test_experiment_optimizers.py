@@ -11,7 +11,7 @@ from integration.compare.result import Verdict
 from integration.errors import UsageError
 from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT
-from integration.report.section import Figure, Report
+from integration.report.section import Figure, ReportPage
 from integration.report.terminal import print_report
 from integration.train.config import parse_config
 
@@ -132,7 +132,7 @@ def test_the_figure_has_a_column_for_each_optimizer(made_up):
 
 def test_the_table_has_a_row_per_run_and_fits_eighty_columns(made_up, tmp_path, capsys):
     _, section = made_up(**{"muon-fsdp": CLOSE})
-    report = Report("report", (section,))
+    report = ReportPage("report", (section,))
     lines = [
         line
         for line in render_markdown(report).splitlines()

@@ -22,7 +22,7 @@ from integration.compare.variants import Source
 from integration.errors import UsageError
 from integration.report.formatting import TIMES
 from integration.report.palette import DARK, LIGHT, style_of
-from integration.report.section import Cell, Paragraph, Report, Table
+from integration.report.section import Cell, Paragraph, ReportPage, Table
 from integration.report.terminal import print_report
 from integration.train.config import parse_config
 
@@ -224,7 +224,7 @@ def test_zero_differences_are_drawn_and_infinite_ones_are_left_out(made_up):
 
 def test_the_terminal_has_a_row_per_model_and_variant(made_up, tmp_path, capsys):
     _, section = made_up()
-    print_report(Report("", (section,)), tmp_path, Console(width=100))
+    print_report(ReportPage("", (section,)), tmp_path, Console(width=100))
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in printed if "plan-dp-tp-sp-static " in line]
     assert len(lines) == 2

@@ -20,7 +20,7 @@ from integration.errors import UsageError
 from integration.report.html import render_html
 from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT
-from integration.report.section import Cell, Report, Table
+from integration.report.section import Cell, ReportPage, Table
 from integration.report.terminal import print_report
 from integration.train.config import parse_config
 
@@ -234,7 +234,7 @@ def test_the_figure_survives_runs_without_numbers(made_up, tmp_path):
 
 def test_every_form_of_the_report_has_a_row_per_run_in_eighty_columns(made_up, tmp_path, capsys):
     _, section = made_up()
-    report = Report("report", (section,))
+    report = ReportPage("report", (section,))
     rows = re.findall(r"^\| (?:random init|dropout) \|.*\|$", render_markdown(report), re.MULTILINE)
     assert len(rows) == 10
     assert len({row.count("|") for row in rows}) == 1

@@ -25,7 +25,7 @@ from integration.report.formatting import ABSENT, TIMES
 from integration.report.html import render_html
 from integration.report.markdown import render_markdown
 from integration.report.palette import DARK, LIGHT, style_of
-from integration.report.section import Cell, Figure, Report, Table
+from integration.report.section import Cell, Figure, ReportPage, Table
 from integration.report.terminal import print_report
 from integration.train.metrics import CollectiveCount
 
@@ -198,7 +198,7 @@ def test_where_no_products_were_counted_a_row_has_the_microbatches_alone(good):
 
 def test_every_form_of_the_report_shows_the_local_work_in_eighty_columns(good, tmp_path, capsys):
     results, findings = good
-    report = Report("report", tuple(findings.sections))
+    report = ReportPage("report", tuple(findings.sections))
     markdown, html = render_markdown(report), render_html(report)
     print_report(report, tmp_path / "report.html", Console(width=80))
     printed = capsys.readouterr().out

@@ -21,7 +21,7 @@ from integration.report.section import (
     Figure,
     LogExcerpt,
     Paragraph,
-    Report,
+    ReportPage,
     Section,
     Table,
     VerdictRow,
@@ -59,7 +59,7 @@ LOSSES = Table(
     title="llama",
 )
 FACTS = Table((Column(""), Column("")), (("torch", "2.14"), ("cores", "2")))
-REPORT = Report(
+REPORT = ReportPage(
     title="Every system",
     subject="Trained & compared with `single`.",
     date="today",
@@ -185,7 +185,7 @@ def test_a_report_without_verdicts_has_no_table_of_them():
 def test_a_report_passes_unless_a_verdict_failed():
     def passes(*verdicts):
         rows = tuple(VerdictRow("run", verdict) for verdict in verdicts)
-        return Report("report", (Section("one", (), rows),)).passes
+        return ReportPage("report", (Section("one", (), rows),)).passes
 
     assert passes(True, None)
     assert not passes(True, False, None)

@@ -17,7 +17,7 @@ from integration.report.section import (
     Command,
     LogExcerpt,
     Paragraph,
-    Report,
+    ReportPage,
     Section,
     Table,
 )
@@ -62,7 +62,7 @@ def find(prepared: PreparedExperiment, results: Sequence[Result]) -> ExperimentR
 
 def make_report(
     comparison: Comparison, every: Sequence[ExperimentResults], arguments: Sequence[str]
-) -> Report:
+) -> ReportPage:
     """Returns the report of a comparison, and writes its numbers to results.json.
 
     Args:
@@ -97,7 +97,7 @@ def make_report(
             ),
         ),
     )
-    report = Report("Every system against one device", sections, date=environment.date)
+    report = ReportPage("Every system against one device", sections, date=environment.date)
     document = {
         "passes": all(each.passes for each in every),
         "verdicts": [asdict(each) for each in report.verdicts],

@@ -9,13 +9,13 @@ from markupsafe import Markup, escape
 
 from integration.report.figures import svg_of
 from integration.report.palette import DARK, LIGHT, style_of
-from integration.report.section import Figure, Report, anchor
+from integration.report.section import Figure, ReportPage, anchor
 
 _SMALL_NUMBER = re.compile(r"[\d.]+e-\d+")
 _CODE = re.compile(r"`([^`]+)`")
 
 
-def render_html(report: Report) -> str:
+def render_html(report: ReportPage) -> str:
     """Returns the contents of the page: verdicts, a contents list, and the sections."""
     environment = jinja2.Environment(
         autoescape=True,

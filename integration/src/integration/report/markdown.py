@@ -9,18 +9,18 @@ from integration.report.section import (
     Figure,
     LogExcerpt,
     Paragraph,
-    Report,
+    ReportPage,
     Table,
     anchor,
 )
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: ReportPage) -> str:
     """Returns the contents of the file: verdicts, a contents list, and the sections."""
     return "\n\n".join(_blocks(report)) + "\n"
 
 
-def _blocks(report: Report) -> Iterator[str]:
+def _blocks(report: ReportPage) -> Iterator[str]:
     yield f"# {report.title}"
     if report.date:
         yield report.date

@@ -17,7 +17,7 @@ from integration.report.formatting import ABSENT
 from integration.report.palette import Theme
 
 __all__ = [
-    "Cell", "Column", "Command", "Content", "Figure", "LogExcerpt", "Paragraph", "Report",
+    "Cell", "Column", "Command", "Content", "Figure", "LogExcerpt", "Paragraph", "ReportPage",
     "Section", "Table", "VerdictRow", "anchor",
 ]  # fmt: skip
 
@@ -155,7 +155,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """A report; its table of verdicts and its contents list are made from the sections.
 
     Attributes:

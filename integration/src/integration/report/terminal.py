@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from integration.report.section import Cell, Report, Table
+from integration.report.section import Cell, ReportPage, Table
 
 # The longest text of a column that is not broken into lines.
 _LONGEST_LINE = 24
 
 
-def print_report(report: Report, path: Path, console: Console) -> None:
+def print_report(report: ReportPage, path: Path, console: Console) -> None:
     """Prints the tables of every section, then the verdicts, where the reader looks first.
 
     Args:

@@ -6,10 +6,10 @@ from integration.report.figures import save_png
 from integration.report.html import render_html
 from integration.report.markdown import render_markdown
 from integration.report.palette import LIGHT
-from integration.report.section import Figure, Report
+from integration.report.section import Figure, ReportPage
 
 
-def write_report(report: Report, out: Path) -> Path:
+def write_report(report: ReportPage, out: Path) -> Path:
     """Writes the files of a report into ``out``, which exists.
 
     Returns:
@@ -22,7 +22,7 @@ def write_report(report: Report, out: Path) -> Path:
     return html
 
 
-def write_figures(report: Report, out: Path) -> None:
+def write_figures(report: ReportPage, out: Path) -> None:
     """Writes ``figures/*.png``."""
     (out / "figures").mkdir(exist_ok=True)
     for section in report.sections:

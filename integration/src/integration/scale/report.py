@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from integration.report.palette import Theme
-from integration.report.section import Command, Figure, Paragraph, Report, Section
+from integration.report.section import Command, Figure, Paragraph, ReportPage, Section
 from integration.report.write import write_report
 from integration.scale.figures import (
     draw_beginning,
@@ -50,7 +50,7 @@ def write_scale(setup: ScaleSetup, scale: Scale) -> Path:
     return write_report(scale_report(setup, scale), out)
 
 
-def scale_report(setup: ScaleSetup, scale: Scale) -> Report:
+def scale_report(setup: ScaleSetup, scale: Scale) -> ReportPage:
     """Returns the report of a simulation; measurements that the options leave out have no part."""
     machine = setup.machine
     command = shlex.join(["python", "-m", "integration.scale", *setup.options.command_line()])
@@ -65,7 +65,7 @@ def scale_report(setup: ScaleSetup, scale: Scale) -> Report:
             ),
         ),
     )
-    return Report(
+    return ReportPage(
         title=f"Training on up to {max(setup.worlds):,} ranks, simulated",
         subject=(
             f"One process simulates rank 0 of {', '.join(f'{n:,}' for n in setup.worlds)} ranks "

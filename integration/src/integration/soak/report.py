@@ -14,7 +14,7 @@ from integration.report.section import (
     Column,
     Command,
     Paragraph,
-    Report,
+    ReportPage,
     Section,
     Table,
     VerdictRow,
@@ -129,7 +129,7 @@ def describe(incident: Incident) -> str:
     return ", ".join(f"{column.title} {cell}" for column, cell in pairs)
 
 
-def soak_report(soak: Soak) -> Report:
+def soak_report(soak: Soak) -> ReportPage:
     """Returns the report of a soak: its verdict, every fault, and its command."""
     recovered = f"Recovered from {len(soak.incidents)} of {soak.planned} faults"
     verdict = VerdictRow(
@@ -139,7 +139,7 @@ def soak_report(soak: Soak) -> Report:
     )
     table = Table(COLUMNS, tuple(cells(each) for each in soak.incidents))
     machine = Paragraph(f"torch {soak.torch}, {soak.cores} cores.")
-    return Report(
+    return ReportPage(
         title="A run with faults",
         sections=(
             Section("Faults", (table,), (verdict,)),

@@ -180,7 +180,7 @@ def _report(setting: Setting[SystemOptions], results: Sequence[Result]) -> Findi
         if (why := get_variant(name).make().missing)
     ]
     verdicts = [
-        verdict_row(f"{model} under {len(same) - 1} systems", same)
+        verdict_row(f"{model} under {len(same) - 1} system{'s' * (len(same) > 2)}", same)
         for model, same in groups.items()
     ]
     return Findings(
