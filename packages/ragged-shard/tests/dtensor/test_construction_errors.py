@@ -98,7 +98,7 @@ def test_a_tensor_that_is_not_contiguous():
 
 
 def test_a_local_tensor_alone_does_not_tell_the_shape():
-    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="pass shape= and stride="):
+    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="expected shape= and stride="):
         DTensor.from_local(torch.ones(4, 4), mesh, [RaggedShard(ROWS, (1, 1))])
 
 
@@ -131,7 +131,7 @@ def test_another_mesh():
         spec = ragged._spec
     with fake_mesh((2, 1)) as other:
         replica = DTensor.from_local(torch.ones(8, 4), other, [Replicate()] * 2, run_check=False)
-        with pytest.raises(NotImplementedError, match="one mesh only"):
+        with pytest.raises(NotImplementedError, match="expected a target on the same mesh"):
             redistribute_local_tensor(ragged.to_local(), spec, replica._spec)
 
 

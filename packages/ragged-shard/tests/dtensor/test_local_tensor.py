@@ -84,7 +84,7 @@ def test_what_is_several_boxes_is_refused_on_every_rank_but_has_a_local_shape(na
 
 
 def test_an_owned_scalar_is_refused_for_others_hold_one_dim():
-    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="which may be several"):
+    with fake_mesh((2,)) as mesh, pytest.raises(ValueError, match="which may have several"):
         compute_local_shape_and_global_offset((), mesh, [RaggedShard.owned_by(0, 2)])
 
 

@@ -54,8 +54,8 @@ def local_shape_and_global_offset(
     if not skip_offset and not _is_one_box(shape, placements):
         raise ValueError(
             f"compute_local_shape_and_global_offset: expected placements with one box of the "
-            f"tensor on each rank, got {placements} of shape {shape}, with several; use "
-            f"DTensor.__create_chunk_list__() for the boxes, or skip_offset=True for the local "
+            f"tensor on each rank, got {placements} of shape {shape}, which may have several; "
+            f"use DTensor.__create_chunk_list__() for the boxes, or skip_offset=True for the local "
             f"shape"
         )
     native_placements = tuple(_native_placement(placement) for placement in placements)
