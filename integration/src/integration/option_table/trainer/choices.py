@@ -52,10 +52,8 @@ def _fully_sharded(seen: TrainingObservation) -> bool:
 
 
 def _sends_gradients(seen: TrainingObservation) -> bool:
-    # HSDP of fsdp reduces by sends and receives on gloo.
-    return seen.collectives.get("all_reduce", 0) >= 4 * seen.local_numel or _has(
-        seen, "send", "recv"
-    )
+    # HSDP of fsdp reduces by sends on gloo.
+    return seen.collectives.get("all_reduce", 0) >= 4 * seen.local_numel or _has(seen, "send")
 
 
 def _replicated(ranks: tuple[TrainingObservation, ...], options: Mapping[str, Any]) -> bool:
@@ -93,8 +91,8 @@ PARALLELISM: tuple[Choice, ...] = (
     ),
     Choice(
         "--system fsdp",
-        "half of the parameters; sends and receives of the others, fsdp's strategy for gloo",
-        _each(lambda seen: _is_sharded(seen) and _has(seen, "send", "recv")),
+        "half of the parameters; sends of the others, fsdp's strategy for gloo",
+        _each(lambda seen: _is_sharded(seen) and _has(seen, "send")),
         {"system": "fsdp"},
     ),
     Choice(
@@ -183,8 +181,8 @@ PARALLELISM: tuple[Choice, ...] = (
     *(
         Choice(
             f"--pp-degree 2 --pp-schedule {schedule}",
-            "a stage's parameters; sends and receives",
-            _each(lambda seen: _is_sharded(seen) and _has(seen, "send", "recv")),
+            "a stage's parameters; sends",
+            _each(lambda seen: _is_sharded(seen) and _has(seen, "send")),
             {"system": "single", "pp_degree": 2, "pp_schedule": schedule},
         )
         for schedule in ("GPipe", "1F1B")
