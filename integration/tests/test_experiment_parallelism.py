@@ -79,16 +79,16 @@ def test_runs_of_one_source_and_number_of_ranks_share_processes(tmp_path):
 
 def test_each_model_has_what_it_can_be_trained_by(tmp_path):
     runs = runs_of(tmp_path, models="llama-tiny,mixtral-tiny,dit-tiny")
-    ways = {
+    variants = {
         model: {run.job.system for run in runs if run.job.model == model}
         for model in ("llama-tiny", "mixtral-tiny", "dit-tiny")
     }
-    assert {"plan-cp-ring", "dtensor-tp", "plan-tp-sp-loss"} <= ways["llama-tiny"]
-    assert {"plan-ep", "plan-fsdp4-ep2", "plan-tp-sp-loss"} <= ways["mixtral-tiny"]
-    assert "plan-cp-ring" not in ways["mixtral-tiny"]
-    assert not {"plan-ep", "plan-cp-ring", "plan-tp-sp-loss"} & ways["dit-tiny"]
+    assert {"plan-cp-ring", "dtensor-tp", "plan-tp-sp-loss"} <= variants["llama-tiny"]
+    assert {"plan-ep", "plan-fsdp4-ep2", "plan-tp-sp-loss"} <= variants["mixtral-tiny"]
+    assert "plan-cp-ring" not in variants["mixtral-tiny"]
+    assert not {"plan-ep", "plan-cp-ring", "plan-tp-sp-loss"} & variants["dit-tiny"]
     everywhere = {"dtensor-tp", "ddp", "fsdp1", "fsdp", "plan-fsdp-tp", "pp-1F1B", "pp-GPipe"}
-    for names in ways.values():
+    for names in variants.values():
         assert everywhere <= names
     of_context = {run.labels["case"] for run in runs if run.job.system == "plan-cp-ring"}
     assert of_context == {ParallelCase.INIT}  # its attention has no dropout

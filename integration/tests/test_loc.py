@@ -22,8 +22,8 @@ def counted():
 
 
 def test_each_model_is_written_by_a_plan_and_in_torchtitans_way():
-    ways = ("plan", "torchtitan-style")
-    assert set(counted()) == {(family, way) for family in APPLY_TP for way in ways}
+    systems = ("plan", "torchtitan-style")
+    assert set(counted()) == {(family, system) for family in APPLY_TP for system in systems}
 
 
 def test_the_readmes_figures_are_those_that_are_counted():

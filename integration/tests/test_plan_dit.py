@@ -1,7 +1,6 @@
 """The zoo's plan of a DiT: trained as on one device, in Eager and static mode, and validated."""
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -9,24 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from integration.models.dit import DiffusionLoss, DiT
 from integration.systems.zoo import with_noise_loss
 from plan_api import Plan, installed, lower, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
+from testkit.inspection.dtensor_operators import DTensorOperators
 
-on_ranks = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING),
-]
-
-
-def marked(test):
-    for mark in on_ranks:
-        test = mark(test)
-    return test
+needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 
 
 def small_dit(**changes):
@@ -84,7 +73,8 @@ def drawn_again(model):
     return model
 
 
-@marked
+@pytest.mark.ranks
+@needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_a_dit_trains_as_on_one_device(shape):
     """With sequence parallelism and without; parameters and dropout are drawn on the mesh."""
@@ -132,7 +122,8 @@ def _train_in(mode, mesh, sp):
     return losses, params, grads, list(installed(model).coverage.unused_sites)
 
 
-@marked
+@pytest.mark.ranks
+@needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
     """20 steps of AdamW with dropout."""
@@ -154,20 +145,8 @@ def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
             assert unused == []
 
 
-class _DTensorOperators(TorchDispatchMode):
-    """Counts the operators that take a DTensor, before torch and dtensor-rules dispatch them."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        arguments = tree_leaves((args, kwargs or {}))
-        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in arguments) else [])
-        return func(*args, **(kwargs or {}))
-
-
-@marked
+@pytest.mark.ranks
+@needs_flattening
 @pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
 def test_no_operator_takes_a_dtensor_in_a_static_step_of_a_dit(rules):
     """In forward, backward, optimizer and zero_grad of three steps."""
@@ -182,11 +161,11 @@ def test_no_operator_takes_a_dtensor_in_a_static_step_of_a_dit(rules):
             dtensor_rules.disable()
         counted = []
         for _ in range(3):
-            with _DTensorOperators() as seen:
+            with DTensorOperators() as seen:
                 noise_loss(model).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            counted.append(seen.names)
+            counted.append(seen.counts)
         return counted
 
     assert run_ranks(check, 2, timeout=300) == [[{}] * 3] * 2
@@ -229,7 +208,8 @@ WRONG = {
 }
 
 
-@marked
+@pytest.mark.ranks
+@needs_flattening
 def test_plans_of_a_dit_with_one_wrong_line_are_refused_in_the_first_step_by_site():
     def check():
         meshes = {

@@ -7,12 +7,12 @@ import pytest
 from integration.scale.__main__ import main
 from integration.scale.curves import sized
 from integration.scale.dispatch import measure_dispatch
-from integration.scale.initialisation import measure
+from integration.scale.initialisation import initialise, measure
 from integration.scale.padding import paddings
 from integration.scale.shapes import SHAPES, Depth, shape_named
 from integration.scale.strategies import strategy_named
 
-QUICK = ["--models", "llama3-70b", "--ways", "FSDP", "--ranks", "128,64"]
+QUICK = ["--models", "llama3-70b", "--strategies", "FSDP", "--ranks", "128,64"]
 
 
 def test_the_command_writes_a_report(tmp_path, capsys):
@@ -20,7 +20,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
     assert main([*QUICK, *left_out, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     found = json.loads((tmp_path / "scale.json").read_text())
-    assert [(one["way"], one["ranks"]) for one in found["counts"]] == [
+    assert [(one["strategy"], one["ranks"]) for one in found["counts"]] == [
         ("FSDP", 64),
         ("FSDP", 128),
     ]
@@ -49,7 +49,7 @@ def test_the_command_writes_a_report(tmp_path, capsys):
         ),
         (["--ranks", ","], "--ranks: expected names, got ','"),
         (["--models", "gpt-2"], "got 'gpt-2'"),
-        (["--ways", "DDP"], "got 'DDP'"),
+        (["--strategies", "DDP"], "got 'DDP'"),
         (["--model-scaling", "gpt-2"], "got 'gpt-2'"),
         (["--efficiency", "1.5"], "efficiency: expected a share of at most 1, got 1.5"),
         (["--weak-tokens", "0"], "--weak-tokens: expected at least 1, got 0"),
@@ -73,15 +73,23 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, capsys):
     assert "is a file, not a folder" in capsys.readouterr().err
 
 
-def test_beginning_is_measured_in_a_process_of_its_own():
-    few = measure("llama3-70b", "HSDP", 512, Depth(2, 0))
-    many = measure("llama3-70b", "HSDP", 512, Depth(40, 0))
-    assert min(few.mesh, few.model_on_meta, few.distribute) > 0
-    assert many.model_on_meta > few.model_on_meta
-    assert few.memory < 2**30  # its parameters are on meta
+def test_initialisation_is_measured_in_a_process_of_its_own():
+    found = measure("llama3-70b", "HSDP", 512, Depth(2, 0))
+    assert min(found.mesh, found.model_on_meta, found.distribute) > 0
+    assert found.memory < 2**30  # its parameters are on meta
 
 
-def test_dispatch_of_a_way_comes_on_top_of_the_layer():
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_is_initialised_has_the_given_number_of_layers(layers, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "integration.scale.initialisation.distribute", lambda model, *_: built.append(model)
+    )
+    initialise("llama3-70b", "FSDP", 64, Depth(layers, 0))
+    assert [len(model.model.layers) for model in built] == [layers]
+
+
+def test_dispatch_of_a_strategy_comes_on_top_of_the_layer():
     found = measure_dispatch(shape_named("llama3-70b"), strategy_named("FSDP"), 64, rounds=3)
     assert 0 < found.plain < found.layer
     assert found.cost == found.layer - found.plain

@@ -52,7 +52,7 @@ EMPTY = StepWork()
 
 def counted(*, axis="shard", root=EMPTY, layer=EMPTY, times=3, tokens=100, ranks=8):
     return CountedStep(
-        "model", "way", ranks, tokens, (WorldAxis(axis, 8, 1),), root, (layer,), (times,)
+        "model", "strategy", ranks, tokens, (WorldAxis(axis, 8, 1),), root, (layer,), (times,)
     )
 
 

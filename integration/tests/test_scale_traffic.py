@@ -71,8 +71,8 @@ def test_replicas_add_one_reduction_of_a_shard_for_each_group():
 
 def test_tensor_parallelism_sends_hidden_states():
     layers, tokens = 4, SEQUENCE
-    way = strategy_named("TP+SP x FSDP")
-    counted = count(TINY_LLAMA, way, 16384, depth=Depth(layers, 0), sequence=tokens)
+    strategy = strategy_named("TP+SP x FSDP")
+    counted = count(TINY_LLAMA, strategy, 16384, depth=Depth(layers, 0), sequence=tokens)
     found = sent(counted.layers[0])
     hidden = 7 * tokens * HIDDEN * 2 // 8  # seven of eight parts, in bfloat16
     # Attention and MLP each gather what they are given and scatter what they make, and backward
@@ -87,9 +87,9 @@ def test_tensor_parallelism_sends_hidden_states():
     ids=["llama", "deepseek-v3"],
 )
 def test_layers_of_a_kind_are_alike(shape, depth):
-    way = strategy_named("FSDP")
-    whole = count_at(shape, way, 64, depth, sequence=SEQUENCE)
-    counted = count(shape, way, 64, depth=depth, sequence=SEQUENCE).whole
+    strategy = strategy_named("FSDP")
+    whole = count_at(shape, strategy, 64, depth, sequence=SEQUENCE)
+    counted = count(shape, strategy, 64, depth=depth, sequence=SEQUENCE).whole
     assert sent(counted) == sent(whole)
     assert (counted.flops, counted.parameters) == (whole.flops, whole.parameters)
 
@@ -118,14 +118,14 @@ def test_shapes_have_the_published_parameters(shape):
     assert shape.parameters - total == (58 * 256 if shape is DEEPSEEK else 0)
 
 
-def test_models_without_a_plan_of_the_zoo_have_the_ways_of_fully_shard():
+def test_models_without_a_plan_of_the_zoo_are_sharded_by_fully_shard_only():
     assert strategies_of(LLAMA) == strategies_of(MIXTRAL) == STRATEGIES
-    assert [way.name for way in strategies_of(GPT_OSS)] == ["FSDP", "HSDP"]
+    assert [strategy.name for strategy in strategies_of(GPT_OSS)] == ["FSDP", "HSDP"]
     assert strategies_of(DEEPSEEK) == strategies_of(GPT_OSS)
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks", "sizes"),
+    ("strategy", "ranks", "sizes"),
     [
         ("FSDP", 60, [("shard", 60, 1)]),
         ("HSDP", 1024, [("replicate", 4, 256), ("shard", 256, 1)]),
@@ -134,15 +134,17 @@ def test_models_without_a_plan_of_the_zoo_have_the_ways_of_fully_shard():
         ("TP+SP x FSDP", 1024, [("shard", 128, 8), ("tp", 8, 1)]),
     ],
 )  # fmt: skip
-def test_axes_are_outermost_first(way, ranks, sizes):
-    axes = axes_of(strategy_named(way), ranks)
+def test_axes_are_outermost_first(strategy, ranks, sizes):
+    axes = axes_of(strategy_named(strategy), ranks)
     assert [(axis.name, axis.size, axis.stride) for axis in axes] == sizes
 
 
-@pytest.mark.parametrize(("way", "ranks", "wanted"), [("TP x DP", 60, "8"), ("HSDP", 300, "256")])
-def test_a_world_that_does_not_divide_is_refused(way, ranks, wanted):
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "wanted"), [("TP x DP", 60, "8"), ("HSDP", 300, "256")]
+)
+def test_a_world_that_does_not_divide_is_refused(strategy, ranks, wanted):
     with pytest.raises(UsageError, match=f"expected a multiple of .*{wanted}.*, got {ranks};"):
-        axes_of(strategy_named(way), ranks)
+        axes_of(strategy_named(strategy), ranks)
 
 
 def test_unknown_names_are_refused():
@@ -153,17 +155,17 @@ def test_unknown_names_are_refused():
 
 
 def _real_steps(shape, names):
-    """Calls and wire bytes of the second step of each way, on this rank."""
+    """Calls and wire bytes of the second step of each strategy, on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     found = []
     for name in names:
-        way = strategy_named(name)
-        axes = axes_of(way, 2, 2)
+        strategy = strategy_named(name)
+        axes = axes_of(strategy, 2, 2)
         mesh = init_device_mesh(
             "cpu", tuple(axis.size for axis in axes), mesh_dim_names=tuple(a.name for a in axes)
         )
-        model = distribute(shape.build(Depth(2, 0)), shape, way, mesh).to_empty(device="cpu")
+        model = distribute(shape.build(Depth(2, 0)), shape, strategy, mesh).to_empty(device="cpu")
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()

@@ -13,7 +13,7 @@ Note [what is counted]
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -47,10 +47,9 @@ _NOTE = (
 )
 _NAMES, _NUMBERS = ("model", "system"), ("model code", "plan", "runtime", "total")
 _COLUMNS = (
-    *(Column(name, terminal=name) for name in _NAMES),
-    *(Column(name, is_number=True, terminal=name) for name in _NUMBERS),
-    Column("the paper's count", is_number=True, terminal="the paper's count"),
-    Column("of", terminal="of"),
+    *(Column(name) for name in _NAMES),
+    *(Column(name, is_number=True) for name in (*_NUMBERS, "the paper's count")),
+    Column("of"),
 )
 
 # Functions of the zoo that validate options or name placements.
@@ -201,7 +200,9 @@ def _sum(lines: LinesOfCode) -> str:
 
 def main() -> None:
     """Prints a row per model and system."""
-    print_table(loc_table(), Console(highlight=False))
+    table = loc_table()
+    columns = tuple(replace(column, terminal=column.title) for column in table.columns)
+    print_table(replace(table, columns=columns), Console(highlight=False))
 
 
 if __name__ == "__main__":

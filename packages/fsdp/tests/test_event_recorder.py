@@ -154,3 +154,18 @@ def test_listeners_are_restored_after_an_error():
     with group_stage(GroupStage.RESHARD, "two"):
         pass
     assert heard == [(GroupStage.RESHARD, "one")]
+
+
+def test_memory_that_is_resized_within_a_stage_counts_at_its_largest():
+    collective, nbytes = object(), 4096
+    with EventRecorder() as recorder:
+        with group_stage(GroupStage.ALL_GATHER, collective):
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer.untyped_storage().resize_(0)
+        with group_stage(GroupStage.RESHARD, collective):
+            recorder.start_step()
+            buffer.untyped_storage().resize_(3 * nbytes)
+            torch.empty(0)  # sizes are read at operators
+            buffer.untyped_storage().resize_(0)
+        assert recorder.worst[MemoryKind.GATHERED] == 3 * nbytes
+        assert recorder.allocated(MemoryKind.GATHERED) == 0

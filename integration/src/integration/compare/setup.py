@@ -60,8 +60,8 @@ def prepare(options: CompareOptions) -> Comparison:
         setting = experiment.setting(options.shared, options.options_of(experiment))
         prepared.append(PreparedExperiment(experiment, setting, tuple(experiment.runs(setting))))
     require_replaceable(options.out, options.shared.data)
-    comparison = Comparison(options, tuple(prepared), ())
-    return Comparison(options, tuple(prepared), _require_data(options, comparison.jobs))
+    jobs = [run.job for each in prepared for run in each.runs]
+    return Comparison(options, tuple(prepared), _require_data(options, jobs))
 
 
 def _require_data(options: CompareOptions, jobs: Sequence[TrainingJob]) -> tuple[DataFacts, ...]:

@@ -48,10 +48,12 @@ def print_table(table: Table, console: Console) -> None:
     for place in shown:
         column = table.columns[place]
         longest = max((len(cells[place].text) for cells in cells_of), default=0)
+        is_short = longest <= _LONGEST_LINE
         printed.add_column(
             column.terminal or "",
             justify="right" if column.is_number else "left",
-            no_wrap=not column.is_number and longest <= _LONGEST_LINE,
+            no_wrap=not column.is_number and is_short,
+            min_width=longest if column.is_number and is_short else None,  # headings break instead
         )
     for cells in cells_of:
         printed.add_row(*(_text(cells[place]) for place in shown))

@@ -38,13 +38,13 @@ class Curve:
 
     Attributes:
         model: name of the model.
-        way: name of the strategy.
+        strategy: name of the strategy.
         label: label of the line.
         points: points, ascending.
     """
 
     model: str
-    way: str
+    strategy: str
     label: str
     points: tuple[CurvePoint, ...]
 
@@ -66,7 +66,7 @@ class Sized:
 
 def weak_scaling(counts: Iterable[CountedStep], machine: Machine, tokens: int) -> list[Curve]:
     """Returns a curve per model and strategy, with constant tokens per rank."""
-    return _curves(counts, machine, lambda _: tokens, lambda one: one.way)
+    return _curves(counts, machine, lambda _: tokens, lambda one: one.strategy)
 
 
 def strong_scaling(counts: Iterable[CountedStep], machine: Machine, batch: int) -> list[Curve]:
@@ -133,7 +133,7 @@ def _curves(
     lines: dict[tuple[str, str, str], list[CurvePoint]] = {}
     for one in sorted(counts, key=lambda one: one.ranks):
         point = _point(one, machine, tokens(one), one.ranks)
-        lines.setdefault((one.model, one.way, label(one)), []).append(point)
+        lines.setdefault((one.model, one.strategy, label(one)), []).append(point)
     return [Curve(*key, tuple(points)) for key, points in lines.items()]
 
 

@@ -33,14 +33,14 @@ class DispatchTime:
 
     Attributes:
         model: name of the model.
-        way: name of the strategy.
+        strategy: name of the strategy.
         ranks: size of the world.
         plain: seconds on one device.
         layer: seconds under the strategy.
     """
 
     model: str
-    way: str
+    strategy: str
     ranks: int
     plain: float
     layer: float

@@ -32,13 +32,13 @@ def draw_weak(curves: Sequence[Curve], theme: Theme) -> Figure:
         style_axes(axes, theme, model, grid_axis="y")
         for curve in (one for one in curves if one.model == model):
             _line(
-                axes, theme, _PLACES[curve.way], [point.x for point in curve.points],
+                axes, theme, _PLACES[curve.strategy], [point.x for point in curve.points],
                 [point.throughput / point.x for point in curve.points],
             )  # fmt: skip
         _ranks(axes, [point.x for point in curves[0].points])
         axes.set_ylim(0, None)
     panels[0].set_ylabel("tokens / s per rank")
-    _legend(figure, theme, {curve.way: _PLACES[curve.way] for curve in curves})
+    _legend(figure, theme, {curve.strategy: _PLACES[curve.strategy] for curve in curves})
     return figure
 
 
@@ -73,13 +73,13 @@ def draw_growth(curves: Sequence[Curve], theme: Theme) -> Figure:
     style_axes(axes, theme, f"{curves[0].model}, deeper and wider", grid_axis="y")
     for curve in curves:
         _line(
-            axes, theme, _PLACES[curve.way], [point.x / 1e9 for point in curve.points],
+            axes, theme, _PLACES[curve.strategy], [point.x / 1e9 for point in curve.points],
             [100 * point.mfu for point in curve.points],
         )  # fmt: skip
     axes.set_ylim(0, None)
     axes.set_xlabel("parameters, in billions")
     axes.set_ylabel("MFU, %")
-    _legend(figure, theme, {curve.way: _PLACES[curve.way] for curve in curves})
+    _legend(figure, theme, {curve.strategy: _PLACES[curve.strategy] for curve in curves})
     return figure
 
 
@@ -90,7 +90,7 @@ def draw_traffic(counts: Sequence[CountedStep], theme: Theme) -> Figure:
     for axes, model in zip(panels, models, strict=True):
         style_axes(axes, theme, model, grid_axis="y")
         for strategy, place in _PLACES.items():
-            found = [one for one in counts if (one.model, one.way) == (model, strategy)]
+            found = [one for one in counts if (one.model, one.strategy) == (model, strategy)]
             sent = [sum(each.nbytes for each in one.whole.traffic) / 1e9 for one in found]
             _line(axes, theme, place, [one.ranks for one in found], sent)
         _log(axes)
@@ -98,7 +98,7 @@ def draw_traffic(counts: Sequence[CountedStep], theme: Theme) -> Figure:
         axes.set_ylim(low / 3, high * 3)
         _ranks(axes, [one.ranks for one in counts])
     panels[0].set_ylabel("GB sent by a rank in a step")
-    _legend(figure, theme, {one.way: _PLACES[one.way] for one in counts})
+    _legend(figure, theme, {one.strategy: _PLACES[one.strategy] for one in counts})
     return figure
 
 
@@ -129,11 +129,11 @@ def draw_beginning(
     panels_of = []
     for model in dict.fromkeys(one.model for one in begun):
         panels_of.append((model, "s of initialisation", [
-            (one.way, one.ranks, one.mesh + one.model_on_meta + one.distribute)
+            (one.strategy, one.ranks, one.mesh + one.model_on_meta + one.distribute)
             for one in begun if one.model == model
         ]))  # fmt: skip
     if dispatched:
-        costs = [(one.way, one.ranks, 1e3 * one.cost) for one in dispatched]
+        costs = [(one.strategy, one.ranks, 1e3 * one.cost) for one in dispatched]
         panels_of.append((dispatched[0].model, "ms of host time per layer", costs))
     figure, panels = _row(theme, len(panels_of))
     for axes, (title, label, values) in zip(panels, panels_of, strict=True):

@@ -21,7 +21,7 @@ class Initialisation:
 
     Attributes:
         model: name of the model.
-        way: name of the strategy.
+        strategy: name of the strategy.
         ranks: size of the world.
         mesh: seconds to construct the mesh and its process groups.
         model_on_meta: seconds to construct the model on the meta device.
@@ -30,7 +30,7 @@ class Initialisation:
     """
 
     model: str
-    way: str
+    strategy: str
     ranks: int
     mesh: float
     model_on_meta: float

@@ -30,7 +30,7 @@ class ScaleOptions:
     """Folder of the report."""
     models: str = ",".join(shape.name for shape in SHAPES)
     """Models, separated by commas."""
-    ways: str = ",".join(strategy.name for strategy in STRATEGIES)
+    strategies: str = ",".join(strategy.name for strategy in STRATEGIES)
     """Strategies, separated by commas; those that need a plan are left out for models without one
     in the zoo."""
     ranks: str = "64,256,1024,4096,16384"
@@ -73,7 +73,7 @@ class ScaleSetup:
         options: the options.
         shapes: shapes of the models.
         worlds: sizes of the worlds, ascending.
-        ways: names of the strategies.
+        strategies: names of the strategies.
         grows: model of model scaling, or None.
         batches: tokens per step of strong scaling.
         machine: constants of the cost model.
@@ -82,7 +82,7 @@ class ScaleSetup:
     options: ScaleOptions
     shapes: tuple[Shape, ...]
     worlds: tuple[int, ...]
-    ways: tuple[str, ...]
+    strategies: tuple[str, ...]
     grows: Shape | None
     batches: tuple[int, ...]
     machine: Machine
@@ -111,7 +111,9 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
     require_folder(options.out)
     try:
         shapes = tuple(shape_named(name) for name in _words(options.models, "--models"))
-        ways = tuple(strategy_named(name).name for name in _words(options.ways, "--ways"))
+        strategies = tuple(
+            strategy_named(name).name for name in _words(options.strategies, "--strategies")
+        )
         grows = shape_named(options.model_scaling) if options.model_scaling else None
         machine = Machine(
             options.peak_flops, options.efficiency,
@@ -125,14 +127,14 @@ def prepare(options: ScaleOptions) -> ScaleSetup:
     for ranks in worlds:
         for shape in shapes:
             for strategy in strategies_of(shape):
-                if strategy.name in ways:
+                if strategy.name in strategies:
                     axes_of(strategy, ranks)
     if options.weak_tokens < 1:
         raise UsageError(
             f"--weak-tokens: expected at least 1, got {options.weak_tokens}; give more"
         )
     batches = tuple(2**20 * one for one in _numbers(options.strong_tokens, "--strong-tokens"))
-    return ScaleSetup(options, shapes, worlds, ways, grows, batches, machine)
+    return ScaleSetup(options, shapes, worlds, strategies, grows, batches, machine)
 
 
 def _words(given: str, option: str) -> list[str]:

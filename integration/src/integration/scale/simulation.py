@@ -95,4 +95,4 @@ def simulate(setup: ScaleSetup, log: Callable[[str], None]) -> Scale:
 
 
 def _chosen(setup: ScaleSetup, shape: Shape) -> list[ParallelStrategy]:
-    return [strategy for strategy in strategies_of(shape) if strategy.name in setup.ways]
+    return [strategy for strategy in strategies_of(shape) if strategy.name in setup.strategies]

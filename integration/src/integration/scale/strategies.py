@@ -92,7 +92,7 @@ def strategy_named(name: str) -> ParallelStrategy:
         if strategy.name == name:
             return strategy
     names = ", ".join(one.name for one in STRATEGIES)
-    raise ValueError(f"--ways: expected some of {names}, got {name!r}; give another")
+    raise ValueError(f"--strategies: expected some of {names}, got {name!r}; give another")
 
 
 def axes_of(strategy: ParallelStrategy, ranks: int, node: int = NODE) -> tuple[WorldAxis, ...]:

@@ -30,7 +30,7 @@ def _steps(scale: Scale, machine: Machine) -> Section:
         state = one.whole.parameters * 4  # gradients and AdamW's two states are as large
         rows.append(
             (
-                one.model, one.way, f"{one.ranks:,}", *(sent[op] for op in _OPS),
+                one.model, one.strategy, f"{one.ranks:,}", *(sent[op] for op in _OPS),
                 f"{one.whole.flops / 1e12:,.0f}",
                 f"{state / 1e9:,.1f}" + ("" if state <= machine.memory else " (does not fit)"),
                 f"{time.compute:.2f}", f"{time.tensor:.2f}", f"{time.data:.2f}",
@@ -42,8 +42,8 @@ def _steps(scale: Scale, machine: Machine) -> Section:
          "exposed TP, s", "exposed other, s"),
         tuple(rows),
         "Collectives of a step of one sequence per data parallel rank: their number, and the GB "
-        "that a rank sends. States: parameters, gradients and AdamW's two moments, without "
-        "activations. Seconds are predicted, for the tokens of weak scaling.",
+        "that a rank sends. States: parameters, gradients and AdamW's two moments, with "
+        "padding and without activations. Seconds are predicted, for the tokens of weak scaling.",
     )  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def _beginnings(scale: Scale) -> Section:
         ("model", "strategy", "ranks", "mesh, s", "model on meta, s", "plan and fully_shard, s",
          "memory, MiB"),
         tuple(
-            (one.model, one.way, f"{one.ranks:,}", f"{one.mesh:.2f}", f"{one.model_on_meta:.2f}",
-             f"{one.distribute:.1f}", f"{one.memory / 2**20:,.0f}")
+            (one.model, one.strategy, f"{one.ranks:,}", f"{one.mesh:.2f}",
+             f"{one.model_on_meta:.2f}", f"{one.distribute:.1f}", f"{one.memory / 2**20:,.0f}")
             for one in scale.initialisations
         ),
         "Wall-clock time of rank 0 and the growth of its process's memory, with parameters on the "
@@ -100,7 +100,7 @@ def _dispatches(scale: Scale) -> Section:
         "Dispatch of a layer",
         ("model", "strategy", "ranks", "one device, ms", "strategy, ms", "added, ms"),
         tuple(
-            (one.model, one.way, f"{one.ranks:,}", f"{1e3 * one.plain:.1f}",
+            (one.model, one.strategy, f"{one.ranks:,}", f"{1e3 * one.plain:.1f}",
              f"{1e3 * one.layer:.1f}", f"{1e3 * one.cost:.1f}")
             for one in scale.dispatches
         ),

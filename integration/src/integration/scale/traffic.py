@@ -88,7 +88,7 @@ class CountedStep:
 
     Attributes:
         model: name of the model.
-        way: name of the strategy.
+        strategy: name of the strategy.
         ranks: size of the world.
         tokens: tokens of a data parallel rank in a step.
         axes: axes of the mesh.
@@ -98,7 +98,7 @@ class CountedStep:
     """
 
     model: str
-    way: str
+    strategy: str
     ranks: int
     tokens: int
     axes: tuple[WorldAxis, ...]

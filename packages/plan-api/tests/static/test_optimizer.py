@@ -7,11 +7,10 @@ import torch
 from torch import optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plan_api import Plan, parallelize
 from testkit import fake_mesh, run_ranks
+from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import TwoLinears
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -64,16 +63,6 @@ def mesh():
         yield mesh
 
 
-class _DTensorOperators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += any(isinstance(one, DTensor) for one in tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.ranks
 def test_elementwise_optimizers_equal_eager_bit_for_bit_without_dtensors():
     def check():
@@ -87,7 +76,7 @@ def test_elementwise_optimizers_equal_eager_bit_for_bit_without_dtensors():
                 for seed in range(4):
                     _step(model, optimizer, seed)
                 saved = optimizer.state_dict()["state"]
-                with _DTensorOperators() as seen:
+                with DTensorOperators() as seen:
                     optimizer.step()
                 state = {
                     (number, key): one.full_tensor() if isinstance(one, DTensor) else one
@@ -96,7 +85,7 @@ def test_elementwise_optimizers_equal_eager_bit_for_bit_without_dtensors():
                     if isinstance(one, torch.Tensor)
                 }
                 are_dtensors = [isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]]
-                ends.append((_full(model), state, seen.count, all(are_dtensors)))
+                ends.append((_full(model), state, seen.counts.total(), all(are_dtensors)))
             (eager, states, _, _), (static, own, count, dtensors) = ends
             found[name] = (_equal(eager, static), _equal(states, own), count == 0, dtensors)
         return found

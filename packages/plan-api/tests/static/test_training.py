@@ -1,18 +1,15 @@
 """Static mode trains bit for bit as Eager does, and no operator takes a DTensor."""
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plan_api import installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, RankError, models, run_ranks
+from testkit.inspection.dtensor_operators import DTensorOperators
 from testkit.models import Training
 
 pytestmark = [
@@ -120,19 +117,6 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape):
             assert unused == [], case
 
 
-class _DTensorOperators(TorchDispatchMode):
-    """Counts the operators that take a DTensor, above the dispatch of torch and dtensor-rules."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        arguments = tree_leaves((args, kwargs or {}))
-        self.names.update([str(func)] if any(isinstance(one, DTensor) for one in arguments) else [])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("rules", [True, False], ids=["dtensor-rules", "torch alone"])
 def test_no_operator_takes_a_dtensor_in_a_static_step(rules):
     """In forward, backward, optimizer and zero_grad of three steps; in Eager hundreds do."""
@@ -150,11 +134,11 @@ def test_no_operator_takes_a_dtensor_in_a_static_step(rules):
             if not rules:
                 dtensor_rules.disable()
             for _ in range(3):
-                with _DTensorOperators() as seen:
+                with DTensorOperators() as seen:
                     case.loss(model).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                counted.setdefault((name, mode), []).append(seen.names)
+                counted.setdefault((name, mode), []).append(seen.counts)
         return counted
 
     for counted in run_ranks(check, 2, timeout=580):

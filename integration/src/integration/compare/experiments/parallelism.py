@@ -233,8 +233,8 @@ def _table(results: Sequence[Result]) -> Table:
     columns.append(Column("passes"))
     rows = []
     for model, same in by_model(results).items():
-        ways = list(dict.fromkeys((each.system, each.run.judged) for each in same))
-        ordered = sorted(same, key=lambda each: ways.index((each.system, each.run.judged)))
+        variants = list(dict.fromkeys((each.system, each.run.judged) for each in same))
+        ordered = sorted(same, key=lambda each: variants.index((each.system, each.run.judged)))
         for _, group in groupby(ordered, key=lambda each: (each.system, each.run.judged)):
             rows.append(_row(model, list(group)))
     return Table(tuple(columns), tuple(rows))
@@ -249,7 +249,7 @@ def _row(model: str, results: Sequence[Result]) -> tuple[Cell | str, ...]:
     verdict: Cell | str = Cell("yes" if passes else "no", passes=passes)
     return (
         model,
-        _way(results[0]),
+        _label(results[0]),
         str(first.job.ranks),
         microbatches(work),
         scientific(first.tolerance),
@@ -268,7 +268,7 @@ def _cells(result: Result | None) -> tuple[Cell | str, Cell | str]:
     return Cell(scientific(found.maximum), passes=failed), scientific(found.mean)
 
 
-def _way(result: Result) -> str:
+def _label(result: Result) -> str:
     is_native = result.run.reference is not None and not result.run.judged
     return f"{result.system} (native)" if is_native else result.system
 
@@ -276,18 +276,18 @@ def _way(result: Result) -> str:
 def draw_parallelism(results: Sequence[Result], theme: Theme) -> MatplotlibFigure:
     """Returns the largest difference of every variant: a column per model, a dot per case."""
     groups = by_model(results)
-    ways = list(dict.fromkeys(_way(each) for each in results))
-    figure = new_figure(theme, 1.6 + 0.24 * len(ways))
+    labels = list(dict.fromkeys(_label(each) for each in results))
+    figure = new_figure(theme, 1.6 + 0.24 * len(labels))
     cells = figure.subplots(1, len(groups), sharey=True, sharex=True, squeeze=False)[0]
     for axes, (model, same) in zip(cells, groups.items(), strict=True):
         style_axes(axes, theme, f"{model}: largest |Δ|", grid_axis="x")
         for case, marker in zip(ParallelCase, MARKERS, strict=False):
-            _draw_case(axes, same, case, ways, marker, theme)
+            _draw_case(axes, same, case, labels, marker, theme)
         axes.set_xscale("log")
         for tolerance in {each.run.tolerance for each in same}:
             axes.axvline(tolerance, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
             axes.set_xlabel(f"dashed: tolerance {scientific(tolerance)}", color=theme.muted)
-    cells[0].set_yticks(range(len(ways)), ways)
+    cells[0].set_yticks(range(len(labels)), labels)
     cells[0].tick_params(axis="y", labelcolor=theme.ink, labelsize=9)
     cells[0].invert_yaxis()
     cells[0].legend(loc="lower right", fontsize=8, labelcolor=theme.ink, frameon=False)
@@ -298,7 +298,7 @@ def _draw_case(
     axes: Axes,
     results: Sequence[Result],
     case: ParallelCase,
-    ways: list[str],
+    labels: list[str],
     marker: str,
     theme: Theme,
 ) -> None:
@@ -306,7 +306,7 @@ def _draw_case(
     for result in results:
         found = result.deviation
         if result.run.labels["case"] == case and found and math.isfinite(found.maximum):
-            places.append(ways.index(_way(result)))
+            places.append(labels.index(_label(result)))
             values.append(max(found.maximum, FLOOR))
             colours.append(_colour(result, theme))
     axes.scatter(values, places, c=colours, marker=marker, s=22, label=case.heading)

@@ -144,7 +144,7 @@ class _FullyShardHooks:
         )
 
     def _in_first_block(self, module: Any, args: Any, out: Tensor) -> None:
-        local = out.to_local() if isinstance(out, DTensor) else out
+        local = local_tensor(out)
         self._note("compute_dtype", local.dtype)
         self._note("ahead_in_forward", self.ahead())
         self._note("weight", self.parts[1].down.weight)

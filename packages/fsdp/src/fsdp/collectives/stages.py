@@ -1,7 +1,7 @@
 """The stages of a group's collectives, which a listener can follow; `fsdp.simulate` has one.
 
 Tensors that are allocated within a stage belong to the collective: unsharded parameters, gradients
-that are reduced. A listener learns so what memory is for, when a collective is issued, and when it
+that are reduced. A listener so learns what memory is for, when a collective is issued, and when it
 is waited for.
 """
 
@@ -53,7 +53,7 @@ class StageListener(Protocol):
 
 
 _listener: StageListener | None = None
-_UNHEARD = nullcontext()
+_NO_STAGE = nullcontext()
 
 
 @contextmanager
@@ -69,11 +69,13 @@ def listen_to_stages(listener: StageListener) -> Iterator[None]:
 
 def group_stage(stage: GroupStage, collective: object) -> AbstractContextManager[None]:
     """Returns a context that is a stage of a collective; without a listener it does nothing."""
-    return _UNHEARD if _listener is None else _heard(_listener, stage, collective)
+    return _NO_STAGE if _listener is None else _notified_stage(_listener, stage, collective)
 
 
 @contextmanager
-def _heard(listener: StageListener, stage: GroupStage, collective: object) -> Iterator[None]:
+def _notified_stage(
+    listener: StageListener, stage: GroupStage, collective: object
+) -> Iterator[None]:
     listener.begin_stage(stage, collective)
     yield
     listener.end_stage(stage, collective)

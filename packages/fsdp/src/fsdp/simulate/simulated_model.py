@@ -37,7 +37,7 @@ __all__ = [
     "ShardOptions",
     "SimulatedModel",
     "device_type_of",
-    "garbage_kept",
+    "no_garbage_collection",
 ]
 
 Forward: TypeAlias = Callable[[nn.Module], torch.Tensor]
@@ -93,7 +93,7 @@ def device_type_of(model: nn.Module) -> str:
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Frees reference cycles where `gc.collect` is called only, so that memory does not vary.
 
     What exists before is not searched for cycles within the context.
@@ -136,6 +136,7 @@ class SimulatedModel:
         self._computes = all(param.device.type != "meta" for param in self._model.parameters())
         self._device_type = mesh.device_type
         self._originals: dict[nn.Parameter, nn.Parameter] = {}
+        self._balances: dict[int, Balance] = {}
         self._copied = self._copy()
         recorder.set_kind(self._originals, MemoryKind.UNCOUNTED)
         recorder.set_kind(self._copied.buffers(), MemoryKind.BUFFERS)
@@ -251,7 +252,6 @@ class SimulatedModel:
         """Returns a function of the copied parameters that calls the user's with the originals."""
         if chosen is None:
             return None
-        balances: dict[int, Balance] = self.__dict__.setdefault("_balances", {})
 
         def place(param: nn.Parameter) -> Any:
             granularity: Any = chosen(self._originals[param])
@@ -262,7 +262,7 @@ class SimulatedModel:
                 )
             if isinstance(granularity, Whole) and granularity.balance is not None:
                 # A balance that the user gave is counted for this plan alone.
-                own = balances.setdefault(id(granularity.balance), Balance())
+                own = self._balances.setdefault(id(granularity.balance), Balance())
                 granularity = replace(granularity, balance=own)
             return granularity
 

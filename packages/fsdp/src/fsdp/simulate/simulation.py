@@ -21,7 +21,7 @@ from fsdp.simulate.simulated_model import (
     ShardOptions,
     SimulatedModel,
     device_type_of,
-    garbage_kept,
+    no_garbage_collection,
 )
 from fsdp.simulate.units import Unit, Units, find_units
 
@@ -131,7 +131,7 @@ class Simulator:
         """Returns the simulation on a mesh."""
         size, recorder = parse_mesh_size(mesh), EventRecorder()
         world = fake_world(size, device_type_of(self._model))
-        with garbage_kept(), world as fake_mesh, recorder:
+        with no_garbage_collection(), world as fake_mesh, recorder:
             sharded = SimulatedModel(self._units, fake_mesh, self._options, recorder)
             for _ in range(2):  # the first step allocates buffers, and learns the order of modules
                 if self._forward is None:

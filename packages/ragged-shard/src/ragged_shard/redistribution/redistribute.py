@@ -70,7 +70,7 @@ def redistribute_local_tensor(
     if current_spec.mesh != target_spec.mesh:
         raise NotImplementedError(
             f"redistribute: expected a target on the same mesh, {current_spec.mesh}, got "
-            f"{target_spec.mesh}"
+            f"{target_spec.mesh}; call full_tensor(), and distribute its result on the other mesh"
         )
     mesh = current_spec.mesh
     record_fallback(target_spec, current_spec)

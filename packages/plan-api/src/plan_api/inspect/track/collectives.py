@@ -24,6 +24,8 @@ __all__ = [
     "real_tensors",
 ]
 
+# fsdp.simulate.events has a copy of the names and of `get_process_group`: neither package depends
+# on the other.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # The prefix of an operator's name, without leading underscores, and the collective.
 _NAMES = (
