@@ -18,6 +18,7 @@ from integration.train.launch.endpoint import (
     Endpoint,
     StoreUnreachableError,
     address_towards,
+    answers,
     choose_interface,
     connect,
     endpoint_of_environment,
@@ -108,6 +109,25 @@ def test_a_rank_alone_says_that_the_others_are_missing(rank, port):
     assert message.startswith(
         f"rank {rank} of 2 could not join the others at 127.0.0.1:{port} within 2 s ("
     )
+
+
+def test_a_host_answers_if_it_accepts_or_refuses_a_connection(port):
+    assert answers(Endpoint("127.0.0.1", port), 1)  # nobody listens
+    with socket.create_server(("127.0.0.1", port)):
+        assert answers(Endpoint("127.0.0.1", port), 1)
+
+
+def test_a_host_does_not_answer_if_connections_time_out():
+    # As from a host that is gone: the kernel drops what the full queue of a listener cannot take.
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as server,
+        contextlib.ExitStack() as full,
+    ):
+        for _ in range(4):
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        assert not answers(Endpoint(*server.getsockname()), 0.3)
 
 
 def test_a_late_rank_0_is_waited_for(port):

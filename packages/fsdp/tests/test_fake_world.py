@@ -45,14 +45,16 @@ def _sums_around_a_fake_world():
     with fake_world(MeshSize(2), "cpu") as other:
         fake = distribute_tensor(whole, other, [Shard(0)], src_data_rank=None)
         inside = (dist.get_world_size(), dist.get_rank(), tuple(fake.to_local().shape))
+        own_mesh = fake.sum().device_mesh is other  # DTensor has cached the sum on the real mesh
     found.append(summed())
     group = dist.new_group([0, 1])
-    return found, inside, dist.get_world_size(group), dist.get_backend()
+    return found, inside, own_mesh, dist.get_world_size(group), dist.get_backend()
 
 
 @pytest.mark.ranks
 def test_a_real_world_is_as_before():
-    for found, inside, size, backend in run_ranks(_sums_around_a_fake_world, 2):
+    for found, inside, own_mesh, size, backend in run_ranks(_sums_around_a_fake_world, 2):
         assert found == [(6.0, 3.0)] * 2
         assert inside == (2, 0, (2,))
+        assert own_mesh
         assert (size, backend) == (2, "gloo")
