@@ -1,6 +1,6 @@
 """The workspace's commands: ``nox -l`` lists them, bare ``nox`` runs lint, types and tests.
 
-``tests``, ``types``, ``sanitize``, ``integration`` and ``bench`` share one environment,
+``tests``, ``types``, ``docs``, ``sanitize``, ``integration`` and ``bench`` share one environment,
 ``.nox/dev``, which ``tools/dev_env.py`` keeps equal to the working tree; ``lint`` has its own
 small one.
 """
@@ -58,7 +58,8 @@ def tests(session: nox.Session, project: str) -> None:
 def nightly(session: nox.Session) -> None:
     """The slow tier: tests marked slow, then the oldest and the newest torch (`compat`).
 
-    docs/nightly.md records what they came to. Arguments go to pytest, and nothing is recorded then.
+    docs/support/nightly.md records what they came to. Arguments go to pytest, and nothing is
+    recorded then.
     """
     python = dev_env(session)
     pytest, report = Path(python).with_name("pytest"), RESULTS / "slow.xml"
@@ -79,8 +80,8 @@ def nightly(session: nox.Session) -> None:
 def compat(session: nox.Session, torch: str) -> None:
     """The packages named, or all, with another torch: each wheel alone, then the tests.
 
-    Several GB from PyPI. ``alone`` among the names leaves the tests out. docs/nightly.md records
-    what the tests came to.
+    Several GB from PyPI. ``alone`` among the names leaves the tests out. docs/support/nightly.md
+    records what the tests came to.
     """
     names = [name for name in session.posargs if name != "alone"]
     if unknown := set(names) - set(PACKAGES):
@@ -153,6 +154,13 @@ def types(session: nox.Session) -> None:
     session.run(*mypy, *(str(path.relative_to(ROOT)) for path in checked))
     # nox itself is found where it runs, not in the shared environment.
     session.run(*mypy, "--python-executable", sys.executable, "noxfile.py")
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The site, into site/: open site/index.html; `-- serve` shows it while pages are edited."""
+    command = session.posargs or ["build"]
+    session.run(dev_env(session), "-m", "mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(venv_backend="none")

@@ -1,7 +1,7 @@
 """Checks which way imports and declared dependencies point: ``python -m tools.check_deps``.
 
-``RULES`` is the direction of dependencies that docs/architecture.md draws. An import is lazy
-inside a function or under ``if TYPE_CHECKING``; what an extra brings is imported lazily only.
+``RULES`` is the direction of dependencies that docs/concepts/architecture.md draws. An import is
+lazy inside a function or under ``if TYPE_CHECKING``; what an extra brings is imported lazily only.
 Within a package no imports go in a circle, lazy ones included.
 """
 
@@ -42,7 +42,7 @@ STDLIB_ONLY_EXTRAS = {"huggingface_hub", "matplotlib", "rich"}  # lazily
 # Builds a configured model on meta, lazily: of these two the rest knows nothing.
 ON_META, ON_META_EXTRAS = "hugging_face.py", {"torch", "transformers"}
 TORCH = "torch>=2.11,<2.16"
-TABLE = "or change RULES in tools/check_deps.py and docs/architecture.md"
+TABLE = "or change RULES in tools/check_deps.py and docs/concepts/architecture.md"
 
 
 def check_module(path: Path, source: Path) -> Iterator[str]:

@@ -87,7 +87,7 @@ PHRASES = {
 }
 #: (file, name or phrase): why it may stay.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("docs/options.md", r"\bstock\b"): "a value of --random",
+    ("docs/support/options.md", r"\bstock\b"): "a value of --random",
     ("integration/src/integration/train/config.py", r"\bstock\b"): "a value of --random",
     ("packages/fsdp/src/fsdp/module.py", "keep"): "torch's argument of this method",
 }

@@ -2,7 +2,7 @@
 
 Each wheel is made from its sdist, installed with its dependencies and nothing else into a clean
 environment, checked, imported, put through its ``tests/smoke.py``, and then runs what
-``docs/examples`` shows of it, with what that asks for beside the package.
+``docs/packages/*/example.md`` shows of it, with what that asks for beside the package.
 
 With ``--stacked`` the clean environments see what is installed where this command runs, so that
 each of them need not have a torch of several GB: this is how ``nox -s "compat(2.15)"`` tries them.
@@ -104,7 +104,7 @@ def try_alone(
         for example in shown:
             examples.run(example, folder, python=str(python), env=env)
     took = time.monotonic() - start
-    return f"{output}{project.name}: works alone, as docs/examples shows it ({took:.0f} s)"
+    return f"{output}{project.name}: works alone, as its example shows it ({took:.0f} s)"
 
 
 def main(names: list[str], options: Options) -> None:

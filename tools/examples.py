@@ -1,4 +1,4 @@
-"""Runs what the pages of `docs/examples` show: one package within another framework.
+"""Runs what the pages of `docs/packages/*/example.md` show: one package within another framework.
 
 A page has pairs of a block of Python, a whole script, and a block of the command that runs it.
 The script says what it needs as inline metadata does (PEP 723, ``# /// script``). Here a test
@@ -87,7 +87,7 @@ def examples(package: str, root: Path = ROOT) -> list[Example]:
     Raises:
         ValueError: it has none, or one without its command.
     """
-    page = root / "docs" / "examples" / f"{package}.md"
+    page = root / "docs" / "packages" / package / "example.md"
     scripts, commands = (blocks(page.read_text(), language) for language in ("python", "sh"))
     if not scripts or len(scripts) != len(commands):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Records what a run of the slow tier came to: ``python -m tools.nightly_record REPORT``.
 
 REPORT is a JUnit file of pytest's: of the tests marked slow, or of a package's tests with another
-torch, ``--package NAME``. docs/nightly.json has the results, docs/nightly.md the tables made of
-them. Exits 1 where no test ran or one failed; the record says so then.
+torch, ``--package NAME``. In docs/support, nightly.json has the results, nightly.md the tables
+made of them. Exits 1 where no test ran or one failed; the record says so then.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from tools.test_counts import RESULTS, Counts
 from tools.workspace import ROOT
 
-PAGES = ROOT / "docs"
+PAGES = ROOT / "docs" / "support"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def total(results: dict[str, Result]) -> Counts:
 def page(record: Record) -> str:
     """The record, as Markdown."""
     lines = ["# The last run of the slow tier", ""]
-    lines += ["Written by `nox -s nightly`, from `docs/nightly.json`.", ""]
+    lines += ["Written by `nox -s nightly`, from `docs/support/nightly.json`.", ""]
     if record.slow:
         where = next(iter(record.slow.values())).where
         lines += ["## Tests marked slow", ""]

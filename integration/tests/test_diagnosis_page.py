@@ -1,4 +1,4 @@
-"""docs/diagnosis.md has every checking mode of the packages, and none that is not there."""
+"""docs/tasks/hangs.md has every checking mode of the packages, and none that is not there."""
 
 import ast
 import importlib
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "diagnosis.md").read_text()
+PAGE = (ROOT / "docs" / "tasks" / "hangs.md").read_text()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
 VARIABLE = re.compile(rf"\b(?:{'|'.join(name.upper() for name in PACKAGES)})_[A-Z_]+")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]

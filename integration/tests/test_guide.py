@@ -12,7 +12,7 @@ from testkit import run_ranks
 from testkit.inspection.readme import blocks
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guide.md").read_text()
+GUIDE = (ROOT / "docs" / "tutorials" / "migration.md").read_text()
 COMMON, *SECTIONS = re.split(r"^## ", GUIDE, flags=re.MULTILINE)
 EXAMPLES = {
     title: blocks(text, "python")

@@ -77,7 +77,7 @@ def test_initial_weights_are_one_devices_where_the_options_promise_it(runs):
 
 
 def test_the_pages_section_is_written_from_the_table():
-    written = Path(__file__).parents[2] / "docs" / "options.md"
+    written = Path(__file__).parents[2] / "docs" / "support" / "options.md"
     assert written.read_text().startswith(trainer_section()), (
         "run: python -m integration.option_table"
     )

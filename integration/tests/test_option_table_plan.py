@@ -80,5 +80,5 @@ def test_an_option_of_a_plan_is_in_effect_on_four_ranks(choice, runs):
 
 
 def test_the_pages_section_is_written_from_the_table():
-    written = Path(__file__).parents[2] / "docs" / "options.md"
+    written = Path(__file__).parents[2] / "docs" / "support" / "options.md"
     assert plan_section() in written.read_text(), "run: python -m integration.option_table"

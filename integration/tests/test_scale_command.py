@@ -99,7 +99,7 @@ def test_dispatch_of_a_strategy_comes_on_top_of_the_layer():
 
 def test_paddings_are_the_planners():
     found = {(one.rows, one.ranks): one.share for one in paddings("deepseek-v3", [1024])}
-    # As docs/ragged-shard.md has it.
+    # As docs/packages/ragged-shard/details.md has it.
     assert f"{found[1, 1024]:.3%}" == "0.016%"
     assert f"{found[128, 1024]:.3%}" == "7.267%"
 

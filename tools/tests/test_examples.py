@@ -1,4 +1,4 @@
-"""What docs/examples shows runs where no other package of the workspace can be imported.
+"""The packages' example pages run where no other package of the workspace can be imported.
 
 Each script compares itself with one device or with torch alone, and fails where they differ.
 """
@@ -47,9 +47,10 @@ def test_an_example_asks_for_its_package_and_for_none_of_ours_beside(name, examp
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_page_is_linked(name):
-    assert f"(docs/examples/{name}.md)" in (ROOT / "README.md").read_text()
+    assert f"(docs/packages/{name}/example.md)" in (ROOT / "README.md").read_text()
     assert (
-        f"(../../docs/examples/{name}.md)" in (ROOT / "packages" / name / "README.md").read_text()
+        f"(../../docs/packages/{name}/example.md)"
+        in (ROOT / "packages" / name / "README.md").read_text()
     )
 
 
@@ -93,7 +94,7 @@ COMMAND = "```sh\npython example.py\n```\n"
 @pytest.fixture
 def page(tmp_path):
     def write(text):
-        path = tmp_path / "docs" / "examples" / "a.md"
+        path = tmp_path / "docs" / "packages" / "a" / "example.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return tmp_path

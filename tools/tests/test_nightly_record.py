@@ -1,4 +1,4 @@
-"""tools.nightly_record: JUnit files become docs/nightly.json and docs/nightly.md."""
+"""tools.nightly_record: JUnit files become docs/support/nightly.json and nightly.md."""
 
 import pytest
 

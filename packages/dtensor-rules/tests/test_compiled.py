@@ -19,7 +19,7 @@ from dtensor_rules.registry import compiled
 from testkit import fake_mesh
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parents[2] / "docs/dtensor-rules.md").read_text()
+PAGE = (HERE.parents[2] / "docs/packages/dtensor-rules/details.md").read_text()
 COMPILER = os.environ.get("CXX", "c++")
 BUILTIN = ["equal", "partial + replicate", "replicate + partial", "out-given", "out-partial"]
 NEG = "aten.neg.default"

@@ -1,11 +1,11 @@
-"""The Python examples of the README and of docs/dtensor-rules.md run as they are."""
+"""The Python examples of the README and of the page of details run as they are."""
 
 import pytest
 
 from testkit.inspection.readme import examples, run_example
 
 COMPILED = "shard_rules"  # the rule in C++, which test_compiled.py compiles
-EXAMPLES = examples(__file__, "docs/dtensor-rules.md")
+EXAMPLES = examples(__file__, "docs/packages/dtensor-rules/details.md")
 PYTHON = [code for code in EXAMPLES if COMPILED not in code]
 
 

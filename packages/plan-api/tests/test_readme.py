@@ -1,4 +1,4 @@
-"""The Python examples of the README, and the plan in docs/plans.md, run as they are."""
+"""The Python examples of the README, and the plan in the page of details, run as they are."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from plan_api import zoo
 from testkit import fake_mesh
 from testkit.inspection.readme import blocks, examples, run_example
 
-PLANS = (Path(__file__).parents[3] / "docs/plans.md").read_text()
+PLANS = (Path(__file__).parents[3] / "docs/packages/plan-api/details.md").read_text()
 
 
 @pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])

@@ -3,5 +3,5 @@
 `trainer`, `fully_shard` and `plan` have a table of options each: `choices` has the options with
 their proofs, and `observation` trains with the options of a run and reports what each rank did.
 `pairwise` selects the runs, in which every accepted pair of options occurs, and
-``python -m integration.option_table`` writes the page docs/options.md.
+``python -m integration.option_table`` writes the page docs/support/options.md.
 """

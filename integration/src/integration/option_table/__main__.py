@@ -1,4 +1,4 @@
-"""``python -m integration.option_table``: writes docs/options.md from the table."""
+"""``python -m integration.option_table``: writes docs/support/options.md from the table."""
 
 from __future__ import annotations
 
@@ -113,4 +113,4 @@ def _tables(choices: Iterable[Choice], pairs: Iterable[Pair]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/options.md").write_text(page())
+    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/support/options.md").write_text(page())

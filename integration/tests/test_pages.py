@@ -1,0 +1,53 @@
+"""The Python blocks of tutorials, tasks and concepts run on ranks, each page as one script.
+
+A page's front matter has its number of ranks, ``ranks: 2``. Blocks check themselves: a page that
+promises equal losses asserts it.
+"""
+
+import contextlib
+import linecache
+import re
+from pathlib import Path
+
+import pytest
+
+from testkit import run_ranks
+from testkit.inspection.readme import blocks
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {
+    str(page.relative_to(DOCS)): page.read_text()
+    for folder in ("tutorials", "tasks", "concepts")
+    for page in sorted((DOCS / folder).glob("*.md"))
+    if blocks(page.read_text(), "python") and page.name != "migration.md"  # test_guide.py runs it
+}
+
+
+def _run(examples, folder):
+    """Run a page's blocks as one script on this rank."""
+    from integration.train.session import restore_torch
+
+    restore_torch()  # ranks of the pool have had different tests, and have to be alike
+    code = "\n".join(examples)
+    # The source of functions has to be found, as that of a script's is.
+    name = f"<page {hash(code)}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    with contextlib.chdir(folder):
+        exec(compile(code, name, "exec"), {"__name__": "__page__"})
+
+
+def _ranks(text):
+    found = re.match(r"---\n(?:.*\n)*?ranks: (\d+)\n(?:.*\n)*?---\n", text)
+    assert found, "expected `ranks: N` in the front matter of a page with Python blocks"
+    return int(found[1])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs(name, tmp_path):
+    text = PAGES[name]
+    run_ranks(_run, _ranks(text), blocks(text, "python"), str(tmp_path), timeout=240)
+
+
+def test_every_page_with_blocks_checks_something():
+    assert [name for name, text in PAGES.items() if "assert" not in text] == []

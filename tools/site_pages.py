@@ -1,0 +1,109 @@
+"""The hook of mkdocs.yml: pages of the site that are placed outside docs/, and links between them.
+
+READMEs, changelogs and CONTRIBUTING.md stay where GitHub and PyPI show them, and are pages of the
+site at the same path. Links of all pages are those of the repository: to a page they become links
+of the site; to another file, which the site does not have, they become text.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+
+__all__ = ["on_files", "on_nav", "on_page_markdown", "pages_outside_docs", "site_links"]
+
+# An inline link or a picture whose target is a file: no scheme, and not only an anchor. The target
+# has a dot or a slash, which `Shard(0)` behind a bracket in code has not.
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()#\s:]*[./][^()#\s:]*)(#[^)\s]*)?\)")
+_BLOCK = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+
+
+def pages_outside_docs(root: Path) -> list[Path]:
+    """Returns the pages outside docs/, as paths from the root of the repository."""
+    found = [
+        root / "CONTRIBUTING.md",
+        *root.glob("packages/*/README.md"),
+        *root.glob("packages/*/CHANGELOG.md"),
+        *root.glob("integration/docs/*.png"),
+        root / "integration" / "README.md",
+        root / "testkit" / "README.md",
+    ]
+    return [path.relative_to(root) for path in sorted(found)]
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages outside docs/ to those that mkdocs found in it."""
+    root = Path(config.docs_dir).parent
+    for path in pages_outside_docs(root):
+        file = File.generated(config, str(path), abs_src_path=str(root / path))
+        files.append(file)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrites a page's links to files of the repository into links of the site.
+
+    Raises:
+        PluginError: a link's target does not exist.
+    """
+    root = Path(config.docs_dir).parent
+    source = Path(str(page.file.abs_src_path)).relative_to(root)
+    known = {file.src_uri for file in files}
+    try:
+        return site_links(markdown, source=source, uri=page.file.src_uri, known=known, root=root)
+    except ValueError as error:
+        raise PluginError(str(error)) from error
+
+
+def site_links(markdown: str, *, source: Path, uri: str, known: set[str], root: Path) -> str:
+    """Rewrites the links of a page.
+
+    Args:
+        markdown: text of the page.
+        source: path of the page from the root of the repository.
+        uri: path of the page in the site's sources.
+        known: paths of all files in the site's sources.
+        root: the repository.
+
+    Raises:
+        ValueError: a link's target is neither a file of the repository nor of the site.
+    """
+
+    def rewrite(link: re.Match[str]) -> str:
+        picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+        path = os.path.normpath(source.parent / target)
+        if not (root / path).exists():
+            raise ValueError(
+                f"{source}: expected the target of a link to be a file of the repository, got "
+                f"{target}; correct its path"
+            )
+        pages = [path.removeprefix("docs/")]
+        if (root / path).is_dir():
+            pages = [f"{pages[0]}/{name}" for name in ("README.md", "index.md")]
+        found = next((page for page in pages if page in known), None)
+        if found is None:
+            return str(text)
+        return f"{picture}[{text}]({posixpath.relpath(found, posixpath.dirname(uri))}{anchor})"
+
+    # Code is at odd indices. A link's text may contain code, but code does not contain links.
+    return "".join(
+        part if number % 2 else _LINK.sub(rewrite, part)
+        for number, part in enumerate(_BLOCK.split(markdown))
+    )
+
+
+def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> Navigation:
+    """Refuses a page that no entry of the navigation leads to."""
+    listed = {page.file.src_uri for page in nav.pages}
+    lost = [file.src_uri for file in files.documentation_pages() if file.src_uri not in listed]
+    if lost:
+        raise PluginError(f"expected every page in the nav of mkdocs.yml, got {lost} without one")
+    return nav
