@@ -19,8 +19,8 @@ from integration.data.digits import CHANNELS, CLASSES, SIDE, TIMES
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.models.dit import signal_rate
-from integration.paths import require_folder
 from integration.train.checkpoint import checkpoint
+from integration.train.folders import require_folder
 
 # Predicts the noise in images (batch, 1, 8, 8) from their times and classes, (batch,) int64.
 Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]

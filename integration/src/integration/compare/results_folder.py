@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from integration.errors import UsageError
-from integration.paths import require_folder
+from integration.train.folders import require_folder
 
 RUNS = "runs"
 # Written first, so that the folder of an interrupted comparison is recognised too.

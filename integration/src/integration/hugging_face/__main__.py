@@ -14,8 +14,8 @@ from integration.errors import EXIT_USAGE, UsageError
 from integration.hugging_face import write_weights
 from integration.hugging_face.chunks import parameter_chunks
 from integration.models import build_model_on_meta, shape_from
-from integration.paths import make_folder, require_folder
 from integration.train.checkpoint import checkpoint
+from integration.train.folders import make_folder, require_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from integration.errors import EXIT_USAGE, UsageError
-from integration.paths import make_folder
 from integration.scale.options import parse_options, prepare
+from integration.train.folders import make_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,10 +10,10 @@ import tyro
 
 from integration.compare.run import option_arguments
 from integration.errors import UsageError
-from integration.paths import require_folder
 from integration.scale.cost import Machine, NetworkLink
 from integration.scale.shapes import SHAPES, Shape, shape_named
 from integration.scale.strategies import STRATEGIES, axes_of, strategies_of, strategy_named
+from integration.train.folders import require_folder
 
 _DESCRIPTION = """Simulate training on up to 16,384 ranks.
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from integration.errors import EXIT_USAGE, UsageError
-from integration.paths import make_folder
 from integration.soak.fault_schedule import Fault
 from integration.soak.options import (
     DISTURBED,
@@ -16,6 +15,7 @@ from integration.soak.options import (
 from integration.soak.report import LossComparison, compare, describe, soak_of, write_soak
 from integration.soak.supervisor import FaultError, Incident, disturb
 from integration.soak.torchrun import Torchrun
+from integration.train.folders import make_folder
 from integration.train.metrics import read_metrics
 
 Note = Callable[[Incident], None]

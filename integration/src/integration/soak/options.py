@@ -7,9 +7,9 @@ from pathlib import Path
 import tyro
 
 from integration.errors import UsageError
-from integration.paths import require_folder
 from integration.soak.fault_schedule import KINDS, Fault, draw_fault_schedule
 from integration.train.config import parse_config
+from integration.train.folders import require_folder
 from integration.train.setup import prepare as prepare_run
 
 UNDISTURBED = "undisturbed"

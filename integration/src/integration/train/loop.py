@@ -15,10 +15,10 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import Batch, BatchLoader, Samples, load_samples
 from integration.errors import DivergedError
-from integration.paths import make_folder
 from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.saver import CheckpointSaver
 from integration.train.config import TrainConfig
+from integration.train.folders import make_folder
 from integration.train.launch.watchdog import Watchdog
 from integration.train.launch.world import World
 from integration.train.learning_rate import LearningRateSchedule

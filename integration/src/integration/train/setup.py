@@ -8,11 +8,11 @@ from pathlib import Path
 from integration.data import BatchPlan, Modality, corpus_size, require_bytes, require_source
 from integration.errors import UsageError
 from integration.models import ModelShape
-from integration.paths import require_folder, require_outside
 from integration.systems import System
 from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.folder_lock import folder_lock
 from integration.train.config import AUTO_RESUME, NEVER_RESUME, TrainConfig
+from integration.train.folders import require_folder, require_outside
 from integration.train.launch.world import World
 from integration.train.measurement.profiling import StepRange
 from integration.train.metrics import METRICS_FILE, SUMMARY_FILE

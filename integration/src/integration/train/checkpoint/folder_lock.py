@@ -22,7 +22,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from integration.errors import UsageError
-from integration.paths import make_folder
+from integration.train.folders import make_folder
 from integration.train.launch.world import World
 
 LOCK_FILE = ".lock"

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from integration.errors import UsageError
-from integration.paths import make_folder
+from integration.train.folders import make_folder
 
 # Folder in which ranks report their status to the launcher: `N.started`, `N.refused`.
 STATUS_VARIABLE = "SPMD_TRAIN_STATUS"
