@@ -7,6 +7,7 @@ promises equal losses asserts it.
 import contextlib
 import linecache
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ PAGES = {
     str(page.relative_to(DOCS)): page.read_text()
     for folder in ("tutorials", "tasks", "concepts")
     for page in sorted((DOCS / folder).glob("*.md"))
-    if blocks(page.read_text(), "python") and page.name != "migration.md"  # test_guide.py runs it
+    if blocks(page.read_text(), "python")
 }
 
 
@@ -32,7 +33,9 @@ def _run(examples, folder):
     # The source of functions has to be found, as that of a script's is.
     name = f"<page {hash(code)}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        # torch.compile reads `.grad` of parameters that fsdp has gathered.
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
         exec(compile(code, name, "exec"), {"__name__": "__page__"})
 
 

@@ -9,7 +9,7 @@ from tools.workspace import ROOT
 
 SHOWN = [command for page in pages() for command in commands(page)]
 # Pages whose Python blocks do not go through testkit's `examples` of the page's own folder.
-ELSEWHERE = {"docs/tutorials/migration.md": "integration/tests/test_guide.py"} | {
+ELSEWHERE = {
     str(page.relative_to(ROOT)): "tools/tests/test_examples.py"
     for page in ROOT.glob("docs/packages/*/example.md")
 }
@@ -17,7 +17,6 @@ ELSEWHERE |= {
     str(page.relative_to(ROOT)): "integration/tests/test_pages.py"
     for folder in ("tutorials", "tasks", "concepts")
     for page in ROOT.glob(f"docs/{folder}/*.md")
-    if str(page.relative_to(ROOT)) not in ELSEWHERE
 }
 # Pages about one package, which its own test of the README runs too.
 OF_PACKAGES = {
@@ -32,7 +31,7 @@ def of(text):
 
 def test_the_pages_are_all_there_and_show_commands():
     names = {str(page.relative_to(ROOT)) for page in pages()}
-    assert {"README.md", "integration/README.md", "docs/tutorials/migration.md"} <= names
+    assert {"README.md", "integration/README.md", "docs/tutorials/first-model.md"} <= names
     assert len([name for name in names if name.startswith("packages/")]) == 7
     assert len(SHOWN) > 80
 
