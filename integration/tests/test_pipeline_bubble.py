@@ -3,47 +3,19 @@
 import json
 
 import pytest
-import torch
 
 from integration.pipeline import bubble
 from integration.pipeline.bubble import expected_bubble
 from integration.pipeline.schedules import SCHEDULES
-from integration.pipeline.timeline import Action, median_step, replay
-from testkit import fake_mesh
+from integration.pipeline.timeline import Action, median_step, replay, schedule_orders
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-
-
-def orders(name, ranks, microbatches):
-    """The order of torch's own schedule on each rank, with equal stages."""
-    from torch.distributed.pipelining import PipelineStage
-
-    schedule = SCHEDULES[name]
-    count = schedule.stages(ranks, None)
-    with fake_mesh((ranks,), ("pp",)) as mesh:
-        stages = [
-            PipelineStage(torch.nn.Identity(), index, count, torch.device("cpu"),
-                          group=mesh.get_group())
-            for index in schedule.stages_of(0, ranks, count)
-        ]  # fmt: skip
-        built = schedule.build(stages, microbatches, lambda out, y: (out - y).sum())
-    return [
-        [
-            Action(kind, each.stage_index, each.microbatch_index, SECONDS[kind])
-            for action in actions
-            if action is not None
-            for each in (action.sub_actions or (action,))
-            if (kind := KINDS.get(each.computation_type.name))
-        ]
-        for _, actions in sorted(built.pipeline_order.items())
-    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
 def test_equal_stages_wait_as_long_as_the_papers_say(name, ranks):
-    timeline = replay(orders(name, ranks, 8))
+    timeline = replay(schedule_orders(SCHEDULES[name], ranks, 8, SECONDS))
     per_rank = SCHEDULES[name].stages_per_rank or 2
     assert timeline.bubble == pytest.approx(expected_bubble(name, ranks, 8, per_rank))
 

@@ -6,12 +6,16 @@ finished the previous action and the neighbouring stages have produced its input
 """
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
+
+from integration.pipeline.schedules import PipelineSchedule
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -117,6 +121,53 @@ def median_step(steps: Sequence[Sequence[Action]]) -> list[Action]:
         durations.setdefault((action.kind, action.stage), []).append(action.seconds)
     medians = {key: median(seconds) for key, seconds in durations.items()}
     return [replace(each, seconds=medians[each.kind, each.stage]) for each in steps[0]]
+
+
+_KINDS = {
+    "FORWARD": FORWARD,
+    "FULL_BACKWARD": BACKWARD,
+    "BACKWARD_INPUT": BACKWARD_OF_INPUTS,
+    "BACKWARD_WEIGHT": BACKWARD_OF_WEIGHTS,
+}
+
+
+def schedule_orders(
+    schedule: PipelineSchedule, ranks: int, microbatches: int, seconds: Mapping[str, float]
+) -> list[list[Action]]:
+    """Returns the actions of each rank in the order of torch's schedule, without running a model.
+
+    It makes a fake process group, so none may exist.
+
+    Args:
+        schedule: on as few stages as it supports.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        seconds: the duration of each kind of action, the same on every stage.
+    """
+    from testkit import fake_mesh
+
+    count = schedule.stages(ranks, None)
+    with fake_mesh((ranks,), ("pp",)) as mesh:
+        stages = [
+            PipelineStage(
+                torch.nn.Identity(), index, count, torch.device("cpu"), group=mesh.get_group()
+            )
+            for index in schedule.stages_of(0, ranks, count)
+        ]
+        built = schedule.build(stages, microbatches, lambda out, y: (out - y).sum())
+    orders: list[list[Action]] = []
+    for _, actions in sorted(built.pipeline_order.items()):
+        done: Counter[str] = Counter()
+        order: list[Action] = []
+        for each in (part for one in actions if one for part in (one.sub_actions or (one,))):
+            if kind := _KINDS.get(each.computation_type.name):
+                # In torch's own order of 1F1B the last rank's forwards are numbered from 1.
+                in_turn = schedule.stages_per_rank == 1
+                microbatch = done[kind] if in_turn else each.microbatch_index
+                order.append(Action(kind, each.stage_index, microbatch, seconds[kind]))
+                done[kind] += 1
+        orders.append(order)
+    return orders
 
 
 def replay(orders: Sequence[Sequence[Action]]) -> Timeline:
