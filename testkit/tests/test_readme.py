@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from testkit.inspection.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_example
 
 
 def _test_file(tmp_path, text):
@@ -18,15 +18,15 @@ def test_python_blocks_are_examples(tmp_path):
     assert examples(_test_file(tmp_path, text)) == ["a = 1\n", "b = 2\n"]
 
 
-def test_blocks_of_further_pages_are_examples(tmp_path):
-    package = tmp_path / "packages" / "name"
-    package.mkdir(parents=True)
-    (tmp_path / "page.md").write_text("```python\nb = 2\n```\n")
-    test_file = _test_file(package, "```python\na = 1\n```\n")
-    assert examples(test_file, "page.md") == ["a = 1\n", "b = 2\n"]
-    (tmp_path / "page.md").write_text("no block\n")
-    with pytest.raises(ValueError, match=r"page.md: expected at least one ```python block"):
-        examples(test_file, "page.md")
+def test_blocks_of_a_packages_pages_are_examples_but_for_those_of_example_md(tmp_path):
+    test_file, pages = str(tmp_path / "packages/name/tests/test_x.py"), tmp_path / "docs/packages"
+    (pages / "name").mkdir(parents=True)
+    for name in ("details", "example", "first-change"):
+        (pages / "name" / f"{name}.md").write_text(f"```python\n{name[0]} = 1\n```\n")
+    (pages / "name" / "api.md").write_text("no block\n")
+    assert page_examples(test_file) == ["d = 1\n", "f = 1\n"]
+    with pytest.raises(ValueError, match=r"other: expected at least one ```python block"):
+        page_examples(str(tmp_path / "packages/other/tests/test_x.py"))
 
 
 def test_blocks_of_any_language_also_within_lists():

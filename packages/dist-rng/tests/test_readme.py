@@ -2,7 +2,7 @@
 
 import pytest
 
-from testkit.inspection.readme import examples, run_example
+from testkit.inspection.readme import examples, page_examples, run_example
 
 EXAMPLES = examples(__file__)
 
@@ -39,3 +39,8 @@ def test_every_example_has_a_check():
 )
 def test_an_example_runs_and_equals_one_device(example, check, tmp_path):
     run_example(f"import torch\ntorch.manual_seed(0)\n{example}{check}", tmp_path)
+
+
+@pytest.mark.parametrize("code", page_examples(__file__), ids=lambda code: code.splitlines()[0])
+def test_an_example_of_a_page_runs(code, tmp_path):
+    run_example(code, tmp_path)

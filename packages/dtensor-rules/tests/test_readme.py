@@ -1,11 +1,11 @@
-"""The Python examples of the README and of the page of details run as they are."""
+"""The Python examples of the README and of the package's pages run unchanged."""
 
 import pytest
 
-from testkit.inspection.readme import examples, run_example
+from testkit.inspection.readme import examples, page_examples, run_example
 
 COMPILED = "shard_rules"  # the rule in C++, which test_compiled.py compiles
-EXAMPLES = examples(__file__, "docs/packages/dtensor-rules/details.md")
+EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 PYTHON = [code for code in EXAMPLES if COMPILED not in code]
 
 

@@ -1,10 +1,10 @@
-"""The Python examples of the README and of docs/packages/fsdp/details.md run unchanged."""
+"""The Python examples of the README and of the package's pages run unchanged."""
 
 import pytest
 
-from testkit.inspection.readme import examples, run_example
+from testkit.inspection.readme import examples, page_examples, run_example
 
-EXAMPLES = examples(__file__, "docs/packages/fsdp/details.md")
+EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[-2][:40])

@@ -1,4 +1,4 @@
-"""The Python examples of the README, and the plan in the page of details, run as they are."""
+"""The Python examples of the README and of the package's pages run, and so does a plan of them."""
 
 from pathlib import Path
 
@@ -6,12 +6,13 @@ import pytest
 
 from plan_api import zoo
 from testkit import fake_mesh
-from testkit.inspection.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_example
 
 PLANS = (Path(__file__).parents[3] / "docs/packages/plan-api/details.md").read_text()
+EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 
 
-@pytest.mark.parametrize("code", examples(__file__), ids=lambda code: code.splitlines()[0][:40])
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
 def test_an_example_runs(code, tmp_path):
     run_example(code, tmp_path)
 

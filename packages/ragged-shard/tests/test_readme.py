@@ -1,4 +1,4 @@
-"""The examples of the README and of the page of details run, and print the output shown there."""
+"""The examples of the README and of the package's pages run, and print the output shown there."""
 
 import re
 import shlex
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from testkit.inspection.readme import blocks, examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_example
 
 PAGE = (Path(__file__).parents[3] / "docs/packages/ragged-shard/details.md").read_text()
-EXAMPLES = examples(__file__, "docs/packages/ragged-shard/details.md")
+EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 # A terminal's output has spaces at the ends of lines, and rules as wide as the terminal.
 RULE = re.compile(r"^[ ─]+$")
 

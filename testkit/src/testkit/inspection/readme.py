@@ -1,4 +1,4 @@
-"""Reads the Python examples of a package's README, for the tests that run them unchanged."""
+"""Reads the Python examples of a package's pages, for the tests that run them unchanged."""
 
 from __future__ import annotations
 
@@ -8,26 +8,42 @@ import sys
 import textwrap
 from pathlib import Path
 
-__all__ = ["blocks", "examples", "run_example"]
+__all__ = ["blocks", "examples", "page_examples", "run_example"]
 
 
-def examples(test_file: str, *pages: str) -> list[str]:
-    """Returns the ``python`` blocks of a package's README and of other pages about the package.
+def examples(test_file: str) -> list[str]:
+    """Returns the ``python`` blocks of a package's README.
 
     Args:
         test_file: ``__file__`` of a module in ``<package>/tests``.
-        pages: paths from the root of the repository, which is two folders above the package.
 
     Raises:
-        ValueError: one of them has no such block.
+        ValueError: the README has no such block.
+    """
+    page = Path(test_file).resolve().parents[1] / "README.md"
+    found = blocks(page.read_text(), "python")
+    if not found:
+        raise ValueError(f"{page}: expected at least one ```python block, got none")
+    return found
+
+
+def page_examples(test_file: str) -> list[str]:
+    """Returns the ``python`` blocks of all pages in ``docs/packages/<package>``, by page name.
+
+    ``example.md`` is left out: its scripts are run by commands of that page.
+
+    Args:
+        test_file: ``__file__`` of a module in ``packages/<package>/tests``.
+
+    Raises:
+        ValueError: no page has such a block.
     """
     package = Path(test_file).resolve().parents[1]
-    found = []
-    for page in [package / "README.md", *(package.parents[1] / path for path in pages)]:
-        shown = blocks(page.read_text(), "python")
-        if not shown:
-            raise ValueError(f"{page}: expected at least one ```python block, got none")
-        found += shown
+    folder = package.parents[1] / "docs" / "packages" / package.name
+    pages = sorted(page for page in folder.glob("*.md") if page.name != "example.md")
+    found = [code for page in pages for code in blocks(page.read_text(), "python")]
+    if not found:
+        raise ValueError(f"{folder}: expected at least one ```python block, got none")
     return found
 
 
