@@ -79,8 +79,8 @@ def test_the_command_says_one_sentence_and_exits_with_2(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_readme_has_the_table_and_a_reason_for_every_no():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_page_has_the_table_and_a_reason_for_every_no():
+    page = (Path(__file__).parents[2] / "docs" / "integration" / "pipelines.md").read_text()
     rows = [
         (
             f"`{schedule}`",
@@ -89,8 +89,8 @@ def test_the_readme_has_the_table_and_a_reason_for_every_no():
         for schedule in SCHEDULES
     ]
     systems = (Column(f"`{name}`") for name in STAGE_SYSTEMS)
-    assert render_table(Table((Column("schedule"), *systems), tuple(rows))) in readme
+    assert render_table(Table((Column("schedule"), *systems), tuple(rows))) in page
     assert {
         name for name in STAGE_SYSTEMS if SUPPORTED_SCHEDULES[name] != tuple(SCHEDULES)
     } == UNSUPPORTED_REASONS.keys()
-    assert all(reason in readme for reason in UNSUPPORTED_REASONS.values())
+    assert all(reason in page for reason in UNSUPPORTED_REASONS.values())

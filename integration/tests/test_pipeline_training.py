@@ -47,7 +47,7 @@ def test_two_ranks_train_as_one_device(schedule, model, single, run, tmp_path):
     assert (losses - expected).abs().max() <= model_shape(model).tolerance
 
 
-# What goes on within the stages of 2 x 2 ranks; the schedules of each are README's table.
+# What goes on within the stages of 2 x 2 ranks; docs/integration/pipelines.md has the schedules.
 WITHIN = {
     "ddp": {"system": "ddp"},
     "fsdp2": {"system": "fsdp2"},

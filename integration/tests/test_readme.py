@@ -1,4 +1,4 @@
-"""Commands of the README, the guide and nox's sessions get through the programs' own checks."""
+"""Commands of the README and of its pages get through the programs' own checks."""
 
 import re
 import shlex
@@ -23,7 +23,12 @@ from integration.train.setup import prepare as prepare_run
 from testkit.inspection.readme import blocks
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "integration" / "README.md").read_text()
+PAGES = [
+    ROOT / "integration" / "README.md",
+    *sorted((ROOT / "docs" / "integration").glob("*.md")),
+    *sorted((ROOT / "docs" / "benchmarks").glob("integration*.md")),
+]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 LINES = [line for block in blocks(TEXT, "") for line in block.splitlines()]
 LINES += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
 
@@ -87,14 +92,16 @@ def test_a_soak_is_accepted(line, folder):
     assert prepare_soak(parse_soak(shlex.split(line)))
 
 
-def test_torchruns_line_is_accepted(folder):
-    (line,) = commands("torchrun")
-    options, arguments = line.split(" -m integration.train ")
-    ranks = int(options.split("--nproc-per-node ")[1])
-    assert prepare_run(parse_config(shlex.split(arguments)), ranks).config.steps == 2
+def test_torchruns_lines_are_accepted(folder):
+    lines = commands("torchrun")
+    assert lines
+    for line in lines:
+        options, arguments = line.split(" -m integration.train ")
+        ranks = int(options.split("--nproc-per-node ")[1])
+        assert prepare_run(parse_config(shlex.split(arguments)), ranks).config.steps == 2
 
 
-def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch, capsys):
+def test_the_other_programs_take_what_the_pages_give_them(folder, monkeypatch, capsys):
     (line,) = commands("python -m integration.hugging_face")
     assert export(line.split()) == 2  # its parser took them, and there is no such checkpoint
     assert "CHECKPOINT is not a complete checkpoint" in capsys.readouterr().err
@@ -103,13 +110,14 @@ def test_the_other_programs_take_what_the_readme_gives_them(folder, monkeypatch,
         assert "is not a complete checkpoint" in capsys.readouterr().err
     asked = []
     monkeypatch.setattr(bubble, "measure", lambda *arguments: asked.append(arguments) or 1 / 0)
-    (line,) = commands("python -m integration.pipeline.bubble")
-    with pytest.raises(ZeroDivisionError):
-        bubble.main(line.split())
-    assert len(asked) == 1
+    lines = commands("python -m integration.pipeline.bubble")
+    for line in lines:
+        with pytest.raises(ZeroDivisionError):
+            bubble.main(line.split())
+    assert len(asked) == len(lines) > 0
 
 
-def test_options_that_the_readme_names_exist(folder):
+def test_options_that_the_pages_name_exist(folder):
     of = (TrainConfig, ScaleOptions, SoakOptions, SampleOptions, Sampling)
     known = {field for options in of for field in options.__dataclass_fields__}
     words = [word for word in CompareOptions().command_line() if word.startswith("--")]
