@@ -1,6 +1,7 @@
-"""The Python blocks of tutorials, tasks and concepts run on ranks, each page as one script.
+"""The Python blocks of the site's own pages and of the README run on ranks, a page as one script.
 
-A page's front matter has its number of ranks, ``ranks: 2``. Blocks check themselves: a page that
+A page's front matter has its number of ranks, ``ranks: 2``, or a comment where GitHub would show
+it, ``<!-- ranks: 2 -->``. Blocks check themselves: a page that
 promises equal losses asserts it.
 """
 
@@ -15,12 +16,18 @@ import pytest
 from testkit import run_ranks
 from testkit.inspection.readme import blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+FILES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    *sorted(ROOT.glob("docs/tutorials/*.md")),
+    *sorted(ROOT.glob("docs/tasks/*.md")),
+    *sorted(ROOT.glob("docs/concepts/*.md")),
+]
 PAGES = {
-    str(page.relative_to(DOCS)): page.read_text()
-    for folder in ("tutorials", "tasks", "concepts")
-    for page in sorted((DOCS / folder).glob("*.md"))
-    if blocks(page.read_text(), "python")
+    str(page.relative_to(ROOT)): text
+    for page in FILES
+    if blocks(text := page.read_text(), "python")
 }
 
 
@@ -40,7 +47,8 @@ def _run(examples, folder):
 
 
 def _ranks(text):
-    found = re.match(r"---\n(?:.*\n)*?ranks: (\d+)\n(?:.*\n)*?---\n", text)
+    found = re.search(r"\A---\n(?:.*\n)*?ranks: (\d+)\n(?:.*\n)*?---\n", text)
+    found = found or re.search(r"^<!-- ranks: (\d+) -->$", text, re.MULTILINE)
     assert found, "expected `ranks: N` in the front matter of a page with Python blocks"
     return int(found[1])
 

@@ -13,6 +13,7 @@ ELSEWHERE = {
     str(page.relative_to(ROOT)): "tools/tests/test_examples.py"
     for page in ROOT.glob("docs/packages/*/example.md")
 }
+ELSEWHERE |= dict.fromkeys(("README.md", "docs/index.md"), "integration/tests/test_pages.py")
 ELSEWHERE |= {
     str(page.relative_to(ROOT)): "integration/tests/test_pages.py"
     for folder in ("tutorials", "tasks", "concepts")
