@@ -392,7 +392,11 @@ class DBuffer:
 
     @torch.no_grad()
     def add_(self, other: DBuffer, *, alpha: float = 1.0) -> None:
-        """Adds another buffer of the same layout and placements, cast to this dtype.
+        """Adds another buffer, cast to this dtype.
+
+        Args:
+            other: of the same layout and placements.
+            alpha: factor of the other buffer.
 
         Raises:
             ValueError: another layout, or other placements.
@@ -406,9 +410,13 @@ class DBuffer:
 
     @torch.no_grad()
     def copy_(self, other: DBuffer, *, non_blocking: bool = False) -> None:
-        """Takes over another buffer's content, cast to this dtype, and its placements.
+        """Copies another buffer's content, cast to this dtype, and takes its placements.
 
-        A full buffer takes a shard to its place in the buffer, ready for `all_gather_`.
+        A full buffer copies a shard to its place in the buffer, ready for `all_gather_`.
+
+        Args:
+            other: of the same layout.
+            non_blocking: as in `torch.Tensor.copy_`.
 
         Raises:
             ValueError: another layout; a whole buffer where there is room for a shard only.
@@ -443,9 +451,11 @@ class DBuffer:
 
     @torch.no_grad()
     def add_from(self, tensors: Tensors, *, alpha: float = 1.0) -> None:
-        """Adds ``alpha`` times whole tensors, in one pass; those that are missing add nothing.
+        """Adds ``alpha`` times whole tensors, in one pass; errors are those of `copy_from`.
 
-        Args and errors: as of `copy_from`.
+        Args:
+            tensors: as in `copy_from`; those that are missing add nothing.
+            alpha: factor of the tensors.
         """
         given = self._pieces("add_from", tensors)
         self._each(partial(torch._foreach_add_, alpha=alpha), given)

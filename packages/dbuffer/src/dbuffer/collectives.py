@@ -169,7 +169,12 @@ class Exchange:
 
 
 def own_row(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's row."""
+    """Returns this rank's row, a view of `flat`.
+
+    Args:
+        flat: as a `Collectives` gets it; its elements are a multiple of the axis's ranks.
+        axis: the ranks that `flat` is divided over.
+    """
     return flat.view(axis.size, -1)[axis.position]
 
 
@@ -190,6 +195,11 @@ def collectives_for(
 
     "auto" is "exchange" on the host over gloo, whose native collectives take several times as long,
     and "native" elsewhere.
+
+    Args:
+        strategy: as in `DBuffer`.
+        axis: on which the collectives are issued.
+        device: of the buffer.
 
     Raises:
         ValueError: a strategy that does not exist, or that cannot work here.

@@ -275,6 +275,11 @@ class MemoryPool:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Lease:
         """Allocates a flat tensor that its `release` frees; this is fused-comm's `Allocate`.
 
+        Args:
+            numel: elements of the tensor.
+            dtype: of the tensor.
+            device: of the tensor, which has to be the pool's.
+
         Raises:
             ValueError: another device than the pool's.
         """
@@ -317,5 +322,11 @@ class MemoryPool:
 
 
 def memory_size(layout: Layout, dtype: torch.dtype, *, full: bool = False) -> int:
-    """Bytes that a `DBuffer` needs: of its shard, or with `full` of all shards."""
+    """Returns the bytes that a `DBuffer` needs.
+
+    Args:
+        layout: of the buffer.
+        dtype: of the buffer.
+        full: whether for all shards, instead of this rank's.
+    """
     return (layout.buffer_size if full else layout.shard_size) * dtype.itemsize

@@ -176,7 +176,9 @@ def fully_shard(
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes another method gather parameters as forward does.
 
-    A module that `fully_shard` was not called on is not changed.
+    Args:
+        module: one that `fully_shard` was called on; another one is not changed.
+        method_name: of a method that computes with the parameters, such as ``generate``.
 
     Raises:
         ValueError: the module has no such method.

@@ -30,17 +30,43 @@ def all_reduce(tensor: DTensor, group: dist.ProcessGroup) -> DTensor:
 
 
 def all_gather(tensor: DTensor, group: dist.ProcessGroup) -> DTensor:
-    """Redistributes from Shard to Replicate; arguments and errors as those of `all_reduce`."""
+    """Redistributes from Shard along a group to Replicate.
+
+    Args:
+        tensor: Shard on the group's axes.
+        group: as in `all_reduce`.
+
+    Raises:
+        ValueError: the group is not of axes of the mesh, or the tensor is not Shard there.
+    """
     return _redistribute("all_gather", tensor, group, Shard, Replicate())
 
 
 def reduce_scatter(tensor: DTensor, dim: int, group: dist.ProcessGroup) -> DTensor:
-    """Redistributes from Partial to Shard(dim); the rest as in `all_reduce`."""
+    """Redistributes from Partial along a group to Shard(dim).
+
+    Args:
+        tensor: Partial on the group's axes.
+        dim: of the tensor, to shard; may be negative.
+        group: as in `all_reduce`.
+
+    Raises:
+        ValueError: the group is not of axes of the mesh, or the tensor is not Partial there.
+    """
     return _redistribute("reduce_scatter", tensor, group, Partial, Shard(dim % tensor.ndim))
 
 
 def all_to_all(tensor: DTensor, dim: int, group: dist.ProcessGroup) -> DTensor:
-    """Redistributes from Shard to Shard(dim); the rest as in `all_reduce`."""
+    """Redistributes from Shard along a group to Shard(dim).
+
+    Args:
+        tensor: Shard on the group's axes.
+        dim: of the tensor, to shard; may be negative.
+        group: as in `all_reduce`.
+
+    Raises:
+        ValueError: the group is not of axes of the mesh, or the tensor is not Shard there.
+    """
     return _redistribute("all_to_all", tensor, group, Shard, Shard(dim % tensor.ndim))
 
 

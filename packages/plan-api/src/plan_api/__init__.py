@@ -1,4 +1,4 @@
-"""Parallelism said once, outside the model."""
+"""Plans of parallelism: which tensors of a model are sharded, and at which modules."""
 
 from plan_api import zoo
 from plan_api.api import Installed, installed, parallelize, uninstall

@@ -48,7 +48,12 @@ class ExplanationRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan on a model; `str` returns a table as text, and `table` one for rich."""
+    """A plan on a model; `str` returns a table as text, and `table` one for rich.
+
+    Attributes:
+        rows: one for each entry and what it resolves to.
+        overrides: entries that a later entry replaces.
+    """
 
     rows: tuple[ExplanationRow, ...]
     overrides: tuple[Override, ...]
@@ -83,7 +88,12 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Diff:
-    """The entries by which two plans differ, wherever they were written."""
+    """The entries by which two plans differ, wherever they were written.
+
+    Attributes:
+        removed: entries that only the first plan has.
+        added: entries that only the second plan has.
+    """
 
     removed: tuple[Entry, ...]
     added: tuple[Entry, ...]
