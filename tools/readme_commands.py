@@ -57,8 +57,8 @@ class Command:
 
 def pages(root: Path = ROOT) -> list[Path]:
     """The READMEs and documents of the workspace."""
-    found = [root / "README.md", *root.glob("packages/*/README.md"), *root.glob("*/README.md")]
-    return sorted([*found, *root.glob("docs/**/*.md")])
+    found = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("*/README.md")]
+    return sorted([*found, *root.glob("packages/*/README.md"), *root.glob("docs/**/*.md")])
 
 
 def commands(page: Path) -> Iterator[Command]:
@@ -100,6 +100,8 @@ def problems(command: Command, root: Path = ROOT) -> Iterator[str]:
             )
         case "pip", ["install", *wanted]:
             yield from _of_pip(wanted, root)
+        case "pip", ["check"]:
+            return
         case _ if "/" in command.words[0] and (root / command.words[0]).exists():
             return
         case _ if command.program in ("c++", "python"):
@@ -121,7 +123,7 @@ def _of_nox(words: list[str], root: Path) -> Iterator[str]:
             yield f"there is no project {session[2]}"
     if "bench" in split:
         package, *rest = shlex.split(behind) or [""]
-        if package:
+        if package and not package.isupper():  # PACKAGE is the reader's to replace
             yield from _of_script(root / f"packages/{package}/benchmarks/run.py", rest)
 
 

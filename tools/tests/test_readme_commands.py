@@ -95,6 +95,8 @@ def test_a_command_that_cannot_run_is_found(text, sentence):
     "text",
     [
         'nox -s "compat(2.11)" -- fsdp',
+        "nox -s bench -- PACKAGE",
+        "pip check",
         "X=1 python train.py",
         'pip install -c siblings.txt "./packages/fsdp[rules,rng]"',
         "python packages/fsdp/benchmarks/muon.py --rounds=9",  # of a parser in a module beside it
