@@ -74,10 +74,10 @@ def test_results_become_measurements_without_runs_that_have_no_verdict():
     assert found == Measurements("x", "2026-11-25", "0123456", "2.13.0", "y", 2, {"a": 1e-7})
 
 
-def test_every_two_kinds_are_compared_trained_or_refused():
+def test_every_two_kinds_are_compared_run_or_refused():
     table = page(load()).partition("## Two kinds together")[2].partition("### What")[0]
     cells = {cell for row in rows_of(table).values() for cell in row[1:]}
-    assert {"compared", "trained", "refused"} < cells
+    assert {"equal", "runs", "no"} < cells
     assert "untested" not in cells
 
 

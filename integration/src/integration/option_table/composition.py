@@ -1,7 +1,7 @@
 """``python -m integration.option_table.composition``: writes docs/support/composition.md.
 
 The page has every product of parallelism that the comparison trains, in each case of random
-numbers, and of every two kinds of parallelism whether they are compared, trained or refused. It is
+numbers, and whether any two kinds of parallelism are compared, run in a test, or are refused. It is
 made from the runs of the comparison, from the option table, and from the largest differences in
 docs/support/composition.json, which the results of a comparison replace if they are an argument:
 ``python -m integration.option_table.composition integration-results/results.json``.
@@ -52,13 +52,14 @@ This page is written by `python -m integration.option_table.composition`, from t
 
 _PAIRS = """## Two kinds together
 
-- **compared**: a run of the comparison has both, and one device's losses
-- **trained**: a run of the option table has both, and every rank proves that they are in effect
-- **refused**: the trainer refuses both with the error below, before a process starts
+- **equal**: a run of the comparison has both, and one device's losses
+- **runs**: a run of the option table has both, and every rank proves that they are in effect
+- **no**: `--system plan` refuses both with the error below, before a process starts
 - **untested**: the trainer accepts both, and no test has them
 - {absent}: alternatives of each other
 
-Only runs of this repository's packages count, and of pipelines. DP with FSDP is HSDP.
+Only runs of this repository's packages count, and of pipelines. DP with FSDP is HSDP; ZeRO-3
+is that by phases of a plan, `--zero3`; loss is `--loss-parallel`.
 """
 
 _PRODUCTS = """## Products
@@ -145,10 +146,10 @@ KINDS: tuple[Kind, ...] = (
         {"dp_shard": 2},
         lambda o: (o.get("dp_shard", 1) > 1 and not o.get("zero3")) or o["system"] == "fsdp",
     ),
-    Kind("ZeRO-3 by phases", {"dp_shard": 2, "zero3": True}, _flag("zero3")),
+    Kind("ZeRO-3", {"dp_shard": 2, "zero3": True}, _flag("zero3")),
     Kind("TP", {"tp": 2}, _degree("tp")),
     Kind("SP", {"tp": 2, "sp": True}, _flag("sp")),
-    Kind("loss parallel", {"tp": 2, "loss_parallel": True}, _flag("loss_parallel")),
+    Kind("loss", {"tp": 2, "loss_parallel": True}, _flag("loss_parallel")),
     Kind("CP", {"cp": 2}, _degree("cp")),
     Kind("EP", {"dp_shard": 2, "ep": 2, "model": "mixtral-tiny"}, _degree("ep")),
     Kind("PP", {"tp": 2, "pp_degree": 2}, _degree("pp_degree")),
@@ -253,7 +254,7 @@ def _pairs() -> Iterator[str]:
         if isinstance(verdict, UsageError):
             refusals.setdefault(str(verdict), []).append(" with ".join(kind.name for kind in two))
         found[frozenset(kind.name for kind in two)] = (
-            "refused" if isinstance(verdict, UsageError) else verdict
+            "no" if isinstance(verdict, UsageError) else verdict
         )
     names = [kind.name for kind in KINDS]
     rows = [
@@ -282,9 +283,9 @@ def _together(
     if not all(kind.is_in(options) for kind in two):
         return ABSENT
     if has_both(compared):
-        return "compared"
+        return "equal"
     if has_both(trained):
-        return "trained"
+        return "runs"
     try:
         ranks = ranks_of(options) * options.get("pp_degree", 1)
         validate(TrainConfig(**options, ranks=ranks))
