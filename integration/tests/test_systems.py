@@ -70,6 +70,22 @@ def single(tmp_path_factory):
     return run(out, "single", 1, steps=STEPS, save_at=3), out
 
 
+# Norms of the tiny model's gradients are 0.7 to 2.4: some steps are clipped, and some are not.
+CLIPPED = {"clip_grad_norm": 1.0, "warmup_steps": 2, "decay_steps": 2, "learning_rate": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def clipped(single, tmp_path_factory):
+    """The losses of one device with clipping and a schedule."""
+    plain, _ = single
+    out = tmp_path_factory.mktemp("clipped")
+    losses = run(out / "clipped", "single", 1, steps=STEPS, **CLIPPED)
+    unclipped = run(out / "not", "single", 1, steps=STEPS, **CLIPPED | {"clip_grad_norm": None})
+    assert (losses - unclipped).abs().max() > 1e-3, "nothing was clipped"
+    assert (losses - plain).abs().max() > 1e-3
+    return losses
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("system", PARALLEL)
 def test_a_system_trains_as_one_device_and_another_degree_resumes_its_checkpoint(
@@ -96,29 +112,12 @@ def test_a_system_resumes_the_checkpoint_of_one_device(system, single, tmp_path)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("system", PARALLEL)
-def test_a_resumed_system_repeats_its_losses_bit_for_bit(system, tmp_path):
-    whole = run(tmp_path, system, 2, steps=STEPS, save_at=3)
-    resumed = run(tmp_path, system, 2, steps=STEPS, resume="auto")
-    assert torch.equal(resumed, whole[3:])
-
-
-# Norms of the tiny model's gradients are 0.7 to 2.4: some steps are clipped, and some are not.
-CLIPPED = {"clip_grad_norm": 1.0, "warmup_steps": 2, "decay_steps": 2, "learning_rate": 3e-3}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("system", PARALLEL)
-def test_clipping_and_schedule_are_those_of_one_device(system, single, tmp_path):
-    plain, _ = single
-    expected = run(tmp_path / "one", "single", 1, steps=STEPS, **CLIPPED)
-    unclipped = run(
-        tmp_path / "not", "single", 1, steps=STEPS, **{**CLIPPED, "clip_grad_norm": None}
-    )
-    assert (expected - unclipped).abs().max() > 1e-3, "nothing was clipped"
-    assert (expected - plain).abs().max() > 1e-3
-    losses = run(tmp_path / "ranks", system, 2, steps=STEPS, save_at=3, **CLIPPED)
-    assert (losses - expected).abs().max() <= model_shape("llama-tiny").tolerance
-    resumed = run(tmp_path / "ranks", system, 2, steps=STEPS, resume="auto", **CLIPPED)
+def test_clipping_and_schedule_are_one_devices_and_a_resumed_run_repeats_them_bit_for_bit(
+    system, clipped, tmp_path
+):
+    losses = run(tmp_path, system, 2, steps=STEPS, save_at=3, **CLIPPED)
+    assert (losses - clipped).abs().max() <= model_shape("llama-tiny").tolerance
+    resumed = run(tmp_path, system, 2, steps=STEPS, resume="auto", **CLIPPED)
     assert torch.equal(resumed, losses[3:])
 
 

@@ -9,6 +9,7 @@ reliable.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class _TraceNode:
+class TraceNode:
     """One node of the trace, its arguments by name.
 
     Attributes:
@@ -95,10 +96,12 @@ class _TraceNode:
 
     @property
     def on_meta(self) -> bool:
+        """Whether it has an argument on the meta device, and so computes nothing."""
         tensors = (tensor for value in self.values.values() for tensor in _tensors(value, self))
         return any(tensor[5] == "meta" for tensor in tensors)
 
-    def encloses(self, other: _TraceNode) -> bool:
+    def encloses(self, other: TraceNode) -> bool:
+        """Whether ``other`` ran within it, on the same thread."""
         return self.thread == other.thread and self.start < other.start and self.end > other.end
 
 
@@ -109,18 +112,17 @@ class _Group:
     rank: int | None = None
 
 
-def read_collectives(trace: Mapping[str, Any]) -> tuple[Collective, ...]:
+def read_collectives(calls: Sequence[TraceNode]) -> tuple[Collective, ...]:
     """Reads the collectives of a trace, in order of issue.
 
     Sizes and ranks of groups are those in this process, so call it while the groups exist.
 
     Args:
-        trace: the observer's file, parsed.
+        calls: the nodes of the trace (`read_calls`).
 
     Raises:
         RuntimeError: an operator of c10d is unknown, or torch has truncated a list.
     """
-    calls = _read_calls(trace)
     with_group = [call for call in calls if isinstance(call.values.get("group_name"), str)]
     collectives = [call for call in calls if call.name.startswith("c10d::")]
     return tuple(
@@ -148,7 +150,7 @@ _PRODUCT_TENSORS = {
 }  # fmt: skip
 
 
-def read_product_flops(trace: Mapping[str, Any]) -> int:
+def read_product_flops(nodes: Sequence[TraceNode]) -> int:
     """Returns the FLOPs of the matrix products and the fused CPU attention of a trace.
 
     Only operators on local tensors are counted. An operator on DTensors is recorded too, with the
@@ -156,10 +158,10 @@ def read_product_flops(trace: Mapping[str, Any]) -> int:
     result, it also encloses one on meta tensors, which computes nothing.
 
     Args:
-        trace: the observer's file, parsed.
+        nodes: the nodes of the trace (`read_calls`).
     """
     calls = sorted(
-        (call for call in _read_calls(trace) if call.name in _PRODUCTS),
+        (node for node in nodes if node.name in _PRODUCTS),
         key=lambda call: (call.thread, call.start),
     )
     # In the order of starts, an enclosed call directly follows the call that encloses it.
@@ -170,11 +172,43 @@ def read_product_flops(trace: Mapping[str, Any]) -> int:
     )
 
 
-def _read_calls(trace: Mapping[str, Any]) -> list[_TraceNode]:
-    return [call for end, node in enumerate(trace["nodes"]) if (call := _read_call(end, node))]
+# Each node is a JSON object that begins on a line of its own, with this indentation.
+_NODE = "\n      {\n"
+_NAME = re.compile(r'\s*\{\s*"id": \d+, "name": "([^"]*)"')
 
 
-def _read_call(end: int, node: Mapping[str, Any]) -> _TraceNode | None:
+def read_calls(trace: str) -> list[TraceNode]:
+    """Reads the operators of a trace that are collectives, products, or have a process group.
+
+    The other nodes, which are almost all, are not parsed: a trace has a megabyte per thousand.
+
+    Args:
+        trace: the text of the observer's file.
+
+    Raises:
+        RuntimeError: no nodes are found, as torch writes them in another format.
+    """
+    starts = [match.start() for match in re.finditer(_NODE, trace)]
+    if not starts:
+        raise RuntimeError(
+            "CommLog: expected nodes in torch's execution trace, got none in the known format; "
+            "read the format of this torch in testkit.comm_log.execution_trace"
+        )
+    decoder, calls = json.JSONDecoder(), []
+    for end, (start, stop) in enumerate(itertools.zip_longest(starts, starts[1:])):
+        name = _NAME.match(trace, start)
+        if name is None or _is_read(name[1]) or trace.find("group_name", start, stop) >= 0:
+            node, _ = decoder.raw_decode(trace, trace.index("{", start))
+            if call := _read_call(end, node):
+                calls.append(call)
+    return calls
+
+
+def _is_read(name: str) -> bool:
+    return name.startswith("c10d::") or name in _PRODUCTS
+
+
+def _read_call(end: int, node: Mapping[str, Any]) -> TraceNode | None:
     attributes = {attribute["name"]: attribute["value"] for attribute in node["attrs"]}
     schema = attributes.get("op_schema", "")
     if " -> " not in schema:  # an annotation, not an operator
@@ -182,7 +216,7 @@ def _read_call(end: int, node: Mapping[str, Any]) -> _TraceNode | None:
     arguments = schema[schema.index("(") + 1 : schema.index(") -> ")].split(", ")
     names = [argument.split("=")[0].split()[-1] for argument in arguments if argument]
     inputs = node["inputs"]
-    return _TraceNode(
+    return TraceNode(
         start=node["id"],
         end=end,
         thread=attributes["tid"],
@@ -193,7 +227,7 @@ def _read_call(end: int, node: Mapping[str, Any]) -> _TraceNode | None:
     )
 
 
-def _read_collective(call: _TraceNode, group: _Group) -> Collective:
+def _read_collective(call: TraceNode, group: _Group) -> Collective:
     kind = _KINDS.get(call.name.removeprefix("c10d::"))
     if kind is None:
         raise RuntimeError(
@@ -221,7 +255,7 @@ def _read_collective(call: _TraceNode, group: _Group) -> Collective:
     )
 
 
-def _splits(call: _TraceNode, side: str, size: int | None) -> tuple[int, ...]:
+def _splits(call: TraceNode, side: str, size: int | None) -> tuple[int, ...]:
     """Returns an all_to_all's bytes per rank, of a tensor with split sizes, or of a list."""
     if side not in call.values:
         return tuple(_bytes([tensor], call) for tensor in call.values[f"{side}_tensors"])
@@ -230,11 +264,11 @@ def _splits(call: _TraceNode, side: str, size: int | None) -> tuple[int, ...]:
     return tuple(total * count // max(sum(rows), 1) for count in rows)
 
 
-def _bytes(value: Any, call: _TraceNode) -> int:
+def _bytes(value: Any, call: TraceNode) -> int:
     return sum(math.prod(tensor[3:5]) for tensor in _tensors(value, call))
 
 
-def _tensors(value: Any, call: _TraceNode) -> Iterator[Sequence[Any]]:
+def _tensors(value: Any, call: TraceNode) -> Iterator[Sequence[Any]]:
     if not isinstance(value, list):
         return
     if len(value) == 6 and isinstance(value[5], str):
@@ -254,7 +288,7 @@ def _dtype(types: str) -> str:
     return dtypes.pop() if len(dtypes) == 1 else "mixed" if dtypes else ""
 
 
-def _group_of(call: _TraceNode, with_group: Sequence[_TraceNode]) -> _Group:
+def _group_of(call: TraceNode, with_group: Sequence[TraceNode]) -> _Group:
     """Returns the group of the innermost enclosing call with one, else the only existing one."""
     enclosing = [outer for outer in with_group if outer.encloses(call)]
     if enclosing:

@@ -11,7 +11,6 @@ another path while one is active, so other code would be measured than runs with
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver
 
 from testkit.comm_log.collective import Collective, Op
-from testkit.comm_log.execution_trace import read_collectives, read_product_flops
+from testkit.comm_log.execution_trace import read_calls, read_collectives, read_product_flops
 
 __all__ = ["CommLog"]
 
@@ -109,9 +108,9 @@ class CommLog:
                 self._observer.stop()
                 _let_callbacks_finish()
                 self._observer.unregister_callback()
-            trace = json.loads(self._file.read_text())
-            self._calls = read_collectives(trace)
-            self._product_flops = read_product_flops(trace)
+            nodes = read_calls(self._file.read_text())
+            self._calls = read_collectives(nodes)
+            self._product_flops = read_product_flops(nodes)
         except Exception:
             if exc is None:  # do not replace an error of the block
                 raise

@@ -52,11 +52,12 @@ class TrainingObservation:
         head_is_dtensor: whether that result is a DTensor.
         head_calls: calls of the output layer in one step.
         collectives: bytes of one step by kind.
-        operators: calls of operators in one step, by name.
+        operators: calls of operators in one step, by name; empty unless layers are compiled or the
+            run profiles itself.
         activations: calls of activation functions in the forward of one step; 0 if layers are
             compiled.
         activations_again: calls of activation functions in the backward of that step.
-        dropped: share of elements that dropout zeroed in one step.
+        dropped: share of elements that dropout zeroed in one step; 0 if layers are compiled.
         graphs: number of graphs of torch.compile.
         graph_breaks: number of graph breaks of torch.compile.
         optimizer: name of the optimizer's class.
@@ -225,10 +226,12 @@ class _StepRecorder:
 
     def backward(self, step: int, backward: Callable[[], Tensor]) -> Tensor:
         """Calls ``backward`` after ``step`` completed steps."""
-        if step == 0 and self._config.compile == "none":
+        compiled = self._config.compile != "none"
+        if step == 0 and self._config.dropout and not compiled:
             with self.masks:
                 return backward()
-        if step + 1 != _PROFILED or self._config.profile_steps:
+        # Operators are evidence for compiled layers only; a run that profiles itself has a trace.
+        if step + 1 != _PROFILED or not compiled or self._config.profile_steps:
             return backward()
         with torch.profiler.profile() as profile:
             loss = backward()
