@@ -75,20 +75,42 @@ def test_checksums_are_of_the_whole_file_however_it_is_written(tmp_path):
     assert list(files.checksums) == ["a"]
 
 
-def test_a_flipped_bit_in_any_byte_of_any_file_is_found_and_the_file_is_named(world, tmp_path):
+def test_a_flipped_bit_in_any_byte_changes_the_checksum_of_a_file(world, tmp_path):
+    path, _, _ = save(tmp_path, world)
+    for name, recorded in checkpoint.read_manifest(path).checksums.items():
+        content = bytearray((path / name).read_bytes())
+        for offset in range(len(content)):
+            content[offset] ^= 1 << offset % 8
+            assert checksum(bytes(content)) != recorded, (name, offset)
+            content[offset] ^= 1 << offset % 8
+
+
+def refusal(path):
+    with pytest.raises(UsageError) as refusal:
+        checkpoint.read_manifest(path, checkpoint.verify)
+    return str(refusal.value)
+
+
+def test_a_file_with_a_flipped_bit_is_named(world, tmp_path):
     path, model, optimizer = save(tmp_path, world)
-    for file in sorted(path.iterdir()):
-        whole = file.read_bytes()
-        for offset in range(len(whole)):
-            # Every bit of a byte of the manifest, whose text is also parsed; one of the others.
-            bits = range(8) if file.name == checkpoint.MANIFEST else [offset % 8]
-            for bit in bits:
-                flip(file, offset, bit)
-                with pytest.raises(UsageError) as refusal:
-                    checkpoint.read_manifest(path, checkpoint.verify)
-                assert file.name in str(refusal.value), (file.name, offset, bit)
-                file.write_bytes(whole)
+    for name in checkpoint.read_manifest(path).checksums:
+        whole = (path / name).read_bytes()
+        for offset in (0, len(whole) // 2, len(whole) - 1):
+            flip(path / name, offset, offset % 8)
+            assert f"damaged: {name}: expected checksum" in refusal(path), offset
+            (path / name).write_bytes(whole)
     checkpoint.load(path, model, optimizer, world)
+
+
+def test_any_flipped_bit_of_a_manifest_is_found_though_it_is_parsed(world, tmp_path):
+    path, _, _ = save(tmp_path, world)
+    file = path / checkpoint.MANIFEST
+    whole = file.read_bytes()
+    for offset in range(len(whole)):
+        for bit in range(8):
+            flip(file, offset, bit)
+            assert file.name in refusal(path), (offset, bit)
+            file.write_bytes(whole)
 
 
 def test_a_damaged_checkpoint_is_not_loaded(world, tmp_path):

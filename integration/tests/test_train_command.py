@@ -9,11 +9,14 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 
 from integration.systems import SYSTEM_NAMES
+from integration.train.__main__ import main
 from integration.train.checkpoint.checkpoint import newest_complete
 from integration.train.config import NATIVE_RANDOM
 from integration.train.metrics import read_metrics, read_summary
@@ -76,48 +79,82 @@ def test_an_undisturbed_run_writes_what_it_promises(undisturbed):
     assert list((undisturbed / "tensorboard").glob("events.*"))
 
 
-def test_a_killed_run_resumes_with_the_losses_of_an_undisturbed_one(undisturbed, tmp_path):
-    process = start_and_wait_for_step(tmp_path, 6, "--system", "ddp", "--ranks", "2")
+@dataclass(frozen=True)
+class Interrupted:
+    """What was seen of a run that was stopped, continued, killed and continued.
+
+    Attributes:
+        out: folder of the run.
+        refusal: what a second job of the same folder printed while the run was suspended.
+        code: exit code of the run behind SIGTERM.
+        stopped_at: its last step then.
+        newest: name of its newest checkpoint then.
+        left: ranks that still ran 10 s after their launcher was killed.
+        reached: the last step of the killed run.
+        resumed: what the last continuation printed.
+    """
+
+    out: Path
+    refusal: str
+    code: int
+    stopped_at: int
+    newest: str
+    left: list[psutil.Process]
+    reached: int
+    resumed: str
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    out, options = tmp_path_factory.mktemp("interrupted"), ["--system", "ddp", "--ranks", "2"]
+    process = start_and_wait_for_step(out, 5, *options)
+    processes = [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]
+    for each in processes:
+        each.suspend()  # the run is under way for as long as the second job takes
+    refusal = train(out, *options, check=2)
+    for each in processes:
+        each.resume()
+    process.terminate()
+    code, stopped_at = process.wait(60), losses(out)[-1][0]
+    newest = newest_complete(out).path.name
+
+    process = start_and_wait_for_step(out, stopped_at + 2, *options)
     ranks = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
-    # The ranks are in sessions of their own; going on they would write beside the resumed run.
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    reached = losses(tmp_path)[-1][0]
-    message = train(tmp_path, "--system", "ddp", "--ranks", "2")
-    assert 6 <= reached < STEPS, "the kill came too late to prove anything"
-    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", message)[1])
-    assert 4 <= resumed_at <= reached
-    assert losses(tmp_path) == losses(undisturbed)
+    left = psutil.wait_procs(ranks, timeout=10)[1]
+    reached = losses(out)[-1][0]
+    resumed = train(out, *options)
+    return Interrupted(out, refusal, code, stopped_at, newest, left, reached, resumed)
 
 
-def test_sigterm_ends_a_run_with_a_checkpoint_and_the_run_continues(undisturbed, tmp_path):
-    process = start_and_wait_for_step(tmp_path, 5, "--system", "ddp", "--ranks", "2")
-    process.terminate()
-    assert process.wait(60) == EXIT_TERMINATED
-    last = losses(tmp_path)[-1][0]
-    assert last < STEPS
-    assert newest_complete(tmp_path).path.name == f"step-{last:08d}"
-    train(tmp_path, "--system", "ddp", "--ranks", "2")
-    assert losses(tmp_path) == losses(undisturbed)
-
-
-def test_a_second_job_in_a_run_folder_is_refused_and_the_first_goes_on(tmp_path):
-    options = ["--system", "ddp", "--ranks", "2", "--steps", "100000"]
-    process = start_and_wait_for_step(tmp_path, 2, *options)
-    before = losses(tmp_path)[-1][0]
-    message = train(tmp_path, *options, check=2)
+def test_a_second_job_in_a_run_folder_is_refused(interrupted):
     assert re.fullmatch(
-        rf"error: another job writes {tmp_path} \(process \d+ on \S+, since [\d :-]+\); wait"
-        r" until it ends, or give another --out\n",
-        message,
+        rf"error: another job writes {interrupted.out} \(process \d+ on \S+, since [\d :-]+\);"
+        r" wait until it ends, or give another --out\n",
+        interrupted.refusal,
     )
-    process.terminate()
-    assert process.wait(60) == EXIT_TERMINATED
-    steps = [step for step, _ in losses(tmp_path)]
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) > before
-    assert newest_complete(tmp_path).path.name == f"step-{len(steps):08d}"
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint(interrupted):
+    assert interrupted.code == EXIT_TERMINATED
+    assert interrupted.stopped_at < STEPS, "the signal came too late to prove anything"
+    assert interrupted.newest == f"step-{interrupted.stopped_at:08d}"
+
+
+def test_ranks_end_with_a_killed_launcher(interrupted):
+    # They are in sessions of their own; going on they would write beside the resumed run.
+    assert interrupted.left == []
+
+
+def test_a_stopped_and_killed_run_continues_with_the_losses_of_an_undisturbed_one(
+    undisturbed, interrupted
+):
+    stopped_at, reached = interrupted.stopped_at, interrupted.reached
+    assert stopped_at < reached < STEPS, "the kill came too late to prove anything"
+    resumed_at = int(re.search(r"resumed from .* at step (\d+)\n", interrupted.resumed)[1])
+    assert stopped_at <= resumed_at <= reached
+    assert losses(interrupted.out) == losses(undisturbed)
 
 
 def test_torchrun_starts_the_same_run(undisturbed, tmp_path):
@@ -159,36 +196,25 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(und
     assert losses(out) == losses(undisturbed)
 
 
-def test_a_truncated_checkpoint_is_skipped_by_automatic_resume_only(undisturbed, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(undisturbed, out)
-    newest = out / "checkpoints" / f"step-{STEPS:08d}"
-    shard = next(newest.glob("*.distcp"))
-    os.truncate(shard, shard.stat().st_size - 1)
-    named = train(out, "--system", "ddp", "--ranks", "2", "--resume", str(newest), check=2)
-    assert f"{shard.name}: expected" in named
-    automatic = train(out, "--system", "ddp", "--ranks", "2")
-    assert f"skipped: checkpoint {newest} is truncated" in automatic
-    assert f"at step {STEPS - 4}" in automatic
-    assert losses(out) == losses(undisturbed)
-
-
-def test_a_flipped_bit_is_named_and_automatic_resume_takes_the_checkpoint_before(
+def test_damaged_checkpoints_are_named_and_automatic_resume_takes_the_one_before(
     undisturbed, tmp_path
 ):
     out = tmp_path / "copy"
     shutil.copytree(undisturbed, out)
-    newest = out / "checkpoints" / f"step-{STEPS:08d}"
-    shard = sorted(newest.glob("*.distcp"))[-1]
+    flipped, truncated = (out / "checkpoints" / f"step-{step:08d}" for step in (STEPS, STEPS - 4))
+    shard = sorted(flipped.glob("*.distcp"))[-1]
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 4
     shard.write_bytes(content)
+    short = next(truncated.glob("*.distcp"))
+    os.truncate(short, short.stat().st_size - 1)
     options = ["--system", "ddp", "--ranks", "2"]
-    named = train(out, *options, "--resume", str(newest), check=2)
-    assert f"checkpoint {newest} is damaged: {shard.name}: expected checksum" in named
+    named = train(out, *options, "--resume", str(flipped), check=2)
+    assert f"checkpoint {flipped} is damaged: {shard.name}: expected checksum" in named
     automatic = train(out, *options)
-    assert f"skipped: checkpoint {newest} is damaged: {shard.name}" in automatic
-    assert f"at step {STEPS - 4}" in automatic
+    assert f"skipped: checkpoint {flipped} is damaged: {shard.name}" in automatic
+    assert f"skipped: checkpoint {truncated} is truncated: {short.name}: expected" in automatic
+    assert f"at step {STEPS - 8}" in automatic
     assert losses(out) == losses(undisturbed)
 
 
@@ -247,9 +273,22 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
     assert f"the checkpoint of step {step - 1} is {path}: resume" in sentence
     assert f"(the step has samples {8 * step - 8} to {8 * step - 1})" in sentence
     assert [number for number, _ in losses(tmp_path)] == list(range(1, step))
+    if ranks:
+        return
     # The checkpoint is from before the step: going on comes to it again.
     again = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
     assert sentence in again.splitlines()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Paths of data that is too short, by the words for them in options."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_bytes(b"x" * 63)
+    return {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
+
+
+RANKS = ["--system", "ddp", "--ranks", "2"]
 
 
 @pytest.mark.parametrize(
@@ -257,31 +296,43 @@ def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_pat
     [
         (["--data", "EMPTY"], "contains no bytes to train on"),
         (["--data", "SHORT"], "the data has 63 bytes, fewer than the 512 of one global batch"),
-        (["--data", "SHORT", "--system", "ddp", "--ranks", "2"], "the data has 63 bytes, fewer"),
-        (["--data", "EMPTY", "--system", "ddp", "--ranks", "2"], "contains no bytes to train on"),
-        (["--system", "fsdp3"], "unknown system 'fsdp3'"),
-        (["--warmup-steps", "70", "--decay-steps", "40"], "expected a sum of at most --steps, 100"),
         (["--out", "/proc/none/run"], "cannot write /proc/none/run (No such file"),
-        (["--out", "/proc/none/run", "--system", "ddp", "--ranks", "2"], "cannot write /proc/none"),
+        (["--out", "/proc/none/run", *RANKS], "cannot write /proc/none"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, options, sentence):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "short").write_bytes(b"x" * 63)
-    paths = {"EMPTY": str(tmp_path / "empty"), "SHORT": str(tmp_path / "short")}
-    options = [paths.get(option, option) for option in options]
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, data, options, sentence):
+    options = [data.get(option, option) for option in options]
     message = train(tmp_path / "run", *options, check=2)
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    assert sentence in message
+    assert_one_sentence(message, sentence)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("ranks", [[], ["--system", "dtensor-tp", "--ranks", "2"]], ids=str)
-def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--data", "SHORT", *RANKS], "the data has 63 bytes, fewer"),
+        (["--data", "EMPTY", *RANKS], "contains no bytes to train on"),
+        (["--system", "fsdp3"], "unknown system 'fsdp3'"),
+        (["--warmup-steps", "70", "--decay-steps", "40"], "expected a sum of at most --steps, 100"),
+    ],
+)
+def test_bad_input_is_refused_before_a_rank_starts(tmp_path, data, options, sentence, capsys):
+    options = [data.get(option, option) for option in options]
+    assert main([*command(tmp_path / "run", *options)[3:]]) == 2
+    assert_one_sentence(capsys.readouterr().err, sentence)
+    assert not (tmp_path / "run").exists()
+
+
+def assert_one_sentence(message, part):
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert part in message
+
+
+def test_dist_rng_that_is_not_installed_is_one_sentence_and_exit_code_2(tmp_path):
     # What every interpreter runs first: a module that is None is one that cannot be imported.
     (tmp_path / "sitecustomize.py").write_text('import sys; sys.modules["dist_rng"] = None\n')
-    options = ["--random", "dist-rng", *ranks]
+    options = ["--random", "dist-rng", "--system", "dtensor-tp", "--ranks", "2"]
     message = train(tmp_path / "run", *options, check=2, PYTHONPATH=str(tmp_path))
     assert message == (
         "error: --random dist-rng needs the package dist-rng, which is not installed; install it,"
@@ -309,50 +360,35 @@ def test_a_rank_that_cannot_be_started_is_named(tmp_path):
     assert "refused: rank 1 of 2 could not be started (exit code 7)" in result.stderr
 
 
-def test_more_ranks_than_cores_is_a_warning(tmp_path):
-    ranks = (os.cpu_count() or 1) + 2 + (os.cpu_count() or 1) % 2
-    if ranks > 4:
-        pytest.skip(f"{ranks} ranks would be needed to outnumber the cores; tests stay below 5")
-    options = ["--system", "ddp", "--ranks", str(ranks), "--micro-batch", "1", "--steps", "1"]
-    message = train(tmp_path, *options)
-    assert f"{ranks} ranks x 1 threads share {os.cpu_count()} cores" in message
+def test_more_threads_than_cores_is_a_warning(tmp_path):
+    cores = os.cpu_count() or 1
+    message = train(tmp_path, "--threads", str(cores + 1), "--steps", "1")
+    assert f"1 ranks x {cores + 1} threads share {cores} cores" in message
 
 
-def test_help_names_every_system():
-    result = subprocess.run(
-        [sys.executable, "-m", "integration.train", "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "200"},  # narrow terminals break names at hyphens
-    )
-    assert result.returncode == 0
-    for name in SYSTEM_NAMES:
-        assert name in result.stdout
-
-
-def test_toml_and_metrics_are_plain_text(tmp_path):
-    toml = tmp_path / "run.toml"
-    toml.write_text(f'model = "llama-tiny"\nsteps = 2\nout = "{tmp_path / "run"}"\n')
-    subprocess.run(
-        [sys.executable, "-m", "integration.train", "--config", str(toml)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+def test_help_names_every_system(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # narrow terminals break names at hyphens
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code in (0, None)
+    shown = capsys.readouterr().out
+    assert [name for name in SYSTEM_NAMES if name not in shown] == []
 
 
 def test_a_finished_run_leaves_its_last_step_and_a_longer_one_goes_on_from_there(tmp_path):
-    options = ["--checkpoint-every", "2", "--warmup-steps", "2"]
-    train(tmp_path, *options, "--steps", "3")
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    toml = tmp_path / "run.toml"
+    toml.write_text("warmup_steps = 2\n")
+    out, options = tmp_path / "run", ["--config", str(toml), "--checkpoint-every", "2"]
+    train(out, *options, "--steps", "3")
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003"]
-    rates = [record.learning_rate for record in read_metrics(tmp_path)]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    rates = [record.learning_rate for record in read_metrics(out)]
     assert rates == [pytest.approx(5e-4), pytest.approx(1e-3), pytest.approx(1e-3)]
-    written = (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns
-    train(tmp_path, *options, "--steps", "3")
-    assert (tmp_path / "checkpoints" / names[-1]).stat().st_mtime_ns == written
-    message = train(tmp_path, *options, "--steps", "5", "--no-final-checkpoint")
+    written = (out / "checkpoints" / names[-1]).stat().st_mtime_ns
+    train(out, *options, "--steps", "3")
+    assert (out / "checkpoints" / names[-1]).stat().st_mtime_ns == written
+    message = train(out, *options, "--steps", "5", "--no-final-checkpoint")
     assert "step-00000003 at step 3" in message
-    assert newest_complete(tmp_path).path.name == "step-00000004"
+    assert newest_complete(out).path.name == "step-00000004"

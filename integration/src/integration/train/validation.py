@@ -16,7 +16,6 @@ import torch
 from integration.data import BatchPlan, Modality
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
-from integration.pipeline.system import with_pipeline
 from integration.systems import SYSTEM_NAMES, System, get_system
 from integration.train.config import DIST_RNG_RANDOM, NATIVE_RANDOM, TrainConfig, degrees_of
 from integration.train.launch.world import declared_world
@@ -222,7 +221,11 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     _check_join_timeout(config)
     if not system.supports_checkpoints:
         _require_plain(config)
-    system = with_pipeline(system, shape, config, world_size)
+    if config.pp_degree > 1:
+        # Imported where there is a pipeline: torch's pipelining imports torch.compile's tracer.
+        from integration.pipeline.system import with_pipeline
+
+        system = with_pipeline(system, shape, config, world_size)
     system.check(world_size, shape)
     _check_sequences(config, system, shape)
     _check_initial(config, system, shape)
