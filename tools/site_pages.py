@@ -15,10 +15,9 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
-__all__ = ["on_files", "on_nav", "on_page_markdown", "pages_outside_docs", "site_links"]
+__all__ = ["on_files", "on_page_markdown", "pages_outside_docs", "site_links"]
 
 # An inline link or a picture whose target is a file: no scheme, and not only an anchor. The target
 # has a dot or a slash, which `Shard(0)` behind a bracket in code has not.
@@ -98,12 +97,3 @@ def site_links(markdown: str, *, source: Path, uri: str, known: set[str], root: 
         part if number % 2 else _LINK.sub(rewrite, part)
         for number, part in enumerate(_BLOCK.split(markdown))
     )
-
-
-def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> Navigation:
-    """Refuses a page that no entry of the navigation leads to."""
-    listed = {page.file.src_uri for page in nav.pages}
-    lost = [file.src_uri for file in files.documentation_pages() if file.src_uri not in listed]
-    if lost:
-        raise PluginError(f"expected every page in the nav of mkdocs.yml, got {lost} without one")
-    return nav
