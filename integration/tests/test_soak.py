@@ -102,8 +102,8 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, capsys):
     "kinds", [["kill"], pytest.param(KINDS, marks=pytest.mark.slow)], ids=["kill", "every-kind"]
 )
 def test_a_run_recovers_from_faults(kinds, tmp_path, capsys):
-    out, faults = tmp_path / "soak", len(kinds)
-    steps = 10 * (faults + 1)
+    out, count = tmp_path / "soak", len(kinds)
+    steps = 10 * (count + 1)
     short = ["--steps", str(steps), "--every", "10", "--checkpoint-every", "4", "--timeout", "8"]
     short += ["--kinds", ",".join(kinds)]
     code = main([*short, "--out", str(out)])
@@ -126,12 +126,12 @@ def test_a_run_recovers_from_faults(kinds, tmp_path, capsys):
             assert one["restarted"] - one["noticed"] > 5
     log = (out / "disturbed.log").read_text()
     assert ("integration.soak made this rank raise" in log) == ("raise" in kinds)
-    assert len(re.findall(r"^resumed from ", log, re.MULTILINE)) == faults
+    assert len(re.findall(r"^resumed from ", log, re.MULTILINE)) == count
     runs = [read_metrics(out / run) for run in ("undisturbed", "disturbed")]
     assert [[each.step for each in run] for run in runs] == [list(range(1, steps + 1))] * 2
     text = (out / "soak.md").read_text()
-    assert text.count(" | step-000000") == faults
-    assert f"Recovered from {faults} of {faults} faults; the losses of all {steps} steps" in text
+    assert text.count(" | step-000000") == count
+    assert f"Recovered from {count} of {count} faults; the losses of all {steps} steps" in text
     # What is there is neither written over nor taken for a soak.
     assert main([*short, "--out", str(out)]) == 2
     assert "already contains a run" in capsys.readouterr().err
