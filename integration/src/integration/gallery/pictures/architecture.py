@@ -53,8 +53,8 @@ def edges() -> list[Edge]:
         others = {target: extra for target, extra in own.items() if target != "torch"}
         if source == "integration":  # it uses all packages
             others = {target: others[target] for target in ("plan-api", "fsdp")}
-        kept = others if any(not extra for extra in others.values()) else others or own
-        found += [Edge(source, target, extra) for target, extra in kept.items()]
+        shown = others if any(not extra for extra in others.values()) else others or own
+        found += [Edge(source, target, extra) for target, extra in shown.items()]
     return found
 
 
