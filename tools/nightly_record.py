@@ -88,7 +88,9 @@ def _commit() -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/nightly.*")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/support/nightly.*"
+    )
     return git("describe", "--always") + ("-dirty" if changed else "")
 
 
