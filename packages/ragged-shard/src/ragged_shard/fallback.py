@@ -57,7 +57,7 @@ def strict(*, enabled: bool = True) -> Iterator[None]:
 
     The setting applies to all threads, as backward runs on its own.
 
-    Example:
+    Examples:
         >>> with ragged_shard.strict():
         ...     loss = model(batch)
     """

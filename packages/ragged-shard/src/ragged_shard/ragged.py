@@ -46,7 +46,7 @@ class RaggedShard(Placement):
         ValueError: dims are not a leading prefix, or units are negative or all zero.
         TypeError: dims or units are not integers.
 
-    Example:
+    Examples:
         >>> from torch.distributed.tensor import distribute_tensor
         >>> distribute_tensor(weight, mesh, [RaggedShard((0,), (3, 5))])   # 3/8 and 5/8 of the rows
     """

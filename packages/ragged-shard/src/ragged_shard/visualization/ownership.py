@@ -92,7 +92,7 @@ def visualize(
         TypeError: as `ownership`.
         ValueError: as `ownership`.
 
-    Example:
+    Examples:
         >>> visualize((8, 6), mesh_shape=(4,), placements=[RaggedShard((0,), (1, 3, 0, 4))])
     """
     result = ownership(tensor, mesh_shape=mesh_shape, placements=placements)
