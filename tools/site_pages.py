@@ -17,7 +17,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-__all__ = ["on_files", "on_page_markdown", "pages_outside_docs", "site_links"]
+__all__ = [
+    "on_files", "on_page_markdown", "on_post_page", "on_post_template",
+    "pages_outside_docs", "site_links",
+]  # fmt: skip
+
+# What the theme loads for the search of a site that is opened from files, and its replacement.
+_REMOTE_SHIM = "https://unpkg.com/iframe-worker/shim"
+_SHIM = "assets/iframe-worker.js"
 
 # An inline link or a picture whose target is a file: no scheme, and not only an anchor. The target
 # has a dot or a slash, which `Shard(0)` behind a bracket in code has not.
@@ -97,3 +104,15 @@ def site_links(markdown: str, *, source: Path, uri: str, known: set[str], root: 
         part if number % 2 else _LINK.sub(rewrite, part)
         for number, part in enumerate(_BLOCK.split(markdown))
     )
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Replaces the script that the theme loads from another host, so search needs no network."""
+    return output.replace(
+        _REMOTE_SHIM, posixpath.relpath(_SHIM, posixpath.dirname(page.url) or ".")
+    )
+
+
+def on_post_template(output: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Replaces it in pages that are made from templates, such as 404.html."""
+    return output.replace(_REMOTE_SHIM, _SHIM)

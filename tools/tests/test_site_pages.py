@@ -1,10 +1,11 @@
 """tools.site_pages: pages outside docs/, links of the repository as links of the site."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from tools.site_pages import site_links
+from tools.site_pages import on_post_page, site_links
 from tools.workspace import ROOT
 
 
@@ -69,3 +70,14 @@ def test_the_site_loads_nothing_from_another_host():
         text = page.read_text()
         assert "```mermaid" not in text, page
         assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|iframe)[^>]+https?:", text), page
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [("index.html", "assets/"), ("tasks/save.html", "../assets/"), ("a/b/c.html", "../../assets/")],
+)
+def test_the_search_loads_no_script_from_another_host(url, expected):
+    html = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+    found = on_post_page(html, page=SimpleNamespace(url=url), config=None)
+    assert found == f'<script src="{expected}iframe-worker.js"></script>'
+    assert (ROOT / "docs" / "assets" / "iframe-worker.js").is_file()
