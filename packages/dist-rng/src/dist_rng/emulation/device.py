@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,10 +25,9 @@ class GeneratorPosition:
 class EmulatedGenerators:
     """The seeds and offsets of CPU generators used as CUDA generators; see Note [unused bits]."""
 
-    # The last (seed, offset) of a generator; a seed of None matches every seed.
-    _last: "WeakKeyDictionary[torch.Generator, tuple[int | None, int]]" = field(
-        default_factory=WeakKeyDictionary
-    )
+    # The last (seed, offset) of a generator; a seed of None matches every seed. Not by weak
+    # references, which torch 2.11's generators do not support: they end with the device.
+    _last: dict[torch.Generator, tuple[int | None, int]] = field(default_factory=dict)
 
     def position(self, generator: torch.Generator) -> GeneratorPosition:
         """Returns the position of the CUDA generator that ``generator`` represents.
