@@ -83,6 +83,7 @@ def _run_rank(configs: Sequence[TrainConfig]) -> int:
     stop = StopRequest()
     with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
         report_status("started")
+        gc.freeze()  # collections between runs skip imported objects
         for config in configs:
             restore_torch()
             if not _run_one(config, world, stop):

@@ -53,6 +53,7 @@ def main(fd: int, parent: int, rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection = Connection(fd)
     gc.freeze()  # the collection after each call skips imported objects
+    modules = len(sys.modules)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pool
         while True:
             connection.send(Ready())
@@ -61,6 +62,9 @@ def main(fd: int, parent: int, rank: int, port: int) -> None:
             connection.send(_reply_to(call, rank, dist.PrefixStore(f"call{call.number}", store)))
             assert connection.recv() == DestroyGroup()
             _reset()
+            if len(sys.modules) > modules:  # the call has imported more
+                gc.freeze()
+                modules = len(sys.modules)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from integration.models import loss_of
+from integration.models import ModelShape, loss_of
 from integration.train.setup import Setup
 
 # Dense bfloat16 FLOP/s by a part of the GPU's name, first match; from vendors' data sheets.
@@ -43,8 +43,8 @@ class Throughput:
     def of(setup: Setup, sample: Mapping[str, Tensor]) -> "Throughput":
         """Returns the throughput constants of a run; all ranks call it and measure their peaks."""
         config = setup.config
-        build = partial(setup.shape.build, dropout=config.dropout)
-        flops = count_flops(build, {name: tensor[None] for name, tensor in sample.items()})
+        inputs = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sample.items())
+        flops = _flops_of_sample(setup.shape, config.dropout, inputs)
         peak = torch.tensor(config.peak_flops or peak_flops(), dtype=torch.float64)
         dist.all_reduce(peak)
         return Throughput(flops * config.global_batch, float(peak))
@@ -52,6 +52,14 @@ class Throughput:
     def mfu(self, seconds: float) -> float:
         """Returns the MFU of a step of so many seconds."""
         return self.flops / seconds / self.peak
+
+
+@cache  # runs of a session often have one model
+def _flops_of_sample(
+    shape: ModelShape, dropout: float, inputs: tuple[tuple[str, torch.Size, torch.dtype], ...]
+) -> int:
+    batch = {name: torch.empty(1, *size, dtype=dtype) for name, size, dtype in inputs}
+    return count_flops(partial(shape.build, dropout=dropout), batch)
 
 
 def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> int:
