@@ -9,7 +9,8 @@ import pytest
 from integration.compare.experiment import SharedOptions
 from integration.compare.experiments.random_numbers import EXPERIMENT, RandomOptions
 from integration.compare.result import Verdict, compare_runs
-from integration.compare.runner import run_jobs
+from integration.compare.runner import Outcome
+from testkit import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -61,21 +62,18 @@ def test_the_results_hold_every_step_of_both_systems(finished):
     ]
 
 
-class Watcher:
-    """Ignores the progress of jobs."""
+def _train(runs):
+    import torch.distributed as dist
 
-    def started(self, job):
-        pass
+    from integration.train.config import parse_config
+    from integration.train.launch.world import World
+    from integration.train.loop import Trainer
+    from integration.train.setup import prepare
+    from integration.train.stop import StopRequest
 
-    def progressed(self, job, record):
-        pass
-
-    def ended(self, outcome):
-        pass
-
-
-class Stop:
-    requested = False
+    world = World(dist.get_rank(), dist.get_world_size())
+    for arguments in runs:
+        assert Trainer(prepare(parse_config(arguments), world.size), world).run(StopRequest())
 
 
 def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
@@ -83,8 +81,9 @@ def test_the_jobs_of_random_numbers_do_what_they_say(tmp_path):
     chosen = ("dropout-single-1-native", "dropout-dtensor-tp-2-dist-rng")
     setting = EXPERIMENT.setting(SharedOptions(out=tmp_path), RandomOptions(steps=3))
     runs = [run for run in EXPERIMENT.runs(setting) if run.job.name in chosen]
-    outcomes = run_jobs([run.job for run in runs], Watcher(), Stop())
-    single, sharded = compare_runs(runs, outcomes)
+    for run in runs:
+        run_ranks(_train, run.job.ranks, [run.job.arguments], timeout=240)
+    single, sharded = compare_runs(runs, [Outcome(run.job, 0) for run in runs])
     assert sharded.failure is None, sharded.failure
     assert single.verdict is Verdict.REFERENCE
     assert sharded.verdict is Verdict.SAME

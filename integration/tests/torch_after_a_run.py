@@ -1,11 +1,14 @@
-"""Whether functions of torch are torch's again: ``python torch_after_a_run.py TRAINER_OPTIONS``.
+"""Whether functions of torch are torch's again: ``torch_after_a_run.py MODEL OUT SYSTEM...``.
 
-Trains a step on one rank, takes back what that has changed as a session does before its next run,
-and prints how many functions of torch were others in between, and which are others still.
+Trains a step with each system on one rank, takes back what that has changed as a session does
+before its next run, and writes to OUT/SYSTEM.json how many functions of torch were others in
+between, and which are others still.
 """
 
+import json
 import sys
 import types
+from pathlib import Path
 
 import dist_rng
 import dtensor_rules
@@ -48,10 +51,15 @@ def train(arguments):
         Trainer(setup, world).train_step()
 
 
-before = functions()
-train(sys.argv[1:])
-between = functions()
-session.restore_torch()
-after = functions()
-print(sum(between.get(key) != value for key, value in before.items()))
-print(*(".".join(key) for key, value in before.items() if after.get(key) != value))
+def changed(before, after):
+    return [".".join(key) for key, value in before.items() if after.get(key) != value]
+
+
+model, out, *systems = sys.argv[1:]
+torchs = functions()
+for system in systems:
+    train(["--model", model, "--system", system, "--out", f"{out}/{system}"])
+    between = functions()
+    session.restore_torch()
+    found = (len(changed(torchs, between)), changed(torchs, functions()))
+    Path(out, f"{system}.json").write_text(json.dumps(found))
