@@ -154,6 +154,22 @@ def test_tensors_created_in_forward_are_placed(mesh):
     assert not isinstance(torch.zeros(2), DTensor)
 
 
+def test_the_factory_of_the_innermost_module_applies(mesh):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Making()
+
+        def forward(self, x):
+            return self.inner(x)[0][0], torch.zeros(4, 2)
+
+    outer = Outer()
+    parallelize(outer, Plan(mesh).factory("", R, "tp").factory("inner", S0, "tp"))
+    inside, outside = outer(torch.ones(2))
+    assert inside.placements == (R, S0)
+    assert outside.placements == (R, R)
+
+
 def test_without_fsdp_the_error_names_it(mesh, model, monkeypatch):
     # The environment of all packages has it.
     monkeypatch.setattr(fully_shard, "entry_points", lambda group: EntryPoints())

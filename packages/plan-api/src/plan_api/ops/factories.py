@@ -7,6 +7,7 @@ appendix 12).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -31,11 +32,16 @@ _FACTORIES = frozenset(
     )
 )  # fmt: skip
 
+# Whether an inner module's entry already decides how the tensor that is being created is placed.
+_decided: ContextVar[bool] = ContextVar("_decided", default=False)
+
 
 def install_factory(
     module: nn.Module, placements: Mapping[str, Placement], mesh: DeviceMesh
 ) -> list[RemovableHandle]:
     """Places the tensors that are created while a module's forward runs, in nested calls too.
+
+    Where modules with an entry are nested, the entry of the innermost applies.
 
     Args:
         module: any.
@@ -73,8 +79,15 @@ class _FactoryMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        created = func(*args, **(kwargs or {}))
-        if func not in _FACTORIES or type(created) is not torch.Tensor:
+        # Modes are called from the innermost to the outermost: the entry of an outer module, too,
+        # sees what an inner one has created, and leaves it.
+        decides = func in _FACTORIES and not _decided.get()
+        token = _decided.set(_decided.get() or decides)
+        try:
+            created = func(*args, **(kwargs or {}))
+        finally:
+            _decided.reset(token)
+        if not decides or type(created) is not torch.Tensor:
             return created
         if created.device.type != self._mesh.device_type:
             return created

@@ -163,6 +163,8 @@ class PlanEntries:
     def factory(self, path: str, placements: Placements, mesh: Axes = None) -> Self:
         """Places the tensors that modules create while they run, by `torch.zeros` and the like.
 
+        Where modules with an entry are nested, the entry of the innermost applies.
+
         Args:
             path: of modules, with all that they call.
             placements: one, or one per axis; a tensor that lacks the dim of a shard is replicated.
