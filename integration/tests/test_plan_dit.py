@@ -15,6 +15,7 @@ from plan_api import Plan, installed, lower, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, fake_mesh, models, run_ranks
 from testkit.inspection.dtensor_operators import DTensorOperators
 
+STEPS = 8
 needs_flattening = pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 
 
@@ -51,7 +52,7 @@ class Trained:
     """A trained model.
 
     Attributes:
-        losses: losses of 20 steps.
+        losses: losses of `STEPS` steps.
         norms: norms of the gradients of one more batch; an optimizer like Adam hides a factor.
     """
 
@@ -60,7 +61,7 @@ class Trained:
 
 
 def trained(model):
-    losses = models.train(model, noise_loss)
+    losses = models.train(model, noise_loss, steps=STEPS)
     noise_loss(model).backward()
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -114,7 +115,7 @@ def test_dropout_is_enabled(monkeypatch):
 
 def _train_in(mode, mesh, sp):
     model = parallelize(random_dit(), dit_plan(mesh, sp), mode=mode, guard_steps=0)
-    losses = models.train(model, noise_loss)
+    losses = models.train(model, noise_loss, steps=STEPS)
     noise_loss(model).backward()
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     params = {name: param.detach().to_local() for name, param in named}
@@ -126,7 +127,7 @@ def _train_in(mode, mesh, sp):
 @needs_flattening
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
-    """20 steps of AdamW with dropout."""
+    """Steps of AdamW with dropout."""
 
     def check():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -135,7 +136,7 @@ def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
     for found in run_ranks(check, shape[0] * shape[1], timeout=300):
         for eager, static in found:
             losses, params, grads, unused = static
-            assert len(losses) == 20
+            assert len(losses) == STEPS
             assert losses == eager[0]
             assert losses[-1] != losses[0]
             for actual, expected in ((params, eager[1]), (grads, eager[2])):

@@ -122,7 +122,7 @@ def test_clipping_and_schedule_are_one_devices_and_a_resumed_run_repeats_them_bi
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])  # every system trains on two, above
 def test_a_reduction_of_a_degree_keeps_the_losses(ranks, single, tmp_path):
     expected, _ = single
     losses = run(tmp_path, "fsdp2", ranks, steps=STEPS)
