@@ -26,6 +26,16 @@ def test_attention_is_two_products_forward_and_five_backward():
     assert log.product_flops == 7 * (2 * 2 * 4 * 16 * 16 * 8)
 
 
+def test_attention_of_fewer_keys_than_queries_has_the_flops_of_as_many():
+    query, key = torch.ones(2, 4, 16, 8), torch.ones(2, 2, 16, 8)
+    key.requires_grad_()
+    with CommLog() as log:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key)[
+            0
+        ].sum().backward()
+    assert log.product_flops == 7 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
 def test_of_dtensors_the_local_products_count_and_no_other_whether_dtensor_has_met_them_or_not():
     with fake_mesh((4,), ("tp",)) as mesh:
         weight = DTensor.from_local(torch.ones(8, 4, requires_grad=True), mesh, [Shard(1)])

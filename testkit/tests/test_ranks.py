@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from testkit import RankError, fake_mesh, run_ranks
 from testkit.ranks import run
@@ -350,6 +351,16 @@ def test_a_function_that_names_a_module_of_a_class_of_its_own(monkeypatch):
     """torch.ops, which torch.compile enters into sys.modules, so that cloudpickle sends it too."""
     monkeypatch.setitem(sys.modules, "torch.ops", torch.ops)
     assert run_ranks(lambda: str(torch.ops.aten.add.Tensor), 1) == ["aten.add.Tensor"]
+
+
+def test_a_placement_class_is_sent_with_its_metaclass():
+    class Own(Placement):
+        pass
+
+    def check():
+        return isinstance(Own(), Placement), type(Own) is type(Placement)
+
+    assert run_ranks(check, 1) == [(True, True)]
 
 
 def test_a_call_on_a_rank_is_refused():

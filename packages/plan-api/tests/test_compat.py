@@ -5,7 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
+
+from plan_api._compat import is_uneven_view_error
+from testkit import fake_mesh
 
 # Images whose gradient nobody asks for, on two axes.
 CONVOLUTION = """
@@ -43,3 +47,15 @@ def test_torch_cannot_shard_the_gradients_of_a_convolution_on_two_axes():
         assert result.stdout == "native\n"
     else:
         assert "mixes None with placements" in result.stdout
+
+
+def test_torch_refuses_to_view_a_sharded_dim_as_units_that_the_axis_does_not_divide():
+    with fake_mesh((2,)) as mesh:
+        sharded = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(1)])
+        with pytest.raises(RuntimeError) as raised:
+            sharded.view(4, 3, 4)
+    old = TorchVersion(torch.__version__) < "2.12"
+    assert ("Attempted to split the sharded dim" if old else "unevenly sharded") in str(
+        raised.value
+    )
+    assert is_uneven_view_error(str(raised.value))

@@ -1,6 +1,6 @@
 """What differs between torch 2.11 and 2.15.
 
-tests/test_compat.py holds a canary: it fails when the difference is gone.
+tests/test_compat.py holds a canary for each difference, which fails when it is gone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
-__all__ = ["use_rule_for_convolution_backward"]
+__all__ = ["is_uneven_view_error", "use_rule_for_convolution_backward"]
 
 
 def use_rule_for_convolution_backward() -> None:
@@ -24,3 +24,12 @@ def use_rule_for_convolution_backward() -> None:
         propagator.op_single_dim_strategy_funcs.pop(
             torch.ops.aten.convolution_backward.default, None
         )
+
+
+def is_uneven_view_error(message: str) -> bool:
+    """Whether torch refuses to view a sharded dim as units whose number the axis does not divide.
+
+    The first text is that of later releases, the second that of 2.11
+    (torch/distributed/tensor/_ops/_view_ops.py).
+    """
+    return "unevenly sharded" in message or "Attempted to split the sharded dim" in message

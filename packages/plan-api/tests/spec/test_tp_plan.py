@@ -6,10 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from plan_api import Plan, installed, lower, parallelize
-from testkit import models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 def test_a_llama_trains_as_on_one_device():
     """With tied embeddings and without, in one call: torch's decisions are forgotten between."""
 

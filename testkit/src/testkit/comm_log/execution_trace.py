@@ -132,16 +132,34 @@ def read_collectives(calls: Sequence[TraceNode]) -> tuple[Collective, ...]:
     )
 
 
+def _sdpa_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    return flop_counter.sdpa_flop_count(query, _of_heads(query, key), _of_heads(query, value))
+
+
+def _sdpa_backward_flops(
+    grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int]
+) -> int:
+    return flop_counter.sdpa_backward_flop_count(
+        grad, query, _of_heads(query, key), _of_heads(query, value)
+    )
+
+
+def _of_heads(query: Sequence[int], shape: Sequence[int]) -> Sequence[int]:
+    """Gives keys or values the heads of the queries, as the kernel does.
+
+    torch 2.11's FLOP counter refuses fewer heads (grouped-query attention); later ones do this.
+    """
+    return [shape[0], query[1], *shape[2:]]
+
+
 # The functions of torch's FLOP counter, which take the shapes of an operator's first tensors.
 _PRODUCTS: dict[str, Callable[..., int]] = {
     "aten::mm": flop_counter.mm_flop,
     "aten::addmm": flop_counter.addmm_flop,
     "aten::bmm": flop_counter.bmm_flop,
     "aten::baddbmm": flop_counter.baddbmm_flop,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        flop_counter.sdpa_backward_flop_count
-    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _sdpa_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _sdpa_backward_flops,
 }
 _PRODUCT_TENSORS = {
     "aten::mm": 2, "aten::addmm": 3, "aten::bmm": 2, "aten::baddbmm": 3,

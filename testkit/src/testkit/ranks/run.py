@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
+from torch.distributed.tensor.placement_types import Placement
 
 from testkit.ranks.messages import Reply, Task, WarningFilter
 from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, receive, wait_for_ranks
@@ -229,9 +230,15 @@ def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 class _TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
-    """Sends modules of a special class, such as torch.ops, by name, as cloudpickle others."""
+    """Sends modules of a special class, such as torch.ops, by name, as cloudpickle others.
+
+    The metaclass of placements is sent as the class of `Placement`: torch 2.11's is pybind11's,
+    which no module has, and a copy of it would not be the metaclass of the rank's `Placement`.
+    """
 
     def reducer_override(self, obj: object) -> Any:
+        if obj is type(Placement):
+            return type, (Placement,)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
             return pkgutil.resolve_name, (obj.__name__,)
         return super().reducer_override(obj)

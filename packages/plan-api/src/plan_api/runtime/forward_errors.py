@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
+from plan_api._compat import is_uneven_view_error
 from plan_api.lowering.ir import OpKind, Site, SiteStep
 from plan_api.lowering.model_names import is_inside
 from plan_api.runtime.error_context import (
@@ -107,7 +108,7 @@ def _annotate(error: Exception, model: _ModelPlan) -> None:
         lines += _static_size_remedy(str(error))
     elif "mixed torch.Tensor and DTensor" in str(error):
         lines += _mixed_tensor_remedy(model, calls, failed)
-    elif "unevenly sharded" in str(error):
+    elif is_uneven_view_error(str(error)):
         lines += _uneven_remedy(model, inner, failed)
     append_message(error, "\n".join(lines))
 

@@ -59,4 +59,5 @@ def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:
         return own
     (axis,) = entry.axes
     sizes = (replicas, own.size() // replicas)
-    return own._unflatten(axis, sizes, (f"{axis}_replicate", f"{axis}_shard"))
+    # By number: torch 2.11 refuses a name that the mesh has ("is not in").
+    return own._unflatten(0, sizes, (f"{axis}_replicate", f"{axis}_shard"))
