@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from plan_api import Plan, installed, parallelize, zoo
-from testkit import models, run_ranks
+from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 # One sequence: torch 2.11's DTensor flattens no batch of several with sharded heads, as `@` does.
@@ -222,13 +222,16 @@ def test_a_key_value_cache_is_named_with_the_remedy(mesh):
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(not FLATTENS_TWO_SHARDED_DIMS, reason=NO_FLATTENING)
 def test_generate_suggests_static_mode_which_matches_one_device():
     def check():
+        # Two sequences: tensors of one element per sequence would be scalars to DTensor.
+        ids = torch.arange(12).view(2, 6)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
         def tokens(model, **options):
-            given = {"attention_mask": torch.ones_like(IDS), "pad_token_id": 0} | options
-            return model.eval().generate(IDS, max_new_tokens=4, do_sample=False, **given).tolist()
+            given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0} | options
+            return model.eval().generate(ids, max_new_tokens=4, do_sample=False, **given).tolist()
 
         model = parallelize(models.llama(), zoo.llama(mesh))
         with pytest.raises(RuntimeError, match="mixed") as raised:
