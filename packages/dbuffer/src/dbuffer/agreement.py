@@ -48,7 +48,9 @@ def verify(
         return
     mesh = buffers[0].mesh
     if any(buffer.mesh != mesh for buffer in buffers):
-        raise ValueError("verify: buffers of several meshes; call it once for each mesh")
+        raise ValueError(
+            "verify: expected buffers of one mesh, got several meshes; call it once for each mesh"
+        )
     facts = list(_facts(buffers, names, options))
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.tensor(int.from_bytes(digest[:7], "big"), device=mesh.device_type)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
@@ -53,19 +54,20 @@ def checked(
         ("layout", layout, Layout), ("mesh", mesh, DeviceMesh), ("dtype", dtype, torch.dtype),
     ):  # fmt: skip
         if not isinstance(value, wanted):
-            raise ValueError(f"DBuffer: {what}={value!r}; expected a {wanted.__name__}")
+            raise ValueError(f"DBuffer: expected {what} to be a {wanted.__name__}, got {value!r}")
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"DBuffer: this rank is not in {mesh}; only the mesh's ranks may make the buffer"
+            f"DBuffer: expected a rank of the mesh, got rank {dist.get_rank()}, which is not in "
+            f"{mesh}; construct the buffer on the mesh's ranks only"
         )
     placements = tuple(placements)
     axis = _shard_axis(mesh, placements, shard_axis)
     placements = checked_placements(placements, mesh, axis)
     if layout.world_size != mesh.size(axis):
         raise ValueError(
-            f"DBuffer: the layout has {layout.world_size} shards and axis {axis} of {mesh} has "
-            f"{mesh.size(axis)} ranks; plan it with world_size={mesh.size(axis)}, or give "
-            f"shard_axis="
+            f"DBuffer: expected a layout of {mesh.size(axis)} shards, one for each rank of axis "
+            f"{axis} of {mesh}, got {layout.world_size} shards; plan it with "
+            f"world_size={mesh.size(axis)}, or give shard_axis="
         )
     found = {index_of(layout, key): other for key, other in (inner or {}).items()}
     for i, other in found.items():
@@ -90,20 +92,25 @@ def checked_memory(
         RuntimeError: another buffer uses the memory.
     """
     if alignment < 1:
-        raise ValueError(f"DBuffer: alignment={alignment!r}; expected a positive number of bytes")
+        raise ValueError(
+            f"DBuffer: expected alignment to be a positive number of bytes, got {alignment!r}"
+        )
     if memory is None:
         if alignment > ALLOCATOR_ALIGNMENT:
             raise ValueError(
-                f"DBuffer: alignment={alignment}; torch's allocator keeps to {ALLOCATOR_ALIGNMENT} "
-                f"bytes, so for more give memory= of a MemoryPool with that alignment"
+                f"DBuffer: expected alignment of at most {ALLOCATOR_ALIGNMENT} bytes, which "
+                f"torch's allocator has, got {alignment}; for more, give memory= of a MemoryPool "
+                f"with that alignment"
             )
         memory = ResizableMemory(nbytes, device, pin_memory=pin_memory)
     elif pin_memory:
-        raise ValueError("DBuffer: pin_memory=True and memory=; pin the memory that you give")
+        raise ValueError(
+            "DBuffer: expected pin_memory=False beside memory=, got True; pin that memory instead"
+        )
     elif memory.bytes.numel() < nbytes or memory.bytes.device != device:
         raise ValueError(
-            f"DBuffer: memory of {memory.bytes.numel()} bytes on {memory.bytes.device}; expected "
-            f"at least {nbytes} on {device}"
+            f"DBuffer: expected memory of at least {nbytes} bytes on {device}, got "
+            f"{memory.bytes.numel()} on {memory.bytes.device}; see memory_size()"
         )
     else:
         memory.acquire()
@@ -111,8 +118,9 @@ def checked_memory(
     if begin % alignment or offset % itemsize:
         memory.release()
         raise ValueError(
-            f"DBuffer: memory that begins at {begin:#x}, {offset} bytes into its storage; expected "
-            f"multiples of alignment={alignment} and of an element's {itemsize} bytes"
+            f"DBuffer: expected memory that begins at a multiple of alignment={alignment} and of "
+            f"an element's {itemsize} bytes, got {begin:#x}, {offset} bytes into its storage; take "
+            f"it from a MemoryPool with that alignment"
         )
     return memory
 

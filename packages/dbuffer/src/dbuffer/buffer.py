@@ -315,8 +315,8 @@ class DBuffer:
             self._check_like("all_gather_", source)
             if (source.dtype, source.device) != (self.dtype, self.device):
                 raise ValueError(
-                    f"DBuffer.all_gather_: a source of {source.dtype} on {source.device} into "
-                    f"{self.dtype} on {self.device}; expected the same, or copy_() before"
+                    f"DBuffer.all_gather_: expected a source of {self.dtype} on {self.device}, got "
+                    f"{source.dtype} on {source.device}; call copy_() before"
                 )
             self._placements = source.placements
         if not self.sharded:
@@ -366,8 +366,8 @@ class DBuffer:
         summed = [a for a, p in enumerate(self._placements) if isinstance(p, Partial)]
         if axis is None and len(summed) != 1:
             raise RuntimeError(
-                f"DBuffer.all_reduce_: {len(summed)} axes of {self._placements} are Partial; "
-                f"expected axis="
+                f"DBuffer.all_reduce_: expected one Partial axis, got {len(summed)} in "
+                f"{self._placements}; name the axis with axis="
             )
         number = summed[0] if axis is None else axis_index(self.mesh, axis, "axis")
         self._check("all_reduce_")
@@ -404,7 +404,8 @@ class DBuffer:
         self._check_like("add_", other)
         if other.placements != self._placements:
             raise ValueError(
-                f"DBuffer.add_: {other.placements} into {self._placements}; expected the same"
+                f"DBuffer.add_: expected a buffer with the placements {self._placements}, got "
+                f"{other.placements}; redistribute it before"
             )
         self.local.add_(other.local, alpha=alpha)
 
@@ -500,8 +501,8 @@ class DBuffer:
         expected = (self.layout, self.mesh, self.shard_axis)
         if (other.layout, other.mesh, other.shard_axis) != expected:
             raise ValueError(
-                f"DBuffer.{what}: {other!r} has another layout, mesh or shard axis than {self!r}; "
-                f"expected the same"
+                f"DBuffer.{what}: expected a buffer with the layout, mesh and shard axis of "
+                f"{self!r}, got {other!r}; construct both with the same ones"
             )
 
     def _average(self, what: str, number: int) -> bool:
@@ -513,8 +514,8 @@ class DBuffer:
 
     def _wrong(self, what: str, number: int, wanted: str) -> str:
         return (
-            f"DBuffer.{what}: {self._placements[number]!r} on axis {self._axes[number].name}, "
-            f"expected {wanted}; set_placements() says what the content is"
+            f"DBuffer.{what}: expected {wanted} on axis {self._axes[number].name}, got "
+            f"{self._placements[number]!r}; declare what the content is by set_placements()"
         )
 
     def _run(
@@ -565,19 +566,20 @@ class DBuffer:
         self._check_allocated(what)
         if self._in_flight is not None:
             raise RuntimeError(
-                f"DBuffer.{what}: a collective is in flight; call wait() of its handle first"
+                f"DBuffer.{what}: expected no collective in flight, got one; call wait() of its "
+                f"handle"
             )
 
     def _check_allocated(self, what: str) -> None:
         if not self.allocated:
             raise RuntimeError(
-                f"DBuffer.{what}: the buffer is released; call acquire() and fill it first"
+                f"DBuffer.{what}: expected an allocated buffer, got a released one; call acquire() "
+                f"and fill it before"
             )
 
     def _check_full(self, what: str) -> None:
         if not self.full:
             raise RuntimeError(
-                f"DBuffer.{what}: the buffer has memory for its shard of "
-                f"{self.layout.shard_size} elements only, expected memory for all "
-                f"{self.layout.buffer_size}; make it with full=True"
+                f"DBuffer.{what}: expected memory for all {self.layout.buffer_size} elements, got "
+                f"memory for the shard of {self.layout.shard_size}; construct it with full=True"
             )

@@ -208,21 +208,23 @@ def collectives_for(
         return strategy
     if strategy not in ("auto", "native", "exchange"):
         raise ValueError(
-            f"DBuffer: strategy={strategy!r}; expected 'auto', 'native', 'exchange', or an object "
-            f"with the methods of Collectives"
+            f"DBuffer: expected strategy to be 'auto', 'native', 'exchange', or an object with the "
+            f"methods of Collectives, got {strategy!r}"
         )
     on_gloo = device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
     if strategy == "exchange" and device.type != "cpu":
         raise ValueError(
-            f"DBuffer: strategy='exchange' on {device}: it is for the host's memory; use 'native'"
+            f"DBuffer: expected a CPU for strategy='exchange', got {device}; use 'native'"
         )
     if strategy == "exchange" or (strategy == "auto" and on_gloo):
         return Exchange()
     if tuple(dist.get_process_group_ranks(axis.group)) != axis.ranks:
         raise ValueError(
-            f"DBuffer: axis {axis.name} holds the ranks {axis.ranks} and its process group orders "
-            f"them otherwise, so native collectives would mix shards up; build the mesh with "
-            f"ascending ranks, or use strategy='exchange'"
+            f"DBuffer: expected the process group of axis {axis.name} to have its ranks in the "
+            f"order of the mesh, {axis.ranks}, got "
+            f"{tuple(dist.get_process_group_ranks(axis.group))}, with which native collectives "
+            f"would exchange shards; build the mesh with ascending ranks, or use "
+            f"strategy='exchange'"
         )
     return Native()
 

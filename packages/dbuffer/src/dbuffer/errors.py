@@ -85,7 +85,9 @@ def checks() -> bool:
     """Whether ranks are to compare names before each collective."""
     value = os.environ.get(CHECK, "0")
     if value not in ("", "0", "1"):
-        raise ValueError(f"DBuffer: the environment has {CHECK}={value!r}; expected 0 or 1")
+        raise ValueError(
+            f"DBuffer: expected {CHECK} in the environment to be 0 or 1, got {value!r}"
+        )
     return value == "1"
 
 
@@ -103,7 +105,7 @@ def compare(what: str, axis: Axis, device: str) -> None:
     others: list[Any] = [None] * axis.size
     dist.all_gather_object(others, (dist.get_rank(), what), group=axis.group)
     starts = "; ".join(f"rank {rank} starts {one}" for rank, one in sorted(others))
-    raise RuntimeError(f"ranks do not start the same collective: {starts}")
+    raise RuntimeError(f"expected all ranks to start the same collective, got: {starts}")
 
 
 def _ranks(axis: Axis) -> str:

@@ -81,7 +81,10 @@ class ResizableMemory:
             RuntimeError: a buffer uses it.
         """
         if self.allocated:
-            raise RuntimeError("ResizableMemory.acquire: a buffer uses it; release() that first")
+            raise RuntimeError(
+                "ResizableMemory.acquire: expected free memory, got that of a buffer; release() "
+                "it before"
+            )
         self.bytes.untyped_storage().resize_(self._nbytes)
         self._stream = current_stream(self.bytes.device)
         self.allocated = True
@@ -149,11 +152,13 @@ class PoolBlock:
             RuntimeError: a buffer uses it, or it was given back.
         """
         if self not in self._pool._taken:
-            raise RuntimeError("PoolBlock.acquire: it was given back to its pool; take() another")
+            raise RuntimeError(
+                "PoolBlock.acquire: expected a taken block, got one given back; take() another"
+            )
         if self.allocated:
             raise RuntimeError(
-                f"PoolBlock.acquire: a buffer uses this block of {self.bytes.numel()} bytes; "
-                f"release() that buffer first, or take() another block"
+                f"PoolBlock.acquire: expected a free block, got one of {self.bytes.numel()} bytes "
+                f"that a buffer uses; release() that buffer before, or take() another block"
             )
         self._wait()
         self.allocated = True
@@ -205,7 +210,9 @@ class MemoryPool:
         self, device: torch.device | str, *, alignment: int = 16, pin_memory: bool = False
     ) -> None:
         if alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"MemoryPool: alignment={alignment}; expected a power of two of bytes")
+            raise ValueError(
+                f"MemoryPool: expected alignment to be a power of two, in bytes, got {alignment}"
+            )
         self.device = torch.empty(0, device=device).device
         self.alignment = alignment
         self._pin_memory = pin_memory
@@ -267,9 +274,15 @@ class MemoryPool:
             RuntimeError: a buffer uses it.
         """
         if block not in self._taken:
-            raise ValueError("MemoryPool.give_back: this block was given back, or another pool's")
+            raise ValueError(
+                "MemoryPool.give_back: expected a taken block of this pool, got another pool's or "
+                "a returned one"
+            )
         if block.allocated:
-            raise RuntimeError("MemoryPool.give_back: a buffer uses the block; release() it first")
+            raise RuntimeError(
+                "MemoryPool.give_back: expected a free block, got a buffer's; release() the "
+                "buffer before"
+            )
         self._taken.remove(block)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Lease:
@@ -284,7 +297,9 @@ class MemoryPool:
             ValueError: another device than the pool's.
         """
         if torch.device(device).type != self.device.type:
-            raise ValueError(f"MemoryPool.allocate: device={device}; the pool is on {self.device}")
+            raise ValueError(
+                f"MemoryPool.allocate: expected device {self.device}, the pool's, got {device}"
+            )
         block = self.take(numel * dtype.itemsize)
         block.acquire()
         return Lease(block.bytes[: numel * dtype.itemsize].view(dtype), block)
@@ -317,7 +332,7 @@ class MemoryPool:
 
     def _rounded(self, nbytes: int) -> int:
         if nbytes < 0:
-            raise ValueError(f"MemoryPool: a block of {nbytes} bytes; expected 0 or more")
+            raise ValueError(f"MemoryPool: expected a block of 0 or more bytes, got {nbytes}")
         return -(-nbytes // self.alignment) * self.alignment
 
 

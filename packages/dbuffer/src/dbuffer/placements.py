@@ -51,8 +51,8 @@ def checked_placements(
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"DBuffer: {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes "
-            f"{tuple(mesh.shape)}; give one per axis"
+            f"DBuffer: expected a placement for each of the {mesh.ndim} axes of the mesh "
+            f"{tuple(mesh.shape)}, got {len(placements)}: {placements}"
         )
     for axis, placement in enumerate(placements):
         ok = isinstance(placement, Replicate) or (
@@ -60,14 +60,14 @@ def checked_placements(
         )
         if not (ok or is_sharded(placement)):
             raise ValueError(
-                f"DBuffer: {placement!r} on axis {axis}; a buffer is flat: expected Shard(0), "
-                f"Replicate(), Partial('sum') or Partial('avg')"
+                f"DBuffer: expected Shard(0), Replicate(), Partial('sum') or Partial('avg') on "
+                f"axis {axis}, as a buffer is flat, got {placement!r}"
             )
         if is_sharded(placement) and axis != shard_axis:
             raise ValueError(
-                f"DBuffer: placements {placements} shard axis {axis}, but the layout's shards lie "
-                f"along axis {shard_axis}; one axis is sharded, flatten several into one "
-                f"(mesh[...]._flatten()) or give shard_axis={axis}"
+                f"DBuffer: expected placements that shard along axis {shard_axis}, the only one "
+                f"that shards, got {placements}; flatten several axes into one "
+                f"(mesh[...]._flatten()), or give shard_axis={axis}"
             )
     return placements
 
@@ -89,8 +89,9 @@ def axis_index(mesh: DeviceMesh, axis: int | str, what: str) -> int:
     if isinstance(axis, SupportsIndex) and -mesh.ndim <= operator.index(axis) < mesh.ndim:
         return operator.index(axis) % mesh.ndim
     raise ValueError(
-        f"DBuffer: {what}={axis!r} is no axis of a mesh of {mesh.ndim} axes named {names}; give a "
-        f"number from 0 to {mesh.ndim - 1}" + (" or a name" if names else "")
+        f"DBuffer: expected {what} to be a number from 0 to {mesh.ndim - 1}"
+        + (f" or one of {names}" if names else "")
+        + f", got {axis!r}"
     )
 
 
@@ -138,14 +139,14 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
     names, own = inner.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
     if not own or not set(own) <= set(names):
         raise ValueError(
-            f"DBuffer: inner mesh of {what} has axes {names} and the buffer's {own}; expected "
-            f"named axes, the buffer's among them"
+            f"DBuffer: expected the inner mesh of {what} to have named axes, the buffer's {own} "
+            f"among them, got {names}"
         )
     others = [axis for axis, name in enumerate(names) if name not in own]
     if len(inner.placements) != len(others):
         raise ValueError(
-            f"DBuffer: inner placements {inner.placements} of {what}; expected one for each of the "
-            f"axes {tuple(names[axis] for axis in others)}"
+            f"DBuffer: expected an inner placement of {what} for each of the axes "
+            f"{tuple(names[axis] for axis in others)}, got {inner.placements}"
         )
     local = inner.shape
     for axis, placement in zip(others, inner.placements, strict=True):
@@ -154,14 +155,13 @@ def check_inner(inner: Inner, mesh: DeviceMesh, shape: tuple[int, ...], what: st
         if left is None:
             wanted = size * getattr(placement, "interleaves", 1)
             raise ValueError(
-                f"DBuffer: {placement} of {what} of shape {inner.shape} on axis {names[axis]!r} of "
-                f"{size} ranks is uneven; the same units cannot cut unequal shards, so pad dim "
-                f"{dim_of(placement)} to a multiple of {wanted}"
+                f"DBuffer: expected {what} to be sharded evenly on axis {names[axis]!r} of {size} "
+                f"ranks, got {placement} of shape {inner.shape}; pad dim {dim_of(placement)} to a "
+                f"multiple of {wanted}"
             )
         local = left
     if local != shape:
         raise ValueError(
-            f"DBuffer: {what} has local tensors of {local} under {inner.placements} of "
-            f"{inner.shape}, and the layout has {shape}; plan it with the local shape that the "
-            f"inner axes leave"
+            f"DBuffer: expected a layout of {what} with its local shape {local} under "
+            f"{inner.placements} of {inner.shape}, got {shape}; plan the layout with local shapes"
         )

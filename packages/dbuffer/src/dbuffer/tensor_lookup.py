@@ -29,21 +29,21 @@ def by_index(layout: Layout, tensors: Tensors, what: str) -> dict[int, torch.Ten
         found = {index_of(layout, key): tensor for key, tensor in tensors.items()}
     elif len(tensors) != count:
         raise ValueError(
-            f"DBuffer.{what}: {len(tensors)} tensors for a layout of {count}; give one for each, "
-            f"None where there is none, or a dict by name"
+            f"DBuffer.{what}: expected a tensor, or None, for each of the layout's {count}, got "
+            f"{len(tensors)}; give a dict by name for some of them"
         )
     else:
         found = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
     for i, tensor in found.items():
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) is a DTensor; expected "
-                f"its local tensor, to_local()"
+                f"DBuffer.{what}: expected the local tensor of tensor {i} "
+                f"({layout.specs[i].name!r}), got a DTensor; call its to_local()"
             )
         if tuple(tensor.shape) != tensor_shape(layout, i):
             raise ValueError(
-                f"DBuffer.{what}: tensor {i} ({layout.specs[i].name!r}) has shape "
-                f"{tuple(tensor.shape)}, expected {tensor_shape(layout, i)}"
+                f"DBuffer.{what}: expected tensor {i} ({layout.specs[i].name!r}) of shape "
+                f"{tensor_shape(layout, i)}, got {tuple(tensor.shape)}"
             )
     return found
 
@@ -58,13 +58,15 @@ def index_of(layout: Layout, key: int | str) -> int:
         key = operator.index(key)
         if 0 <= key < len(layout.specs):
             return key
-        raise ValueError(f"DBuffer: tensor {key}; expected 0 to {len(layout.specs) - 1}")
+        raise ValueError(
+            f"DBuffer: expected the number of a tensor, 0 to {len(layout.specs) - 1}, got {key}"
+        )
     places = [i for i, spec in enumerate(layout.specs) if spec.name == key]
     if len(places) != 1:
         names = ", ".join(repr(spec.name) for spec in layout.specs[:8])
         more = ", ..." if len(layout.specs) > 8 else ""
-        have = f"{len(places)} tensors have it, give the place" if places else "there are"
-        raise ValueError(f"DBuffer: tensor named {key!r}; {have}: {names}{more}")
+        have = f"{len(places)} tensors; give its number, as in" if places else "none; there are"
+        raise ValueError(f"DBuffer: expected one tensor named {key!r}, got {have}: {names}{more}")
     return places[0]
 
 
