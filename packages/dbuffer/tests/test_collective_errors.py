@@ -156,9 +156,7 @@ def test_names_are_compared_before_each_collective_if_wanted(kind, strategy):
         "tensors": "all_gather of 'c', 'd'",
     }
     for message in run_ranks(check, 2):
-        assert (
-            "ranks do not start the same collective: rank 0 starts DBuffer: all_gather" in message
-        )
+        assert "the same collective, got: rank 0 starts DBuffer: all_gather" in message
         assert f"; rank 1 starts DBuffer: {others[kind]}" in message
 
 
@@ -166,7 +164,7 @@ def test_a_check_is_on_or_off(monkeypatch):
     monkeypatch.setenv(errors.CHECK, "yes")
     with (
         fake_mesh((2,)) as mesh,
-        pytest.raises(ValueError, match="DBUFFER_CHECK='yes'; expected 0 o"),
+        pytest.raises(ValueError, match=r"DBUFFER_CHECK .*0 or 1, got 'yes'"),
     ):
         buffer_on(mesh, Shard(0), "auto")
 

@@ -113,7 +113,7 @@ def test_inner_axes_are_placed_beside_the_buffers():
             "column": strided, "row": ragged, "norm": ragged, "qkv": strided, "fused row": ragged
         }  # fmt: skip
         assert "'norm'" in error
-        assert "has local tensors of (3,)" in error
+        assert "local shape (3,)" in error
 
 
 def saved(path):

@@ -1,6 +1,4 @@
-"""Bad input raises before any collective, and says what was given, what is wanted, what to do."""
-
-import re
+"""Bad input raises before any collective, with the expected value, the one got and the remedy."""
 
 import numpy as np
 import pytest
@@ -31,21 +29,27 @@ def mesh():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"layout": "x"}, "layout='x'; expected a Layout", id="layout"),
-        pytest.param({"mesh": 3}, "mesh=3; expected a DeviceMesh", id="mesh"),
-        pytest.param({"dtype": "float32"}, "dtype='float32'; expected a dtype", id="dtype"),
-        pytest.param({"layout": layout_of(3)}, "has 3 shards.*world_size=2", id="world"),
-        pytest.param({"placements": [S0]}, "1 placements.*2 axes.*give one per axis", id="few"),
-        pytest.param({"placements": [R, Shard(1)]}, "a buffer is flat: expected Shard", id="dim"),
-        pytest.param({"placements": [R, Partial("max")]}, "Partial.'sum'. or Partial", id="max"),
-        pytest.param({"placements": [S0, S0]}, "flatten several into one", id="two shards"),
-        pytest.param({"shard_axis": "tp"}, "shard_axis='tp' is no axis.*or a name", id="axis"),
-        pytest.param({"shard_axis": 2}, "shard_axis=2 is no axis", id="axis number"),
-        pytest.param({"strategy": "fast"}, "strategy='fast'; expected 'auto'", id="strategy"),
-        pytest.param({"alignment": 0}, "alignment=0; expected a positive", id="alignment"),
-        pytest.param({"alignment": 128}, "MemoryPool with that alignment", id="large alignment"),
-        pytest.param({"inner": {"c": None}}, "named 'c'; there are: 'a', 'b', 'b'", id="inner"),
-        pytest.param({"inner": {"b": None}}, "2 tensors have it, give the place", id="ambiguous"),
+        pytest.param({"layout": "x"}, "layout .*Layout, got 'x'", id="layout"),
+        pytest.param({"mesh": 3}, "mesh .*DeviceMesh, got 3", id="mesh"),
+        pytest.param({"dtype": "float32"}, "dtype .*dtype, got 'float32'", id="dtype"),
+        pytest.param({"layout": layout_of(3)}, "2 shards.*got 3 .*world_size=2", id="world"),
+        pytest.param({"placements": [S0]}, "placement .*2 axes.*got 1", id="few"),
+        pytest.param(
+            {"placements": [R, Shard(1)]}, r"Shard\(0\).*axis 1.*got Shard\(dim=1\)", id="dim"
+        ),
+        pytest.param(
+            {"placements": [R, Partial("max")]},
+            r"Partial\('sum'\).*axis 1.*got Partial\(max\)",
+            id="max",
+        ),
+        pytest.param({"placements": [S0, S0]}, r"axis .*got .*_flatten\(\)", id="two shards"),
+        pytest.param({"shard_axis": "tp"}, "shard_axis .*0 to 1.*'fsdp'.*got 'tp'", id="axis"),
+        pytest.param({"shard_axis": 2}, "shard_axis .*0 to 1.*got 2", id="axis number"),
+        pytest.param({"strategy": "fast"}, "strategy .*'auto'.*got 'fast'", id="strategy"),
+        pytest.param({"alignment": 0}, "alignment .*positive.*got 0", id="alignment"),
+        pytest.param({"alignment": 128}, "64 .*got 128.*MemoryPool", id="large alignment"),
+        pytest.param({"inner": {"c": None}}, "'c', got 0 among 'a', 'b', 'b'", id="inner"),
+        pytest.param({"inner": {"b": None}}, "'b', got 2 among 'a', 'b', 'b'", id="ambiguous"),
     ],
 )
 def test_arguments_are_checked(mesh, changes, message):
@@ -57,47 +61,47 @@ def test_arguments_are_checked(mesh, changes, message):
 @pytest.mark.parametrize(
     ("placements", "shape", "message"),
     [
-        (lambda: (R, R), (4, 3), "expected one for each of the axes ('tp',)"),
-        (lambda: (Shard(1),), (4, 7), "is uneven"),
-        (lambda: (Shard(1),), (4, 8), "has local tensors of (4, 4)"),
-        (lambda: (InterleavedShard(1, 2),), (4, 6), "pad dim 1 to a multiple of 4"),
+        (lambda: (R, R), (4, 3), r"\('tp',\), got \(Replicate\(\), Replicate\(\)\)"),
+        (lambda: (Shard(1),), (4, 7), r"2 ranks, got .*\(4, 7\); pad dim 1 .* 2$"),
+        (lambda: (Shard(1),), (4, 8), r"local shape \(4, 4\) .*got \(4, 3\)"),
+        (lambda: (InterleavedShard(1, 2),), (4, 6), "pad dim 1 .* 4$"),
     ],
 )
 def test_inner_placements_are_checked(placements, shape, message):
     with fake_mesh((2, 2), ("fsdp", "tp")) as mesh:
         inner = {"a": Inner(mesh, placements(), shape)}
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=f"DBuffer: .*'a'.*{message}"):
             DBuffer(layout_of(), mesh["fsdp"], [S0], torch.float32, inner=inner)
 
 
 def test_an_inner_mesh_has_named_axes():
     with fake_mesh((2, 2)) as mesh:
         inner = {"a": Inner(mesh, (), (4, 3))}
-        with pytest.raises(ValueError, match="expected named axes, the buffer's among them"):
+        with pytest.raises(ValueError, match=r"inner mesh of .*'a'.*named axes.*got \(\)"):
             DBuffer(layout_of(), mesh, [R, S0], torch.float32, inner=inner)
 
 
 def test_a_rank_outside_the_mesh_is_told(mesh):
     other = torch.distributed.DeviceMesh("cpu", [2, 3])
-    with pytest.raises(ValueError, match="this rank is not in"):
+    with pytest.raises(ValueError, match="rank of the mesh, got rank 0"):
         DBuffer(layout_of(), other, [S0], torch.float32)
 
 
 def test_memory_that_is_given_is_checked(mesh):
     pool, arguments = MemoryPool("cpu"), (layout_of(), mesh, [R, R], torch.float32)
-    with pytest.raises(ValueError, match=r"memory of 48 bytes on cpu; expected at least 80 on cpu"):
+    with pytest.raises(ValueError, match="80 bytes on cpu, got 48 on cpu"):
         DBuffer(*arguments, memory=pool.take(40))
-    with pytest.raises(ValueError, match="expected at least 80 on meta"):
+    with pytest.raises(ValueError, match="80 bytes on meta, got 80 on cpu"):
         DBuffer(*arguments, "meta", memory=pool.take(80))
-    with pytest.raises(ValueError, match="pin the memory that you give"):
+    with pytest.raises(ValueError, match=r"pin_memory=False .*got True"):
         DBuffer(*arguments, memory=pool.take(80), pin_memory=True)
     odd = MemoryPool("cpu", alignment=1).take_many([1, 80])[1]
-    with pytest.raises(ValueError, match="expected multiples of alignment=1 and of an element's 4"):
+    with pytest.raises(ValueError, match=r"alignment=1 .*4 bytes, got 0x"):
         DBuffer(*arguments, memory=odd, alignment=1)
     assert not odd.allocated
     taken = pool.take(80)
     DBuffer(*arguments, memory=taken)
-    with pytest.raises(RuntimeError, match="a buffer uses this block of 80 bytes"):
+    with pytest.raises(RuntimeError, match="free block, got one of 80 bytes"):
         DBuffer(*arguments, memory=taken)
 
 
@@ -105,7 +109,7 @@ def test_memory_that_is_given_is_checked(mesh):
 def test_a_tensor_that_does_not_exist(mesh, key):
     buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     for way in (buffer.view, buffer.shard, buffer.dtensor):
-        with pytest.raises(ValueError, match=r"DBuffer: tensor .*; (expected 0 to 2|there are)"):
+        with pytest.raises(ValueError, match=rf"(0 to 2, got|named) {key!s}|named 'c'"):
             way(key)
 
 
@@ -131,7 +135,7 @@ USES = {
 def test_a_released_buffer_is_not_used(mesh, use):
     buffer = DBuffer(layout_of(), mesh, [R, SUM], torch.float32)
     buffer.release()
-    with pytest.raises(RuntimeError, match=r"the buffer is released; call acquire\(\)"):
+    with pytest.raises(RuntimeError, match=r"allocated .*got a released .*acquire\(\)"):
         use(buffer)
 
 
@@ -142,9 +146,9 @@ def test_a_buffer_in_flight_is_not_used(mesh, use):
     if use in (USES["view"], USES["shard"]):  # these tell where, not what
         use(buffer)
     else:
-        with pytest.raises(RuntimeError, match="a collective is in flight; call wait"):
+        with pytest.raises(RuntimeError, match=r"collective in flight.*wait\(\)"):
             use(buffer)
-    with pytest.raises(RuntimeError, match="a collective is in flight"):
+    with pytest.raises(RuntimeError, match=r"release: .*collective in flight"):
         buffer.release()
     handle.wait()
     assert buffer.placements == (R, S0)
@@ -154,20 +158,20 @@ def test_a_buffer_in_flight_is_not_used(mesh, use):
 @pytest.mark.parametrize(
     ("placements", "use", "message"),
     [
-        ([R, R], USES["all_gather_"], "Replicate() on axis 'fsdp', expected Shard(0)"),
-        ([R, S0], USES["all_gather_"], "memory for its shard of 10 elements only"),
-        ([R, S0], USES["view"], "make it with full=True"),
-        ([R, S0], USES["set_placements"], "make it with full=True"),
-        ([R, S0], USES["reduce_scatter_"], "Shard(dim=0) on axis 'fsdp', expected Partial"),
-        ([SUM, R], USES["all_reduce_"], "Replicate() on axis 'fsdp', expected Partial"),
-        ([SUM, SUM], DBuffer.all_reduce_, "2 axes of"),
-        ([R, R], DBuffer.all_reduce_, "0 axes of"),
+        ([R, R], USES["all_gather_"], r"Shard\(0\) on axis 'fsdp', got Replicate\(\)"),
+        ([R, S0], USES["all_gather_"], "all 20 elements, got .* 10;.*full=True"),
+        ([R, S0], USES["view"], "view: .*full=True"),
+        ([R, S0], USES["set_placements"], "full=True"),
+        ([R, S0], USES["reduce_scatter_"], r"Partial on axis 'fsdp', got Shard\(dim=0\)"),
+        ([SUM, R], USES["all_reduce_"], r"Partial on axis 'fsdp', got Replicate\(\)"),
+        ([SUM, SUM], DBuffer.all_reduce_, "one Partial axis, got 2 .*axis="),
+        ([R, R], DBuffer.all_reduce_, "one Partial axis, got 0 .*axis="),
     ],
 )
 def test_a_collective_in_the_wrong_state_sends_nothing(placements, use, message):
     with fake_mesh((2, 2), ("dp", "fsdp")) as mesh:
         buffer = DBuffer(layout_of(), mesh, placements, torch.float32)
-        with CommLog() as log, pytest.raises(RuntimeError, match=re.escape(message)):
+        with CommLog() as log, pytest.raises(RuntimeError, match=message):
             use(buffer)
         log.assert_counts({})
         assert buffer.placements == tuple(placements)
@@ -177,10 +181,10 @@ def test_tensors_that_come_in_are_checked(mesh):
     buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     placed = DTensor.from_local(torch.ones(4, 3), mesh, [R, R])
     for given, message in (
-        ([torch.ones(4, 3)], "1 tensors for a layout of 3; give one for each"),
-        ({"a": torch.ones(3, 4)}, r"'a'. has shape \(3, 4\), expected \(4, 3\)"),
-        ({"c": torch.ones(1)}, "named 'c'"),
-        ({"a": placed}, r"is a DTensor; expected .* to_local\(\)"),
+        ([torch.ones(4, 3)], "layout's 3, got 1"),
+        ({"a": torch.ones(3, 4)}, r"'a'.*\(4, 3\), got \(3, 4\)"),
+        ({"c": torch.ones(1)}, "'c', got 0"),
+        ({"a": placed}, r"'a'.*got a DTensor.*to_local\(\)"),
     ):
         with pytest.raises(ValueError, match=message):
             buffer.copy_from(given)
@@ -191,12 +195,12 @@ def test_tensors_that_come_in_are_checked(mesh):
 def test_buffers_that_differ_are_not_added(mesh):
     buffer = DBuffer(layout_of(), mesh, [R, R], torch.float32)
     other = plan_layout([TensorSpec("a", 19)], 2)
-    with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
+    with pytest.raises(ValueError, match=r"layout, mesh and shard axis .*got DBuffer"):
         buffer.copy_(DBuffer(other, mesh, [R, R], torch.float32))
-    with pytest.raises(ValueError, match="expected the same"):
+    with pytest.raises(ValueError, match=r"add_: .*Replicate\(\)\), got .*Partial"):
         buffer.add_(DBuffer(layout_of(), mesh, [R, SUM], torch.float32))
     shard = DBuffer(layout_of(), mesh, [R, S0], torch.float32)
-    with pytest.raises(RuntimeError, match="make it with full=True"):
+    with pytest.raises(RuntimeError, match=r"copy_: .*full=True"):
         shard.copy_(buffer)
 
 
@@ -258,7 +262,7 @@ def test_ranks_that_agree_send_two_numbers_for_each_axis():
 def test_only_buffers_of_one_mesh_are_verified_at_once(mesh):
     here = DBuffer(layout_of(), mesh, [R, S0], torch.float32)
     there = DBuffer(layout_of(), mesh["fsdp"], [S0], torch.float32)
-    with pytest.raises(ValueError, match="several meshes"):
+    with pytest.raises(ValueError, match="one mesh, got several"):
         verify([here, there])
     verify([])
 
@@ -266,12 +270,12 @@ def test_only_buffers_of_one_mesh_are_verified_at_once(mesh):
 def test_sources_of_a_gather(mesh):
     full = DBuffer(layout_of(), mesh, [R, S0], torch.float32, full=True)
     half = DBuffer(layout_of(), mesh, [R, S0], torch.float16)
-    with pytest.raises(ValueError, match=r"a source of torch.float16 on cpu into torch.float32"):
+    with pytest.raises(ValueError, match=r"torch.float32 on cpu, got torch.float16 on cpu"):
         full.all_gather_(half)
-    with pytest.raises(ValueError, match="another layout, mesh or shard axis"):
+    with pytest.raises(ValueError, match=r"layout, mesh and shard axis .*got DBuffer"):
         full.all_gather_(DBuffer(layout_of(), mesh, [S0, R], torch.float32))
     whole = DBuffer(layout_of(), mesh, [R, R], torch.float32)
-    with pytest.raises(RuntimeError, match=r"Replicate\(\) on axis 'fsdp', expected Shard"):
+    with pytest.raises(RuntimeError, match=r"Shard\(0\) on axis 'fsdp', got Replicate"):
         full.all_gather_(whole)
 
 
@@ -280,5 +284,5 @@ def test_axes_and_places_are_any_integers(mesh):
     buffer = DBuffer(layout, mesh, [R, S0], torch.float32, shard_axis=np.int64(-1))
     assert (buffer.shard_axis, type(buffer.shard_axis)) == (1, int)
     assert buffer.dtensor(np.int64(1)).shape == buffer.dtensor("b").shape == (6,)
-    with pytest.raises(ValueError, match="is no axis"):
+    with pytest.raises(ValueError, match=r"shard_axis .*got 1.0"):
         DBuffer(layout, mesh, [R, S0], torch.float32, shard_axis=1.0)

@@ -58,7 +58,7 @@ def test_an_acquired_buffer_is_placed_as_it_was_made():
 
 def test_memory_of_its_own_is_held_once():
     memory = ResizableMemory(64, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="a buffer uses it"):
+    with pytest.raises(RuntimeError, match=r"acquire: .*free memory"):
         memory.acquire()
 
 
@@ -73,9 +73,9 @@ def test_a_block_keeps_its_address_and_serves_buffers_in_turns():
         assert not first.allocated
         assert second.allocated
         assert second.view("a").data_ptr() == address
-        with pytest.raises(RuntimeError, match="a buffer uses this block"):
+        with pytest.raises(RuntimeError, match=r"acquire: .*free block"):
             first.acquire()
-        with pytest.raises(RuntimeError, match="the buffer is released"):
+        with pytest.raises(RuntimeError, match="got a released"):
             first.zero_()
         second.release()
         with live_bytes() as profile:
@@ -149,25 +149,25 @@ def test_a_block_is_given_back_once_and_not_while_it_is_held():
     pool = MemoryPool("cpu")
     block = pool.take(16)
     block.acquire()
-    with pytest.raises(RuntimeError, match="a buffer uses the block"):
+    with pytest.raises(RuntimeError, match=r"give_back: .*free block"):
         pool.give_back(block)
     block.release()
-    with pytest.raises(ValueError, match="or another pool's"):
+    with pytest.raises(ValueError, match=r"give_back: .*this pool"):
         MemoryPool("cpu").give_back(block)
     pool.give_back(block)
-    with pytest.raises(ValueError, match="this block was given back"):
+    with pytest.raises(ValueError, match=r"give_back: .*given back"):
         pool.give_back(block)
-    with pytest.raises(RuntimeError, match="it was given back to its pool"):
+    with pytest.raises(RuntimeError, match=r"acquire: .*given back"):
         block.acquire()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MemoryPool("cpu", alignment=12), "expected a power of two"),
-        (lambda: MemoryPool("cpu", alignment=0), "expected a power of two"),
-        (lambda: MemoryPool("cpu").take(-1), "a block of -1 bytes"),
-        (lambda: MemoryPool("cpu").allocate(1, F32, torch.device("meta")), "the pool is on cpu"),
+        (lambda: MemoryPool("cpu", alignment=12), "alignment .*power of two.*got 12"),
+        (lambda: MemoryPool("cpu", alignment=0), "alignment .*power of two.*got 0"),
+        (lambda: MemoryPool("cpu").take(-1), "block .*got -1"),
+        (lambda: MemoryPool("cpu").allocate(1, F32, torch.device("meta")), "device cpu.*got meta"),
     ],
 )
 def test_what_a_pool_is_asked_is_checked(make, message):

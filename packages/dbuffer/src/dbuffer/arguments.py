@@ -110,7 +110,7 @@ def checked_memory(
     elif memory.bytes.numel() < nbytes or memory.bytes.device != device:
         raise ValueError(
             f"DBuffer: expected memory of at least {nbytes} bytes on {device}, got "
-            f"{memory.bytes.numel()} on {memory.bytes.device}; see memory_size()"
+            f"{memory.bytes.numel()} on {memory.bytes.device}; memory_size() gives the size"
         )
     else:
         memory.acquire()

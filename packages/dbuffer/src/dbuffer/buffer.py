@@ -316,7 +316,7 @@ class DBuffer:
             if (source.dtype, source.device) != (self.dtype, self.device):
                 raise ValueError(
                     f"DBuffer.all_gather_: expected a source of {self.dtype} on {self.device}, got "
-                    f"{source.dtype} on {source.device}; call copy_() before"
+                    f"{source.dtype} on {source.device}; call copy_() first"
                 )
             self._placements = source.placements
         if not self.sharded:
@@ -405,7 +405,7 @@ class DBuffer:
         if other.placements != self._placements:
             raise ValueError(
                 f"DBuffer.add_: expected a buffer with the placements {self._placements}, got "
-                f"{other.placements}; redistribute it before"
+                f"{other.placements}; redistribute it first"
             )
         self.local.add_(other.local, alpha=alpha)
 
@@ -502,7 +502,7 @@ class DBuffer:
         if (other.layout, other.mesh, other.shard_axis) != expected:
             raise ValueError(
                 f"DBuffer.{what}: expected a buffer with the layout, mesh and shard axis of "
-                f"{self!r}, got {other!r}; construct both with the same ones"
+                f"{self!r}, got {other!r}; construct both from the same layout and mesh"
             )
 
     def _average(self, what: str, number: int) -> bool:
@@ -574,7 +574,7 @@ class DBuffer:
         if not self.allocated:
             raise RuntimeError(
                 f"DBuffer.{what}: expected an allocated buffer, got a released one; call acquire() "
-                f"and fill it before"
+                f"and fill it first"
             )
 
     def _check_full(self, what: str) -> None:

@@ -214,7 +214,7 @@ def collectives_for(
     on_gloo = device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
     if strategy == "exchange" and device.type != "cpu":
         raise ValueError(
-            f"DBuffer: expected a CPU for strategy='exchange', got {device}; use 'native'"
+            f"DBuffer: expected a CPU device for strategy='exchange', got {device}; use 'native'"
         )
     if strategy == "exchange" or (strategy == "auto" and on_gloo):
         return Exchange()
@@ -222,8 +222,8 @@ def collectives_for(
         raise ValueError(
             f"DBuffer: expected the process group of axis {axis.name} to have its ranks in the "
             f"order of the mesh, {axis.ranks}, got "
-            f"{tuple(dist.get_process_group_ranks(axis.group))}, with which native collectives "
-            f"would exchange shards; build the mesh with ascending ranks, or use "
+            f"{tuple(dist.get_process_group_ranks(axis.group))}, an order in which native "
+            f"collectives would misplace shards; build the mesh with ascending ranks, or use "
             f"strategy='exchange'"
         )
     return Native()

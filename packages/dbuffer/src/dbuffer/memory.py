@@ -82,8 +82,8 @@ class ResizableMemory:
         """
         if self.allocated:
             raise RuntimeError(
-                "ResizableMemory.acquire: expected free memory, got that of a buffer; release() "
-                "it before"
+                "ResizableMemory.acquire: expected free memory, got memory that a buffer uses; "
+                "release() that buffer first"
             )
         self.bytes.untyped_storage().resize_(self._nbytes)
         self._stream = current_stream(self.bytes.device)
@@ -158,7 +158,7 @@ class PoolBlock:
         if self.allocated:
             raise RuntimeError(
                 f"PoolBlock.acquire: expected a free block, got one of {self.bytes.numel()} bytes "
-                f"that a buffer uses; release() that buffer before, or take() another block"
+                f"that a buffer uses; release() that buffer first, or take() another block"
             )
         self._wait()
         self.allocated = True
@@ -275,13 +275,13 @@ class MemoryPool:
         """
         if block not in self._taken:
             raise ValueError(
-                "MemoryPool.give_back: expected a taken block of this pool, got another pool's or "
-                "a returned one"
+                "MemoryPool.give_back: expected a taken block of this pool, got one of another "
+                "pool or one given back before"
             )
         if block.allocated:
             raise RuntimeError(
-                "MemoryPool.give_back: expected a free block, got a buffer's; release() the "
-                "buffer before"
+                "MemoryPool.give_back: expected a free block, got one that a buffer uses; "
+                "release() that buffer first"
             )
         self._taken.remove(block)
 

@@ -65,8 +65,11 @@ def index_of(layout: Layout, key: int | str) -> int:
     if len(places) != 1:
         names = ", ".join(repr(spec.name) for spec in layout.specs[:8])
         more = ", ..." if len(layout.specs) > 8 else ""
-        have = f"{len(places)} tensors; give its number, as in" if places else "none; there are"
-        raise ValueError(f"DBuffer: expected one tensor named {key!r}, got {have}: {names}{more}")
+        remedy = "give its number" if places else "give one of these names"
+        raise ValueError(
+            f"DBuffer: expected one tensor named {key!r}, got {len(places)} among {names}{more}; "
+            f"{remedy}"
+        )
     return places[0]
 
 
