@@ -10,6 +10,8 @@ import sys
 import types
 from pathlib import Path
 
+import torch._dynamo
+
 import dist_rng
 import dtensor_rules
 import fsdp
@@ -21,8 +23,18 @@ from integration.train.launch.world import process_group
 from integration.train.loop import Trainer
 from integration.train.setup import locked_setup
 
-# Nothing of them is in effect yet; what they import of torch is.
-assert all((dist_rng.install, dtensor_rules.enable, fsdp.fully_shard, plan_api.Plan, ragged_shard))
+# Nothing of them is in effect yet; what they import of torch is, as is Dynamo, whose import wraps
+# functions of torch, and which transformers imports with the first model.
+assert all(
+    (
+        torch._dynamo,
+        dist_rng.install,
+        dtensor_rules.enable,
+        fsdp.fully_shard,
+        plan_api.Plan,
+        ragged_shard,
+    )
+)
 KINDS = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
     types.WrapperDescriptorType, staticmethod, classmethod, property,
