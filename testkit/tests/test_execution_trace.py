@@ -29,10 +29,9 @@ def test_attention_is_two_products_forward_and_five_backward():
 def test_attention_of_fewer_keys_than_queries_has_the_flops_of_as_many():
     query, key = torch.ones(2, 4, 16, 8), torch.ones(2, 2, 16, 8)
     key.requires_grad_()
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with CommLog() as log:
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key)[
-            0
-        ].sum().backward()
+        attention(query, key, key)[0].sum().backward()
     assert log.product_flops == 7 * (2 * 2 * 4 * 16 * 16 * 8)
 
 

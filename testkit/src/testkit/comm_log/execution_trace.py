@@ -133,15 +133,17 @@ def read_collectives(calls: Sequence[TraceNode]) -> tuple[Collective, ...]:
 
 
 def _sdpa_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    return flop_counter.sdpa_flop_count(query, _of_heads(query, key), _of_heads(query, value))
+    flops: int = flop_counter.sdpa_flop_count(query, _of_heads(query, key), _of_heads(query, value))
+    return flops
 
 
 def _sdpa_backward_flops(
     grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int]
 ) -> int:
-    return flop_counter.sdpa_backward_flop_count(
+    flops: int = flop_counter.sdpa_backward_flop_count(
         grad, query, _of_heads(query, key), _of_heads(query, value)
     )
+    return flops
 
 
 def _of_heads(query: Sequence[int], shape: Sequence[int]) -> Sequence[int]:
