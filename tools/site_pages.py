@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 __all__ = [
     "on_files", "on_page_markdown", "on_post_page", "on_post_template",
-    "pages_outside_docs", "site_links",
+    "pages_outside_docs", "search_boost", "site_links",
 ]  # fmt: skip
 
 # What the theme loads for the search of a site that is opened from files, and its replacement.
@@ -30,6 +30,10 @@ _SHIM = "assets/iframe-worker.js"
 # has a dot or a slash, which `Shard(0)` behind a bracket in code has not.
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()#\s:]*[./][^()#\s:]*)(#[^)\s]*)?\)")
 _BLOCK = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+
+
+# How search ranks a page beside others, by the beginning or the end of its path.
+_FIRST, _LAST = ("tasks/", "tutorials/"), ("adr/", "CHANGELOG.md", "api.md")
 
 
 def pages_outside_docs(root: Path) -> list[Path]:
@@ -55,18 +59,26 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites a page's links to files of the repository into links of the site.
+    """Rewrites a page's links to files of the repository into links of the site, and ranks it.
 
     Raises:
         PluginError: a link's target does not exist.
     """
     root = Path(config.docs_dir).parent
     source = Path(str(page.file.abs_src_path)).relative_to(root)
+    page.meta["search"] = {"boost": search_boost(page.file.src_uri)}
     known = {file.src_uri for file in files}
     try:
         return site_links(markdown, source=source, uri=page.file.src_uri, known=known, root=root)
     except ValueError as error:
         raise PluginError(str(error)) from error
+
+
+def search_boost(uri: str) -> float:
+    """Returns the factor of a page's rank in search: what to do precedes decisions and changes."""
+    if uri.startswith(_FIRST):
+        return 2.0
+    return 0.5 if uri.startswith(_LAST) or uri.endswith(_LAST) else 1.0
 
 
 def site_links(markdown: str, *, source: Path, uri: str, known: set[str], root: Path) -> str:

@@ -1,8 +1,8 @@
 """The Python blocks of the site's own pages and of the README run on ranks, a page as one script.
 
-A page's front matter has its number of ranks, ``ranks: 2``, or a comment where GitHub would show
-it, ``<!-- ranks: 2 -->``. Blocks check themselves: a page that
-promises equal losses asserts it.
+The number of ranks is in the page's front matter, ``ranks: 2``, or in a comment on the landing
+pages, where GitHub would show the front matter. Blocks check themselves: a page that promises equal
+losses asserts it.
 """
 
 import contextlib

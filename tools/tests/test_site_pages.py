@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.site_pages import on_post_page, site_links
+from tools.site_pages import on_post_page, search_boost, site_links
 from tools.workspace import ROOT
 
 
@@ -60,6 +60,12 @@ def test_code_is_not_a_link(repository):
 def test_a_link_without_a_target_is_an_error(repository):
     with pytest.raises(ValueError, match=r"docs/tasks/save\.md: expected .*, got \.\./no\.md"):
         rewritten("[a](../no.md)", repository)
+
+
+def test_search_ranks_tasks_before_decisions():
+    pages = ("tasks/hangs.md", "concepts/plans.md", "adr/0011-a-hang.md")
+    assert [search_boost(page) for page in pages] == [2.0, 1.0, 0.5]
+    assert search_boost("packages/fsdp/CHANGELOG.md") == search_boost("packages/fsdp/api.md") == 0.5
 
 
 def test_the_site_loads_nothing_from_another_host():

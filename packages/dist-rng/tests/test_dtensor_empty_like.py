@@ -51,7 +51,7 @@ def test_a_plain_tensor_uses_torchs_empty_like():
     assert empty_like(torch.zeros(3, 2).t(), dtype=torch.int64).dtype == torch.int64
 
 
-@pytest.mark.skipif(torch_release() < (2, 12), reason="torch 2.11 does not have this defect")
+@pytest.mark.skipif(torch_release() < (2, 12), reason="torch 2.11's empty_like has no defect")
 def test_canary_torchs_empty_like_still_ignores_the_memory_format():
     """If this fails, ``dist_rng.dtensor.empty_like`` is not needed any more."""
     with fake_mesh((2,)) as mesh:

@@ -1,20 +1,20 @@
 """``Picture``, and how the gallery writes figures: one style, a white background, small files."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
 from PIL import Image
 
 from integration.report.palette import LIGHT
 
 #: The most bytes of a PNG, which belongs in a repository.
 MOST_BYTES = 200_000
-WIDTH_INCHES = 7.5
+_WIDTH_INCHES = 7.5
 _DPI = 170
 
 
@@ -25,13 +25,10 @@ class Picture:
     Attributes:
         file: its file, whose name without the suffix is the picture's name.
         draw: returns the content of the file.
-        is_measured: whether it shows times of this machine. ``python -m integration.gallery``
-            without names draws those too.
     """
 
     file: str
     draw: Callable[[], bytes]
-    is_measured: bool = False
 
     @property
     def name(self) -> str:
@@ -39,10 +36,10 @@ class Picture:
         return Path(self.file).stem
 
 
-def gallery_figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Figure:
+def gallery_figure(height_inches: float) -> Figure:
     """Returns an empty figure with the gallery's width and a white background."""
     return Figure(
-        figsize=(width_inches, height_inches),
+        figsize=(_WIDTH_INCHES, height_inches),
         layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),
         facecolor=LIGHT.background,
     )
@@ -53,27 +50,33 @@ def rank_colour(rank: int) -> str:
     return LIGHT.series[rank % len(LIGHT.series)]
 
 
-def as_svg(figure: Figure) -> bytes:
-    """Returns a figure as SVG with its background; the same figure has the same bytes."""
-    buffer = io.BytesIO()
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "gallery"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+def add_legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
+    """Adds a legend below a figure, with a patch for each colour by its label."""
+    figure.legend(
+        handles=[Patch(color=colour, label=label) for label, colour in colours.items()],
+        loc="outside lower center", ncols=columns, frameon=False, fontsize=9,
+    )  # fmt: skip
 
 
 def as_png(figure: Figure) -> bytes:
-    """Returns a figure as PNG of at most 256 colours, which makes it several times smaller.
+    """Returns a figure as a small PNG; errors are those of `compressed`."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DPI)
+    return compressed(drawn)
+
+
+def compressed(image: Path | io.BytesIO) -> bytes:
+    """Returns an image as PNG of at most 256 colours, which makes it several times smaller.
 
     Raises:
         ValueError: it has more than `MOST_BYTES`.
     """
-    drawn, result = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=_DPI)
-    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(result, format="PNG", optimize=True)
+    result = io.BytesIO()
+    reduced = Image.open(image).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    reduced.save(result, format="PNG", optimize=True)
     if result.tell() > MOST_BYTES:
         raise ValueError(
-            f"as_png: expected at most {MOST_BYTES} bytes, got {result.tell()}; draw less, or a "
+            f"picture: expected at most {MOST_BYTES} bytes, got {result.tell()}; draw less, or a "
             f"smaller figure"
         )
     return result.getvalue()

@@ -117,7 +117,7 @@ class Measurements:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParallelKind:
     """A kind of parallelism, or what is combined with all of them.
 
     Attributes:
@@ -139,23 +139,25 @@ def _flag(name: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda options: bool(options.get(name))
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind("DP", {"dp_replicate": 2}, lambda o: o.get("dp_replicate", 1) > 1 or o["system"] == "ddp"),
-    Kind(
+KINDS: tuple[ParallelKind, ...] = (
+    ParallelKind(
+        "DP", {"dp_replicate": 2}, lambda o: o.get("dp_replicate", 1) > 1 or o["system"] == "ddp"
+    ),
+    ParallelKind(
         "FSDP",
         {"dp_shard": 2},
         lambda o: (o.get("dp_shard", 1) > 1 and not o.get("zero3")) or o["system"] == "fsdp",
     ),
-    Kind("ZeRO-3", {"dp_shard": 2, "zero3": True}, _flag("zero3")),
-    Kind("TP", {"tp": 2}, _degree("tp")),
-    Kind("SP", {"tp": 2, "sp": True}, _flag("sp")),
-    Kind("loss", {"tp": 2, "loss_parallel": True}, _flag("loss_parallel")),
-    Kind("CP", {"cp": 2}, _degree("cp")),
-    Kind("EP", {"dp_shard": 2, "ep": 2, "model": "mixtral-tiny"}, _degree("ep")),
-    Kind("PP", {"tp": 2, "pp_degree": 2}, _degree("pp_degree")),
-    Kind("static", {"static": True}, _flag("static")),
-    Kind("sharded init", {"init": "sharded"}, lambda o: o.get("init") == "sharded"),
-    Kind("dropout", {"dropout": 0.1, "random": DIST_RNG_RANDOM}, _flag("dropout")),
+    ParallelKind("ZeRO-3", {"dp_shard": 2, "zero3": True}, _flag("zero3")),
+    ParallelKind("TP", {"tp": 2}, _degree("tp")),
+    ParallelKind("SP", {"tp": 2, "sp": True}, _flag("sp")),
+    ParallelKind("loss", {"tp": 2, "loss_parallel": True}, _flag("loss_parallel")),
+    ParallelKind("CP", {"cp": 2}, _degree("cp")),
+    ParallelKind("EP", {"dp_shard": 2, "ep": 2, "model": "mixtral-tiny"}, _degree("ep")),
+    ParallelKind("PP", {"tp": 2, "pp_degree": 2}, _degree("pp_degree")),
+    ParallelKind("static", {"static": True}, _flag("static")),
+    ParallelKind("sharded init", {"init": "sharded"}, lambda o: o.get("init") == "sharded"),
+    ParallelKind("dropout", {"dropout": 0.1, "random": DIST_RNG_RANDOM}, _flag("dropout")),
 )
 
 
@@ -270,7 +272,7 @@ def _pairs() -> Iterator[str]:
 
 
 def _together(
-    two: Sequence[Kind],
+    two: Sequence[ParallelKind],
     compared: Iterable[Mapping[str, Any]],
     trained: Iterable[Mapping[str, Any]],
 ) -> str | UsageError:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import ragged_shard
 from plan_api import Plan, installed, parallelize, zoo
 from testkit import FLATTENS_TWO_SHARDED_DIMS, NO_FLATTENING, models, run_ranks
 
@@ -211,6 +212,17 @@ def test_suggested_entries_complete_a_plan_of_llama():
         assert [re.search("<.*>", line)[0] for line in added] == [
             "<in:input_ids>", "<in:position_ids>", "<in:attention_mask>",
         ]  # fmt: skip
+
+
+def test_the_model_is_named_where_ragged_shard_has_patched_dispatch(mesh):
+    was_installed = ragged_shard.is_installed()
+    ragged_shard.install()
+    try:
+        message = failure(models.llama(), zoo.llama(mesh), input_ids=IDS, use_cache=True)
+    finally:
+        if not was_installed:
+            ragged_shard.uninstall()
+    assert "in model.layers.0.self_attn (LlamaAttention), at cache_utils.py:" in message
 
 
 def test_a_key_value_cache_is_named_with_the_remedy(mesh):

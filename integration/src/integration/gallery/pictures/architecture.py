@@ -9,20 +9,30 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from integration.gallery.picture import Picture, as_png, gallery_figure
 from integration.report.palette import LIGHT
 
-#: Each package with what it does, and the centre of its box.
-PACKAGES = {
-    "integration": ("models, trainer, comparisons", 1.6, 4.0),
-    "plan-api": ("parallelism in one plan", 2.6, 3.0),
-    "fsdp": ("fully_shard without copies", 0.6, 3.0),
-    "dbuffer": ("a group in one buffer", 0.0, 2.0),
-    "ragged-shard": ("placements, layout planner", 0.0, 1.0),
-    "fused-comm": ("one collective per bucket", 1.05, 1.0),
-    "dtensor-rules": ("dispatch in C++", 2.1, 1.0),
-    "dist-rng": ("one device's numbers", 3.15, 1.0),
-    "torch": ("DTensor, DeviceMesh, autograd", 1.6, 0.0),
-}
 _DISTRIBUTIONS = {"integration": "spmd-integration"}
 _SIZE = (0.96, 0.5)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A package in the picture: what it does, and the centre of its box."""
+
+    purpose: str
+    x: float
+    y: float
+
+
+PACKAGES = {
+    "integration": Box("models, trainer, comparisons", 1.6, 4.0),
+    "plan-api": Box("parallelism in one plan", 2.6, 3.0),
+    "fsdp": Box("fully_shard without copies", 0.6, 3.0),
+    "dbuffer": Box("a group in one buffer", 0.0, 2.0),
+    "ragged-shard": Box("placements, layout planner", 0.0, 1.0),
+    "fused-comm": Box("one collective per bucket", 1.05, 1.0),
+    "dtensor-rules": Box("dispatch in C++", 2.1, 1.0),
+    "dist-rng": Box("one device's numbers", 3.15, 1.0),
+    "torch": Box("DTensor, DeviceMesh, autograd", 1.6, 0.0),
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,9 @@ def draw() -> bytes:
     figure = gallery_figure(5.2)
     axes = figure.subplots()
     for edge in edges():
-        _, x0, y0 = PACKAGES[edge.source]
-        _, x1, y1 = PACKAGES[edge.target]
-        is_beside = y0 == y1
-        start = (x0, y0) if is_beside else (x0, y0 - _SIZE[1] / 2)
-        end = (x1, y1) if is_beside else (x1, y1 + _SIZE[1] / 2)
+        source, target = PACKAGES[edge.source], PACKAGES[edge.target]
+        rise = 0 if source.y == target.y else _SIZE[1] / 2
+        start, end = (source.x, source.y - rise), (target.x, target.y + rise)
         axes.add_patch(
             FancyArrowPatch(
                 start,
@@ -82,11 +90,11 @@ def draw() -> bytes:
                 zorder=1,
             )
         )
-    for name, (purpose, x, y) in PACKAGES.items():
+    for name, box in PACKAGES.items():
         colour = LIGHT.muted if name == "torch" else LIGHT.series[0]
         axes.add_patch(
             FancyBboxPatch(
-                (x - _SIZE[0] / 2 + 0.04, y - _SIZE[1] / 2 + 0.04),
+                (box.x - _SIZE[0] / 2 + 0.04, box.y - _SIZE[1] / 2 + 0.04),
                 _SIZE[0] - 0.08,
                 _SIZE[1] - 0.08,
                 boxstyle="round,pad=0.04",
@@ -95,9 +103,9 @@ def draw() -> bytes:
                 zorder=2,
             )
         )
-        axes.text(x, y + 0.08, name, ha="center", va="center", fontsize=10, fontweight="bold",
-                  color=LIGHT.ink, zorder=3)  # fmt: skip
-        axes.text(x, y - 0.11, purpose, ha="center", va="center", fontsize=6.6,
+        axes.text(box.x, box.y + 0.08, name, ha="center", va="center", fontsize=10,
+                  fontweight="bold", color=LIGHT.ink, zorder=3)  # fmt: skip
+        axes.text(box.x, box.y - 0.11, box.purpose, ha="center", va="center", fontsize=6.6,
                   color=LIGHT.muted, zorder=3)  # fmt: skip
     axes.set(xlim=(-0.55, 3.7), ylim=(-0.35, 4.35))
     axes.axis("off")

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from integration.gallery.picture import Picture, as_png, gallery_figure
+from integration.gallery.picture import Picture, add_legend, as_png, gallery_figure
 from integration.report.figures import style_axes
 from integration.report.palette import LIGHT
 
@@ -36,11 +35,11 @@ _DISPATCH = ("torch/distributed/tensor/", "dtensor_rules/")
 # Calls of torch that belong to what their caller does.
 _NEUTRAL = ("torch/_ops.py", "torch/_library/", "torch/_compile.py", "torch/_dynamo/")
 # Calls shorter than this share of the step would be narrower than a pixel.
-_LEAST_SHARE = 1 / 2500
+LEAST_SHARE = 1 / 2500
 
 
 @dataclass(frozen=True)
-class Call:
+class StackFrame:
     """One call of rank 0, in ms from the start of the step.
 
     Attributes:
@@ -54,7 +53,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProfiledStep:
     """One forward and backward of rank 0.
 
     Attributes:
@@ -63,25 +62,27 @@ class Step:
         unprofiled: the duration in ms of the fastest step without the profiler.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[StackFrame, ...]
     profiled: float
     unprofiled: float
 
 
-def measure(steps: int = STEPS, **sizes: int) -> dict[str, Step]:
+def measure(steps: int = STEPS, least_share: float = LEAST_SHARE) -> dict[str, ProfiledStep]:
     """Runs a layer of LLaMA on 2 gloo processes in each mode.
 
     Args:
         steps: of each mode with the profiler, and five times as many without it.
-        sizes: changes to the model's config.
+        least_share: of the step's duration that a call takes to be in the result.
     """
     from testkit import run_ranks
 
-    found: list[dict[str, Step]] = run_ranks(_run_rank, RANKS, steps, sizes, timeout=300)
+    found: list[dict[str, ProfiledStep]] = run_ranks(
+        _run_rank, RANKS, steps, least_share, timeout=300
+    )
     return found[0]
 
 
-def _run_rank(steps: int, sizes: dict[str, int]) -> dict[str, Step]:
+def _run_rank(steps: int, least_share: float) -> dict[str, ProfiledStep]:
     import dtensor_rules
     from plan_api import parallelize, zoo
     from testkit import models
@@ -89,9 +90,9 @@ def _run_rank(steps: int, sizes: dict[str, int]) -> dict[str, Step]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     ids = torch.randint(models.VOCABULARY, (2, 16))
-    found: dict[str, Step] = {}
+    found: dict[str, ProfiledStep] = {}
     for mode in MODES:
-        model = models.llama(**{"num_hidden_layers": 1} | sizes)
+        model = models.llama(num_hidden_layers=1)
         is_static = mode == "static"
         parallelize(model, zoo.llama(mesh), mode="static" if is_static else "eager", guard_steps=0)
 
@@ -100,11 +101,11 @@ def _run_rank(steps: int, sizes: dict[str, int]) -> dict[str, Step]:
 
         dtensor_rules.disable()
         with nullcontext() if mode == "native" else dtensor_rules.enabled():
-            found[mode] = _measure(step, steps)
+            found[mode] = _measure(step, steps, least_share)
     return found
 
 
-def _measure(step: Callable[[], None], steps: int) -> Step:
+def _measure(step: Callable[[], None], steps: int, least_share: float) -> ProfiledStep:
     for _ in range(3):
         step()
     seconds: list[float] = []
@@ -113,7 +114,7 @@ def _measure(step: Callable[[], None], steps: int) -> Step:
         started = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - started)
-    fastest: Step | None = None
+    fastest: ProfiledStep | None = None
     for _ in range(steps):
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
@@ -122,8 +123,8 @@ def _measure(step: Callable[[], None], steps: int) -> Step:
         root = next(node for top in tree for node in _all(top) if node.name.endswith(": step"))
         if fastest is None or root.duration_time_ns / 1e6 < fastest.profiled:
             total = root.duration_time_ns
-            calls = tuple(_calls(root, root.start_time_ns, total * _LEAST_SHARE))
-            fastest = Step(calls, total / 1e6, min(seconds) * 1e3)
+            calls = tuple(_calls(root, root.start_time_ns, total * least_share))
+            fastest = ProfiledStep(calls, total / 1e6, min(seconds) * 1e3)
     assert fastest is not None
     return fastest
 
@@ -134,7 +135,7 @@ def _all(node: Any) -> Iterator[Any]:
         yield from _all(child)
 
 
-def _calls(root: Any, first: int, least: float) -> Iterator[Call]:
+def _calls(root: Any, first: int, least: float) -> Iterator[StackFrame]:
     """Yields the Python calls and operators below a node that are long enough to be seen."""
     stack = [(child, 0, PYTHON) for child in root.children]
     while stack:
@@ -146,7 +147,7 @@ def _calls(root: Any, first: int, least: float) -> Iterator[Call]:
             stack += [(child, depth, caller) for child in node.children]
             continue
         start = node.start_time_ns - first
-        yield Call(kind, depth, start / 1e6, (start + node.duration_time_ns) / 1e6)
+        yield StackFrame(kind, depth, start / 1e6, (start + node.duration_time_ns) / 1e6)
         stack += [(child, depth + 1, kind) for child in node.children]
 
 
@@ -170,7 +171,7 @@ def _kind(node: Any, caller: str) -> str | None:
     return OPERATOR if name.startswith("aten::") else PYTHON
 
 
-def _draw_panel(axes: Axes, title: str, step: Step) -> None:
+def _draw_panel(axes: Axes, title: str, step: ProfiledStep) -> None:
     style_axes(axes, LIGHT, f"{title}: {step.unprofiled:.1f} ms", grid_axis="x")
     by_kind: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for call in step.calls:
@@ -182,7 +183,7 @@ def _draw_panel(axes: Axes, title: str, step: Step) -> None:
     axes.set_ylim(1 + max(call.depth for call in step.calls), -0.2)
 
 
-def draw_flames(steps: dict[str, Step]) -> bytes:
+def draw_flames(steps: dict[str, ProfiledStep]) -> bytes:
     """Draws a panel per mode on one time axis, callers above the calls that they make."""
     heights = [6 + max(call.depth for call in step.calls) for step in steps.values()]
     figure = gallery_figure(0.062 * sum(heights) + 0.5 * len(steps) + 0.9)
@@ -191,11 +192,8 @@ def draw_flames(steps: dict[str, Step]) -> bytes:
         _draw_panel(axes, MODES[mode], step)
     panels[-1].set_xlim(0, max(step.profiled for step in steps.values()))
     panels[-1].set_xlabel("ms under the profiler")
-    figure.legend(
-        handles=[Patch(color=colour, label=label) for label, colour in _COLOURS.values()],
-        loc="outside lower center", ncols=3, frameon=False, fontsize=9,
-    )  # fmt: skip
+    add_legend(figure, dict(_COLOURS.values()), columns=3)
     return as_png(figure)
 
 
-PICTURE = Picture("flame.png", lambda: draw_flames(measure()), is_measured=True)
+PICTURE = Picture("flame.png", lambda: draw_flames(measure()))

@@ -17,7 +17,7 @@ _TITLES = {"llama3-8b": "LLaMA 3 8B, 16 rows", "deepseek-v3": "DeepSeek-V3, 128 
 
 
 @dataclass(frozen=True)
-class Padding:
+class PaddingShares:
     """The padding of one model over the elements of its parameters.
 
     Attributes:
@@ -29,7 +29,7 @@ class Padding:
     by_tensor: float
 
 
-def padding(model: str, ranks: int, rows: int) -> Padding:
+def padding(model: str, ranks: int, rows: int) -> PaddingShares:
     """Plans every group of a preset, where no rank boundary splits ``rows`` rows of a matrix.
 
     Blocks are those of experts' matrices, or of all matrices in a model without experts.
@@ -44,7 +44,7 @@ def padding(model: str, ranks: int, rows: int) -> Padding:
         plan_layout(specs, ranks, order="best").padding * n for specs, n in counts.items()
     )
     by_tensor = sum(padding_by_tensor(specs, ranks) * n for specs, n in counts.items())
-    return Padding(planned / shapes.numel, by_tensor / shapes.numel)
+    return PaddingShares(planned / shapes.numel, by_tensor / shapes.numel)
 
 
 def padding_by_tensor(specs: Sequence[TensorSpec], ranks: int) -> int:
@@ -59,7 +59,7 @@ def padding_by_tensor(specs: Sequence[TensorSpec], ranks: int) -> int:
     return total
 
 
-def paddings(ranks: Sequence[int] = RANKS) -> dict[str, Mapping[int, Padding]]:
+def paddings(ranks: Sequence[int] = RANKS) -> dict[str, Mapping[int, PaddingShares]]:
     """Returns the padding of each model by the number of ranks."""
     return {model: {n: padding(model, n, rows) for n in ranks} for model, rows in MODELS.items()}
 

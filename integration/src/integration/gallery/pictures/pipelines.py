@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-from integration.gallery.picture import Picture, as_png, gallery_figure
+from integration.gallery.picture import Picture, add_legend, as_png, gallery_figure
 from integration.pipeline.schedules import SCHEDULES
 from integration.pipeline.timeline import (
     BACKWARD,
@@ -72,10 +71,7 @@ def draw() -> bytes:
     for axes, (name, timeline) in zip(panels, shown.items(), strict=True):
         _draw_panel(axes, name, timeline)
     panels[-1].set_xlabel("time, in forwards of a rank's part of the model")
-    figure.legend(
-        handles=[Patch(color=colour, label=label) for label, colour in _COLOURS.values()],
-        loc="outside lower center", ncols=4, frameon=False, fontsize=9,
-    )  # fmt: skip
+    add_legend(figure, dict(_COLOURS.values()), columns=4)
     return as_png(figure)
 
 

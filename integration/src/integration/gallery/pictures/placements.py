@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from integration.gallery.picture import Picture, as_png, gallery_figure, rank_colour
+from integration.gallery.picture import Picture, add_legend, as_png, gallery_figure, rank_colour
 from integration.report.palette import LIGHT
 from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
 
@@ -123,10 +123,9 @@ def draw() -> bytes:
     figure = gallery_figure(8.6)
     for axes, panel in zip(figure.subplots(4, 3).flat, shown, strict=True):
         draw_panel(axes, panel)
-    figure.legend(
-        handles=[Patch(color=rank_colour(rank), label=f"rank {rank}") for rank in range(_WORLD)],
-        loc="outside lower center", ncols=_WORLD, frameon=False, fontsize=9,
-    )  # fmt: skip
+    add_legend(
+        figure, {f"rank {rank}": rank_colour(rank) for rank in range(_WORLD)}, columns=_WORLD
+    )
     return as_png(figure)
 
 

@@ -1,18 +1,15 @@
 """The page that ``plan_api.view`` writes of LLaMA's plan, as Chromium shows it."""
 
-import io
 import shutil
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from PIL import Image
 
-from integration.gallery.picture import Picture
+from integration.gallery.picture import Picture, compressed
 
 _WIDTH, _HEIGHT = 1400, 1000
-_COLOURS = 128
 
 
 def write_page(path: Path) -> Path:
@@ -48,10 +45,7 @@ def draw() -> bytes:
             f"--window-size={_WIDTH},{_HEIGHT}", page.as_uri(),
         ]  # fmt: skip
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        image = Image.open(shot).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
-        result = io.BytesIO()
-        image.save(result, format="PNG", optimize=True)
-        return result.getvalue()
+        return compressed(shot)
 
 
 PICTURE = Picture("plan_view.png", draw)

@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import dropout
 
-from integration.gallery.picture import Picture, as_png, gallery_figure, rank_colour
+from integration.gallery.picture import Picture, add_legend, as_png, gallery_figure, rank_colour
 from integration.report.palette import LIGHT
 
 SHAPE = (8, 20)
@@ -80,10 +79,7 @@ def draw() -> bytes:
         native,
         by_rank,
     )
-    figure.legend(
-        handles=[Patch(color=rank_colour(rank), label=f"rank {rank}") for rank in range(RANKS)],
-        loc="outside lower center", ncols=RANKS, frameon=False, fontsize=9,
-    )  # fmt: skip
+    add_legend(figure, {f"rank {rank}": rank_colour(rank) for rank in range(RANKS)}, columns=RANKS)
     return as_png(figure)
 
 

@@ -32,8 +32,8 @@ _FACTORIES = frozenset(
     )
 )  # fmt: skip
 
-# Whether an inner module's entry already decides how the tensor that is being created is placed.
-_decided: ContextVar[bool] = ContextVar("_decided", default=False)
+# Whether the entry of an inner module places the tensor that is being created.
+_is_decided: ContextVar[bool] = ContextVar("_is_decided", default=False)
 
 
 def install_factory(
@@ -79,17 +79,15 @@ class _FactoryMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Modes are called from the innermost to the outermost: the entry of an outer module, too,
-        # sees what an inner one has created, and leaves it.
-        decides = func in _FACTORIES and not _decided.get()
-        token = _decided.set(_decided.get() or decides)
+        if func not in _FACTORIES or _is_decided.get():
+            return func(*args, **(kwargs or {}))
+        # The modes of outer modules are called by this call: they leave the tensor as it is.
+        token = _is_decided.set(True)
         try:
             created = func(*args, **(kwargs or {}))
         finally:
-            _decided.reset(token)
-        if not decides or type(created) is not torch.Tensor:
-            return created
-        if created.device.type != self._mesh.device_type:
+            _is_decided.reset(token)
+        if type(created) is not torch.Tensor or created.device.type != self._mesh.device_type:
             return created
         # Created whole, so that random numbers are those of one device; each rank takes its shard.
         replicated = DTensor.from_local(

@@ -33,7 +33,8 @@ _CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 # Code that runs operators on behalf of the model: its expressions do not describe the model.
 _DISPATCH_MODULES = (
     "torch.distributed", "torch._ops", "torch._C", "torch.overrides", "torch.utils",
-    "torch.nn.modules.module", "torch._dynamo", "plan_api", "dtensor_rules", "dist_rng",
+    "torch.nn.modules.module", "torch._dynamo",
+    "plan_api", "dtensor_rules", "dist_rng", "ragged_shard",
 )  # fmt: skip
 _MAX_LENGTH = 120  # characters of an expression
 

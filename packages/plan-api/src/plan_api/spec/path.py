@@ -62,7 +62,7 @@ def parse_path(text: str, names_modules: bool = False) -> TensorPath:
     """Parses a path.
 
     Args:
-        text: see the module's docstring.
+        text: a regular expression of a module's path, then the tensor, as `Plan.shard` takes it.
         names_modules: whether it names modules instead of tensors; the empty path is the model.
 
     Raises:

@@ -118,7 +118,8 @@ class PlanEntries:
             dst: the placements afterwards.
             mesh: the axes.
             grad_src: the placements of the gradient of the result; by default what autograd makes.
-            grad_dst: the placements of the gradient afterwards; by default ``src``.
+            grad_dst: the placements of the gradient afterwards; by default ``src`` in static mode,
+                and what DTensor makes in Eager: an unchanged gradient where ``src`` equals ``dst``.
 
         Raises:
             ValueError: as `shard`; or the path names a gradient or an operator, or ``src`` is None.

@@ -1,10 +1,4 @@
-"""The events of a recorded step.
-
-Note: a *site* is the path of the innermost module that was called, "" for the model itself. In
-backward it is the module whose forward created the autograd node that runs. It is None outside of
-the model, as in its loss and in the optimizer, or where unknown, as for a node created before the
-record began. Times are microseconds on the host since the record began.
-"""
+"""The events of a recorded step."""
 
 from __future__ import annotations
 
@@ -28,13 +22,15 @@ class OperatorEvent:
 
     Attributes:
         name: as in ``aten.addmm``.
-        site: see the module's docstring.
+        site: path of the innermost module that was called, "" for the model; in backward the module
+            whose forward created the autograd node; None outside of the model (loss, optimizer,
+            buckets of gradients), and where it is unknown.
         phase: of the step.
         before: how its tensors are placed, a placement per axis: ``S(0),R R,S(1)``; a tensor that
             is not a DTensor is ``local``, and a list of them is counted: ``3x R,R``.
         after: the same of its results.
         bytes: of its results on this rank.
-        start: see the module's docstring.
+        start: microseconds on the host since the record began.
         duration: on the host, recording included; a GPU may run it later.
     """
 
@@ -54,7 +50,9 @@ class CollectiveEvent:
 
     Attributes:
         name: as in ``all_gather``, the same for all overloads.
-        site: see the module's docstring.
+        site: path of the innermost module that was called, "" for the model; in backward the module
+            whose forward created the autograd node; None outside of the model (loss, optimizer,
+            buckets of gradients), and where it is unknown.
         phase: of the step.
         axis: of the mesh, by name; of several that form one group ``dp+tp``; "" for another group.
         ranks: of the group; None where torch does not say.
@@ -65,7 +63,7 @@ class CollectiveEvent:
         cause: ``plan``, ``gradient of NAME``, ``gradients``, ``aten.mul`` for an operator that
             redistributes its arguments, or "".
         line: of the plan, for the cause ``plan``; several are ", "-separated.
-        start: see the module's docstring.
+        start: microseconds on the host since the record began.
         duration: until its result was waited for, or the backend reported its end, whichever is
             known; on a GPU that is what the host saw.
     """
@@ -91,7 +89,7 @@ class CallEvent:
     Attributes:
         site: its path.
         phase: of the step.
-        start: see the module's docstring.
+        start: microseconds on the host since the record began.
         duration: on the host.
     """
 
