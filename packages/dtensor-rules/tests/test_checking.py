@@ -29,7 +29,7 @@ def wrong():
             meta = TensorMeta(torch.Size(shape or meta.shape), meta.stride, meta.dtype)
             placements = call.specs[0].placements if placement is None else (placement,)
             spec = DTensorSpec(call.specs[0].mesh, placements, tensor_meta=meta)
-            return Plan(outputs=[spec])
+            return Plan(outputs=[lambda local: spec])  # unlike a spec, not compared with `local`
 
         dtensor_rules.register_rule(Rule(op, says_otherwise, name="wrong"))
 
@@ -116,3 +116,24 @@ def test_a_variable_that_is_no_switch_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="DTENSOR_RULES_CHECK='yes' must be 1"):
         dtensor_rules.enable()
     assert not dtensor_rules.is_enabled()
+
+
+def test_uninitialized_memory_has_no_values_to_compare(mesh):
+    x = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0)], run_check=False)
+    for fill in (1.0, 2.0):  # of memory that the next results are likely to get
+        torch.full((4, 6), fill)
+        for _ in range(3):
+            torch.empty_like(x)
+            x.new_empty((8, 6))
+            x.new_empty_strided((8, 6), (6, 1))
+    # The gradient of a leaf that is expanded is copied into a new_empty_strided.
+    leaf = x.clone().requires_grad_()
+    (leaf + 1.0).sum().backward()
+    assert leaf.grad.shape == leaf.shape
+
+
+def test_what_uninitialized_results_are_is_compared(mesh, wrong):
+    wrong(placement=Replicate(), op="aten.empty_like.default")
+    x = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(RuntimeError, match=r"aten.empty_like.default: result 0 has placements"):
+        torch.empty_like(x)

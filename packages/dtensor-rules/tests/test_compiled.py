@@ -72,7 +72,7 @@ def test_it_goes_to_the_end_or_beside_another(some_rules):
 
 
 def test_all_four_fields_have_to_fit(some_rules, x):
-    some_rules.add("kind", what="replicated", kind="in-place")
+    some_rules.add("kind", "aten.n?g.default", "replicated", kind="in-place")
     some_rules.add("placements", what="replicated", placements=["replicate"])
     some_rules.add("meta", what="replicated", rows=5)
     assert torch.neg(x).placements == (Shard(0),)
@@ -110,10 +110,10 @@ def test_it_sees_what_the_call_is_made_of(some_rules):
 
 def test_it_redistributes_first(some_rules, mesh):
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
-    some_rules.add("mine", what="redistributed")
+    some_rules.add("mine", what="replicated")
     result = torch.neg(partial)
     assert result.placements == (Replicate(),)
-    (move,) = compiled._plan("", dtensor_rules.Call(torch.ops.aten.neg.default, (partial,), {}),
+    (move,) = compiled._plan(dtensor_rules.Call(torch.ops.aten.neg.default, (partial,), {}),
                              [], {0: [("replicate", 0, "", None)]}, {}).moves  # fmt: skip
     assert type(move.transform).__name__ == "Redistribution"  # by C++, not by torch
 
@@ -126,13 +126,10 @@ def test_it_transforms_a_tensor_of_a_list(some_rules, x):
 
 
 def test_it_says_shape_strides_and_dtype(some_rules, x):
-    some_rules.add("mine", what="reshaped")
-    result = torch.neg(x)
-    assert (result.shape, result.stride(), result._spec.tensor_meta.dtype) == (
-        (2, 8),
-        (1, 2),
-        torch.float64,
-    )
+    some_rules.add("mine", "aten.sum.dim_IntList", "summed")
+    result = torch.sum(x, 1, dtype=torch.float64)
+    described = result.shape, result.stride(), result._spec.tensor_meta.dtype
+    assert described == ((4,), (3,), torch.float64)
 
 
 def test_a_placement_of_another_class_passes_through(some_rules, mesh):
@@ -155,9 +152,9 @@ def test_an_operator_in_place_has_no_outputs(some_rules, x):
 
 
 REFUSED = {
-    "too few axes": r"output 0: \(\) must be one per axis of \(2,\)",
+    "too few axes": r"output: \(\) must be one per axis of \(2,\)",
     "no such dim": r"output 0: S\(5\) names no dim of a tensor of \(4, 4\)",
-    "no such tensor": "like=7: the call has 1 DTensors",
+    "no such tensor": "like=7: expected the number of one of the call's 1 DTensors",
     "no such dtype": "dtype='float33' is none of torch's",
     "moved twice": "argument 0 is both redistributed and transformed",
     "too many results": "2 outputs; the operator has 1 results",
@@ -167,8 +164,11 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_plan_that_does_not_fit_is_refused(some_rules, x, what):
     some_rules.add("mine", what=what)
-    with pytest.raises(ValueError, match=rf"Rule 'mine': {NEG}.*{REFUSED[what]}"):
+    with pytest.raises(ValueError, match=REFUSED[what]) as refused:
         torch.neg(x)
+    said = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
+    assert "ule 'mine'" in said
+    assert NEG in said
 
 
 def test_what_it_throws_arrives(some_rules, x):

@@ -60,6 +60,7 @@ def test_an_operator_is_of_the_kinds_its_schema_shows(op, kinds):
     [
         ({"op": "aten.addd.Tensor"}, "op='aten.addd.Tensor' is no operator"),
         ({"op": "aten.add.Tenso"}, r"aten\.add has .*Tensor"),
+        ({"op": "aten::add"}, r"write aten\.add\.default"),
         ({"op": "add"}, "is no operator such as 'aten.add.Tensor'"),
         ({"kind": "outplace"}, "kind='outplace' is none of"),
         ({"placements": ()}, r"placements=\(\) must be"),

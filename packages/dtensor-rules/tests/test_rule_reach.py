@@ -7,7 +7,6 @@ each test here is about one of the two.
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import dtensor_rules
 from dtensor_rules import Plan, Rule, _core
@@ -55,10 +54,9 @@ def test_also_when_the_rule_was_there_before_the_library_was_enabled():
 
 
 def by_alpha(call):
-    """Replicated for alpha 2, as given otherwise: wrong, and visible."""
-    (spec, _) = call.specs
-    placement = Replicate() if call.kwargs.get("alpha") == 2 else spec.placements[0]
-    return Plan(outputs=[DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)])
+    """Gathers both tensors for alpha 2, which torch does not; else leaves them as they are."""
+    at = [Replicate()] if call.kwargs.get("alpha") == 2 else call.specs[0].placements
+    return Plan(moves=call.redistribute({0: at, 1: at}), outputs=[call.output(at)])
 
 
 def placements_by_alpha(x):
@@ -100,3 +98,15 @@ def test_keys_agree_with_the_reference(x, numbers):
 def test_a_rule_that_is_never_asked_is_said_to_be(op, why):
     with pytest.warns(UserWarning, match=rf"Rule 'as_given' will not be asked about {op}: {why}"):
         dtensor_rules.register_rule(Rule(op, as_given))
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "why"),
+    [
+        ("aten.neg.default", "in-place", "kind='in-place', and the operator is functional"),
+        ("aten.neg_.default", "view", "kind='view', and the operator is in-place and out-given"),
+    ],
+)
+def test_a_rule_for_another_kind_than_its_operator_s_is_said_to_be_never_asked(op, kind, why):
+    with pytest.warns(UserWarning, match=rf"Rule 'as_given' will not be asked about {op}: .*{why}"):
+        dtensor_rules.register_rule(Rule(op, as_given, kind=kind))

@@ -47,9 +47,9 @@ def test_what_cannot_be_placed_is_refused_and_leaves_the_table():
 
 
 def replicated(call):
-    """Says that the result is replicated, whatever the argument is: wrong, and visible."""
-    meta = call.specs[0].tensor_meta
-    return Plan(outputs=[DTensorSpec(call.specs[0].mesh, (Replicate(),), tensor_meta=meta)])
+    """Gathers the argument, which torch does not: visible in the result."""
+    whole = [Replicate()]
+    return Plan(moves=call.redistribute({0: whole}), outputs=[call.output(whole)])
 
 
 def test_the_first_rule_that_answers_wins_and_its_hits_are_counted(mesh):

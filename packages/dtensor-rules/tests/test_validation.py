@@ -51,6 +51,7 @@ def test_as_many_results_as_the_operator_has(x):
 def test_results_of_the_operator_s_kind(x):
     assert "one spec or None" in refused(aten.neg.default, (x,), outputs=[[x._spec]])
     assert "a list of specs or None" in refused(aten.split.Tensor, (x, 2), outputs=[x._spec])
+    assert "expected a DTensorSpec" in refused(aten.neg.default, (x,), outputs=[(Shard(0),)])
     check_plan("mine", Call(aten.split.Tensor, (x, 2), {}), Plan(outputs=[[x._spec, x._spec]]))
 
 
@@ -105,3 +106,34 @@ def test_a_registered_rule_is_checked(x):
             torch.neg(x)
     finally:
         dtensor_rules.remove_rule("empty")
+
+
+@pytest.mark.usefixtures("same_rules_after")
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (
+            lambda call: call.output([Replicate()]),
+            r"has shape \(2, 4\); global shape \(4, 4\) with \(Replicate\(\),\) is \(4, 4\)",
+        ),
+        (
+            lambda call: call.output([Shard(0)], shape=(8, 4)),
+            r"shape \(2, 4\); global shape \(8, 4\)",
+        ),
+        (lambda call: call.output([Shard(0)], shape=(4,)), r"shape \(2, 4\); global shape \(4,\)"),
+        (
+            lambda call: call.output([Shard(0)], dtype=torch.float64),
+            "local tensor is torch.float32, its spec says torch.float64",
+        ),
+    ],
+    ids=["placement", "shape", "dimensions", "dtype"],
+)
+def test_the_first_local_result_is_compared_with_its_spec(x, of, message):
+    rule = Rule("aten.neg.default", lambda call: Plan(outputs=[of(call)]), name="mine")
+    dtensor_rules.register_rule(rule)
+    with dtensor_rules.enabled():
+        for _ in range(2):  # the plan that was refused is not kept
+            with pytest.raises(
+                ValueError, match=f"Rule 'mine': aten.neg.default: output 0: .*{message}"
+            ):
+                torch.neg(x)

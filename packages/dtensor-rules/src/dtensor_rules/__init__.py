@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 # Loaded at first use: importing the package needs neither torch nor the extension module.
 _MODULES = {
     "CacheInfo": "inspect.counts",
-    "Call": "registry.rule",
+    "Call": "registry.call",
     "ListedRule": "registry.table",
     "Move": "plan",
     "OpStats": "inspect.counts",
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     )
     from dtensor_rules.plan import Move, Plan
     from dtensor_rules.planning.budget import set_planning_budget
-    from dtensor_rules.registry.rule import Call, Rule
+    from dtensor_rules.registry.call import Call
+    from dtensor_rules.registry.rule import Rule
     from dtensor_rules.registry.table import ListedRule, register_rule, remove_rule, rules
     from dtensor_rules.switch import disable, enable, enabled, is_enabled

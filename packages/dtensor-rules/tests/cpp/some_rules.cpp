@@ -13,22 +13,19 @@ using dtensor_rules::Plan;
 
 std::optional<Plan> act(const std::string& what, const Call& call) {
   const Placements& given = call.specs.at(0).placements;
-  if (what == "replicated") {  // wrong, and visible
-    return Plan{{Output{{Placement::replicate()}}}};
-  }
-  if (what == "redistributed") {
+  if (what == "replicated") {  // which torch does not do: visible in the result
     const Placements replicated(given.size());
     return Plan{{Output{replicated}}, {{0, replicated}}};
   }
-  if (what == "reshaped") {
-    return Plan{{Output{given, 0, {{2, 8}}, {{1, 2}}, "float64"}}};
+  if (what == "summed") {
+    return Plan{{Output{given, 0, {{4}}, {{3}}, "float64"}}};
   }
   if (what == "doubled") {
     const auto twice = pybind11::module_::import("operator").attr("mul");
     const pybind11::cpp_function doubled([twice](const pybind11::object& local) {
       return twice(local, 2);
     });
-    return Plan{{Output{given}}, {}, {{1, doubled}}};
+    return Plan{{Output{{Placement::shard(1)}, 0, {{2, 4, 4}}}}, {}, {{1, doubled}}};
   }
   if (what == "passed on") {
     return Plan{{Output{call.specs.at(1).placements, 1}}};

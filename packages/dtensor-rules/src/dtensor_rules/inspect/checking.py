@@ -12,13 +12,17 @@ from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from dtensor_rules import _compat, _core
+from dtensor_rules.registry.validation import local_difference
 
 VARIABLE = "DTENSOR_RULES_CHECK"
+
+# Of aten; their results are memory as it is, whose values no two calls share.
+_UNINITIALIZED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
 
 
 def wanted() -> bool:
@@ -41,7 +45,8 @@ def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
 
     Raises:
         RuntimeError: an argument's local tensor disagrees with its spec, or the results differ in
-            placements, global or local shapes, strides, dtypes, or, but for partial sums, values.
+            placements, global or local shapes, strides, dtypes, or values (but for partial sums and
+            uninitialized memory).
             Where torch has no strategy for the operator: a result disagrees with its own spec.
     """
     _check_arguments(op, args, kwargs)
@@ -56,7 +61,7 @@ def check(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if len(actual) != len(native):
         raise RuntimeError(f"{op}: {len(actual)} results where torch has {len(native)}")
     for index, (one, other) in enumerate(zip(actual, native, strict=True)):
-        if difference := _difference(one, other):
+        if difference := _difference(one, other, values=not _is_uninitialized(op)):
             raise RuntimeError(
                 f"{op}: result {index} has {difference}; a rule or the cache is wrong "
                 f"(rules() lists the rules, remove_rule() takes one out)"
@@ -71,7 +76,9 @@ def _checked_alone(
     with _on(_core.Path.UNCHECKED):
         result = op(*args, **kwargs)
     for index, tensor in enumerate(pytree.tree_leaves(result)):
-        if isinstance(tensor, DTensor) and (wrong := _disagreement(tensor)):
+        if isinstance(tensor, DTensor) and (
+            wrong := local_difference(tensor._spec, tensor._local_tensor)
+        ):
             raise RuntimeError(f"{op}: result {index}: {wrong}; a rule is wrong")
     return result
 
@@ -91,25 +98,17 @@ def _check_arguments(
     names = [argument.name for argument in op._schema.arguments]
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, DTensor) and (wrong := _disagreement(tensor)):
+            if isinstance(tensor, DTensor) and (
+                wrong := local_difference(tensor._spec, tensor._local_tensor)
+            ):
                 raise RuntimeError(f"{op}: argument {name!r}: {wrong}")
 
 
-def _disagreement(tensor: DTensor) -> str | None:
-    """Describes how a tensor's spec differs from its local tensor; None if they agree."""
-    spec, local = tensor._spec, tensor._local_tensor
-    assert spec.tensor_meta is not None
-    if local.dtype != spec.tensor_meta.dtype:
-        return f"its local tensor is {local.dtype}, its spec says {spec.tensor_meta.dtype}"
-    if not all(type(placement) in (Replicate, Shard, Partial) for placement in spec.placements):
-        return None  # only the placement itself knows what it holds
-    shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    if tuple(local.shape) != tuple(shape):
-        return (
-            f"its local tensor has shape {tuple(local.shape)}; global shape {tuple(spec.shape)} "
-            f"with {spec.placements} is {tuple(shape)} on this rank"
-        )
-    return None
+def _own_difference(tensor: object) -> str | None:
+    """Describes how a DTensor's local tensor differs from its spec; None if it does not."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return local_difference(tensor._spec, tensor._local_tensor)
 
 
 def _copied(
@@ -137,12 +136,17 @@ def _copy(value: object) -> object:
     return pytree.tree_map(copy, value)
 
 
-def _difference(actual: object, native: object) -> str | None:
-    """Describes how two results differ; None if they are equal."""
+def _is_uninitialized(op: torch._ops.OpOverload) -> bool:
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace == "aten" and name in _UNINITIALIZED
+
+
+def _difference(actual: object, native: object, values: bool) -> str | None:
+    """Describes how two results differ, in their values only if ``values``; None if they do not."""
     if type(actual) is not type(native):
         return f"type {type(actual).__name__} where torch has {type(native).__name__}"
     if not isinstance(actual, DTensor) or not isinstance(native, DTensor):
-        return _value_difference(actual, native)
+        return _value_difference(actual, native) if values else None
     for what, one, other in (
         ("placements", actual.placements, native.placements),
         ("global shape", tuple(actual.shape), tuple(native.shape)),
@@ -153,7 +157,7 @@ def _difference(actual: object, native: object) -> str | None:
     ):
         if one != other:
             return f"{what} {one} where torch has {other}"
-    if any(isinstance(placement, Partial) for placement in actual.placements):
+    if not values or any(isinstance(placement, Partial) for placement in actual.placements):
         return None  # ranks may share out a sum in another way
     return _value_difference(actual._local_tensor, native._local_tensor)
 

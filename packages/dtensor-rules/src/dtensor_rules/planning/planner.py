@@ -16,8 +16,9 @@ from dtensor_rules.plan import Move, Output, Plan
 from dtensor_rules.planning import budget
 from dtensor_rules.redistribution import transform_between
 from dtensor_rules.registry import table
+from dtensor_rules.registry.call import Call
 from dtensor_rules.registry.pattern import is_in_place
-from dtensor_rules.registry.rule import Call
+from dtensor_rules.registry.validation import compare_first_results
 
 
 def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Plan:
@@ -35,9 +36,12 @@ def plan(op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, 
     made = _plan(op, args, kwargs)
     seconds = time.perf_counter() - start
     budget.check(str(op), seconds, lambda: _describe(op, args, kwargs))
+    rule = table.name_of(made)
     if logs.wants_misses():
-        logs.miss(op, args, kwargs, made, rule=table.name_of(made), seconds=seconds)
-    return made
+        logs.miss(op, args, kwargs, made, rule=rule, seconds=seconds)
+    if rule is None:
+        return made
+    return compare_first_results(rule, Call(op, args, kwargs), made)
 
 
 def _describe(

@@ -12,16 +12,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 # switch: the built-in rules come first.
 from dtensor_rules import switch  # noqa: F401
 from dtensor_rules.plan import Move, Plan
-from dtensor_rules.redistribution import transform_between
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.rule import Rule
 from dtensor_rules.registry.table import register_rule
-from dtensor_rules.registry.validation import check_axes
 
 VERSION = 2
 
@@ -60,7 +59,7 @@ def register(
 
     def decide(call: Call) -> Plan | None:
         answer = action(*_sent(call))
-        return None if answer is None else _plan(f"Rule {name!r}: {call.op}", call, *answer)
+        return None if answer is None else _plan(call, *answer)
 
     def fits(call: Call) -> bool:
         assert meta is not None
@@ -115,7 +114,6 @@ def _placement(sent: SentPlacement) -> Placement:
 
 
 def _plan(
-    where: str,
     call: Call,
     outputs: Iterable[Sent],
     redistribute: Mapping[int, Sequence[SentPlacement]],
@@ -126,64 +124,35 @@ def _plan(
     Raises:
         ValueError: a number that no DTensor of the call has, placements that are not one per axis.
     """
-    transforms: dict[int, Any] = {}
-    for number, sent in redistribute.items():
-        source = _numbered(where, "redistribute", call.specs, number)
-        target = _placed(f"{where}: redistribute[{number}]", source, sent)
-        transforms[number] = transform_between(source, target)
+    if twice := redistribute.keys() & transform.keys():
+        raise ValueError(f"argument {min(twice)} is both redistributed and transformed")
+    targets = {number: _placements(sent) for number, sent in redistribute.items()}
+    moves = call.redistribute(targets)
     for number, function in transform.items():
-        _numbered(where, "transform", call.specs, number)
-        if number in transforms:
-            raise ValueError(f"{where}: argument {number} is both redistributed and transformed")
-        transforms[number] = function
-    moves = [Move(*call.places[number], transforms[number]) for number in sorted(transforms)]
-    specs = [_output(where, call, index, *sent) for index, sent in enumerate(outputs)]
-    return Plan(moves=moves, outputs=specs)
+        call.numbered("transform", number)
+        moves.append(Move(*call.places[number], function))
+    moves.sort(key=lambda move: (move.argument, move.element))
+    return Plan(moves=moves, outputs=[_output(call, *sent) for sent in outputs])
 
 
 def _output(
-    where: str,
     call: Call,
-    index: int,
     placements: Sequence[SentPlacement],
     like: int,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     dtype: str | None,
 ) -> DTensorSpec:
-    spec = _placed(
-        f"{where}: output {index}", _numbered(where, "like", call.specs, like), placements
-    )
-    meta = spec.tensor_meta
-    assert meta is not None
-    if shape is not None and stride is None:
-        stride = torch.empty(tuple(shape), device="meta").stride()
-    result = TensorMeta(
-        meta.shape if shape is None else torch.Size(shape),
-        meta.stride if stride is None else tuple(stride),
-        meta.dtype if dtype is None else _dtype(where, dtype),
-    )
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=result)
+    known = None if dtype is None else _dtype(dtype)
+    return call.output(_placements(placements), like, shape, stride, known)
 
 
-def _dtype(where: str, name: str) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{where}: dtype={name!r} is none of torch's, such as 'float32'")
+        raise ValueError(f"dtype={name!r} is none of torch's, such as 'float32'")
     return dtype
 
 
-def _numbered(where: str, field: str, specs: list[DTensorSpec], number: int) -> DTensorSpec:
-    if number >= len(specs):
-        raise ValueError(
-            f"{where}: {field}={number}: the call has {len(specs)} DTensors, counted from 0"
-        )
-    return specs[number]
-
-
-def _placed(where: str, spec: DTensorSpec, sent: Sequence[SentPlacement]) -> DTensorSpec:
-    """Returns the spec of the same tensor with other placements."""
-    placements = tuple(_placement(one) for one in sent)
-    placed = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-    check_axes(where, placed)
-    return placed
+def _placements(sent: Sequence[SentPlacement]) -> list[Placement]:
+    return [_placement(one) for one in sent]

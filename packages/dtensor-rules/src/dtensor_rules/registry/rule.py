@@ -12,65 +12,15 @@ import fnmatch
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpInfo
-from torch.utils import _pytree as pytree
 
+from dtensor_rules.registry.call import Call
 from dtensor_rules.registry.pattern import KINDS, fit_on_an_axis, is_word, kinds_of
 
 if TYPE_CHECKING:
     from dtensor_rules.plan import Plan
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call that needs a plan.
-
-    Attributes:
-        op: the operator.
-        args: its positional arguments, DTensors among them; trailing defaults are left out.
-        kwargs: its keyword-only arguments that are no defaults.
-    """
-
-    op: torch._ops.OpOverload
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-
-    @cached_property
-    def specs(self) -> list[DTensorSpec]:
-        """The specs of the DTensors among the positional arguments, lists opened, in order."""
-        leaves = pytree.tree_leaves(self.args)
-        return [leaf._spec for leaf in leaves if isinstance(leaf, DTensor)]
-
-    @cached_property
-    def places(self) -> list[tuple[int, int]]:
-        """Where its DTensors stand: the argument in the schema and the element of a list, or -1.
-
-        Those of `specs` come first, in the same order.
-        """
-        found = []
-        for index, argument in enumerate(self.op._schema.arguments):
-            given = index < len(self.args)
-            value = self.args[index] if given else self.kwargs.get(argument.name)
-            if isinstance(value, DTensor):
-                found.append((index, -1))
-            elif isinstance(value, (list, tuple)):
-                found += [(index, at) for at, one in enumerate(value) if isinstance(one, DTensor)]
-        return found
-
-    @cached_property
-    def info(self) -> OpInfo:
-        """The call as torch's propagation takes it.
-
-        Raises:
-            RuntimeError: a plain tensor that is no scalar is among the arguments.
-        """
-        return DTensor._op_dispatcher.unwrap_to_op_info(self.op, self.args, self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -155,6 +105,8 @@ def _check_op(where: str, op: str) -> None:
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if packet is None or overload not in packet.overloads():
         known = f"; {namespace}.{name} has {', '.join(packet.overloads())}" if packet else ""
+        if "::" in op:
+            known = f"; write {op.replace('::', '.')}.default, or the name of another overload"
         raise ValueError(f"{where}: op={op!r} is no operator such as 'aten.add.Tensor'{known}")
 
 

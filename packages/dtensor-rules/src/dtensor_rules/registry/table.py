@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from dtensor_rules import _core
 from dtensor_rules.plan import Plan
 from dtensor_rules.planning.operators import why_never_asked
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.pattern import kinds_of
+from dtensor_rules.registry.rule import Rule
 from dtensor_rules.registry.validation import check_plan
 
 
@@ -47,7 +49,7 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         after: the name of the rule that it is asked after.
 
     Warns:
-        UserWarning: it names an operator whose calls never come to any rule.
+        UserWarning: no call can come to it, by its operator or its kind.
 
     Raises:
         ValueError: its name is taken, ``before`` or ``after`` is nobody's name, or both are given.
@@ -64,7 +66,7 @@ def register_rule(rule: Rule, *, before: str | None = None, after: str | None = 
         at = _index(before)
     elif after is not None:
         at = _index(after) + 1
-    if rule.overload is not None and (why := why_never_asked(rule.overload)) is not None:
+    if (why := _why_never_asked(rule)) is not None:
         warnings.warn(f"Rule {rule.name!r} will not be asked about {rule.op}: {why}", stacklevel=2)
     _table.insert(at, _Entry(rule, _core.RuleCounter()))
     _changed()
@@ -106,7 +108,7 @@ def match(call: Call) -> Plan | None:
     if any(spec.mesh != call.specs[0].mesh for spec in call.specs):
         return None
     for entry in list(_table):
-        if entry.rule.matches(call) and (plan := entry.rule.action(call)) is not None:
+        if (plan := _answer(entry.rule, call)) is not None:
             if not isinstance(plan, Plan):
                 raise TypeError(
                     f"Rule {entry.rule.name!r}: its action returned {plan!r} for {call.op}; "
@@ -115,6 +117,24 @@ def match(call: Call) -> Plan | None:
             check_plan(entry.rule.name, call, plan)
             return replace(plan, rule=entry.counter)
     return None
+
+
+def _why_never_asked(rule: Rule) -> str | None:
+    if rule.overload is None:  # it names a pattern
+        return None
+    if rule.kind != "*" and rule.kind not in (kinds := kinds_of(rule.overload)):
+        return (
+            f"the rule is for kind={rule.kind!r}, and the operator is {' and '.join(sorted(kinds))}"
+        )
+    return why_never_asked(rule.overload)
+
+
+def _answer(rule: Rule, call: Call) -> Plan | None:
+    try:
+        return rule.action(call) if rule.matches(call) else None
+    except Exception as error:
+        error.add_note(f"raised by rule {rule.name!r} for {call.op}")
+        raise
 
 
 def _changed() -> None:

@@ -1,14 +1,21 @@
-"""What a rule's plan has to fulfil before C++ runs it, which trusts its numbers."""
+"""What a rule's plan has to fulfil: before C++ runs it, which trusts its numbers, and after.
+
+Note: the first run of a plan shows whether the local results are those of its specs; later runs
+have the same shapes, and are not compared.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dtensor_rules.plan import Output, Plan
+from dtensor_rules.registry.call import Call, check_axes
 from dtensor_rules.registry.pattern import is_in_place
-from dtensor_rules.registry.rule import Call
 
 
 def check_plan(rule: str, call: Call, plan: Plan) -> None:
@@ -38,20 +45,55 @@ def check_plan(rule: str, call: Call, plan: Plan) -> None:
     _check_results(where, call, plan)
 
 
-def check_axes(where: str, spec: DTensorSpec) -> None:
-    """Refuses a spec whose placements are not one per axis of its mesh.
+def compare_first_results(rule: str, call: Call, plan: Plan) -> Plan:
+    """A plan whose first run compares its local results with its specs.
 
     Args:
-        where: begins the message.
-        spec: any.
+        rule: the name of the rule that made it.
+        call: what it was made for.
+        plan: its answer, which `check_plan` accepts.
 
-    Raises:
-        ValueError: there are more or fewer.
+    Returns:
+        the plan with functions for its specs. They raise a ValueError that names rule, operator and
+        result where the local shape or dtype is not the spec's.
     """
-    if len(spec.placements) != spec.mesh.ndim:
-        raise ValueError(
-            f"{where}: {spec.placements} must be one per axis of {tuple(spec.mesh.shape)}"
+
+    def compared(index: int, spec: Output) -> Output:
+        if not isinstance(spec, DTensorSpec):
+            return spec
+
+        def spec_of(local: torch.Tensor) -> DTensorSpec:
+            if difference := local_difference(spec, local):
+                raise ValueError(
+                    f"Rule {rule!r}: {call.op}: output {index}: {difference}; return the spec "
+                    f"of what the operator computes"
+                )
+            return spec
+
+        return spec_of
+
+    return replace(plan, outputs=[compared(*each) for each in enumerate(plan.outputs)])
+
+
+def local_difference(spec: DTensorSpec, local: torch.Tensor) -> str | None:
+    """Describes how a local tensor differs from its spec; None if it does not.
+
+    Args:
+        spec: with its `tensor_meta`.
+        local: this rank's.
+    """
+    assert spec.tensor_meta is not None
+    if local.dtype != spec.tensor_meta.dtype:
+        return f"its local tensor is {local.dtype}, its spec says {spec.tensor_meta.dtype}"
+    if not all(type(placement) in (Replicate, Shard, Partial) for placement in spec.placements):
+        return None  # only the placement itself knows what it holds
+    shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if tuple(local.shape) != tuple(shape):
+        return (
+            f"its local tensor has shape {tuple(local.shape)}; global shape {tuple(spec.shape)} "
+            f"with {spec.placements} is {tuple(shape)} on this rank"
         )
+    return None
 
 
 def _check_moves(where: str, call: Call, plan: Plan) -> None:
@@ -110,6 +152,10 @@ def _check_output(where: str, output: Output, result: torch._C.JitType) -> None:
     for spec in output if isinstance(output, list) else [output]:
         if isinstance(spec, DTensorSpec):
             _check_spec(where, spec)
+        elif spec is not None and not callable(spec):
+            raise ValueError(
+                f"{where} is {spec!r}; expected a DTensorSpec, as Call.output(placements) makes it"
+            )
 
 
 def _check_spec(where: str, spec: DTensorSpec) -> None:

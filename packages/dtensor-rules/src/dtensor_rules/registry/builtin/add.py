@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_rules import _compat
 from dtensor_rules.plan import Move, Plan
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.rule import Rule
 
 
 def add_partial(call: Call) -> Plan | None:
@@ -36,8 +36,7 @@ def add_partial(call: Call) -> Plan | None:
                 return None
             zeroed[replica] |= left.mesh.get_local_rank(axis) != 0
     moves = [Move(index, -1, torch.zeros_like) for index, zero in zeroed.items() if zero]
-    result = DTensorSpec(left.mesh, tuple(placements), tensor_meta=left.tensor_meta)
-    return Plan(moves=moves, outputs=[result])
+    return Plan(moves=moves, outputs=[call.output(placements)])
 
 
 def _replica(pair: tuple[Placement, Placement]) -> int | None:

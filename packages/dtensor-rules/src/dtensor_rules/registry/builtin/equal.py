@@ -7,7 +7,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dtensor_rules import _core
 from dtensor_rules.plan import Plan
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.rule import Rule
 
 
 def equal(call: Call) -> Plan | None:

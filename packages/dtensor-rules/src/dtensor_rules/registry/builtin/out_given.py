@@ -9,7 +9,8 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from dtensor_rules.plan import Plan
 from dtensor_rules.planning.planner import from_sharding
 from dtensor_rules.registry.builtin.known_meta import Meta, propagate
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.rule import Rule
 
 
 def out_given(call: Call) -> Plan | None:

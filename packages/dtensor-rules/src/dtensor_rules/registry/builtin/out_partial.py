@@ -10,7 +10,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from dtensor_rules.plan import Plan
-from dtensor_rules.registry.rule import Call, Rule
+from dtensor_rules.registry.call import Call
+from dtensor_rules.registry.rule import Rule
 
 aten = torch.ops.aten
 _REPLICATE = Replicate()
