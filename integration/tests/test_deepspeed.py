@@ -33,9 +33,14 @@ OPTIONS = {
 @needs_deepspeed
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")  # deepspeed's, of what torch deprecates
-def test_it_trains_as_one_device_with_accumulation_and_a_schedule(train_runs, tmp_path):
-    models = ("llama-tiny", "mixtral-tiny", "dit-tiny")
-
+@pytest.mark.parametrize(
+    "models",
+    [
+        pytest.param(["llama-tiny"], id="llama"),
+        pytest.param(["mixtral-tiny", "dit-tiny"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_it_trains_as_one_device_with_accumulation_and_a_schedule(models, train_runs, tmp_path):
     def train(ranks, system, models=models, **others):
         runs = [
             OPTIONS | {"model": model, "system": system, "out": tmp_path / f"{system}-{model}"}

@@ -71,6 +71,7 @@ def one_host(tmp_path_factory):
     return losses(out)
 
 
+@pytest.mark.slow
 def test_a_slow_link_delays_and_changes_nothing(hosts, one_host, tmp_path):
     reason = hosts.slow_down(kbit=8000)
     if reason is not None:

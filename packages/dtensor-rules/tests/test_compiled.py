@@ -166,9 +166,9 @@ def test_a_plan_that_does_not_fit_is_refused(some_rules, x, what):
     some_rules.add("mine", what=what)
     with pytest.raises(ValueError, match=REFUSED[what]) as refused:
         torch.neg(x)
-    said = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
-    assert "ule 'mine'" in said
-    assert NEG in said
+    text = "\n".join([str(refused.value), *getattr(refused.value, "__notes__", [])])
+    assert "ule 'mine'" in text
+    assert NEG in text
 
 
 def test_what_it_throws_arrives(some_rules, x):

@@ -61,7 +61,7 @@ class Trained:
     """What became of a model.
 
     Attributes:
-        losses: of 20 steps.
+        losses: of 8 steps.
         norms: of the gradients of one more batch; an optimizer like Adam hides a factor.
         equal: whether parameters began as one device's, bit for bit.
         extras: of the other packages, those that took part.
@@ -106,7 +106,7 @@ def _parallel(case, mesh, sp):
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_models_of_the_zoo_train_as_on_one_device(shape):
-    """With sequence parallelism and without; parameters and dropout drawn on the mesh.
+    """With sequence parallelism, on 4 ranks also without; parameters and dropout drawn on the mesh.
 
     All in one call: what torch's DTensor decides about an operator, which is most of the time of a
     first step, is forgotten between calls.
@@ -121,7 +121,7 @@ def test_models_of_the_zoo_train_as_on_one_device(shape):
         return {
             (name, sp): _parallel(CASES[name], meshes[CASES[name].axes], sp)
             for name in names
-            for sp in (False, True)
+            for sp in ((False, True) if shape == (2, 2) else (True,))
         }
 
     expected = {name: _train(_alone(CASES[name]), CASES[name]) for name in names}

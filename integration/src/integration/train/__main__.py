@@ -61,7 +61,7 @@ def _run_rank(config: TrainConfig) -> int:
     with process_group(config.timeout, join_seconds=config.join_timeout) as world:
         report_status("started")
         liveness = LivenessCheck(world) if world.size > 1 else None
-        # Imported after validation, as importing TensorBoard takes seconds.
+        # Imported after validation, as it takes a second.
         from integration.train.loop import Trainer
 
         with locked_setup(config, world) as setup:

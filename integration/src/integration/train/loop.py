@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.tensorboard.writer import SummaryWriter
 
 from integration.data import Batch, BatchLoader, Samples, load_samples
 from integration.errors import DivergedError
@@ -32,6 +32,9 @@ from integration.train.model.parallel_model import parallel_model, weights_hash
 from integration.train.optimizers import build_optimizer
 from integration.train.setup import Setup
 from integration.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 
 class Trainer:
@@ -290,6 +293,13 @@ def _whole(loss: Tensor) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
+def _tensorboard_writer(folder: Path, first_step: int) -> "SummaryWriter":
+    # Half a second to import, which other ranks and runs without it save.
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    return SummaryWriter(folder, purge_step=first_step)
+
+
 class _Outputs(AbstractContextManager["_Outputs"]):
     """The files that are written in every step: metrics.jsonl, and TensorBoard's if enabled."""
 
@@ -300,7 +310,7 @@ class _Outputs(AbstractContextManager["_Outputs"]):
             make_folder(config.out)
             self._metrics = MetricsFile(config.out, keep_steps=done)
             if config.tensorboard:
-                self._writer = SummaryWriter(config.out / "tensorboard", purge_step=done + 1)
+                self._writer = _tensorboard_writer(config.out / "tensorboard", done + 1)
 
     def append(self, record: StepRecord) -> None:
         if self._metrics is not None:

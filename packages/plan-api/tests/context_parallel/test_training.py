@@ -44,7 +44,7 @@ def loss_of(model):
 
 
 def trained(model):
-    """Returns the losses of 20 steps, and the norms of the gradients of one more batch."""
+    """Returns the losses of 8 steps, and the norms of the gradients of one more batch."""
     losses = models.train(model, loss_of)
     loss_of(model).backward()
     return losses, [

@@ -63,7 +63,7 @@ class Trained:
     """What became of a model.
 
     Attributes:
-        losses: of 20 steps.
+        losses: of 8 steps.
         norms: of the gradients of one more batch; AdamW hides a factor.
         params: this rank's parts.
         unused_sites: sites of the plan that no call passed.

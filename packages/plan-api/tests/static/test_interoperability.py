@@ -172,7 +172,13 @@ def test_activation_checkpointing_is_bitwise_equal():
 # Raised inside of Dynamo and inductor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("backend", "within"), [("aot_eager", 0.0), ("inductor", 1e-5)])
+@pytest.mark.parametrize(
+    ("backend", "within"),
+    [
+        ("aot_eager", 0.0),
+        pytest.param("inductor", 1e-5, marks=pytest.mark.slow),  # compiles C++ for two minutes
+    ],
+)
 def test_compiled_blocks_equal_eager_blocks(backend, within):
     def check():
         mesh = _mesh()

@@ -48,7 +48,7 @@ class Trained:
     """A trained model.
 
     Attributes:
-        losses: of 20 steps.
+        losses: of 8 steps.
         params: this rank's local tensors, by name.
         grads: this rank's gradients of one more batch.
         unused: sites of the plan that no call passed.
@@ -81,7 +81,10 @@ def _different(eager, static):
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 def test_static_mode_trains_bit_for_bit_as_eager(shape):
-    """20 steps of AdamW with dropout; all in one call, as planning operators takes most time."""
+    """Eight steps of AdamW with dropout, on 4 ranks with sequence parallelism and without.
+
+    All in one call, as planning operators takes most time.
+    """
 
     def check():
         meshes = {
@@ -90,7 +93,7 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape):
         }
         found = {}
         for name, case in CASES.items():
-            for sp in case.sp:
+            for sp in case.sp if shape == (2, 2) else case.sp[-1:]:
                 eager, static = (
                     _train(case, meshes[case.axes], sp, mode) for mode in ("eager", "static")
                 )
@@ -107,7 +110,7 @@ def test_static_mode_trains_bit_for_bit_as_eager(shape):
     for found in run_ranks(check, shape[0] * shape[1], timeout=580):
         for (name, sp), (eager, static, params, grads, zero, unused) in found.items():
             case = f"{name}, {sp=}"
-            assert len(static) == 20, case
+            assert len(static) == 8, case
             assert static == eager, case
             assert static[-1] != static[0], case
             assert params == [], case

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from testkit.ranks.forkserver import ForkServer, Process
 from testkit.ranks.messages import DestroyGroup, RankCall, Ready
 
 START_TIMEOUT = 120.0  # seconds to import torch; several ranks share the cores
 _TAIL = 8_000  # characters of a rank's output that are shown
+_KILL_TIMEOUT = 5.0  # seconds for a killed process to end
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to write its stack
 
 
@@ -40,7 +41,7 @@ class Rank:
     """
 
     index: int
-    process: subprocess.Popen[bytes]
+    process: Process
     connection: Connection
     log: Path
     ready: bool = False
@@ -78,8 +79,8 @@ class Rank:
 
     def kill(self) -> None:
         """Kills the process and closes the connection."""
-        self.process.kill()
-        self.process.wait()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=_KILL_TIMEOUT)
         self.connection.close()
 
 
@@ -87,10 +88,14 @@ class Pool:
     """The rank processes of this process, and the store of their rendezvous.
 
     A call uses the first `world_size` of them; missing ones are started.
+
+    Args:
+        server: forks them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self.ranks: list[Rank] = []
+        self._server = server
         self._calls = 0
         self._pid = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="testkit-"))
@@ -114,7 +119,7 @@ class Pool:
             the ranks that died or are not ready in time.
 
         Raises:
-            OSError: the process of rank `len(self.ranks)` cannot be created.
+            OSError: rank `len(self.ranks)` cannot be started.
         """
         while len(self.ranks) < world_size:
             self.ranks.append(self._start(len(self.ranks)))
@@ -159,23 +164,10 @@ class Pool:
         own_end, rank_end = socket.socketpair()
         connection = Connection(own_end.detach())
         log = self._folder / f"rank{index}.log"
-        arguments = (rank_end.fileno(), os.getpid(), index, self._store.port)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "TESTKIT_RANK": str(index),
-        }
         with rank_end, log.open("ab") as output, contextlib.ExitStack() as on_error:
             on_error.callback(connection.close)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "testkit.ranks.worker", *map(str, arguments)],
-                env=environment,
-                pass_fds=[rank_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # only the parent handles Ctrl-C
+            process = self._server.fork(
+                index, self._store.port, rank_end.fileno(), output.fileno(), START_TIMEOUT
             )
             on_error.pop_all()
         return Rank(index, process, connection, log)
@@ -202,6 +194,5 @@ def receive(rank: Rank) -> Any:
         if rank.connection.poll():
             return rank.connection.recv()
     except (EOFError, OSError):  # OSError: it died while it sent a message
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(timeout=5.0)  # the socket closes a little before the process ends
+        rank.process.wait(timeout=_KILL_TIMEOUT)  # its socket closes a little before it ends
     return None

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import cloudpickle  # type: ignore[import-untyped]  # it has no stubs
 from torch.distributed.tensor.placement_types import Placement
 
+from testkit.ranks.forkserver import ForkServer
 from testkit.ranks.messages import Reply, Task, WarningFilter
 from testkit.ranks.pool import START_TIMEOUT, Pool, Rank, receive, wait_for_ranks
 
@@ -30,6 +31,7 @@ MAX_RANKS = 8
 _GRACE = 1.0  # seconds that the other ranks may take after a rank has failed
 
 _lock = threading.Lock()
+_server: ForkServer | None = None  # outlives the pools, which a failed call closes
 _pool: Pool | None = None
 
 
@@ -101,14 +103,16 @@ def run_ranks(
         ValueError: `world_size` or `timeout` is out of range.
         RuntimeError: it is called on a rank.
     """
-    global _pool
+    global _server, _pool
     _check(fn, world_size, timeout)
     with _lock:  # a rank has one process group, and cloudpickle one registry
         payload = _dumps(fn, args, kwargs)
         if _pool is not None and not _pool.usable():
             _pool.close()
             _pool = None
-        _pool = _pool or Pool()
+        if _pool is None:
+            _server = _usable_server(_server)
+            _pool = Pool(_server)
         try:
             _prepare(_pool, world_size)
             _pool.send(world_size, payload)
@@ -196,6 +200,18 @@ def _call_error(
         for rank in waiting
     ]
     return RankError(f"run_ranks on {world_size}: {', '.join(summary)}", [*failures, *reports])
+
+
+def _usable_server(server: ForkServer | None) -> ForkServer:
+    if server is not None:
+        if server.usable():
+            return server
+        server.close()
+    try:
+        return ForkServer()
+    except OSError as error:
+        message = f"run_ranks: cannot start the process that forks ranks: {error}"
+        raise RankError(message, []) from error
 
 
 def _prepare(pool: Pool, world_size: int) -> None:

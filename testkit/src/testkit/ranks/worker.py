@@ -1,15 +1,12 @@
-"""The process of one rank, started by `testkit.ranks.pool`.
+"""The program of the ranks: ``python -m testkit.ranks.worker FD CALLER`` is their fork server.
 
-Usage: ``python -m testkit.ranks.worker FD PARENT RANK PORT``.
-
-Runs calls from the socket FD until its parent closes it or dies. Its stdout and stderr are the
-rank's log file, which is truncated before each call.
+A rank, forked by it, runs calls from its connection until the caller closes it or dies. Its stdout
+and stderr are the rank's log file, which is truncated before each call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import io
@@ -17,6 +14,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -29,32 +27,31 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from testkit.mesh import clear_caches
+from testkit.ranks.forkserver import die_with_parent, serve
 from testkit.ranks.messages import DestroyGroup, RankCall, Ready, Reply, Task
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(fd: int, parent: int, rank: int, port: int) -> None:
     """Runs calls until the connection ends.
 
     Args:
-        fd: the inherited socket to the parent.
-        parent: the process id of the parent.
+        fd: the socket to the caller.
+        parent: the process id of the fork server.
         rank: this process's rank in every call.
-        port: of the parent's TCPStore, on the loopback device.
+        port: of the caller's TCPStore, on the loopback device.
     """
-    _die_with_parent(parent)
+    die_with_parent(parent)
     os.set_inheritable(fd, False)
+    os.environ["TESTKIT_RANK"] = str(rank)
     faulthandler.enable()
     faulthandler.register(
         signal.SIGUSR1, all_threads=True
-    )  # how the parent requests a hung rank's stack
+    )  # how the caller requests a hung rank's stack
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     connection = Connection(fd)
-    gc.freeze()  # the collection after each call skips imported objects
     modules = len(sys.modules)
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the pool
+    with contextlib.suppress(EOFError, ConnectionError):  # the caller has closed the pool
         while True:
             connection.send(Ready())
             call: RankCall = connection.recv()
@@ -65,12 +62,6 @@ def main(fd: int, parent: int, rank: int, port: int) -> None:
             if len(sys.modules) > modules:  # the call has imported more
                 gc.freeze()
                 modules = len(sys.modules)
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call of prctl
-        os._exit(1)
 
 
 def _reply_to(call: RankCall, rank: int, store: dist.Store) -> Reply:
@@ -144,4 +135,7 @@ def _reset() -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    descriptor, caller = map(int, sys.argv[1:])
+    os.set_inheritable(descriptor, False)
+    die_with_parent(caller)
+    serve(socket.socket(fileno=descriptor), main)
