@@ -1,0 +1,55 @@
+"""A simulated accelerator, ``sim``: an asynchronous device without hardware.
+
+`load` registers it. Its memory is the host's and its operators run on the host at once, so results
+are the CPU's bit for bit; what a real device would be free to reorder is reported (`listen`), for
+the race checker. `device_module` is ``torch.sim``, `build` compiles the extension in ``cpp/``.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from testkit.sim.build import extension
+from testkit.sim.device_module import NAME, make_module
+
+__all__ = ["BACKEND", "NAME", "load"]
+
+BACKEND = "simccl"  # of torch.distributed; the default of the device
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Registers the device in this process, which cannot be undone.
+
+    ``torch.accelerator`` is the simulated device from here on, so it is loaded only where asked
+    for. ``SIM_DEVICES`` in the environment says how many there are, 8 by default.
+
+    Returns:
+        the compiled extension.
+
+    Raises:
+        RuntimeError: this process has another PrivateUse1 device.
+    """
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", NAME):
+        raise RuntimeError(
+            f"testkit.sim: expected no other PrivateUse1 device in this process, got {name!r}; "
+            f"load the simulated device in a process of its own"
+        )
+    core = extension()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, make_module(core))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+        host = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return core.make_backend(host, rank, size)  # type: ignore[no-any-return]
+
+    # A list: the letters of a string would be devices.
+    dist.Backend.register_backend(BACKEND, backend, devices=[NAME])
+    return core
