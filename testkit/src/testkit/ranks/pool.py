@@ -91,10 +91,12 @@ class Pool:
 
     Args:
         server: forks them.
+        device: that their calls use.
     """
 
-    def __init__(self, server: ForkServer) -> None:
+    def __init__(self, server: ForkServer, device: str = "cpu") -> None:
         self.ranks: list[Rank] = []
+        self.device = device
         self._server = server
         self._calls = 0
         self._pid = os.getpid()

@@ -103,16 +103,31 @@ def run_ranks(
         ValueError: `world_size` or `timeout` is out of range.
         RuntimeError: it is called on a rank.
     """
+    return run_in_pool_of("cpu", fn, world_size, args, kwargs, timeout)
+
+
+def run_in_pool_of(
+    device: str,
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> list[T]:
+    """`run_ranks` on processes for a device, as a process that has loaded one cannot unload it.
+
+    Another device than that of the call before starts new processes.
+    """
     global _server, _pool
     _check(fn, world_size, timeout)
     with _lock:  # a rank has one process group, and cloudpickle one registry
         payload = _dumps(fn, args, kwargs)
-        if _pool is not None and not _pool.usable():
+        if _pool is not None and not (_pool.device == device and _pool.usable()):
             _pool.close()
             _pool = None
         if _pool is None:
             _server = _usable_server(_server)
-            _pool = Pool(_server)
+            _pool = Pool(_server, device)
         try:
             _prepare(_pool, world_size)
             _pool.send(world_size, payload)

@@ -8,16 +8,19 @@ the race checker. `device_module` is ``torch.sim``, `build` compiles the extensi
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from testkit.sim.build import extension
+from testkit.sim import build
 from testkit.sim.device_module import NAME, make_module
 
-__all__ = ["BACKEND", "NAME", "load"]
+__all__ = ["BACKEND", "NAME", "load", "math_attention", "process_group"]
 
 BACKEND = "simccl"  # of torch.distributed; the default of the device
 
@@ -41,7 +44,7 @@ def load() -> ModuleType:
             f"testkit.sim: expected no other PrivateUse1 device in this process, got {name!r}; "
             f"load the simulated device in a process of its own"
         )
-    core = extension()
+    core = build.extension()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, make_module(core))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -53,3 +56,31 @@ def load() -> ModuleType:
     # A list: the letters of a string would be devices.
     dist.Backend.register_backend(BACKEND, backend, devices=[NAME])
     return core
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The default process group of a rank with the device's backend, for the length of the context.
+
+    For functions that `run_ranks` runs: their group has gloo only. It loads the device, and makes
+    device number rank the current one.
+    """
+    load()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    torch.get_device_module(NAME).set_device(rank)
+    dist.init_process_group(f"cpu:gloo,{NAME}:{BACKEND}", store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def math_attention() -> AbstractContextManager[None]:
+    """A context in which attention is computed by torch's operators on every device.
+
+    torch selects kernels of attention by device: without it the host and the simulated device have
+    other bits.
+    """
+    return sdpa_kernel(SDPBackend.MATH)

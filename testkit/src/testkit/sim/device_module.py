@@ -38,7 +38,7 @@ def make_module(core: ModuleType) -> ModuleType:
             return int(core.current_device())
         if isinstance(device, int):
             return device
-        index = torch.device(device).index
+        index: int | None = torch.device(device).index
         return int(core.current_device()) if index is None else index
 
     class Stream(torch.Stream):
@@ -71,7 +71,7 @@ def make_module(core: ModuleType) -> ModuleType:
         return Stream(stream_id=0, device_index=index, device_type=kind)
 
     @contextmanager
-    def stream(other: torch.Stream | None) -> Iterator[None]:
+    def stream(other: Any) -> Iterator[None]:
         if other is None:
             yield
             return
