@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testkit.sim import build
-from testkit.sim.device_module import NAME, make_module
+from testkit.sim.device_module import NAME, DeviceModule
 
 __all__ = ["BACKEND", "NAME", "load", "math_attention", "process_group"]
 
@@ -46,7 +46,7 @@ def load() -> ModuleType:
         )
     core = build.extension()
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, make_module(core))
+    torch._register_device_module(NAME, DeviceModule(core))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:

@@ -89,15 +89,15 @@ def _name() -> str:
 
 
 def _folder(name: str) -> Path:
-    home = Path(os.environ.get("SIM_CACHE", Path.home() / ".cache" / "testkit-sim"))
+    user = Path(os.environ.get("SIM_CACHE", Path.home() / ".cache" / "testkit-sim"))
     temporary = Path(tempfile.gettempdir()) / f"testkit-sim-{os.getuid()}"
-    for cache in (home, temporary):  # a home may not be writable
+    for cache in (user, temporary):  # a home folder may not be writable
         try:
             (cache / name).mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         return cache / name
-    raise OSError(f"testkit.sim: cannot write {home} or {temporary}; set SIM_CACHE to a folder")
+    raise OSError(f"testkit.sim: cannot write {user} or {temporary}; set SIM_CACHE to a folder")
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class RaceChecker:
     def _check(self, report: Any, kind: Kind, stream: Stream) -> None:
         order: Any = self._order
         new = self._access(report, kind, stream)
-        kept = []
+        remaining = []
         for old in self._of_storage[report.id]:
             ordered = order.is_ordered_after(stream, old.number, old.stream)
             overlaps = old.first < new.last and new.first < old.last
@@ -184,8 +184,8 @@ class RaceChecker:
             # What will be ordered behind `new` is then ordered behind `old`, too.
             covered = new.first <= old.first and old.last <= new.last and ordered
             if not (covered and (kind is Kind.WRITE or old.kind is Kind.READ)):
-                kept.append(old)
-        self._of_storage[report.id] = [*kept, new]
+                remaining.append(old)
+        self._of_storage[report.id] = [*remaining, new]
         order.update_seq_num(stream, new.number)
 
     def _check_reuse(self, report: Any, stream: Stream) -> None:

@@ -187,8 +187,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const c10::DeviceIndex before = exchangeDevice(storage.device().index());
     c10::DataPtr data = allocator.allocate(bytes);
-    if (const size_t kept = std::min(bytes, storage.nbytes()); kept > 0) {
-      std::memcpy(data.get(), storage.data(), kept);
+    if (const size_t saved = std::min(bytes, storage.nbytes()); saved > 0) {
+      std::memcpy(data.get(), storage.data(), saved);
     }
     storage.set_data_ptr_noswap(std::move(data));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);

@@ -36,10 +36,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       sim::listen({});
       return;
     }
-    auto* held = new py::object(listener);  // kept: another thread may be in a call of it
-    sim::listen([held](const sim::Report& what) {
+    auto* callback = new py::object(listener);  // never freed: another thread may be in a call of it
+    sim::listen([callback](const sim::Report& what) {
       const py::gil_scoped_acquire gil;
-      (*held)(what);
+      (*callback)(what);
     });
   });
 }

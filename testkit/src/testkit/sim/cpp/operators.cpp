@@ -173,7 +173,7 @@ class HostCall {
         return view;
       }
     }
-    at::Tensor made = adopt(host, index_.value_or(current_device()));
+    at::Tensor made = copy_to_device(host, index_.value_or(current_device()));
     report_access(made, Kind::kWrite, op_.schema().name());
     return made;
   }
@@ -302,7 +302,7 @@ at::Tensor host_alias(const at::Tensor& tensor) {
   return host;
 }
 
-at::Tensor adopt(const at::Tensor& host, c10::DeviceIndex index) {
+at::Tensor copy_to_device(const at::Tensor& host, c10::DeviceIndex index) {
   const auto options =
       at::TensorOptions().dtype(host.scalar_type()).device(c10::Device(kType, index));
   at::Tensor made = host.is_non_overlapping_and_dense()

@@ -69,6 +69,6 @@ Usage usage(c10::DeviceIndex index);
 // A tensor of the host on the memory of a simulated one, and a simulated one that takes the memory
 // of a tensor of the host.
 at::Tensor host_alias(const at::Tensor& tensor);
-at::Tensor adopt(const at::Tensor& host, c10::DeviceIndex index);
+at::Tensor copy_to_device(const at::Tensor& host, c10::DeviceIndex index);
 
 }  // namespace sim
