@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from integration.device import CPU
 from integration.models import model_shape
 from integration.train.measurement.throughput import Throughput, count_flops, peak_flops
 
@@ -59,4 +60,4 @@ def test_convolutions_count():
 
 def test_the_share_of_the_peak():
     assert Throughput(flops=30, peak=100.0).mfu(0.5) == pytest.approx(0.6)
-    assert 1e8 < peak_flops() < 1e14
+    assert 1e8 < peak_flops(CPU) < 1e14

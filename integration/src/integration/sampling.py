@@ -16,6 +16,7 @@ import tyro
 from torch import Tensor, nn
 
 from integration.data.digits import CHANNELS, CLASSES, SIDE, TIMES
+from integration.device import DeviceOption, select_device
 from integration.errors import EXIT_USAGE, UsageError
 from integration.models import DiTShape, build_model_on_meta, shape_from
 from integration.models.dit import signal_rate
@@ -79,14 +80,16 @@ def sample(model: Denoiser, classes: Tensor, options: Sampling) -> Tensor:
 
     Args:
         model: predicts noise; a ``DiT`` in eval mode.
-        classes: (images,) int64, each below ``CLASSES``; ``CLASSES`` itself for no class.
+        classes: (images,) int64, each below ``CLASSES``; ``CLASSES`` itself for no class; on the
+            model's device.
         options: the steps, the guidance and the seed.
     """
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)  # the host's: one noise on any device
     noisy = torch.randn(len(classes), CHANNELS, SIDE, SIDE, generator=generator)
     times = torch.linspace(TIMES - 1, 0, options.steps + 1).round().long()
-    signal = signal_rate(times.double())
+    signal = signal_rate(times.double()).to(classes.device)
     noise_share = (1 - signal**2).sqrt()
+    noisy, times = noisy.to(classes.device), times.to(classes.device)
     for step in range(options.steps):
         time = times[step].expand(len(classes))
         noise = _guided_noise(model, noisy, time, classes, options.guidance)
@@ -137,6 +140,9 @@ class SampleOptions:
     """PNG file to write; an existing file is replaced."""
     samples: int = 6
     """Images of each digit."""
+    device: DeviceOption = "auto"
+    """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
+    accelerator."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
 
 
@@ -170,8 +176,11 @@ def write_samples(options: SampleOptions) -> None:
     require_folder(out.parent)
     if options.samples < 1:
         raise UsageError(f"--samples: expected at least 1, got {options.samples}; give 1 or more")
+    kind = select_device(options.device)
     model = load_dit(options.checkpoint)
-    images = sample(model, digits_in_turn(options.samples), options.sampling)
+    kind.start(local_rank=0, rank=0)
+    classes = digits_in_turn(options.samples).to(kind.current)
+    images = sample(model.to(kind.current), classes, options.sampling).cpu()
     # Imported after validation, as importing matplotlib takes seconds.
     from integration.report.diffusion_figure import save_grid
 

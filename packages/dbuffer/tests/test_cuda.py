@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dbuffer import DBuffer, MemoryPool, memory_size
 from ragged_shard.planner import TensorSpec, plan_layout
+from testkit import mesh_of_one
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,10 +18,9 @@ LAYOUT = plan_layout([TensorSpec("a", 1 << 22, 1, (2048, 2048)), TensorSpec("b",
 
 
 @pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
+def mesh():
+    with mesh_of_one("cuda") as mesh:
+        yield mesh
 
 
 def given():

@@ -53,20 +53,20 @@ WITHOUT_GRADIENT = {
 }  # fmt: skip
 
 
-def rows():
-    """One row an operator and grad mode, in microseconds."""
+def rows(device="cpu", rounds=ROUNDS):
+    """One row an operator and grad mode, in microseconds of the host."""
     table = [(name, *row, True) for name, row in OPERATORS.items()]
     table += [(name, *row, False) for name, row in WITHOUT_GRADIENT.items()]
-    with fake_mesh((8,)) as mesh:
+    with fake_mesh((8,), device_type=device) as mesh:
         return [
-            _row(mesh, name, function, operands, grad=grad, differentiable=differentiable)
+            _row(mesh, rounds, name, function, operands, grad=grad, differentiable=differentiable)
             for grad in (False, True)
             for name, function, operands, differentiable in table
         ]
 
 
-def _row(mesh, name, function, operands, *, grad, differentiable):
-    local = [_local(shape) for _, shape in operands]
+def _row(mesh, rounds, name, function, operands, *, grad, differentiable):
+    local = [_local(shape).to(mesh.device_type) for _, shape in operands]
     placed = [
         DTensor.from_local(x, mesh, [placement], run_check=False)
         for x, (placement, _) in zip(local, operands, strict=True)
@@ -81,7 +81,7 @@ def _row(mesh, name, function, operands, *, grad, differentiable):
                 "dtensor_rules": (dtensor_rules.enabled, lambda: function(*placed)),
             },
             calls=CALLS,
-            rounds=ROUNDS,
+            rounds=rounds,
         )
     native, with_rules = best["native"] - best["local"], best["dtensor_rules"] - best["local"]
     ratio = native / with_rules if with_rules > 0 else float("inf")

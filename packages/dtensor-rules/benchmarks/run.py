@@ -14,6 +14,8 @@ import redistribute_speed
 import results_speed
 import step_speed
 
+from testkit import sim
+
 PARTS = {
     "ops": ops_speed.rows,
     "redistribute": redistribute_speed.rows,
@@ -31,9 +33,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True, help="where to write the rows")
     parser.add_argument("--only", choices=PARTS, help="one part; by default all")
+    ops = parser.add_argument_group("of --only=ops")
+    ops.add_argument("--device", default="cpu", help="of the operands: cpu, cuda, or sim")
+    ops.add_argument("--rounds", type=int, default=ops_speed.ROUNDS)
     options = parser.parse_args()
+    chosen = {"device": options.device, "rounds": options.rounds}
+    if chosen != {"device": "cpu", "rounds": ops_speed.ROUNDS} and options.only != "ops":
+        parser.error(f"--device and --rounds: expected --only=ops, got {options.only}")
+    if options.device == "sim":
+        sim.load()
     parts = [options.only] if options.only else list(PARTS)
-    rows = [row for part in parts for row in PARTS[part]()]
+    how = chosen if options.only == "ops" else {}
+    rows = [row for part in parts for row in PARTS[part](**how)]
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -30,17 +30,21 @@ def live_tensors(step, repeats=5):
     return statistics.median(peak_bytes(step)[0] / 2**20 for _ in range(repeats))
 
 
-def copies_on_device(step):
-    """How many kernels of a step only move, of a model's own too: compare with "alone"."""
+def kernels_on_device(step):
+    """How many kernels and copies a step launches, and how many of them only move.
+
+    The model's own are among both: compare with "alone".
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         step()
         torch.cuda.synchronize()
-    return sum(
-        any(move in event.name() for move in MOVES)
+    launched = [
+        event.name()
         for event in profiler.profiler.kineto_results.events()
         if event.device_type() == torch.autograd.DeviceType.CUDA
-    )
+    ]
+    return len(launched), sum(any(move in name for move in MOVES) for name in launched)
 
 
 @contextmanager

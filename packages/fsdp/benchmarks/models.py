@@ -23,6 +23,10 @@ MIXTRAL_LARGE = {
     "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 16384,
     "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+LLAMA_GPU = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000,
+}  # fmt: skip
 MODELS = {
     "LLaMA 6 M": LLAMA_SMALL,
     "Mixtral 6 M": MIXTRAL_SMALL,
@@ -31,6 +35,7 @@ MODELS = {
     "Mixtral 13 M": MIXTRAL_SMALL | {"hidden_size": 384, "intermediate_size": 512},
     "LLaMA 82 M": LLAMA_LARGE,
     "Mixtral 82 M": MIXTRAL_LARGE,
+    "LLaMA 220 M": LLAMA_GPU,
 }
 
 
@@ -44,8 +49,8 @@ def build(name):
     return LlamaForCausalLM(LlamaConfig(use_cache=False, **MODELS[name]))
 
 
-def batches(name, rank, device):
+def batches(name, rank, device, length=LENGTH):
     """Token ids, other ones on each rank."""
     torch.manual_seed(rank)
     vocabulary = MODELS[name]["vocab_size"]
-    return [torch.randint(0, vocabulary, (BATCH, LENGTH)).to(device) for _ in range(4)]
+    return [torch.randint(0, vocabulary, (BATCH, length)).to(device) for _ in range(4)]

@@ -19,7 +19,7 @@ from statistics import mean, median
 
 import optim
 import torch
-from models import MODELS
+from models import LENGTH, MODELS
 from train import train
 from ways import WAYS, left_out
 
@@ -32,12 +32,15 @@ def main() -> None:
     parser.add_argument("--models", type=_names(MODELS), default=["LLaMA 6 M", "Mixtral 6 M"])
     parser.add_argument("--ways", type=_names(WAYS), default=list(WAYS), help="FSDP2 is always one")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--device", help="cpu, cuda or sim; by default cuda where there is one")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     parser.add_argument("--optim", action="store_true", help="steps of optimizers alone: optim.py")
     options = parser.parse_args()
     if options.optim:
         options.json.write_text(json.dumps(optim.rows(options.models), indent=1) + "\n")
         return
-    without = left_out()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    without = left_out(device)
     for way in without.keys() & set(options.ways):
         print(f"{way}: left out, {without[way]}", flush=True)
     ways = [way for way in WAYS if way in {*options.ways, BASE} - without.keys()]
@@ -46,10 +49,11 @@ def main() -> None:
         found = {way: [] for way in ways}
         for _ in range(options.rounds):
             for way in ways:
-                found[way].append(_measure(way, name))
+                found[way].append(_measure(way, name, device, options.length))
         summaries = {way: _summary(measured) for way, measured in found.items()}
         for way, summary in summaries.items():
-            rows.append(_row(f"{name}: {way}", summary, summaries[BASE], found[way][0][0]))
+            first = found[way][0][0]
+            rows.append(_row(f"{name}: {way}", summary, summaries[BASE], first, device))
             print(rows[-1], flush=True)
     options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -66,14 +70,15 @@ def _names(known):
     return parse
 
 
-def _measure(way, name):
+def _measure(way, name, device, length):
     """What each rank found, in fresh processes."""
-    world = min(RANKS, torch.cuda.device_count()) if torch.cuda.is_available() else RANKS
+    world = min(RANKS, torch.cuda.device_count()) if device == "cuda" else RANKS
     with closing(socket.socket()) as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
-        ranks = [pool.submit(train, rank, world, port, way, name) for rank in range(world)]
+        given = (world, port, way, name, device, length)
+        ranks = [pool.submit(train, rank, *given) for rank in range(world)]
         return [rank.result() for rank in ranks]
 
 
@@ -88,10 +93,10 @@ def _summary(rounds):
     }
 
 
-def _row(case, found, base, first):
+def _row(case, found, base, first, device):
     """A row of the table; of `first` what does not vary."""
-    on_gpu = first.copies is not None
-    memory = "reserved" if on_gpu else "peak RSS"
+    on_device = device != "cpu"
+    memory = "reserved" if on_device else "peak RSS"
     logical = first.logical or dict.fromkeys(("groups", "gathers", "reduce-scatters"), "")
     row = {
         "case": case,
@@ -108,8 +113,9 @@ def _row(case, found, base, first):
         "calls": ", ".join(f"{count} {op}" for op, count in sorted(first.calls.items())) or "none",
         "loss": first.loss,
     }
-    if on_gpu:
-        row |= {"CPU ms until launched": round(found["launch"], 1), "copy kernels": first.copies}
+    if on_device:
+        row["CPU ms until launched"] = round(found["launch"], 1)
+        row |= {"launches": first.launches, "copy kernels": first.copies}
     return row
 
 

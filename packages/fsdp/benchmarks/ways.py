@@ -80,8 +80,7 @@ def _deepspeed(model):
     # What its launcher would say; it must know the accelerator when it is imported.
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = next(model.parameters()).device.type
     logging.disable(logging.WARNING)
     import deepspeed
 
@@ -99,12 +98,12 @@ def _deepspeed(model):
     return Training(engine, engine.backward, engine.step)
 
 
-def left_out():
+def left_out(device):
     """The ways that cannot be measured here, and why."""
     why = {}
     if importlib.util.find_spec("deepspeed") is None:
         why["DeepSpeed ZeRO-3"] = "deepspeed is not installed"
-    if torch.cuda.is_available():
+    if device != "cpu":
         exchanges = [name for name in WAYS if "exchange" in name]
         why |= dict.fromkeys(exchanges, "exchanges are for the host's memory")
     return why

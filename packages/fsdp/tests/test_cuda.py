@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from testkit import mesh_of_one
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,10 +18,9 @@ WIDTH = 1024
 
 
 @pytest.fixture
-def mesh(tmp_path):
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+def mesh():
+    with mesh_of_one("cuda") as mesh:
+        yield mesh
 
 
 class Block(nn.Module):

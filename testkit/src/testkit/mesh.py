@@ -54,10 +54,39 @@ def fake_mesh(
             f"dist.destroy_process_group() first"
         )
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        known = device_type in dist.Backend.default_device_backend_map
+        backend = "fake" if device_type in ("cpu", "cuda") or not known else f"{device_type}:fake"
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
         yield init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names) if names else None)
     finally:
         if dist.is_initialized():  # the body may have destroyed it
+            dist.destroy_process_group()
+        clear_caches()
+
+
+@contextmanager
+def mesh_of_one(device_type: str) -> Iterator[DeviceMesh]:
+    """Makes a mesh of this process alone, with the real process group of a device.
+
+    The first device becomes the current one, without which torch warns and libraries of CUDA fail
+    on threads of autograd.
+
+    Args:
+        device_type: ``"cpu"`` with gloo, ``"cuda"`` with NCCL, and others with their default.
+
+    Yields:
+        the mesh, of shape ``(1,)``. On exit its process group is destroyed and torch's caches are
+        cleared.
+    """
+    backend = dist.get_default_backend_for_device(device_type)
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(0)
+        torch.ones(1, device=device_type)  # makes the context of the device
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        yield init_device_mesh(device_type, (1,), mesh_dim_names=("dp",))
+    finally:
+        if dist.is_initialized():
             dist.destroy_process_group()
         clear_caches()
 

@@ -36,11 +36,11 @@ def test_operators_with_a_kernel_of_the_host_run_it():
     def check():
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         names = [name for name in torch._C._dispatch_get_all_op_names() if has(name, "CPU")]
-        composite = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+        kinds = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
         return len(names), [
             name
             for name in names
-            if any(has(name, key) for key in composite) and not has(name, "PrivateUse1")
+            if any(has(name, f"Composite{kind}") for kind in kinds) and not has(name, "PrivateUse1")
         ]
 
     ((count, missing),) = run_sim_ranks(check, 1)
@@ -99,3 +99,38 @@ def test_streams_devices_and_generators():
         return found, str(torch.accelerator.current_accelerator())
 
     assert run_sim_ranks(check, 1) == [([True, 0, 3, 3, False, True], "sim")]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_and_histograms(transposed):
+    def check():
+        def convolved(device):
+            torch.manual_seed(0)
+            kind = torch.nn.ConvTranspose2d if transposed else torch.nn.Conv2d
+            module = kind(4, 6, 3, stride=2, groups=2).to(device)
+            x = torch.randn(2, 4, 9, 9).to(device).requires_grad_()
+            y = module(x)
+            y.square().sum().backward()
+            return [
+                each.detach().cpu() for each in (y, x.grad, *(p.grad for p in module.parameters()))
+            ]
+
+        counts = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device="sim").histc(4, 0, 3)
+        same = all(map(torch.equal, convolved("sim"), convolved("cpu")))
+        return same, counts.tolist(), str(counts.dtype)
+
+    assert run_sim_ranks(check, 1) == [(True, [1, 2, 0, 1], "torch.int32")]
+
+
+def test_autocast_computes_as_on_the_cpu():
+    def check():
+        def output(device):
+            torch.manual_seed(0)
+            x, module = torch.randn(4, 8).to(device), torch.nn.Linear(8, 8).to(device)
+            with torch.autocast(device, torch.bfloat16):
+                return module(x).cpu()
+
+        found, expected = output("sim"), output("cpu")
+        return torch.equal(found, expected), str(found.dtype)
+
+    assert run_sim_ranks(check, 1) == [(True, "torch.bfloat16")]

@@ -101,3 +101,14 @@ def test_fsdp2_trains_with_the_bits_of_the_cpu_and_without_a_race():
         return found == expected, checker.accesses > 1000
 
     assert run_sim_ranks(check, 2, races=False, timeout=120) == [(True, True)] * 2
+
+
+def test_what_follows_a_future_waits_for_its_collective():
+    """As a hook of DistributedDataParallel does, which reads the result by `then`."""
+
+    def check():
+        x = torch.ones(8, device="sim")
+        future = dist.all_reduce(x, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] * 2).wait().tolist()
+
+    assert run_sim_ranks(check, 2) == [[4.0] * 8] * 2

@@ -67,7 +67,13 @@ def test_accesses_on_two_streams(name):
 
 
 @pytest.mark.parametrize(
-    ("remedy", "races"), [("none", 1), ("record_stream", 0), ("wait before the next use", 0)]
+    ("remedy", "races"),
+    [
+        ("none", 1),
+        ("record_stream", 0),
+        ("record_stream of a stream that waits", 0),
+        ("wait before the next use", 0),
+    ],
 )
 def test_memory_that_is_freed_while_another_stream_reads_it(remedy, races):
     def check():
@@ -81,6 +87,10 @@ def test_memory_that_is_freed_while_another_stream_reads_it(remedy, races):
                     buffer.sum()
                 if remedy == "record_stream":
                     buffer.record_stream(side)
+                if remedy == "record_stream of a stream that waits":
+                    other = device.Stream()
+                    other.wait_stream(side)
+                    buffer.record_stream(other)
                 del buffer
                 if remedy == "wait before the next use":
                     device.current_stream().wait_stream(side)

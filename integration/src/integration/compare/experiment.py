@@ -15,6 +15,7 @@ from integration.compare.result import Result
 from integration.compare.results_folder import RUNS
 from integration.compare.run import Run, TrainingJob, option_name
 from integration.data import Modality
+from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.models import model_shape
 from integration.report.section import Section
@@ -44,6 +45,9 @@ class SharedOptions:
     """Decoupled weight decay."""
     seed: int = 0
     """Seed of the weights and of the order of the data."""
+    device: DeviceOption = "auto"
+    """Device of every run: auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which
+    is testkit's simulated accelerator."""
     threads: int = 1
     """CPU threads per rank."""
     timeout: float = 300.0

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from integration.device import CPU, Device
 from integration.errors import UsageError
 
 # Tensors by name, of one sample, or of a microbatch with a first dim of samples.
@@ -109,12 +110,16 @@ class BatchLoader(Iterator[list[Batch]]):
         plan: the sizes of a step.
         rank: data-parallel rank, below ``plan.degree``.
         seed: seed of the permutation of each epoch.
+        device: of the batches; they are copied to an accelerator from pinned memory, which the host
+            does not wait for.
 
     Raises:
         UsageError: the data has fewer samples than one global batch needs.
     """
 
-    def __init__(self, data: Samples, plan: BatchPlan, *, rank: int, seed: int) -> None:
+    def __init__(
+        self, data: Samples, plan: BatchPlan, *, rank: int, seed: int, device: Device = CPU
+    ) -> None:
         if not 0 <= rank < plan.degree:
             raise ValueError(f"data-parallel rank {rank} is outside the degree {plan.degree}")
         data.require(plan.global_batch)
@@ -122,6 +127,7 @@ class BatchLoader(Iterator[list[Batch]]):
         self._plan = plan
         self._rank = rank
         self._seed = seed
+        self._device = device
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)  # (samples,) of the current epoch
         self.step = 0
@@ -131,7 +137,7 @@ class BatchLoader(Iterator[list[Batch]]):
         plan = self._plan
         start = self.step * plan.global_batch
         batches = [
-            _stack([self._sample(start + row) for row in self._rows(microbatch)])
+            self._on_device([self._sample(start + row) for row in self._rows(microbatch)])
             for microbatch in range(plan.accumulation)
         ]
         self.step += 1
@@ -144,6 +150,16 @@ class BatchLoader(Iterator[list[Batch]]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from a position that ``state_dict`` returned."""
         self.step = state["step"]
+
+    def _on_device(self, samples: Sequence[Batch]) -> Batch:
+        batch = _stack(samples)
+        if not self._device.is_accelerator:
+            return batch
+        device = self._device.current
+        return {
+            name: tensor.pin_memory().to(device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
 
     def _rows(self, microbatch: int) -> range:
         plan = self._plan

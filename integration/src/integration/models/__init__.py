@@ -79,12 +79,12 @@ def build_model_on_meta(shape: ModelShape, *, dropout: float = 0.0) -> nn.Module
         return shape.build(dropout=dropout)
 
 
-def draw_weights(model: nn.Module, *, seed: int) -> None:
-    """Allocates a model from ``build_model_on_meta`` and draws its weights from ``seed``.
+def draw_weights(model: nn.Module, *, seed: int, device: str = "cpu") -> None:
+    """Allocates a model from ``build_model_on_meta`` and draws its weights on ``device``.
 
     The model's initialiser runs on its parameters, which may be DTensors; requires a shape with
     ``can_reinitialize``.
     """
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     torch.manual_seed(seed)
     model.init_weights()  # type: ignore[operator]  # Hugging Face's

@@ -48,7 +48,7 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings of times in [0, 1000]."""
         half = self.frequencies // 2
-        periods = torch.exp(-math.log(10000) * torch.arange(half) / half)
+        periods = torch.exp(-math.log(10000) * torch.arange(half, device=t.device) / half)
         angles = t[:, None].float() * periods[None]
         embedded: torch.Tensor = self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
         return embedded
@@ -65,7 +65,7 @@ class LabelEmbedder(nn.Module):
     def forward(self, labels: torch.Tensor, train: bool) -> torch.Tensor:
         """Returns the embeddings of classes; ``train``: drops some of them."""
         if train and self.dropout > 0:
-            dropped = torch.rand(labels.shape[0]) < self.dropout
+            dropped = torch.rand(labels.shape[0], device=labels.device) < self.dropout
             labels = torch.where(dropped, self.classes, labels)
         embedded: torch.Tensor = self.embedding_table(labels)
         return embedded

@@ -133,10 +133,10 @@ class RankPipeline:
             if inner.name == "plan" and layers:
                 self._plan_parts.append(part)
             self.stages.append(
-                make_stage(stage, index, count, torch.device("cpu"), group=self.group)
+                make_stage(stage, index, count, inner.device.current, group=self.group)
             )
         self._is_first, self._is_last = 0 in indices, count - 1 in indices
-        self._microbatches = layout.microbatches
+        self._microbatches, self._device = layout.microbatches, inner.device.current
         self._share = 1.0
         self.schedule = layout.schedule.build(self.stages, layout.microbatches, self._loss)
 
@@ -151,7 +151,7 @@ class RankPipeline:
         if self._plan_parts:
             _place_gradients(self.model)
         # Only the last stage has losses; the sum sends them to all.
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in losses:
             loss += each.detach()
         dist.all_reduce(loss, group=self.group)

@@ -37,7 +37,7 @@ class PipelineSystem(System):
     """
 
     def __init__(self, inner: System, layout: PipelineLayout) -> None:
-        super().__init__(inner.degrees)
+        super().__init__(inner.degrees, device=inner.device)
         self.name = f"{inner.name}+pp"
         self.supports_all_optimizers = inner.supports_all_optimizers
         self.shards_batches = inner.shards_batches
@@ -63,7 +63,7 @@ class PipelineSystem(System):
         """Returns this rank's part of the model; parameters have the full model's names."""
         axis = "tp" if self._inner.name in TENSOR_PARALLEL else "dp"
         mesh = init_device_mesh(
-            "cpu",
+            self.device.type,
             (self._layout.degree, world_size // self._layout.degree),
             mesh_dim_names=("pp", axis),
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import tyro
 
+from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.soak.fault_schedule import KINDS, Fault, draw_fault_schedule
 from integration.train.config import parse_config
@@ -45,6 +46,8 @@ class SoakOptions:
     """System, as in integration.train."""
     model: str = "llama-tiny"
     """Model, as in integration.train."""
+    device: DeviceOption = "auto"
+    """Device, as in integration.train."""
     seed: int = 0
     """Seed of the faults, the weights and the data."""
 
@@ -54,7 +57,7 @@ class SoakOptions:
             *("--out", str(self.out / run), "--system", self.system, "--model", self.model),
             *("--steps", str(self.steps), "--checkpoint-every", str(self.checkpoint_every)),
             *("--timeout", str(self.timeout), "--seed", str(self.seed), "--no-tensorboard"),
-            "--no-final-checkpoint",
+            *("--device", self.device, "--no-final-checkpoint"),
         ]
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from integration.device import CPU, Device
 from integration.errors import UsageError
 from integration.systems.base import System
 from integration.systems.ddp import DataParallel
@@ -32,7 +33,10 @@ __all__ = ["SYSTEM_NAMES", "Degrees", "System", "get_system"]
 
 
 def get_system(
-    name: str, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
+    name: str,
+    degrees: Degrees | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device: Device = CPU,
 ) -> System:
     """Returns the system with this name.
 
@@ -40,6 +44,7 @@ def get_system(
         name: name of the system.
         degrees: degrees of a system that composes several kinds of parallelism.
         compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
+        device: that models and meshes are on.
 
     Raises:
         UsageError: there is no such system, or it does not take degrees.
@@ -52,5 +57,5 @@ def get_system(
                     f"system {name!r} does not take {' '.join(degrees.options)}; leave it out, or"
                     f" use one of: {composing}"
                 )
-            return system(degrees, compute_dtype)
+            return system(degrees, compute_dtype, device)
     raise UsageError(f"unknown system {name!r}; choose one of: {', '.join(SYSTEM_NAMES)}")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from integration.data import Batch, Modality
+from integration.device import CPU, Device
 from integration.errors import UsageError
 from integration.models import ModelShape, loss_of
 from integration.systems.clip import clip_gradients
@@ -21,6 +22,7 @@ class System(ABC):
         name: its name on the command line.
         degrees: degrees of its mesh axes, for systems that compose several kinds of parallelism.
         compute_dtype: dtype of compute in mixed precision; None: the dtype of the weights.
+        device: that models and meshes are on.
     """
 
     name: str
@@ -51,11 +53,15 @@ class System(ABC):
     families: tuple[str, ...] | None = None
 
     def __init__(
-        self, degrees: Degrees | None = None, compute_dtype: torch.dtype | None = None
+        self,
+        degrees: Degrees | None = None,
+        compute_dtype: torch.dtype | None = None,
+        device: Device = CPU,
     ) -> None:
         assert compute_dtype is None or self.mixed_precision
         self.degrees = degrees or Degrees()
         self.compute_dtype = compute_dtype
+        self.device = device
 
     @property
     def missing(self) -> str | None:
@@ -91,7 +97,7 @@ class System(ABC):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Parallelizes ``model``, of ``shape``, on the default process group, and returns it.
 
-        Every rank passes the same weights.
+        Every rank passes the same weights, on its device.
         """
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -102,7 +108,7 @@ class System(ABC):
     def autocast(self, model: nn.Module) -> None:
         """Makes ``forward`` run under autocast in the compute dtype, if there is one."""
         if self.compute_dtype is not None:
-            model.forward = torch.autocast("cpu", self.compute_dtype)(model.forward)
+            model.forward = torch.autocast(self.device.type, self.compute_dtype)(model.forward)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Returns the context of one microbatch; gradients are reduced in the ``last`` only."""

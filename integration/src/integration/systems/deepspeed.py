@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from integration.data import Batch
+from integration.device import Device
+from integration.errors import UsageError
 from integration.models import ModelShape, loss_of
 from integration.systems.base import System
 
@@ -42,10 +44,18 @@ class ZeroThree(System):
             return None
         return "not installed: pip install --no-deps deepspeed hjson einops msgpack"
 
+    def check(self, world_size: int, shape: ModelShape) -> None:
+        """Refuses a device that DeepSpeed does not know."""
+        del world_size, shape
+        if self.device.is_simulated:
+            raise UsageError(
+                "system 'deepspeed': expected --device cpu or cuda, got sim; give another --device"
+            )
+
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Returns a model whose engine is created with the optimizer."""
         del shape, world_size
-        return EngineModel(model)
+        return EngineModel(model, self.device)
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Creates the engine, which shards the model and the optimizer; returns its optimizer."""
@@ -69,16 +79,18 @@ class EngineModel(nn.Module):
     engine: Any = None
     linear: Callable[..., Tensor]
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: Device) -> None:
         super().__init__()
         self.model = model
+        self._device = device
 
     def start(self, optimizer: Optimizer) -> Optimizer:
         """Creates the engine; returns an optimizer whose step is the engine's."""
         # As its launcher sets them; the accelerator must be set before the import.
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size}
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        local = str(self._device.current.index) if self._device.is_accelerator else rank
+        os.environ |= {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_SIZE": size}
+        os.environ["DS_ACCELERATOR"] = self._device.type
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.utils.logger.setLevel(logging.ERROR)
         # It replaces torch's linear operator for the whole process; the context restores it.

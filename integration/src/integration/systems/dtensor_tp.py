@@ -85,7 +85,7 @@ class DTensorTensorParallel(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Distributes the weights in place and installs the hooks."""
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("tp",))
         for layer in shape.layers_of(model):
             plan = layer_plan(shape.family, local_attention=_is_fused(model))
             parallelize_module(layer, mesh, plan)

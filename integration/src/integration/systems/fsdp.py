@@ -34,7 +34,7 @@ class FullyShardedBuffers(System):
         """Shards the model in place."""
         from fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
         shard = partial(
             fully_shard,
             mesh=mesh,

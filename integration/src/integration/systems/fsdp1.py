@@ -23,7 +23,7 @@ class FullyShardedOne(System):
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Wraps every layer and the root."""
         # With a mesh its state dicts contain DTensors, as FSDP2's do, instead of ShardedTensors.
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
         layer_types = {type(layer) for layer in shape.layers_of(model)}
         return FullyShardedDataParallel(
             model,
@@ -31,7 +31,7 @@ class FullyShardedOne(System):
                 transformer_auto_wrap_policy, transformer_layer_cls=layer_types
             ),
             device_mesh=mesh,
-            device_id=torch.device("cpu"),
+            device_id=self.device.current,
             mixed_precision=MixedPrecision(
                 param_dtype=self.compute_dtype, reduce_dtype=torch.float32
             )

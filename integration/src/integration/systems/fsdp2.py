@@ -22,7 +22,7 @@ class FullyShardedTwo(System):
 
     def parallelize(self, model: nn.Module, shape: ModelShape, world_size: int) -> nn.Module:
         """Shards the model in place."""
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
         for layer in shape.layers_of(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -61,7 +61,7 @@ class PlanSystem(System):
         from plan_api import parallelize
 
         axes = self.degrees.axes
-        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         plan = plan_of(shape, mesh, self.degrees)
         return parallelize(model, plan, mode="static" if self.degrees.static else "eager")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from integration.device import Device
 from integration.errors import EXIT_LOST, EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch.liveness_check import LivenessCheck
@@ -30,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse_config(arguments)
-        validate(config)
+        device = validate(config).system.device
         if config.ranks is not None and "RANK" in os.environ:
             raise UsageError(
                 "--ranks: expected none under torchrun, which starts the ranks, got"
                 f" {config.ranks}; leave it out"
             )
         if config.ranks is None or config.ranks == 1:
-            return _run_rank(config)
+            return _run_rank(config, device)
         prepare(config, config.ranks)
         inner = [*arguments, "--ranks", "None"]
         return launch(inner, config.ranks, log_folder=config.out / "logs")
@@ -54,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
-def _run_rank(config: TrainConfig) -> int:
+def _run_rank(config: TrainConfig, device: Device) -> int:
     torch.set_num_threads(config.threads)
     stop = StopRequest()
     record_collectives(config.out)
-    with process_group(config.timeout, join_seconds=config.join_timeout) as world:
+    joining = process_group(config.timeout, join_seconds=config.join_timeout, device=device)
+    with joining as world:
         report_status("started")
         liveness = LivenessCheck(world) if world.size > 1 else None
         # Imported after validation, as it takes a second.

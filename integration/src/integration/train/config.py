@@ -11,6 +11,7 @@ import tyro
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from integration.device import DeviceOption
 from integration.errors import UsageError
 from integration.systems import Degrees
 from integration.train.model.activation_checkpointing import Recompute
@@ -131,6 +132,9 @@ class TrainConfig:
     """Step whose collectives are counted in summary.json; it is slower than others."""
     peak_flops: Annotated[float, Field(gt=0)] | None = None
     """Peak FLOP/s of a rank, for MFU; by default known by the GPU's name, or measured."""
+    device: DeviceOption = "auto"
+    """auto (the machine's accelerator, or the CPU), cpu, cuda, or sim, which is testkit's simulated
+    accelerator."""
     ranks: Positive | None = None
     """Number of ranks to start on this machine; leave it out under torchrun, which starts those of
     several hosts."""

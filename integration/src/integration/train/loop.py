@@ -50,6 +50,7 @@ class Trainer:
         config = setup.config
         self._setup = setup
         self._world = world
+        self._device = setup.system.device
         data = load_samples(
             setup.shape.modality,
             config.data,
@@ -92,6 +93,7 @@ class Trainer:
             background=config.checkpoint_async,
             keep_checkpoints=config.keep_checkpoints,
             timeout=config.timeout,
+            device=self._device,
         )
         self._resume()
 
@@ -101,7 +103,12 @@ class Trainer:
         if path is None:
             return
         checkpoint.load(
-            path, self.model, self.optimizer, self._world, verified=self._setup.resume_verified
+            path,
+            self.model,
+            self.optimizer,
+            self._world,
+            device=self._device,
+            verified=self._setup.resume_verified,
         )
         if path.resolve().parent == (config.out / checkpoint.FOLDER).resolve():
             self._saved_step = self.step
@@ -140,7 +147,7 @@ class Trainer:
 
     def _accumulate(self, microbatches: Sequence[Batch]) -> Tensor:
         """Accumulates the gradients of microbatches and returns their mean loss."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device.current)
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             total += _whole(
@@ -197,17 +204,17 @@ class Trainer:
 
     def _timed_step(self, stop: StopRequest) -> tuple[StepRecord, bool]:
         started = time.perf_counter()
-        generator = torch.get_rng_state()
+        generators = self._device.random_state()
         counted = self.step + 1
         with self._collectives.step(counted):
             loss = self._backward()
         # One small reduction sums the loss and the stop requests, so that all ranks leave the loop
         # after the same step.
-        shared = torch.stack([loss, torch.tensor(float(stop.requested), dtype=torch.float64)])
+        shared = torch.stack([loss, torch.full_like(loss, stop.requested)])
         dist.all_reduce(shared)
         mean = float(shared[0]) / self._world.size
         if not math.isfinite(mean):
-            raise self._diverged(mean, generator)
+            raise self._diverged(mean, generators)
         with self._collectives.step(counted):
             norm = self._update()
         seconds = time.perf_counter() - started
@@ -223,7 +230,7 @@ class Trainer:
         )
         return record, bool(shared[1])
 
-    def _diverged(self, loss: float, generator: Tensor) -> DivergedError:
+    def _diverged(self, loss: float, generators: dict[str, Tensor]) -> DivergedError:
         """Saves the state before the current step, whose loss is not finite."""
         config, step = self._setup.config, self.step
         last = step * config.global_batch - 1
@@ -234,7 +241,7 @@ class Trainer:
                 f" checkpoint: restart with a smaller --learning-rate or other data {samples}"
             )
         self._loader.load_state_dict({"step": step - 1})
-        torch.set_rng_state(generator)
+        self._device.set_random_state(generators)
         self.optimizer.zero_grad()
         path = self.save()
         return DivergedError(
@@ -247,6 +254,8 @@ class Trainer:
         setup = self._setup
         peaks: list[int] = [0] * self._world.size
         dist.all_gather_object(peaks, self._collectives.peak_rss_bytes)
+        device_peaks: list[int] = [0] * self._world.size
+        dist.all_gather_object(device_peaks, self._device.peak_bytes)
         return RunSummary(
             system=setup.system.name,
             model=setup.config.model,
@@ -258,6 +267,8 @@ class Trainer:
             steps=setup.config.steps,
             data_source=self._data_source,
             peak_rss_bytes=peaks,
+            device=self._device.type,
+            peak_device_bytes=device_peaks if self._device.is_accelerator else None,
             initial_weights=self._initial_weights,
             first_masks=self._first_masks,
             collectives=self._collectives.counts,
@@ -273,7 +284,7 @@ def _batch_loader(setup: Setup, world: World, data: Samples) -> BatchLoader:
     plan, rank = setup.batch_plan, setup.system.data_rank(world.rank, world.size)
     if setup.system.shards_batches:
         plan, rank = plan.of_all_ranks(), 0
-    return BatchLoader(data, plan, rank=rank, seed=setup.config.seed)
+    return BatchLoader(data, plan, rank=rank, seed=setup.config.seed, device=setup.system.device)
 
 
 def _identity(setup: Setup, data: Samples) -> checkpoint.Identity:

@@ -59,6 +59,8 @@ class RunSummary:
         accumulation: microbatches per step on each rank.
         micro_batch: samples of a microbatch on a rank; ranks of one model replica share them.
         peak_rss_bytes: peak resident memory of each rank, in rank order.
+        device: type of the device of the ranks.
+        peak_device_bytes: peak of the memory of tensors on each rank's device; None on the CPU.
         initial_weights: SHA-256 of the weights before the first step, with ``--fingerprint``.
         first_masks: SHA-256 of the first step's dropout masks, with ``--fingerprint`` and dropout,
             unless the run was resumed.
@@ -76,6 +78,8 @@ class RunSummary:
     steps: int
     data_source: str
     peak_rss_bytes: list[int]
+    device: str = "cpu"
+    peak_device_bytes: list[int] | None = None
     initial_weights: str | None = None
     first_masks: str | None = None
     collectives: list[CollectiveCount] | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from integration.device import local_ranks, select_device
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.config import TrainConfig, parse_config
 from integration.train.launch.local import launch, report_status
@@ -54,11 +55,12 @@ def read_session(path: Path) -> list[TrainConfig]:
         raise UsageError(
             f"session {path}: expected one number of ranks for all runs, got {ranks}; give one"
         )
-    for config in configs:
-        if config.timeout != configs[0].timeout:
+    for option in ("timeout", "device"):
+        given = sorted({str(getattr(config, option)) for config in configs})
+        if len(given) != 1:
             raise UsageError(
-                f"session {path}: expected one --timeout for all runs, which share a process group,"
-                f" got {configs[0].timeout} and {config.timeout}; give one"
+                f"session {path}: expected one --{option} for all runs, which share a process"
+                f" group, got {' and '.join(given)}; give one"
             )
     return configs
 
@@ -81,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_rank(configs: Sequence[TrainConfig]) -> int:
     stop = StopRequest()
-    with process_group(configs[0].timeout, join_seconds=configs[0].join_timeout) as world:
+    first = configs[0]
+    device = select_device(first.device, local_ranks(first.ranks))
+    joining = process_group(first.timeout, join_seconds=first.join_timeout, device=device)
+    with joining as world:
         report_status("started")
         gc.freeze()  # collections between runs skip imported objects
         for config in configs:
@@ -98,6 +103,7 @@ def _run_one(config: TrainConfig, world: World, stop: StopRequest) -> bool:
     reset_peak_rss()
     torch.set_num_threads(config.threads)
     with locked_setup(config, world) as setup:
+        setup.system.device.reset_peak()
         return Trainer(setup, world).run(stop)
 
 

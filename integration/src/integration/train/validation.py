@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 import torch
 
 from integration.data import BatchPlan, Modality
+from integration.device import Device, local_ranks, select_device
 from integration.errors import UsageError
 from integration.models import ModelShape, model_shape
 from integration.systems import SYSTEM_NAMES, System, get_system
@@ -209,7 +210,8 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     """
     if world_size is None:
         world_size = config.ranks or declared_world().size
-    system = _supported_system(config)
+    device = select_device(config.device, local_ranks(config.ranks))
+    system = _supported_system(config, device)
     shape = model_shape(config.model)
     if system.families is not None and shape.family not in system.families:
         raise UsageError(
@@ -245,13 +247,13 @@ def validate(config: TrainConfig, world_size: int | None = None) -> ValidatedRun
     return ValidatedRun(system, shape, plan, steps)
 
 
-def _supported_system(config: TrainConfig) -> System:
+def _supported_system(config: TrainConfig, device: Device) -> System:
     """Returns the system of a run, with every training feature that the run uses.
 
     Raises:
         UsageError: there is no such system, or it supports neither the compiler nor the dtype.
     """
-    system = get_system(config.system, degrees_of(config))
+    system = get_system(config.system, degrees_of(config), device=device)
     if config.compile != "none" and not system.supports_compile:
         fit = [name for name in SYSTEM_NAMES if get_system(name).supports_compile]
         raise _unsupported(config, f"--compile {config.compile}", "--compile none", fit)
@@ -266,7 +268,7 @@ def _supported_system(config: TrainConfig) -> System:
     if not system.mixed_precision:
         fit = [name for name in SYSTEM_NAMES if get_system(name).mixed_precision]
         raise _unsupported(config, f"--dtype {config.dtype}", "--dtype fp32", fit)
-    return get_system(config.system, degrees_of(config), torch.bfloat16)
+    return get_system(config.system, degrees_of(config), torch.bfloat16, device)
 
 
 def _unsupported(config: TrainConfig, option: str, default: str, fit: Sequence[str]) -> UsageError:

@@ -205,13 +205,28 @@ class _DrawByRegion(TorchDispatchMode):
 
 def draws_as_gpu(local: Tensor) -> bool:
     """Returns whether a GPU is reproduced, where dropout is one fused kernel."""
-    return local.is_cuda or (local.device.type == "cpu" and is_active())
+    return local.is_cuda or is_active()
 
 
 def apply_fused_mask(local: Tensor, mask: Tensor, p: float) -> Tensor:
     """Returns the output of the fused kernel: ``x * mask / (1 - p)`` in fp32 or fp64."""
     wide = local if local.dtype == torch.float64 else local.float()
     return (wide * mask * (1.0 / (1.0 - p))).to(local.dtype)
+
+
+def _fill_as_emulated(
+    local: Tensor,
+    region: Region,
+    draw: Distribution,
+    generator: torch.Generator | None,
+    probabilities: Tensor | None,
+) -> None:
+    """Draws on the host; an accelerator without kernels of its own gets a copy."""
+    host = local if local.device.type == "cpu" else torch.empty_like(local, device="cpu")
+    chances = None if probabilities is None else probabilities.to("cpu")
+    emulation.fill(host, region, draw, generator, probabilities=chances)
+    if host is not local:
+        local.copy_(host)
 
 
 def fill(
@@ -231,13 +246,13 @@ def fill(
     with torch.no_grad():
         if local.is_cuda:
             cuda.fill(local, region, draw, generator, probabilities=probabilities)
+        elif is_active():
+            _fill_as_emulated(local, region, draw, generator, probabilities)
         elif local.device.type != "cpu":
             raise TypeError(
-                f"expected a CPU or CUDA tensor, got one on {local.device}; draw on the CPU and"
-                " move the result"
+                f"expected a CPU or CUDA tensor, got one on {local.device}, whose generator is"
+                " unknown; draw on the CPU and move the result, or within dist_rng.emulated_device"
             )
-        elif is_active():
-            emulation.fill(local, region, draw, generator, probabilities=probabilities)
         else:
             cpu.fill(local, region, draw, generator, probabilities=probabilities)
     return local

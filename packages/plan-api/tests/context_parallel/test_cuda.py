@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 from plan_api.context_parallel import SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.kernels import AttentionOutput, OnlineSoftmax, select_kernel
 from plan_api.context_parallel.order import AttentionCall, tiles_over_all
+from testkit import mesh_of_one
 
 pytestmark = [
     pytest.mark.cuda,
@@ -18,6 +17,12 @@ pytestmark = [
 # The efficient kernel pads its log-sum-exp to 32 queries; chunks of 20 are padded.
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 LENGTH = 80
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with mesh_of_one("cuda") as mesh:
+        yield mesh
 
 
 def inputs(dtype):
@@ -55,23 +60,18 @@ def test_tiles_add_up_to_attention(dtype):
 
 
 @pytest.mark.parametrize("method", IMPLEMENTATIONS)
-def test_one_rank_with_nccl(method, tmp_path):
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cuda", (1,))
-        *tensors, upstream = inputs(torch.bfloat16)
-        actual = [one.clone().requires_grad_() for one in tensors]
-        reference = [one.clone().double().requires_grad_() for one in tensors]
-        call = AttentionCall(mesh, 0, SequenceSharding("contiguous", 1), True, None, "attention")
-        out = IMPLEMENTATIONS[method](*actual, call)
-        expected = F.scaled_dot_product_attention(*reference, is_causal=True, enable_gqa=True)
-        out.backward(upstream)
-        expected.backward(upstream.double())
-        close(out, expected, torch.bfloat16)
-        for one, other in zip(actual, reference, strict=True):
-            close(one.grad, other.grad, torch.bfloat16)
-    finally:
-        dist.destroy_process_group()
+def test_one_rank_with_nccl(method, mesh):
+    *tensors, upstream = inputs(torch.bfloat16)
+    actual = [one.clone().requires_grad_() for one in tensors]
+    reference = [one.clone().double().requires_grad_() for one in tensors]
+    call = AttentionCall(mesh, 0, SequenceSharding("contiguous", 1), True, None, "attention")
+    out = IMPLEMENTATIONS[method](*actual, call)
+    expected = F.scaled_dot_product_attention(*reference, is_causal=True, enable_gqa=True)
+    out.backward(upstream)
+    expected.backward(upstream.double())
+    close(out, expected, torch.bfloat16)
+    for one, other in zip(actual, reference, strict=True):
+        close(one.grad, other.grad, torch.bfloat16)
 
 
 def close(actual, expected, dtype):

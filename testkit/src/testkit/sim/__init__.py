@@ -8,21 +8,26 @@ the race checker. `device_module` is ``torch.sim``, `build` compiles the extensi
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from testkit.sim import build
 from testkit.sim.device_module import NAME, DeviceModule
 
-__all__ = ["BACKEND", "NAME", "load", "math_attention", "process_group"]
+__all__ = ["BACKEND", "NAME", "device_count", "load", "process_group"]
 
 BACKEND = "simccl"  # of torch.distributed; the default of the device
+
+
+def device_count() -> int:
+    """Returns how many devices there are, also before they are loaded: ``SIM_DEVICES``, or 8."""
+    return int(os.environ.get("SIM_DEVICES", "8"))  # as cpp/device.cpp has it
 
 
 @functools.cache
@@ -30,7 +35,7 @@ def load() -> ModuleType:
     """Registers the device in this process, which cannot be undone.
 
     ``torch.accelerator`` is the simulated device from here on, so it is loaded only where asked
-    for. ``SIM_DEVICES`` in the environment says how many there are, 8 by default.
+    for.
 
     Returns:
         the compiled extension.
@@ -75,12 +80,3 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def math_attention() -> AbstractContextManager[None]:
-    """A context in which attention is computed by torch's operators on every device.
-
-    torch selects kernels of attention by device: without it the host and the simulated device have
-    other bits.
-    """
-    return sdpa_kernel(SDPBackend.MATH)

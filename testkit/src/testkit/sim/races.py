@@ -67,9 +67,10 @@ class Access:
     stack: traceback.StackSummary
 
     def __str__(self) -> str:
+        where = "".join(self.stack.format()) or "  a C++ thread of autograd\n"
         return (
             f"{self.op} {_VERBS[self.kind]} {self.last - self.first} bytes on stream "
-            f"{self.stream[1]} of device {self.stream[0]}, at\n{''.join(self.stack.format())}"
+            f"{self.stream[1]} of device {self.stream[0]}, at\n{where}"
         )
 
 
@@ -151,13 +152,13 @@ class RaceChecker:
                 self._check_reuse(report, stream)
             case Kind.FREE:
                 users = self._users.pop(report.id, set())
-                accesses = self._of_storage.pop(report.id, [])
-                self._of_freed[stream] += [
-                    each
-                    for each in accesses
-                    if each.stream not in users
-                    and not order.is_ordered_after(stream, each.number, each.stream)
-                ]
+                for access in self._of_storage.pop(report.id, []):
+                    # What a stream of `record_stream` has waited for is over before a reuse, too.
+                    waits = [stream, *users]
+                    if access.stream not in users and not any(
+                        order.is_ordered_after(each, access.number, access.stream) for each in waits
+                    ):
+                        self._of_freed[stream].append(access)
             case Kind.USE:
                 self._users[report.id].add(stream)
             case Kind.RECORD_EVENT:
@@ -202,10 +203,11 @@ class RaceChecker:
         frame: Any = sys._getframe()
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
-        stack = traceback.StackSummary.extract(
-            traceback.walk_stack(frame), limit=self._frames, lookup_lines=False
-        )
-        stack.reverse()
+        stack = traceback.StackSummary()
+        if frame is not None:  # otherwise autograd's thread has called it
+            frames = traceback.walk_stack(frame)
+            stack = traceback.StackSummary.extract(frames, limit=self._frames, lookup_lines=False)
+            stack.reverse()
         first, last = report.first, report.last
         return Access(kind, stream, self.accesses, first, last, report.op, stack)
 

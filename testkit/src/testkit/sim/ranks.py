@@ -24,9 +24,8 @@ def run_sim_ranks(
 ) -> list[T]:
     """Runs `fn` as `testkit.run_ranks` does, on ranks whose current device is a simulated one.
 
-    The default group has gloo for the host and the device's backend, and attention is computed by
-    the operators that every device has (`sim.math_attention`), so that both give the same bits. The
-    first call compiles the extension (`testkit.sim.build`), outside of `timeout`.
+    The default group has gloo for the host and the device's backend. The first call compiles the
+    extension (`testkit.sim.build`), outside of `timeout`.
 
     Args:
         fn: as for `run_ranks`.
@@ -48,5 +47,5 @@ def run_sim_ranks(
 
 
 def _on_device(fn: Callable[..., T], races: bool, *args: Any, **kwargs: Any) -> T:
-    with sim.process_group(), sim.math_attention(), RaceChecker() if races else nullcontext():
+    with sim.process_group(), RaceChecker() if races else nullcontext():
         return fn(*args, **kwargs)

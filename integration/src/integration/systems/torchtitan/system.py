@@ -89,7 +89,9 @@ class TorchTitanStyle(System):
         del world_size
         degrees = self.degrees
         sizes = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        mesh = init_device_mesh(
+            self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+        )
         if degrees.tp > 1:
             options = {"loss_parallel": True} if degrees.loss_parallel else {}
             APPLY_TP[shape.family](model, mesh["tp"], **options)

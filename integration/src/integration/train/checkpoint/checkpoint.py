@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from integration.device import CPU, Device
 from integration.errors import UsageError
 from integration.train.checkpoint.checksum import checksum, file_checksum
 from integration.train.launch.world import World
@@ -53,6 +54,7 @@ class Manifest:
     Attributes:
         step: number of completed steps.
         world_size: number of ranks that wrote it.
+        device: type of their devices.
         files: size in bytes by file name.
         checksums: checksum by file name; empty in older checkpoints, which have none.
     """
@@ -62,6 +64,7 @@ class Manifest:
     identity: Identity
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"  # the default of older checkpoints, which do not name it
 
 
 def folder_name(step: int) -> str:
@@ -77,19 +80,20 @@ class CheckpointDraft:
         final: folder after ``commit``.
     """
 
-    def __init__(self, run: Path, step: int, identity: Identity, world: World) -> None:
+    def __init__(
+        self, run: Path, step: int, identity: Identity, world: World, device: Device = CPU
+    ) -> None:
         self.step = step
         self.final = run / FOLDER / folder_name(step)
         self.partial = self.final.with_name(f".{self.final.name}.partial")
-        self._identity, self._world = identity, world
+        self._identity, self._world, self._device = identity, world, device
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Removes a killed run's partial folder and returns the state; all ranks call it."""
         if self._world.is_main and self.partial.exists():
             shutil.rmtree(self.partial)
         dist.barrier()
-        rng = {f"rank{self._world.rank}": torch.get_rng_state()}
-        return _training_state(model, optimizer) | {"rng": rng}
+        return _training_state(model, optimizer) | {"rng": _random_state(self._world, self._device)}
 
     def commit(self, checksums: Mapping[str, str]) -> None:
         """Completes the checkpoint that all ranks have written; rank 0 calls it.
@@ -99,7 +103,9 @@ class CheckpointDraft:
         """
         sizes = {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())}
         ordered = {name: checksums[name] for name in sizes}
-        manifest = Manifest(self.step, self._world.size, self._identity, sizes, ordered)
+        manifest = Manifest(
+            self.step, self._world.size, self._identity, sizes, ordered, self._device.type
+        )
         _write_durably(self.partial / MANIFEST, manifest_text(manifest))
         _sync_folder(self.partial)
         _replace_folder(self.partial, self.final)
@@ -112,9 +118,12 @@ class CheckpointDraft:
 
 def manifest_text(manifest: Manifest) -> str:
     """Returns the content of a manifest's file: JSON with a checksum of the other values."""
-    values = asdict(manifest)
+    return _with_checksum(asdict(manifest))
+
+
+def _with_checksum(values: Mapping[str, Any]) -> str:
     own = checksum(json.dumps(values, indent=2).encode())
-    return json.dumps(values | {_OWN_CHECKSUM: own}, indent=2)
+    return json.dumps({**values, _OWN_CHECKSUM: own}, indent=2)
 
 
 # Returns a sentence on the damage to a checkpoint's files; None: they are undamaged.
@@ -163,18 +172,20 @@ def load(
     optimizer: torch.optim.Optimizer,
     world: World,
     *,
+    device: Device = CPU,
     verified: bool = False,
 ) -> None:
-    """Loads a complete checkpoint into the model, the optimizer and the random generator.
+    """Loads a complete checkpoint into the model, the optimizer and the random generators.
 
-    The generator's state is restored if the number of ranks is the one that saved; otherwise it
-    keeps the run's seed.
+    The state of the generators, of the host and the device, is restored if the number of ranks and
+    their device are those that saved; otherwise they keep the run's seed.
 
     Args:
         path: the checkpoint.
         model: the model as its system has wrapped it.
         optimizer: optimizer of its parameters.
         world: this rank and the world size.
+        device: of the ranks.
         verified: whether its checksums have been verified; otherwise this verifies them.
 
     Raises:
@@ -182,10 +193,9 @@ def load(
     """
     manifest = read_manifest(path, unverified if verified else verify_together(world))
     state = _training_state(model, optimizer)
-    rng_key = f"rank{world.rank}"
-    same_world = manifest.world_size == world.size
-    if same_world:
-        state["rng"] = {rng_key: torch.get_rng_state()}
+    same_ranks = (manifest.world_size, manifest.device) == (world.size, device.type)
+    if same_ranks:
+        state["rng"] = _random_state(world, device)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model,
@@ -194,8 +204,10 @@ def load(
         optim_state_dict=state["optimizer"],
         options=_OPTIONS,
     )
-    if same_world:
-        torch.set_rng_state(state["rng"][rng_key])
+    if same_ranks:
+        device.set_random_state(
+            {kind: state["rng"][_rng_key(world, kind)] for kind in device.random_state()}
+        )
 
 
 def load_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -235,6 +247,7 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
         text = (path / MANIFEST).read_bytes().decode()
         values = json.loads(text)
         own = values.pop(_OWN_CHECKSUM, None)
+        expected = _with_checksum(values)
         values["identity"] = Identity(**values["identity"])
         manifest = Manifest(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -242,7 +255,7 @@ def _complete_manifest(path: Path, verification: Verification) -> Manifest:
             f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read"
         ) from error
     # Older manifests have no checksums.
-    if (own is not None or "checksums" in values) and text != manifest_text(manifest):
+    if (own is not None or "checksums" in values) and text != expected:
         raise _IncompleteError(
             f"checkpoint {path} is damaged: {MANIFEST} does not have its own checksum"
         )
@@ -326,6 +339,14 @@ def _candidates(folder: Path) -> list[Path]:
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _random_state(world: World, device: Device) -> dict[str, torch.Tensor]:
+    return {_rng_key(world, kind): state for kind, state in device.random_state().items()}
+
+
+def _rng_key(world: World, kind: str) -> str:
+    return f"rank{world.rank}" if kind == "cpu" else f"rank{world.rank}.{kind}"
 
 
 def _flat(identity: Identity) -> dict[str, Any]:

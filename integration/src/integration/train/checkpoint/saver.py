@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from integration.device import CPU, Device
 from integration.errors import UnwrittenError
 from integration.train.checkpoint import checkpoint
 from integration.train.checkpoint.checkpoint import CheckpointDraft, Identity, newest_complete
@@ -40,6 +41,7 @@ class CheckpointSaver:
         background: whether ``save`` may return before a checkpoint is complete.
         keep_checkpoints: how many complete checkpoints to keep, 0 for all.
         timeout: timeout of the collectives of saving in the background, in seconds.
+        device: of the ranks.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class CheckpointSaver:
         background: bool,
         keep_checkpoints: int,
         timeout: float,
+        device: Device = CPU,
     ) -> None:
-        self._run, self._identity, self._world = run, identity, world
+        self._run, self._identity, self._world, self._device = run, identity, world, device
         self._keep_checkpoints = keep_checkpoints
         self._pending: tuple[CheckpointDraft, Future[None]] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -75,7 +78,7 @@ class CheckpointSaver:
             CheckpointException: saving failed for another reason.
         """
         self.finish()
-        draft = CheckpointDraft(self._run, step, self._identity, self._world)
+        draft = CheckpointDraft(self._run, step, self._identity, self._world, self._device)
         state = draft.begin(model, optimizer)
         writer = CheckpointWriter(draft.partial)
         if wait or self._group is None:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from integration.device import CPU, Device
 from integration.errors import UsageError
 from integration.train.launch.endpoint import (
     INTERFACE_VARIABLE,
@@ -25,10 +26,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank and the world size."""
+    """This process's rank and the world size.
+
+    Attributes:
+        local_rank: rank on its host; None if its launcher does not tell.
+    """
 
     rank: int
     size: int
+    local_rank: int | None = None
 
     @property
     def is_main(self) -> bool:
@@ -38,7 +44,12 @@ class World:
 
 def declared_world() -> World:
     """Returns the world of torchrun's environment; one rank without torchrun."""
-    return World(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+    local = os.environ.get("LOCAL_RANK")
+    return World(
+        rank=int(os.environ.get("RANK", "0")),
+        size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=None if local is None else int(local),
+    )
 
 
 def has_agent() -> bool:
@@ -47,7 +58,9 @@ def has_agent() -> bool:
 
 
 @contextmanager
-def process_group(timeout_seconds: float, *, join_seconds: float | None = None) -> Iterator[World]:
+def process_group(
+    timeout_seconds: float, *, join_seconds: float | None = None, device: Device = CPU
+) -> Iterator[World]:
     """Creates the default process group for the length of the context.
 
     A process without other ranks gets a group of one.
@@ -56,6 +69,7 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
         timeout_seconds: timeout of collectives.
         join_seconds: timeout of the rendezvous of ranks that torchrun has not started; by default
             the same.
+        device: that this rank starts, and whose backend of collectives the group has.
 
     Raises:
         UsageError: the ranks cannot join, or cannot connect to each other.
@@ -64,11 +78,12 @@ def process_group(timeout_seconds: float, *, join_seconds: float | None = None) 
     timeout = timedelta(seconds=timeout_seconds)
     if has_agent():
         _end_with_launcher()
+    device.start(world.local_rank, world.rank)
     if "RANK" in os.environ:
-        _join(world, timeout, timedelta(seconds=join_seconds or timeout_seconds))
+        _join(world, device.backend, timeout, timedelta(seconds=join_seconds or timeout_seconds))
     else:
         dist.init_process_group(
-            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            device.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     try:
         yield world
@@ -89,7 +104,7 @@ def exit_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _join(world: World, timeout: timedelta, join_timeout: timedelta) -> None:
+def _join(world: World, backend: str, timeout: timedelta, join_timeout: timedelta) -> None:
     endpoint = endpoint_of_environment()
     choose_interface(endpoint)
     try:
@@ -102,7 +117,7 @@ def _join(world: World, timeout: timedelta, join_timeout: timedelta) -> None:
         ) from error
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
     except RuntimeError as error:
         raise UsageError(

@@ -51,7 +51,7 @@ class DropoutMasks(TorchFunctionMode):
         before = _zeros(args[0])
         result = func(*args, **kwargs)
         mask = _zeros(result) & ~before
-        self._digest.update(repr(tuple(mask.shape)).encode() + mask.numpy().tobytes())
+        self._digest.update(repr(tuple(mask.shape)).encode() + mask.cpu().numpy().tobytes())
         self._calls += 1
         self._zeroed += int(mask.sum())
         self._eligible += int((~before).sum())

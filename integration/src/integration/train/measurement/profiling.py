@@ -52,7 +52,7 @@ class StepProfiler:
 
     ``rankN.pt.trace.json`` is a Chrome trace with allocations, for TensorBoard, Perfetto and
     chrome://tracing; ``rankN.memory.txt`` lists the tensors that are allocated after the last step.
-    With CUDA, ``rankN.memory.pickle`` is a snapshot for pytorch.org/memory_viz.
+    On CUDA devices ``rankN.memory.pickle`` is a snapshot for pytorch.org/memory_viz.
 
     Args:
         steps: range of steps, if any.

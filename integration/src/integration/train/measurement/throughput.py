@@ -1,5 +1,6 @@
 """Computes MFU from the FLOPs of a step and the peak FLOP/s."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from integration.device import Device
 from integration.models import ModelShape, loss_of
 from integration.train.setup import Setup
 
@@ -33,7 +35,7 @@ class Throughput:
 
     Attributes:
         flops: model FLOPs of a global batch; see `count_flops`.
-        peak: peak FLOP/s of all ranks.
+        peak: peak FLOP/s of all ranks; infinite if unknown.
     """
 
     flops: int
@@ -45,13 +47,15 @@ class Throughput:
         config = setup.config
         inputs = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sample.items())
         flops = _flops_of_sample(setup.shape, config.dropout, inputs)
-        peak = torch.tensor(config.peak_flops or peak_flops(), dtype=torch.float64)
+        # Of which each rank has its own, and an unknown one is infinite.
+        own = config.peak_flops or peak_flops(setup.system.device) or math.inf
+        peak = torch.tensor(own, dtype=torch.float64, device=setup.system.device.current)
         dist.all_reduce(peak)
         return Throughput(flops * config.global_batch, float(peak))
 
-    def mfu(self, seconds: float) -> float:
-        """Returns the MFU of a step of so many seconds."""
-        return self.flops / seconds / self.peak
+    def mfu(self, seconds: float) -> float | None:
+        """Returns the MFU of a step of so many seconds; None if a device's peak is unknown."""
+        return None if math.isinf(self.peak) else self.flops / seconds / self.peak
 
 
 @cache  # runs of a session often have one model
@@ -89,22 +93,12 @@ def count_flops(build: Callable[[], nn.Module], batch: Mapping[str, Tensor]) -> 
     return flops
 
 
-def peak_flops() -> float:
-    """Returns the peak FLOP/s of this process: those of its GPU, or measured on the CPU.
-
-    Raises:
-        ValueError: the GPU is unknown.
-    """
-    if not torch.cuda.is_initialized():
+def peak_flops(device: Device) -> float | None:
+    """Returns a device's peak FLOP/s: a GPU's by its name, if known, the host's as measured."""
+    if not device.is_accelerator or device.is_simulated:
         return _measured()
-    name = torch.cuda.get_device_name()
-    for part, flops in _PEAK_FLOPS.items():
-        if part in name:
-            return flops
-    raise ValueError(
-        f"peak FLOP/s: expected one of the GPUs {', '.join(_PEAK_FLOPS)}, got {name!r}; give"
-        " --peak-flops"
-    )
+    name = device.name
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
 def _measured(size: int = 512, rounds: int = 8) -> float:

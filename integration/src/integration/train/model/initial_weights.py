@@ -31,9 +31,9 @@ class InitialWeights:
         require_fits(folder, chunks, asdict(shape))
         return InitialWeights(folder, chunks)
 
-    def allocate(self, model: nn.Module) -> None:
+    def allocate(self, model: nn.Module, device: str) -> None:
         """Allocates a Hugging Face model on meta and computes its buffers, but draws no weights."""
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         for parameter in model.parameters():
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # its initialiser's
         model.init_weights()  # type: ignore[operator]

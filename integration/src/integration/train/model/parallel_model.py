@@ -52,12 +52,14 @@ def parallel_model(setup: Setup, world: World) -> ParallelModel:
         layers, config.activation_checkpointing, every=config.activation_checkpointing_every
     )
     compile_layers(layers, config.compile)
+    if not (on_meta or deferred):
+        model.to(system.device.current)
     model = system.parallelize(model, shape, world.size)
     if on_meta:
         if setup.initial is None:
-            draw_weights(model, seed=config.seed)
+            draw_weights(model, seed=config.seed, device=system.device.type)
         else:
-            setup.initial.allocate(model)
+            setup.initial.allocate(model, system.device.type)
     if setup.initial is not None:
         setup.initial.load(model)
     return ParallelModel(model, parameters)
@@ -72,5 +74,5 @@ def weights_hash(model: nn.Module) -> str:
     for name in sorted(weights):
         weight = weights[name]
         assert isinstance(weight, Tensor)
-        digest.update(name.encode() + weight.numpy().tobytes())
+        digest.update(name.encode() + weight.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dist_rng.emulation.device import is_active
+
 
 def require_equal_generators(mesh: DeviceMesh, generator: torch.Generator | None = None) -> None:
     """Compares the generators of all ranks of ``mesh``; all of its ranks must call this.
@@ -64,9 +66,9 @@ first_draw_check = FirstDrawCheck()
 def _digest(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
     if generator is not None:
         state = generator.get_state()
-    elif mesh.device_type == "cuda":
-        state = torch.cuda.get_rng_state()
+    elif mesh.device_type == "cpu" or (mesh.device_type != "cuda" and is_active()):
+        state = torch.get_rng_state()  # an emulated GPU's, too
     else:
-        state = torch.get_rng_state()
+        state = torch.get_device_module(mesh.device_type).get_rng_state()
     # 63 bits fit the signed integers of all backends.
     return int.from_bytes(hashlib.sha256(bytes(state.tolist())).digest()[:8]) >> 1

@@ -3,7 +3,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
@@ -12,11 +15,19 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cstring>
 #include <optional>
 #include <vector>
+
+namespace at::native {
+
+// Attention has the host's kernels, and so its bits.
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &_fused_sdp_choice_cpp)
+
+}  // namespace at::native
 
 namespace sim {
 
@@ -278,6 +289,62 @@ at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, int64_t off
   return at::cpu::set_(self, source, offset, size, stride);
 }
 
+// What follows is not the host's operator of the same name: arguments and results move here.
+
+at::Tensor read_on_host(const at::Tensor& tensor, const char* op) {
+  report_access(tensor, Kind::kRead, op);
+  return host_alias(tensor);
+}
+
+at::Tensor written_by(const at::Tensor& host, c10::DeviceIndex index, const char* op) {
+  at::Tensor made = copy_to_device(host, index);
+  report_access(made, Kind::kWrite, op);
+  return made;
+}
+
+// Counts integers too, as CUDA's does and the host's does not.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min,
+                 const at::Scalar& max) {
+  const at::Tensor host = read_on_host(self, "histc");
+  const at::Tensor counts = at::histc(at::isFloatingType(host.scalar_type()) ? host : host.to(at::kDouble),
+                                      bins, min, max);
+  return written_by(counts.to(self.scalar_type()), self.device().index(), "histc");
+}
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+                       c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  const char* op = "convolution";
+  std::optional<at::Tensor> host_bias;
+  if (bias && bias->defined()) {
+    host_bias = read_on_host(*bias, op);
+  }
+  const at::Tensor result = at::convolution_symint(
+      read_on_host(input, op), read_on_host(weight, op), host_bias, stride, padding, dilation,
+      transposed, output_padding, groups);
+  return written_by(result, input.device().index(), op);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+    c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+    bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups,
+    std::array<bool, 3> mask) {
+  const char* op = "convolution_backward";
+  const c10::SymInt channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
+  const std::vector<c10::SymInt> bias{channels};
+  auto [grad_input, grad_weight, grad_bias] = at::convolution_backward_symint(
+      read_on_host(grad, op), read_on_host(input, op), read_on_host(weight, op),
+      at::OptionalSymIntArrayRef(bias), stride, padding, dilation, transposed, output_padding,
+      groups, mask);
+  const auto index = input.device().index();
+  const auto on_device = [&](const at::Tensor& each) {
+    return each.defined() ? written_by(each, index, op) : at::Tensor();
+  };
+  return std::make_tuple(on_device(grad_input), on_device(grad_weight), on_device(grad_bias));
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   const auto storage = reinterpret_cast<uint64_t>(self.storage().data());
   report({Kind::kUse, stream.device_index(), stream.id(), storage, 0, 0, "record_stream"});
@@ -332,14 +399,42 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
-  // The host has kernels of these, which a device without its own takes from other operators: with
-  // other bits. tests/sim/test_device.py finds what a release of torch adds.
-  for (const char* name :
-       {"_stack", "_stack.out", "addr", "addr.out", "all.dims", "all.dims_out", "any.dims",
-        "any.dims_out", "linalg__powsum", "mish_backward", "native_channel_shuffle",
-        "native_group_norm", "native_layer_norm", "silu_backward"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("histc", histc);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  // Operators that torch would make of others for a device without kernels of its own, with other
+  // bits, where the host has kernels of them.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    const bool is_composite =
+        op && (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+               op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+               op->hasKernelForDispatchKey(
+                   c10::DispatchKey::CompositeExplicitAutogradNonFunctional));
+    if (is_composite && name.getNamespace() == "aten" &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
   }
+}
+
+// Under autocast the host's matrix products and attention, in the dtype of the context.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(addbmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
 }
 
 }  // namespace sim

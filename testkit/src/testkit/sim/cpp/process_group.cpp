@@ -43,9 +43,10 @@ void report_tensor(const at::Tensor& tensor, Kind kind, const std::string& op) {
 // One collective, or several that were coalesced.
 class Collective final : public c10d::Work {
  public:
-  Collective(std::vector<WorkPtr> host, c10::Event done, Tensors results,
+  Collective(std::vector<WorkPtr> host, c10::Stream stream, c10::Event done, Tensors results,
              std::function<void()> finish)
       : host_(std::move(host)),
+        stream_(stream),
         done_(std::move(done)),
         results_(std::move(results)),
         finish_(std::move(finish)) {}
@@ -86,12 +87,15 @@ class Collective final : public c10d::Work {
     auto future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
         std::vector<c10::Device>{c10::Device(kType, current_device())});
+    const auto before = exchange_stream(stream_);  // on which the results are complete
     future->markCompleted(c10::IValue(results_));
+    exchange_stream(before);
     return future;
   }
 
  private:
   std::vector<WorkPtr> host_;
+  c10::Stream stream_;
   c10::Event done_;
   Tensors results_;
   std::function<void()> finish_;
@@ -273,8 +277,8 @@ class Backend final : public c10d::Backend {
     done.record(*stream_);
     exchange_stream(before);
     ++sequence_;
-    auto work = c10::make_intrusive<Collective>(std::vector<WorkPtr>{start()}, std::move(done),
-                                                writes, std::move(finish));
+    auto work = c10::make_intrusive<Collective>(std::vector<WorkPtr>{start()}, *stream_,
+                                                std::move(done), writes, std::move(finish));
     if (coalescing_) {
       pending_.push_back(work);
     }
@@ -290,7 +294,8 @@ class Backend final : public c10d::Backend {
         results.push_back(tensor);
       }
     }
-    return c10::make_intrusive<Collective>(std::move(works), std::move(done), results, nullptr);
+    return c10::make_intrusive<Collective>(std::move(works), *stream_, std::move(done), results,
+                                           nullptr);
   }
 
   c10::intrusive_ptr<c10d::Backend> host_;
