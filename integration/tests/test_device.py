@@ -18,7 +18,6 @@ MORE_RUNS = {
     "mixed precision": {"system": "fsdp", "dtype": "bf16"},
     "mixed precision of one device": {"system": "single", "ranks": 1, "dtype": "bf16"},
     # The numbers of an emulated GPU, as the host and the device have generators of their own.
-    "dropout": {"system": "plan", "dp_shard": 2, "dropout": 0.1, "random": "dist-rng"},
     "drawn on shards": {"system": "fsdp", "init": "sharded", "random": "dist-rng"},
     "tensor parallel": {"system": "dtensor-tp"},
     "static": {"system": "plan", "tp": 2, "sp": True, "static": True},

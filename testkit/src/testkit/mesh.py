@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -146,7 +147,10 @@ def clear_caches() -> None:
     _random._rng_tracker = None
     _mesh_resources.mesh_stack.clear()
     if "torch._dynamo" in sys.modules:  # compiled graphs have group names
-        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            # Where there is CUDA it imports inductor, of whose modules some are deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
 
 
 def _checked_sizes(shape: Sequence[int], names: Sequence[str] | None) -> tuple[int, ...]:

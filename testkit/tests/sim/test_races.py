@@ -1,5 +1,7 @@
 """The race checker finds accesses that nothing orders, and nothing else."""
 
+import gc
+
 import pytest
 import torch
 
@@ -121,6 +123,25 @@ def test_a_storage_that_is_resized_to_nothing_is_freed():
         return len(checker.races)
 
     assert run_sim_ranks(check, 1, races=False) == [1]
+
+
+def test_memory_that_garbage_collection_frees_within_a_report():
+    def check():
+        class Cycle:
+            def __init__(self):
+                self.me, self.tensor = self, torch.zeros(100, device="sim")
+
+        before = gc.get_threshold()
+        gc.set_threshold(1)  # a collection at nearly every allocation of Python's, in reports too
+        try:
+            with RaceChecker() as checker:
+                for _ in range(20):
+                    Cycle()
+        finally:
+            gc.set_threshold(*before)
+        return checker.accesses
+
+    assert run_sim_ranks(check, 1, races=False)[0] >= 20
 
 
 def test_a_race_on_a_rank_fails_the_call():

@@ -145,10 +145,10 @@ class GroupOptions:
 
     @property
     def pin_memory(self) -> bool:
-        """Whether offloaded shards are in page-locked memory, which only CUDA has."""
+        """Whether offloaded shards are in page-locked memory, for accelerators to copy from."""
         policy = self.offload_policy
         pins = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
-        return pins and self.device.type == "cuda"
+        return pins and self.device.type not in ("cpu", "meta")
 
 
 class FSDPParamGroup(ABC):

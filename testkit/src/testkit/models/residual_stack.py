@@ -64,6 +64,8 @@ def losses(
     micro: int = 1,
     prepare: Callable[[Any, bool], None] = lambda model, last: None,
     clip: float | None = None,
+    device: str = "cpu",
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> torch.Tensor:
     """Trains with AdamW and returns the losses.
 
@@ -73,16 +75,20 @@ def losses(
         micro: backwards before each.
         prepare: called before each forward with the model, and whether it is a step's last.
         clip: the largest norm of all gradients; None: they are not clipped.
+        device: of the batches, which the host draws.
+        make_optimizer: of a model; by default AdamW with torch's defaults, which depend on the
+            device.
 
     Returns:
         fp32, 1-D: the loss of each backward, and behind those of a step its norm where it is
         clipped.
     """
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    make = make_optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer, found = make(model), []
     for step in range(steps):
         for number in range(micro):
             prepare(model, number == micro - 1)
-            loss = model(batch(micro * step + number)).square().mean()
+            loss = model(batch(micro * step + number).to(device)).square().mean()
             loss.backward()
             found.append(loss.detach())
         if clip is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -126,7 +126,9 @@ class RaceChecker:
         # Accesses of freed memory that the stream which allocated it did not wait for yet.
         self._of_freed: defaultdict[Stream, list[Access]] = defaultdict(list)
         self._seen: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._lock = threading.RLock()  # autograd has a thread for each device
+        self._reports: deque[Any] = deque()  # not handled yet
+        self._handling = False
 
     def __enter__(self) -> RaceChecker:
         load().listen(self._note)
@@ -139,7 +141,16 @@ class RaceChecker:
 
     def _note(self, report: Any) -> None:
         with self._lock:
-            self._handle(report, Kind(report.kind), (report.device, report.stream))
+            self._reports.append(report)
+            if self._handling:  # a collection of garbage, while a report is handled, frees tensors
+                return
+            self._handling = True
+            try:
+                while self._reports:
+                    first = self._reports.popleft()
+                    self._handle(first, Kind(first.kind), (first.device, first.stream))
+            finally:
+                self._handling = False
 
     def _handle(self, report: Any, kind: Kind, stream: Stream) -> None:
         order: Any = self._order  # whose keys are any that can be hashed

@@ -1,0 +1,124 @@
+"""On a simulated accelerator: the losses of the CPU, bit for bit, and no race on its memory."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Tiles
+from fsdp.optim import SOAP, Adam8bit, Muon
+from testkit.models import residual_stack
+from testkit.models.residual_stack import losses, stack
+from testkit.sim.ranks import run_sim_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def accumulates(model, last):
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+
+
+def prefetches(model, _):
+    blocks = list(model)[:-1]
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def stages(model, _):
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def tiles_of_matrices(param):
+    return Tiles(rows=4, cols=4) if param.ndim == 2 else None
+
+
+def of_matrices(optimizer):
+    """Of a kind that updates whole matrices, with AdamW for the other parameters."""
+
+    def make(model):
+        named = list(model.named_parameters())
+        matrices = [(name, param) for name, param in named if param.ndim == 2]
+        others = [(name, param) for name, param in named if param.ndim != 2]
+        flag = {f"use_{optimizer.__name__.lower()}": False}
+        return optimizer([{"params": matrices}, {"params": others} | flag], lr=1e-2)
+
+    return make
+
+
+# By name: options of fully_shard, those of `losses`, and how many ranks, if not 2.
+DEFAULT = {
+    "defaults": ({}, {}),
+    "offload": ({"offload_policy": CPUOffloadPolicy()}, {"clip": 0.1}),
+    "mixed precision": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
+    "accumulation": ({}, {"micro": 2, "prepare": accumulates}),
+}
+SLOW = {
+    "prefetch": ({}, {"prepare": prefetches}),
+    "kept after forward": ({"reshard_after_forward": False}, {"clip": 0.1}),
+    "rows": ({"shard_placement_fn": lambda param: Rows(3) if param.ndim == 2 else None}, {}),
+    "quantized": ({"quantize_fn": tiles_of_matrices}, {}),
+    "memory of the process group": ({}, {"prepare": stages}),
+    "HSDP": ({"mesh": (2, 2)}, {}, 4),
+    "HSDP, accumulation": ({"mesh": (2, 2)}, {"micro": 2, "prepare": accumulates}, 4),
+    "gathered over two after forward": ({"reshard_after_forward": 2}, {}, 4),
+    "Adam8bit": ({}, {"make_optimizer": lambda m: Adam8bit(m.named_parameters(), lr=1e-2)}),
+    "Muon": ({}, {"make_optimizer": of_matrices(Muon)}),
+    "SOAP": ({}, {"make_optimizer": of_matrices(SOAP)}),
+}  # fmt: skip
+
+
+def foreach(model):
+    """A device's default, which the CPU's is not."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def trained(device, world, options, how):
+    shape = options.get("mesh", (world,))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = residual_stack.shard(
+        fsdp, stack().to(device), **options | {"mesh": mesh}, strategy="native"
+    )
+    found = losses(model, device=device, **{"make_optimizer": foreach} | how)
+    whole = [param.full_tensor().cpu() for param in model.parameters()]
+    return found.cpu(), whole
+
+
+@pytest.mark.parametrize(
+    "name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_training_has_the_bits_of_the_cpu(name):
+    options, how, *ranks = (DEFAULT | SLOW)[name]
+    world = ranks[0] if ranks else 2
+
+    def check():
+        found, params = trained("sim", world, options, how)
+        expected, wanted = trained("cpu", world, options, how)
+        return found.tolist(), expected.tolist(), all(map(torch.equal, params, wanted))
+
+    for found, expected, same in run_sim_ranks(check, world, timeout=120):
+        assert found[0] != found[-1]
+        if name == "Adam8bit":  # the host has a kernel of its own, devices have torch's operators
+            assert found == pytest.approx(expected, rel=1e-5)
+            continue
+        assert found == expected
+        assert same
+
+
+def test_unsharded_memory_is_freed_after_a_step():
+    def check():
+        memory, held = torch.accelerator.memory_allocated, []
+        before = memory()
+        mesh = init_device_mesh("sim", (2,))
+        model = residual_stack.shard(fsdp, stack(8).to("sim"), mesh=mesh)
+        shards = sum(param.to_local().nbytes for param in model.parameters())
+        losses(model, device="sim", prepare=lambda *_: held.append(memory() - before))
+        return held[-1], 3 * shards, 8 * 2 * shards
+
+    for used, states, unsharded in run_sim_ranks(check, 2):
+        assert states <= used < states + unsharded / 8
