@@ -4,7 +4,7 @@ Counted are the lines of the zoo that run when a plan is made for tensor, sequen
 parallelism, in the functions that it calls as well (`testkit.inspection.code_lines`); not what
 refuses options and names placements, which builds nothing. Lines of `annotate` are counted by
 themselves: they are for static mode, and do nothing in Eager, of which the paper's counts are.
-`python -m integration.loc` puts them beside TorchTitan's.
+`python -m integration.report.lines_of_code` puts them beside TorchTitan's.
 
     python -m tools.plan_lines
 """

@@ -112,13 +112,13 @@ def test_training_has_the_bits_of_the_cpu(name):
 
 def test_unsharded_memory_is_freed_after_a_step():
     def check():
-        memory, held = torch.accelerator.memory_allocated, []
+        memory, allocated = torch.accelerator.memory_allocated, []
         before = memory()
         mesh = init_device_mesh("sim", (2,))
         model = residual_stack.shard(fsdp, stack(8).to("sim"), mesh=mesh)
         shards = sum(param.to_local().nbytes for param in model.parameters())
-        losses(model, device="sim", prepare=lambda *_: held.append(memory() - before))
-        return held[-1], 3 * shards, 8 * 2 * shards
+        losses(model, device="sim", prepare=lambda *_: allocated.append(memory() - before))
+        return allocated[-1], 3 * shards, 8 * 2 * shards
 
     for used, states, unsharded in run_sim_ranks(check, 2):
         assert states <= used < states + unsharded / 8

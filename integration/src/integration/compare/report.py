@@ -10,8 +10,8 @@ from typing import Any
 from integration.compare.experiment import Findings
 from integration.compare.result import Failure, Result
 from integration.compare.setup import Comparison, PreparedExperiment
-from integration.loc import count_efforts, loc_section
 from integration.report.environment import Environment, describe_environment, shell_lines
+from integration.report.lines_of_code import count_efforts, loc_section
 from integration.report.section import (
     Column,
     Command,

@@ -1,4 +1,4 @@
-"""Counts the lines of code that parallelize a single-device model: ``python -m integration.loc``.
+"""Counts the code that parallelizes a model: ``python -m integration.report.lines_of_code``.
 
 Note [what is counted]
     parallelism: tensor, sequence and data parallelism with sharded parameters (ZeRO-3), as in
@@ -35,7 +35,7 @@ _SUBJECT = (
     " and data parallelism and sharded parameters: changes to the model, specifications of"
     " placements (plan), and additions to the library (runtime). Lines of the files here"
     " count if they run; imports, docstrings, comments and blank lines do not count"
-    " (python -m integration.loc)."
+    " (python -m integration.report.lines_of_code)."
 )
 _NOTE = (
     "The paper's count: veScale, table 2, as model + plan + runtime = total; its DiT is"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.loc import PAPER, LinesOfCode, count_efforts, loc_table, main
 from integration.models import build_model_on_meta, model_shape
+from integration.report.lines_of_code import PAPER, LinesOfCode, count_efforts, loc_table, main
 from integration.systems.torchtitan import styles
 from integration.systems.torchtitan.data_parallel import apply_fsdp
 from integration.systems.torchtitan.decoder import attention, parallelize_ends
