@@ -7,6 +7,7 @@ the start and after each `DestroyGroup`, and one `Reply` per call. Each is one p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,18 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Task:
-    """The payload of a call."""
+    """The payload of a call.
+
+    Attributes:
+        start_device: makes a device the rank's, and returns the backends of the process group;
+            None for gloo.
+    """
 
     fn: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     warning_filters: tuple[WarningFilter, ...]
+    start_device: Callable[[int], str] | None = None
 
 
 @dataclass(frozen=True)

@@ -113,15 +113,16 @@ def run_in_pool_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
+    start_device: Callable[[int], str] | None = None,
 ) -> list[T]:
     """`run_ranks` on processes for a device, as a process that has loaded one cannot unload it.
 
-    Another device than that of the call before starts new processes.
+    Another device than that of the call before starts new processes. `start_device` is `Task`'s.
     """
     global _server, _pool
     _check(fn, world_size, timeout)
     with _lock:  # a rank has one process group, and cloudpickle one registry
-        payload = _dumps(fn, args, kwargs)
+        payload = _dumps(fn, args, kwargs, start_device)
         if _pool is not None and not (_pool.device == device and _pool.usable()):
             _pool.close()
             _pool = None
@@ -247,11 +248,16 @@ def _prepare(pool: Pool, world_size: int) -> None:
     raise RankError(f"run_ranks on {world_size}: rank {numbers} not ready", reports)
 
 
-def _dumps(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _dumps(
+    fn: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    start_device: Callable[[int], str] | None,
+) -> bytes:
     with _by_value([fn, *args, *kwargs.values()]):
         try:
             buffer = io.BytesIO()
-            _TaskPickler(buffer).dump(Task(fn, args, kwargs, _warning_filters()))
+            _TaskPickler(buffer).dump(Task(fn, args, kwargs, _warning_filters(), start_device))
             return buffer.getvalue()
         except Exception as error:
             raise TypeError(

@@ -88,9 +88,10 @@ def _run(call: RankCall, rank: int, store: dist.Store) -> Any:
             entry.module,
             entry.lineno,
         )
+    backend = "gloo" if task.start_device is None else task.start_device(rank)
     random.seed(0)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world_size)
+    torch.manual_seed(0)  # of the device too
+    dist.init_process_group(backend, store=store, rank=rank, world_size=call.world_size)
     return task.fn(*task.args, **task.kwargs)
 
 

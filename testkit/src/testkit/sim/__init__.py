@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from testkit.sim import build
 from testkit.sim.device_module import NAME, DeviceModule
 
-__all__ = ["BACKEND", "NAME", "device_count", "load", "process_group"]
+__all__ = ["BACKEND", "NAME", "device_count", "load", "start_device"]
 
 BACKEND = "simccl"  # of torch.distributed; the default of the device
 
@@ -63,20 +61,11 @@ def load() -> ModuleType:
     return core
 
 
-@contextmanager
-def process_group() -> Iterator[None]:
-    """The default process group of a rank with the device's backend, for the length of the context.
+def start_device(rank: int) -> str:
+    """Loads the device, makes the one of a rank's number current, and returns its group's backends.
 
-    For functions that `run_ranks` runs: their group has gloo only. It loads the device, and makes
-    device number rank the current one.
+    Those of `torch.distributed.init_process_group`: gloo for the host's tensors, and the device's.
     """
     load()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
     torch.get_device_module(NAME).set_device(rank)
-    dist.init_process_group(f"cpu:gloo,{NAME}:{BACKEND}", store=store, rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return f"cpu:gloo,{NAME}:{BACKEND}"

@@ -43,9 +43,12 @@ def run_sim_ranks(
         RankError: as for `run_ranks`; of a `RaceError` if a rank's accesses raced.
     """
     build.compile_extension()
-    return run_in_pool_of(sim.NAME, _on_device, world_size, (fn, races, *args), kwargs, timeout)
+    call = (fn, races, *args)
+    return run_in_pool_of(
+        sim.NAME, _checked, world_size, call, kwargs, timeout, start_device=sim.start_device
+    )
 
 
-def _on_device(fn: Callable[..., T], races: bool, *args: Any, **kwargs: Any) -> T:
-    with sim.process_group(), RaceChecker() if races else nullcontext():
+def _checked(fn: Callable[..., T], races: bool, *args: Any, **kwargs: Any) -> T:
+    with RaceChecker() if races else nullcontext():
         return fn(*args, **kwargs)
