@@ -40,7 +40,10 @@ def test_operators_with_a_kernel_of_the_host_run_it():
         return len(names), [
             name
             for name in names
-            if any(has(name, f"Composite{kind}") for kind in kinds) and not has(name, "PrivateUse1")
+            if any(has(name, f"Composite{kind}") for kind in kinds)
+            and not has(name, "PrivateUse1")
+            # An earlier call can have imported what registers these in Python.
+            and not name.startswith("_c10d_functional::")
         ]
 
     ((count, missing),) = run_sim_ranks(check, 1)
