@@ -1,47 +1,48 @@
 """``--device``: what it selects, and what it refuses before anything is written."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from integration import sampling
 from integration.device import CPU, Device, local_ranks, select_device
 from integration.errors import EXIT_USAGE, UsageError
 from integration.train.__main__ import main
 from testkit.sim.ranks import run_sim_ranks
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-NO_CUDA = "--device cuda: expected a CUDA device, got none"
 TOO_MANY_RANKS = "--device sim: expected at most 8 ranks on this machine, one for each sim device"
+TRAIN = ("integration.train", "--model", "llama-tiny", "--steps", "1")
+SAMPLE = ("integration.sampling", "no-checkpoint")
 
 
-def refusal(capsys, arguments):
-    """The sentence that the trainer prints, with the exit code of a usage error."""
-    assert main(["--model", "llama-tiny", "--steps", "1", *arguments]) == EXIT_USAGE
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err
-    # The terminal's width wraps it.
-    return " ".join((printed.out + printed.err).replace("│", " ").split())
+def sentence_of(printed):
+    """What is printed, without the frame and the lines of a terminal."""
+    return " ".join(printed.replace("│", " ").split())
 
 
-@without_cuda
-def test_cuda_without_a_device_is_refused(tmp_path, capsys):
-    out = tmp_path / "run"
-    assert NO_CUDA in refusal(capsys, ["--device", "cuda", "--out", str(out)])
-    assert not out.exists()
-
-
-@without_cuda
-def test_a_sample_on_cuda_is_refused(tmp_path, capsys):
-    out = tmp_path / "picture.png"
-    assert sampling.main([str(tmp_path), "--out", str(out), "--device", "cuda"]) == EXIT_USAGE
-    assert NO_CUDA in capsys.readouterr().err
-    assert not out.exists()
+@pytest.mark.parametrize("command", [TRAIN, SAMPLE], ids=lambda command: command[0])
+def test_cuda_without_a_device_is_refused(command, tmp_path):
+    arguments = [*command, "--device", "cuda", "--out", str(tmp_path / "out.png")]
+    result = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # so that no machine has one
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == EXIT_USAGE
+    assert "--device cuda: expected a CUDA device, got none" in sentence_of(result.stderr)
+    assert "Traceback" not in result.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_more_ranks_than_devices_are_refused(tmp_path, capsys):
     out = tmp_path / "run"
     arguments = ["--device", "sim", "--system", "ddp", "--ranks", "9", "--out", str(out)]
-    assert f"{TOO_MANY_RANKS}, got 9" in refusal(capsys, arguments)
+    assert main([*TRAIN[1:], *arguments]) == EXIT_USAGE
+    assert f"{TOO_MANY_RANKS}, got 9" in sentence_of(capsys.readouterr().err)
     assert not out.exists()
 
 

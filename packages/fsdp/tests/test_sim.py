@@ -110,6 +110,19 @@ def test_training_has_the_bits_of_the_cpu(name):
         assert same
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_offloaded_shards_are_pinned_where_the_policy_says_so(pinned):
+    def check():
+        policy = CPUOffloadPolicy(pin_memory=pinned)
+        mesh = init_device_mesh("sim", (2,))
+        model = residual_stack.shard(fsdp, stack().to("sim"), mesh=mesh, offload_policy=policy)
+        shards = [param.to_local() for param in model.parameters()]
+        shards = [shard for shard in shards if shard.numel()]
+        return {(shard.device.type, shard.is_pinned()) for shard in shards}
+
+    assert run_sim_ranks(check, 2) == [{("cpu", pinned)}] * 2
+
+
 def test_unsharded_memory_is_freed_after_a_step():
     def check():
         memory, allocated = torch.accelerator.memory_allocated, []
