@@ -131,17 +131,27 @@ def test_memory_that_garbage_collection_frees_within_a_report():
             def __init__(self):
                 self.me, self.tensor = self, torch.zeros(100, device="sim")
 
-        before = gc.get_threshold()
-        gc.set_threshold(1)  # a collection at nearly every allocation of Python's, in reports too
-        try:
-            with RaceChecker() as checker:
-                for _ in range(20):
-                    Cycle()
-        finally:
-            gc.set_threshold(*before)
-        return checker.accesses
+        class Collecting(RaceChecker):
+            depth, depths = 0, set()
 
-    assert run_sim_ranks(check, 1, races=False)[0] >= 20
+            def _handle(self, *report):
+                self.depth += 1
+                self.depths.add(self.depth)
+                gc.collect()  # frees the cycles' tensors, each of which is another report
+                super()._handle(*report)
+                self.depth -= 1
+
+        gc.disable()  # until a report
+        try:
+            with Collecting() as checker:
+                for _ in range(3):
+                    Cycle()
+                torch.zeros(1, device="sim")
+        finally:
+            gc.enable()
+        return checker.depths
+
+    assert run_sim_ranks(check, 1, races=False, timeout=20) == [{1}]
 
 
 def test_a_race_on_a_rank_fails_the_call():
