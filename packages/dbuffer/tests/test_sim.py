@@ -105,9 +105,7 @@ def results(device, shape):
     on_device = {name: tensor.to(device) for name, tensor in given.items()}
     found = []
     for start, background in itertools.product((Partial(), Partial("avg")), (False, True)):
-        buffer = DBuffer(
-            layout, mesh, [start] * len(shape), torch.float32, strategy="native"
-        )
+        buffer = DBuffer(layout, mesh, [start] * len(shape), torch.float32, strategy="native")
         buffer.copy_from(on_device)
         for collective in ("reduce_scatter_", "all_reduce_", "all_gather_"):
             if collective == "all_reduce_" and len(shape) == 1:

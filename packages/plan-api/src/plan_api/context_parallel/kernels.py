@@ -206,6 +206,53 @@ class _CudaEfficient(AttentionKernel):
         return AttentionGradients(*grads[:3])
 
 
+class _Operators(AttentionKernel):
+    """Attention by torch's operators, for devices whose fused kernels return no log-sum-exp.
+
+    The scores of a tile are in memory, in at least 32 bits.
+    """
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> AttentionOutput:
+        scores = self._scores(query, key, causal)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        return AttentionOutput((weights @ value.to(weights.dtype)).to(query.dtype), lse)
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: AttentionOutput,
+        causal: bool,
+    ) -> AttentionGradients:
+        weights = (self._scores(query, key, causal) - output.lse.unsqueeze(-1)).exp()
+        dtype = weights.dtype
+        grad, out = grad.to(dtype), output.out.to(dtype)
+        grad_weights = grad @ value.to(dtype).mT - (grad * out).sum(-1, keepdim=True)
+        grad_scores = weights * grad_weights * self._factor(query)
+        return AttentionGradients(
+            (grad_scores @ key.to(dtype)).to(query.dtype),
+            (grad_scores.mT @ query.to(dtype)).to(key.dtype),
+            (weights.mT @ grad).to(value.dtype),
+        )
+
+    def _scores(self, query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Products of queries and keys, scaled; those of later keys are minus infinity."""
+        dtype = accumulation_dtype(query.dtype)
+        scores = (query.to(dtype) @ key.to(dtype).mT) * self._factor(query)
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        return scores
+
+    def _factor(self, query: torch.Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self._scale is None else self._scale
+
+
 def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
     """Selects the kernel for the device, dtype and number of features of queries.
 
@@ -214,7 +261,7 @@ def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
         scale: of products before the softmax; None: by the root of the number of features.
 
     Raises:
-        NotImplementedError: no kernel returns the log-sum-exp for them.
+        NotImplementedError: no fused kernel of the CPU or of CUDA returns the log-sum-exp for them.
     """
     device, half = query.device.type, query.dtype in (torch.float16, torch.bfloat16)
     if device == "cpu" and query.dtype.is_floating_point:
@@ -223,6 +270,8 @@ def select_kernel(query: torch.Tensor, scale: float | None) -> AttentionKernel:
         return _CudaFlash(scale)
     if device == "cuda" and (half or query.dtype is torch.float32):
         return _CudaEfficient(scale)
+    if device not in ("cpu", "cuda") and query.dtype.is_floating_point:
+        return _Operators(scale)
     raise NotImplementedError(
         f"torch has no fused attention for {query.dtype} on {device!r} that returns the "
         f"log-sum-exp, which ring and all-gather need; use method='ulysses'"

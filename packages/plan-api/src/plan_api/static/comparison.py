@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -137,11 +137,23 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus), torch.no_grad():
+    with forked_generators(model), torch.no_grad():
         yield
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def forked_generators(model: nn.Module) -> Iterator[None]:
+    """Restores the CPU's random number generator and those of the model's devices at the end."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                fork = torch.random.fork_rng([device.index], device_type=device.type)
+                stack.enter_context(fork)
+        yield
 
 
 def loss_gradients(result: Any, params: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
