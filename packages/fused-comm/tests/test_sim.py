@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_comm import GradReducer, redistribute_many
 from fused_comm.ddp import ddp_hook
+from fused_comm.redistribute.exchanges import FlatRangeExchange, FlatRangeItem
 from testkit.sim.ranks import run_sim_ranks
 
 pytestmark = pytest.mark.ranks
@@ -85,6 +86,20 @@ def test_many_tensors_are_redistributed_as_on_the_cpu(shape, async_op):
         return wrong
 
     assert run_sim_ranks(check, torch.Size(shape).numel()) == [[]] * torch.Size(shape).numel()
+
+
+def test_flat_ranges_are_exchanged():
+    """What placements such as ragged-shard's need; rank 1 gives four elements to rank 0."""
+
+    def check():
+        group, rank = init_device_mesh("sim", (2,)).get_group(), dist.get_rank()
+        before, after = (range(5), range(5, 12)), (range(9), range(9, 12))
+        local = torch.arange(float(before[rank].start), before[rank].stop).to("sim")
+        item = FlatRangeItem(local, before, after, (len(after[rank]),))
+        (found,) = FlatRangeExchange([item], group).wait()
+        return found.cpu().tolist() == list(after[rank])
+
+    assert run_sim_ranks(check, 2) == [True] * 2
 
 
 def test_buckets_of_ddp_are_reduced_over_all_axes():

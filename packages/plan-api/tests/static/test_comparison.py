@@ -107,3 +107,27 @@ def test_the_first_difference_is_reported(change, forward, site, reason):
     first = next(one for one in found if not one.only_rounding)
     assert (first.site, first.only_rounding) == (site, False)
     assert reason in first.reason
+
+
+def test_gradients_between_modules_may_differ_where_those_of_parameters_are_equal():
+    """As in rows that grouped products of experts leave uninitialized."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        hidden.register_hook(lambda grad: grad * 2**20)
+        return self.down(hidden).square().mean()
+
+    def change(model):
+        original = model.up.forward
+
+        def with_exact_gradient(x):
+            out = original(x)
+            out.register_hook(lambda grad: grad / 2**20)
+            return out.clone()
+
+        model.up.forward = with_exact_gradient
+
+    assert _compared(change, forward=forward) == []
+    wrong = _compared(_nothing, forward=forward)
+    assert [one.site for one in wrong] == ["up", "up.weight", "up.bias"]
+    assert wrong[0].what == "the gradient of what is returned by"
