@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Shard
 
 from dbuffer import DBuffer, MemoryPool, ResizableMemory
@@ -149,5 +149,19 @@ def test_the_exchange_is_refused():
         layout = plan_layout([TensorSpec("a", 4)], 2)
         with pytest.raises(ValueError, match=r"CPU .*'exchange', got sim"):
             DBuffer(layout, mesh, [S0], torch.float32, strategy="exchange")
+
+    run_sim_ranks(check, 2)
+
+
+def test_a_group_without_a_backend_for_the_buffers_device_is_named():
+    """As NCCL's is for a buffer on the CPU; no other rank is to blame."""
+
+    def check():
+        mesh = DeviceMesh.from_group(dist.new_group(backend="simccl"), "cpu")
+        layout = plan_layout([TensorSpec("a", 4)], 2)
+        buffer = DBuffer(layout, mesh, [Partial()], torch.float32)
+        buffer.zero_()
+        with pytest.raises(RuntimeError, match=r"No backend .* type cpu\nCall init_process_group"):
+            buffer.reduce_scatter_()
 
     run_sim_ranks(check, 2)

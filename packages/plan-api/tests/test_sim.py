@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
-from plan_api import parallelize, zoo
+from plan_api import Plan, parallelize, zoo
 from plan_api.context_parallel import SequenceSharding
 from plan_api.context_parallel.attention import IMPLEMENTATIONS
 from plan_api.context_parallel.order import AttentionCall
@@ -106,3 +108,33 @@ def test_the_generator_of_the_device_is_restored():
         return changed, torch.equal(module.get_rng_state(), before)
 
     assert run_sim_ranks(check, 1) == [(True, True)]
+
+
+def parallelized(model, mesh):
+    return parallelize(model, Plan(mesh).shard("up.weight", Shard(0), "tp"))
+
+
+def test_a_model_on_another_accelerator_than_the_meshs_is_refused():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        expected = r"a model on 'cpu', .* got 'up.weight' on 'sim:\d'; call model.to\('cpu'\), or"
+        with pytest.raises(ValueError, match=expected):
+            parallelized(models.TwoLinears().to("sim"), mesh)
+        on_device = init_device_mesh("sim", (2,), mesh_dim_names=("tp",))
+        return parallelized(models.TwoLinears(), on_device).up.weight.device.type
+
+    assert run_sim_ranks(check, 2) == ["sim"] * 2
+
+
+def test_a_mesh_on_the_cpu_needs_a_backend_for_the_cpu():
+    """As of NCCL, which has none."""
+
+    def check():
+        group = dist.new_group(backend="simccl")
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        with pytest.raises(
+            ValueError, match=r"axis 0 has no backend for 'cpu'.*init_process_group"
+        ):
+            parallelized(models.TwoLinears(), mesh)
+
+    run_sim_ranks(check, 2)

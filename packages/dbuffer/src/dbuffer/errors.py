@@ -71,12 +71,19 @@ class collective_errors:  # noqa: N801  # it reads as a function, as contextlib'
 def _failure(what: str, axis: Axis, error: RuntimeError) -> RuntimeError:
     kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
     given = str(error).strip().partition("\n")[0]
-    return kind(
+    failed = (
         f"{what} over axis {axis.name} of ranks {_ranks(axis)} failed on rank "
         f"{axis.ranks[axis.position]}: {given}\n"
-        f"Another rank died (see what it printed first), or does not take part: all ranks have to "
-        f"run the same modules, and start the same collectives, in the same order; {CHECK}=1 in "
-        f"the environment says where they part. For one that is only slow, raise "
+    )
+    if given.startswith("No backend type associated with device type"):
+        return kind(
+            f"{failed}Call init_process_group without backend, or with one for each device, as in "
+            f"'cpu:gloo,cuda:nccl'; or make the buffer on a device that the group's backend has."
+        )
+    return kind(
+        f"{failed}Another rank died (see what it printed first), or does not take part: all ranks "
+        f"have to run the same modules, and start the same collectives, in the same order; "
+        f"{CHECK}=1 in the environment says where they part. For one that is only slow, raise "
         f"init_process_group(timeout=)."
     )
 

@@ -28,7 +28,7 @@ from plan_api.runtime.forward_errors import install_forward_errors
 from plan_api.runtime.fully_shard import apply_fully_shard
 from plan_api.runtime.gradients import GradientReduction
 from plan_api.runtime.hooks import SiteCoverage
-from plan_api.runtime.state import place_state
+from plan_api.runtime.state import check_device, place_state
 from plan_api.static.comparison import Difference
 from plan_api.static.guard import Guard
 from plan_api.static.install import install_static
@@ -202,6 +202,7 @@ def _check_rank_and_model(mesh: DeviceMesh, model: nn.Module) -> None:
             f"{mesh.mesh.flatten().tolist()}, got rank {dist.get_rank()}; call parallelize only "
             f"where mesh.get_coordinate() is not None, or make the mesh of all ranks"
         )
+    check_device(mesh, model)
 
 
 def _install(

@@ -1,4 +1,4 @@
-"""Makes the parameters and buffers of a model DTensors."""
+"""Makes the parameters and buffers of a model DTensors, on the device of their mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,40 @@ from plan_api.runtime.local_shards import redistribute_compact
 from plan_api.runtime.unsharded_param import UnshardedParam, install_unsharded_params
 from plan_api.spec.axes import axis_names
 
-__all__ = ["place_state", "use_unsharded_params"]
+__all__ = ["check_device", "place_state", "use_unsharded_params"]
+
+
+def check_device(mesh: DeviceMesh, model: nn.Module) -> None:
+    """Checks that a model can be placed on a mesh, and that the mesh's ranks can communicate.
+
+    Tensors on the CPU and the meta device are moved to the mesh's device, as `distribute_tensor`
+    does; those of an accelerator would leave it for another device.
+
+    Args:
+        mesh: of the plan.
+        model: which is to be parallelized.
+
+    Raises:
+        ValueError: a tensor of the model is on an accelerator that is not the mesh's device, or
+            the process groups have no backend for the mesh's device.
+    """
+    expected = mesh.device_type
+    for name, _, _, tensor in _slots(model):
+        if tensor.device.type not in ("cpu", "meta", expected):
+            raise ValueError(
+                f"parallelize: expected a model on {expected!r}, the device of the mesh, or on the "
+                f"CPU, from where it is moved there, got {name!r} on {str(tensor.device)!r}; call "
+                f"model.to({expected!r}), or init_device_mesh({tensor.device.type!r}, ...)"
+            )
+    for axis in range(mesh.ndim):
+        try:
+            mesh.get_group(axis)._get_backend(torch.device(expected))
+        except RuntimeError as error:
+            raise ValueError(
+                f"parallelize: the process group of axis {axis} has no backend for {expected!r}, "
+                f"the device of the mesh; call init_process_group without backend, or with one for "
+                f"each device, as in 'cpu:gloo,cuda:nccl'"
+            ) from error
 
 
 def place_state(
