@@ -30,7 +30,10 @@ RECORDS = ("record", "record_event")
 UNRECORDED = "torch.get_device_module(torch.accelerator.current_accelerator()).Event()"
 
 # Where a package's tests of such calls are, below its tests.
-TESTS = {"dbuffer": ["test_sim.py", "test_collectives.py"]}  # the CPU has an exchange of its own
+TESTS = {
+    "dbuffer": ["test_sim.py", "test_collectives.py"],  # the CPU has an exchange of its own
+    "fsdp": ["test_sim.py", "test_extensions.py", "test_comm.py"],
+}
 DEFAULT_TESTS = ["test_sim.py"]
 
 # Why no test can fail without the call, by file below packages/, function and source.

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from fsdp._compat import AllGather, ReduceScatter
 from testkit import CommLog, run_ranks
 from testkit.models.residual_stack import batch, losses, shard, stack
+from testkit.sim.ranks import run_sim_ranks
 
 pytestmark = pytest.mark.ranks
 # Since 2.13 the old names warn.
@@ -46,6 +48,25 @@ def _set_custom(model):
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
     return gather, reduce
+
+
+def test_custom_collectives_on_a_simulated_device_give_the_losses_of_the_cpu():
+    """The memory that they allocate is used and freed on the streams that allocated it."""
+
+    def check():
+        mesh = init_device_mesh("sim", (2,))
+        model = shard(fsdp, stack().to("sim"), mesh=mesh)
+        gather, reduce = _set_custom(model)
+        found = losses(model, device="sim", make_optimizer=_foreach).tolist()
+        wanted = losses(shard(fsdp, stack(), strategy="native"), make_optimizer=_foreach).tolist()
+        return found == wanted, gather.calls, reduce.calls
+
+    assert run_sim_ranks(check, 2) == [(True, 4 * 7, 4 * 4)] * 2
+
+
+def _foreach(model):
+    """A device's default, which the CPU's is not."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
 def test_custom_collectives_give_the_same_losses():

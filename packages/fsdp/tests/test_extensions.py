@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 import fsdp
 from ragged_shard import RaggedShard
 from testkit import CommLog, run_ranks
+from testkit.sim.ranks import run_sim_ranks
 
 pytestmark = pytest.mark.ranks
 BOTH = (fsdp, torch_fsdp)
@@ -146,17 +147,26 @@ def _sharded(package, model, **options):
     return package.fully_shard(model, **options)
 
 
-def _losses(model, rank, steps=5):
+def _losses(model, rank, steps=5, device="cpu"):
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer, found = torch.optim.SGD(trained, lr=0.2, momentum=0.9, foreach=False), []
     for step in range(steps):
         torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(3, 8)).float().square().mean()
+        loss = model(torch.randn(3, 8).to(device)).float().square().mean()
         loss.backward()
         found.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(found)
+
+
+def _moved(model, device):
+    """Moves parameters one by one: `nn.Module.to` cannot assign those of a wrapper's device."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            moved = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+            setattr(module, name, moved)
+    return model
 
 
 @pytest.mark.parametrize("kind", [Quantized, Lora])
@@ -168,6 +178,21 @@ def test_losses_equal_fsdp2(kind):
         assert actual[-1] != actual[0]
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", [Quantized, Lora])
+def test_losses_on_a_simulated_device_equal_the_cpus(kind):
+    def check():
+        def losses(device):
+            mesh = init_device_mesh(device, (2,))
+            model = _sharded(fsdp, _moved(_model(kind), device), mesh=mesh, strategy="native")
+            return _losses(model, mesh.get_rank(), device=device).tolist()
+
+        return losses("sim"), losses("cpu")
+
+    for found, expected in run_sim_ranks(check, 2):
+        assert found[0] != found[-1]
+        assert found == expected
 
 
 def test_mixed_precision_and_hsdp_losses_are_close_to_fsdp2():

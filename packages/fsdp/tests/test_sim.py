@@ -34,6 +34,10 @@ def stages(model, _):
             module.set_allocate_memory_from_process_group_for_comm(True)
 
 
+def stays_unsharded(model, _):
+    model.set_keep_unsharded_storage(True)
+
+
 def tiles_of_matrices(param):
     return Tiles(rows=4, cols=4) if param.ndim == 2 else None
 
@@ -57,6 +61,12 @@ DEFAULT = {
     "offload": ({"offload_policy": CPUOffloadPolicy()}, {"clip": 0.1}),
     "mixed precision": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
     "accumulation": ({}, {"micro": 2, "prepare": accumulates}),
+    # Its gathers have no collective that orders the copy before them.
+    "mixed precision on one rank": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, 1),
+    "unsharded memory stays": (
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        {"prepare": stays_unsharded},
+    ),
 }
 SLOW = {
     "prefetch": ({}, {"prepare": prefetches}),

@@ -95,8 +95,7 @@ class PlannedAllGather:
         streams, post_forward = self.streams, self._post_forward
         with streams.on(streams.all_gather):
             if for_backward and post_forward is not None and post_forward.is_filled:
-                self._handle = post_forward.all_gather(streams)
-                self._copied_in = streams.record()
+                self._handle = post_forward.all_gather(streams)  # its collective follows the copy
                 return
             self.free_post_forward_shard()
             if self._buffer is None:
