@@ -54,11 +54,11 @@ def test_custom_collectives_on_a_simulated_device_give_the_losses_of_the_cpu():
     """The memory that they allocate is used and freed on the streams that allocated it."""
 
     def check():
-        mesh = init_device_mesh("sim", (2,))
-        model = shard(fsdp, stack().to("sim"), mesh=mesh)
+        model = shard(fsdp, stack().to("sim"), mesh=init_device_mesh("sim", (2,)))
         gather, reduce = _set_custom(model)
         found = losses(model, device="sim", make_optimizer=_foreach).tolist()
-        wanted = losses(shard(fsdp, stack(), strategy="native"), make_optimizer=_foreach).tolist()
+        host = shard(fsdp, stack(), mesh=init_device_mesh("cpu", (2,)), strategy="native")
+        wanted = losses(host, make_optimizer=_foreach).tolist()
         return found == wanted, gather.calls, reduce.calls
 
     assert run_sim_ranks(check, 2) == [(True, 4 * 7, 4 * 4)] * 2

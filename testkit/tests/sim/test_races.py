@@ -160,3 +160,12 @@ def test_a_race_on_a_rank_fails_the_call():
 
     with pytest.raises(RankError, match=r"(?s)RaceError: race: aten::sum reads 400 bytes"):
         run_sim_ranks(check, 1)
+
+
+def test_memory_that_an_error_frees_is_reported_and_the_error_stays():
+    def check():
+        param = torch.nn.Parameter(torch.ones(2))
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            param.data = torch.ones(2).to("sim")
+
+    run_sim_ranks(check, 1)

@@ -39,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto* callback = new py::object(listener);  // never freed: another thread may be in a call of it
     sim::listen([callback](const sim::Report& what) {
       const py::gil_scoped_acquire gil;
+      const py::error_scope error;  // that is being raised, and frees tensors as it does
       (*callback)(what);
     });
   });
