@@ -10,7 +10,7 @@ import fsdp
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Tiles
 from fsdp.optim import SOAP, Adam8bit, Muon
 from testkit.models import residual_stack
-from testkit.models.residual_stack import losses, stack
+from testkit.models.residual_stack import batch, losses, stack
 from testkit.sim.ranks import run_sim_ranks
 
 pytestmark = pytest.mark.ranks
@@ -62,6 +62,7 @@ DEFAULT = {
     "mixed precision": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {}),
     "accumulation": ({}, {"micro": 2, "prepare": accumulates}),
     # Its gathers have no collective that orders the copy before them.
+    "one rank": ({}, {}, 1),
     "mixed precision on one rank": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, 1),
     "unsharded memory stays": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
@@ -131,6 +132,43 @@ def test_offloaded_shards_are_pinned_where_the_policy_says_so(pinned):
         return {(shard.device.type, shard.is_pinned()) for shard in shards}
 
     assert run_sim_ranks(check, 2) == [{("cpu", pinned)}] * 2
+
+
+def test_a_module_that_runs_twice_reduces_twice():
+    def check():
+        def gradients(device):
+            block = residual_stack.ResidualBlock()
+            torch.manual_seed(3)
+            for param in block.parameters():
+                torch.nn.init.normal_(param)
+            block, mesh = block.to(device), init_device_mesh(device, (2,))
+            fsdp.fully_shard(block, mesh=mesh, strategy="native")
+            model = torch.nn.Sequential(block, torch.nn.Tanh(), block)
+            fsdp.fully_shard(model, mesh=mesh, strategy="native")
+            model(batch(0).to(device)).square().mean().backward()
+            return [param.grad.full_tensor().cpu() for param in block.parameters()]
+
+        return all(map(torch.equal, gradients("sim"), gradients("cpu")))
+
+    assert run_sim_ranks(check, 2) == [True] * 2
+
+
+def test_a_step_that_failed_is_forgotten_behind_its_reductions():
+    def check():
+        mesh = init_device_mesh("sim", (2,))
+        model = residual_stack.shard(fsdp, stack().to("sim"), mesh=mesh)
+
+        def fail(_):
+            raise ValueError("in backward")
+
+        x = batch(0).to("sim").requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ValueError, match="in backward"):
+            model(x).square().mean().backward()
+        model.reset_iter_state()
+        return losses(model, device="sim").isfinite().all().item()
+
+    assert run_sim_ranks(check, 2) == [True] * 2
 
 
 def test_unsharded_memory_is_freed_after_a_step():

@@ -85,10 +85,12 @@ def losses(
     """
     make = make_optimizer or (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
     optimizer, found = make(model), []
+    # Before the first step: a copy in between would wait for the device, and hide a missing wait.
+    batches = [batch(number).to(device) for number in range(micro * steps)]
     for step in range(steps):
         for number in range(micro):
             prepare(model, number == micro - 1)
-            loss = model(batch(micro * step + number).to(device)).square().mean()
+            loss = model(batches[micro * step + number]).square().mean()
             loss.backward()
             found.append(loss.detach())
         if clip is not None:

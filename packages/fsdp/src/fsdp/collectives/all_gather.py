@@ -108,8 +108,9 @@ class PlannedAllGather:
                 self._buffer.acquire()
             streams.wait(self._last_use)
             source = self._copy_in(self._buffer)
-            self._copied_in = streams.record()
             self._handle = self._buffer.all_gather_(source, async_op=True)
+            # Behind it: on one rank it is a copy on this stream, for which its handle does not wait.
+            self._copied_in = streams.record()
 
     def wait(self) -> None:
         """Implements `GroupAllGather`."""
