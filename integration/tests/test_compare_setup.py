@@ -284,3 +284,12 @@ def test_results_and_data_that_overlap_are_refused(make_options, tmp_path, below
     with pytest.raises(UsageError, match="overlap; give another --out"):
         prepare(make_options(out=out, data=data))
     assert (out / "runs" / "ddp" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("experiment", ["random_numbers", "parallelism"])
+def test_draws_on_the_simulated_device_are_refused(experiment, tmp_path, capsys):
+    out = tmp_path / "out"
+    status = main(["--device", "sim", "--experiments", experiment, "--out", str(out)])
+    assert status == EXIT_USAGE
+    assert f"leave {experiment} out of --experiments" in capsys.readouterr().err
+    assert not out.exists()

@@ -74,6 +74,19 @@ class Setting(Generic[OptionsT]):
         """Returns the command-line option of one of its own fields."""
         return option_name(field, self.prefix)
 
+    def require_generator(self) -> None:
+        """Checks that the device has a generator whose numbers dist-rng and DTensor can place.
+
+        Raises:
+            UsageError: it is the simulated accelerator.
+        """
+        if self.shared.device == "sim":
+            raise UsageError(
+                f"--device sim: {self.experiment} draws weights and dropout on the ranks, expected "
+                f"a device whose generator is known, got the simulated one; leave "
+                f"{self.experiment} out of --experiments, or use --device cpu"
+            )
+
     def job(
         self,
         name: str,

@@ -82,6 +82,7 @@ class ParallelOptions:
 
 
 def _runs(setting: Setting[ParallelOptions]) -> tuple[Run, ...]:
+    setting.require_generator()
     models = names_in(setting.own.models)
     for model in models:
         model_shape(model)

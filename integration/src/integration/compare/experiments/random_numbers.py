@@ -68,6 +68,7 @@ class RandomOptions:
 
 
 def _runs(setting: Setting[RandomOptions]) -> tuple[Run, ...]:
+    setting.require_generator()
     shape = model_shape(setting.own.model)
     for ranks in RANKS:
         get_system(PARALLEL).check(ranks, shape)

@@ -109,7 +109,7 @@ class PlannedAllGather:
             streams.wait(self._last_use)
             source = self._copy_in(self._buffer)
             self._handle = self._buffer.all_gather_(source, async_op=True)
-            # Behind it: on one rank it is a copy on this stream, for which its handle does not wait.
+            # Behind it: on one rank it is a copy on this stream, and its handle waits for nothing.
             self._copied_in = streams.record()
 
     def wait(self) -> None:
