@@ -4,7 +4,7 @@ Work on an accelerator is ordered by events that streams record and wait for, an
 collectives. Each such call in the packages is removed, one at a time, in a copy of the package that
 stands before the installed one, and the package's tests on the simulated device run: one must fail.
 A call without which they pass has to be in EQUIVALENT with the reason, and no other call may be.
-FILE gets the table. Exit status 1 where tests pass without a call, or fail with all of them.
+FILE gets the table, in Markdown. Exit status 1 where tests pass without a call, or fail with all of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,17 @@ _BY_RELEASE = (
     "the release of the gathered memory, which follows, has the all-gather stream wait for the "
     "copy, too"
 )
+_BY_COPIED_IN = (
+    "fsdp records an event of its own behind this copy, on the same stream, and compute waits for "
+    "that one"
+)
 EQUIVALENT = {
+    (
+        "fsdp/src/fsdp/collectives/comm.py", "_finish", "module.current_stream().record_event()",
+    ): _BY_COPIED_IN,
+    (
+        "fsdp/src/fsdp/collectives/comm.py", "_finish", "module.current_stream().wait_event(event)",
+    ): _BY_COPIED_IN,
     (
         "fsdp/src/fsdp/collectives/all_gather.py", "PostForwardShard.all_gather",
         "streams.wait(self._filled)",
