@@ -4,7 +4,7 @@ Work on an accelerator is ordered by events that streams record and wait for, an
 collectives. Each such call in the packages is removed, one at a time, in a copy of the package that
 stands before the installed one, and the package's tests on the simulated device run: one must fail.
 A call without which they pass has to be in EQUIVALENT with the reason, and no other call may be.
-FILE gets the table, in Markdown. Exit status 1 where tests pass without a call, or fail with all of them.
+FILE gets the table, in Markdown. Exit status 1 where tests pass without a call, or fail with all.
 """
 
 from __future__ import annotations
