@@ -96,7 +96,7 @@ def problems(command: Command, root: Path = ROOT) -> Iterator[str]:
             yield from (
                 f"there is no {path}"
                 for path in paths
-                if "/" in path and not (root / path.partition("::")[0]).exists()
+                if "/" in path and not any(root.glob(path.partition("::")[0]))  # or a pattern
             )
         case "pip", ["install", *wanted]:
             yield from _of_pip(wanted, root)

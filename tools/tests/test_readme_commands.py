@@ -77,6 +77,7 @@ def test_tests_that_a_page_names_exist(page):
         ("python packages/fsdp/benchmarks/muno.py", "there is no muno.py in "),
         ("python packages/fsdp/benchmarks/muon.py --round=9", "muon.py has no --round=9"),
         ("pytest packages/fsdp/tests/test_no.py -k a", "there is no packages/fsdp/tests/test_no"),
+        ("pytest packages/*/tests/test_no.py", "there is no packages/*/tests/test_no"),
         ("python -m integration.trian --help", "there is no module integration.trian"),
         ("python -m tools.plan_line", "there is no module tools.plan_line"),
         ("torchrun --nproc-per-node 2 -m integration.no", "there is no module integration.no"),
@@ -101,6 +102,7 @@ def test_a_command_that_cannot_run_is_found(text, sentence):
         'pip install -c siblings.txt "./packages/fsdp[rules,rng]"',
         "python packages/fsdp/benchmarks/muon.py --rounds=9",  # of a parser in a module beside it
         "pytest packages/fsdp/tests/test_muon.py::test_x -k a",
+        "pytest packages/*/tests/test_sim.py",
     ],
 )
 def test_a_command_that_can_run_is_not(text):

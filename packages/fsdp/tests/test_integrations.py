@@ -20,8 +20,9 @@ SCRIPT = Path(__file__).with_name("trainer_runs.py")
 BY_ACCELERATE = ["sharded", "full", "efficient"]
 BY_TRANSFORMERS = ["loaded", "loaded, from shards", "made"]
 BY_TRANSFORMERS += ["loaded, experts", "loaded, experts, from shards"]
-BIT_FOR_BIT = [*BY_ACCELERATE, *(f"{name}, resumed" for name in BY_ACCELERATE)]
+BIT_FOR_BIT = ["sharded", "sharded, resumed", "efficient", "efficient, resumed"]
 BIT_FOR_BIT += ["weights only", *BY_TRANSFORMERS]
+CLIPPED = ["full", "full, resumed"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,21 @@ def test_losses_and_saved_weights_equal_native_fsdp2(runs, name):
         assert actual.get(what) == native.get(what), what
     # Only the norm of all gradients is summed in another order, as the shards are others.
     assert actual["norms"] == pytest.approx(native["norms"], rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipped_runs_equal_native_fsdp2_up_to_the_order_of_the_norm(runs, name):
+    """Gradients are scaled by the norm, whose last bit the order of its sum decides."""
+    native, actual = runs["native"][name], runs["fsdp"][name]
+    assert (native["placement"], actual["placement"]) == ("Shard", "RaggedShard")
+    assert len(actual["losses"]) == 4
+    assert min(actual["norms"]) > 0.5  # every step is clipped
+    for what in ("norms", "losses", "eval"):
+        assert actual[what] == pytest.approx(native[what], rel=1e-6), what
+    assert actual["weights"].keys() == native["weights"].keys()
+    for weight, sums in native["weights"].items():
+        assert actual["weights"][weight] == pytest.approx(sums, abs=1e-6), weight
 
 
 @pytest.mark.ranks
