@@ -17,12 +17,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools import examples
+from tools.build_wheel import unchanged_wheel
 from tools.workspace import ROOT, Project, needed, normalised, packages
 
 
@@ -39,21 +39,6 @@ class Options:
     dist: Path = ROOT / "dist"
     pins: Path = ROOT / "constraints.txt"
     stacked: bool = False
-
-
-def build(project: Project, dist: Path) -> Path:
-    """The project's sdist, then its wheel from that sdist; the wheel's path."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist)]
-    command.append(str(project.folder))
-    log = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if log.returncode != 0:
-        sys.exit(f"{log.stdout.decode()}\n{project.name}: the build failed, see above")
-    (wheel,) = dist.glob(f"{project.name.replace('-', '_')}-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    for file in ("/py.typed", "/licenses/LICENSE"):
-        if not any(name.endswith(file) for name in names):
-            sys.exit(f"{wheel.name}: holds no {file[1:]}; see the other packages' pyproject.toml")
-    return wheel
 
 
 def clean_environment(folder: Path, options: Options) -> Path:
@@ -115,8 +100,13 @@ def main(names: list[str], options: Options) -> None:
     chosen = names or list(by_name)
     wanted = set[str]().union(*(needed(name, by_name) for name in chosen))
     shutil.rmtree(options.dist, ignore_errors=True)
-    wheels = {name: build(by_name[name], options.dist) for name in by_name if name in wanted}
-    print(*(f"built {wheel.name}" for wheel in wheels.values()), sep="\n", flush=True)
+    options.dist.mkdir(parents=True)
+    wheels = {}
+    for name in sorted(wanted):
+        for made in unchanged_wheel(by_name[name]).parent.iterdir():  # the sdist, too
+            shutil.copy(made, options.dist)
+        (wheels[name],) = options.dist.glob(f"{name.replace('-', '_')}-*.whl")
+        print(f"built {wheels[name].name}", flush=True)
     # Two at a time: pip writes torch's files while the other environment computes.
     with ThreadPoolExecutor(max_workers=2) as pool:
         tried = [by_name[name] for name in chosen]

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.workspace import ROOT, Project, projects
+from tools.build_wheel import unchanged_wheel
+from tools.workspace import ROOT, Project, packages, projects
 
 STAMP = "workspace-stamp.json"
 
@@ -69,7 +70,8 @@ def synchronise(env: Path) -> list[str]:
     base, hashes = base_hash(local), {project.name: project.content_hash() for project in local}
     path, interpreter = env / STAMP, f"{sys.version} in {sys.base_prefix}"
     stamp = json.loads(path.read_text()) if path.is_file() else {}
-    if stamp.get("interpreter") != interpreter:
+    created = stamp.get("interpreter") != interpreter
+    if created:
         print(f"creating {env}: some minutes the first time", flush=True)
         run(sys.executable, "-m", "venv", "--clear", env)
         stamp = {"interpreter": interpreter, "base": None, "projects": {}}
@@ -85,6 +87,14 @@ def synchronise(env: Path) -> list[str]:
     folders = [project.folder for project in changed]
     if renewed:
         install(env, "--no-compile", *groups("build"))  # a build without isolation needs them
+        if created:  # by way of sdists, whose wheels `nox -s wheels` tries afterwards
+            published = {project.name for project in packages()}
+            folders = [
+                unchanged_wheel(project, env / "bin/python")
+                if project.name in published
+                else project.folder
+                for project in changed
+            ]
         install(env, "--no-compile", *groups("dev"), *folders)
         compile_all(env)
     else:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from tools.build_wheel import build
 from tools.changelog import notes
-from tools.check_wheels import build
 from tools.workspace import ROOT, Project, packages
 
 DIST = ROOT / "dist" / "release"

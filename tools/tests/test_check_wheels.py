@@ -30,13 +30,25 @@ def test_an_unknown_package_is_an_error_before_anything_is_built(tmp_path):
 
 
 def test_what_a_package_needs_is_built_and_only_what_is_named_is_tried(tmp_path, monkeypatch):
-    built, tried = [], []
-    wheel = tmp_path / "a.whl"
-    monkeypatch.setattr(
-        check_wheels, "build", lambda project, dist: built.append(project.name) or wheel
-    )
-    monkeypatch.setattr(
-        check_wheels, "try_alone", lambda project, *_: tried.append(project.name) or project.name
-    )
+    tried = []
+
+    def unchanged_wheel(project):
+        folder = tmp_path / "wheels" / project.name
+        folder.mkdir(parents=True)
+        name = f"{project.name.replace('-', '_')}-0.1.0"
+        for file in (f"{name}-py3-none-any.whl", f"{name}.tar.gz"):
+            (folder / file).write_text(project.name)
+        return folder / f"{name}-py3-none-any.whl"
+
+    def try_alone(project, wheels, *_):
+        tried.append(project.name)
+        return wheels[project.name].read_text()
+
+    monkeypatch.setattr(check_wheels, "unchanged_wheel", unchanged_wheel)
+    monkeypatch.setattr(check_wheels, "try_alone", try_alone)
     main(["dbuffer"], Options(dist=tmp_path / "dist"))
-    assert (sorted(built), tried) == (["dbuffer", "ragged-shard"], ["dbuffer"])
+    assert tried == ["dbuffer"]
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == [
+        *("dbuffer-0.1.0-py3-none-any.whl", "dbuffer-0.1.0.tar.gz"),
+        *("ragged_shard-0.1.0-py3-none-any.whl", "ragged_shard-0.1.0.tar.gz"),
+    ]

@@ -29,11 +29,17 @@ def calls(workspace, monkeypatch):
     monkeypatch.setattr(dev_env, "projects", lambda: tools_workspace.projects(workspace))
     monkeypatch.setattr(dev_env, "install", recorded.install)
     monkeypatch.setattr(dev_env, "run", recorded.run)
+    monkeypatch.setattr(dev_env, "packages", lambda: tools_workspace.packages(workspace))
+    monkeypatch.setattr(
+        dev_env, "unchanged_wheel", lambda project, python: f"{python}/{project.name}.whl"
+    )
     monkeypatch.setattr(dev_env, "compile_all", lambda env: None)
     dev_env.synchronise(workspace / "env")
     assert recorded.pop(0) == ["--clear"]
     assert recorded.pop(0) == ["--no-compile", "cmake"]
-    assert recorded.pop(0)[:3] == ["--no-compile", "pytest", "dbuffer"]
+    first = recorded.pop(0)
+    assert first[:3] == ["--no-compile", "pytest", "dbuffer.whl"]
+    assert first[-2:] == ["testkit", "integration"]  # which are not published
     return recorded
 
 

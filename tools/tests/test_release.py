@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from tools import release
-from tools.check_wheels import build
+from tools.build_wheel import build
 from tools.release import Built, main, problems, remarks
 from tools.workspace import Project
 
