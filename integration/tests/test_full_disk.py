@@ -44,7 +44,7 @@ def message(result):
     return [line for line in lines if not line.startswith(("step ", "resumed from "))]
 
 
-@pytest.mark.parametrize("ranks", ["2", "1"])
+@pytest.mark.parametrize("ranks", [pytest.param("2", marks=pytest.mark.slow), "1"])
 def test_a_checkpoint_that_does_not_fit_is_one_sentence_and_the_one_before_is_whole(disk, ranks):
     out = disk("3m") / "run"  # a checkpoint takes 1.9 MB
     options = ["--checkpoint-every", "2", "--steps", "6", "--no-tensorboard", "--ranks", ranks]

@@ -87,6 +87,7 @@ def test_a_slow_link_delays_and_changes_nothing(hosts, one_host, tmp_path):
     assert seconds > 4 * 80_000 / 1.0e6
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     out = tmp_path / "run"
     processes, logs = start(hosts, out, steps=100_000)
@@ -106,6 +107,7 @@ def test_a_link_that_is_cut_ends_both_hosts_with_a_sentence(hosts, tmp_path):
     assert without_store not in logs[0].read_text()
 
 
+@pytest.mark.slow
 def test_a_host_that_disappears_is_named_and_two_hosts_go_on_as_one_bit_for_bit(
     hosts, one_host, tmp_path
 ):

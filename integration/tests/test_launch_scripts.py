@@ -354,10 +354,15 @@ def test_slurm_is_asked_to_run_a_stopped_job_again(tmp_path):
         assert asked.read_text().count("requeue 7\n") == requeues
 
 
+def test_skypilots_task_follows_its_schema():
+    task = yaml.safe_load((SCRIPTS / "sky.yaml").read_text())
+    assert list(violations(task, SKY)) == []
+
+
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_skypilot(hosts, expected, tmp_path):
     task = yaml.safe_load((SCRIPTS / "sky.yaml").read_text())
-    assert list(violations(task, SKY)) == []
     subprocess.run(["bash", "-n"], input=task["setup"], text=True, check=True)
     sky = task["envs"] | {
         "SKYPILOT_NUM_NODES": "2",
@@ -372,8 +377,7 @@ def test_skypilot(hosts, expected, tmp_path):
     assert losses(tmp_path / "run") == expected
 
 
-@pytest.mark.ranks
-def test_kubernetes(hosts, expected, tmp_path):
+def test_the_kubernetes_job_follows_its_schema():
     job = yaml.safe_load((SCRIPTS / "pytorchjob.yaml").read_text())
     assert list(violations(job, PYTORCHJOB)) == []
     assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
@@ -384,6 +388,13 @@ def test_kubernetes(hosts, expected, tmp_path):
     assert {each["name"] for each in pod["volumeMounts"]} == mounted
     own = {each["name"]: each["value"] for each in pod["env"]}
     assert own["FIRST_POD"] == f"{job['metadata']['name']}-master-0"  # as the operator names it
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_kubernetes(hosts, expected, tmp_path):
+    job = yaml.safe_load((SCRIPTS / "pytorchjob.yaml").read_text())
+    (pod,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     words = [*pod["command"], *pod["args"], "--out", str(tmp_path / "run"), *TINY]
     # The operator's variables; the test has no name service.
     operator = {"WORLD_SIZE": "2", "MASTER_PORT": free_port()}

@@ -136,6 +136,7 @@ def test_a_run_recovers_from_faults_of_every_kind(tmp_path, capsys):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_that_does_not_recover_from_a_fault_is_exit_code_1(tmp_path, capsys, monkeypatch):
     """torchrun may not restart the ranks."""
     import integration.soak.__main__ as command

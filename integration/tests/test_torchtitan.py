@@ -41,7 +41,7 @@ def near(losses):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
     # Several microbatches make a step.
     ways = {
@@ -55,6 +55,7 @@ def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
         assert losses == near(one_device[model]), (model, name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_it_trains_in_processes_in_which_a_plan_did(one_device, train_runs, tmp_path):
     # As runs of the comparison do: the packages that a plan switches on stay on.
@@ -65,6 +66,7 @@ def test_it_trains_in_processes_in_which_a_plan_did(one_device, train_runs, tmp_
         assert losses == near(one_device[run["model"]]), run
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_clipping_and_weights_drawn_on_shards(train_runs, tmp_path):
     models = [{"model": model} for model in MODELS[:2]]
@@ -80,6 +82,7 @@ def test_clipping_and_weights_drawn_on_shards(train_runs, tmp_path):
         assert losses == near(one)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_others_resume_its_checkpoints(one_device, train_runs, tmp_path):
     runs = [{"model": model, "save_at": 3, "out": tmp_path / model} for model in MODELS]

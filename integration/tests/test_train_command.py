@@ -263,7 +263,11 @@ def test_a_hanging_rank_leaves_reports_of_the_other_ranks(tmp_path):
     assert (tmp_path / "flight-recorder" / "rank0").stat().st_size > 0
 
 
-@pytest.mark.parametrize("ranks", [[], ["--system", "ddp", "--ranks", "2"]], ids=str)
+@pytest.mark.parametrize(
+    "ranks",
+    [[], pytest.param(["--system", "ddp", "--ranks", "2"], marks=pytest.mark.slow)],
+    ids=["1 rank", "2 ranks"],
+)
 def test_a_loss_that_is_not_finite_ends_a_run_with_the_checkpoint_before(tmp_path, ranks):
     message = train(tmp_path, *ranks, "--learning-rate", "1e25", check=2)
     sentence = message.splitlines()[-1]

@@ -27,8 +27,7 @@ assert switched_on() == (True, True)
 UNINSTALL = "plan_api.uninstall(); assert switched_on() == ({own}, False)"
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "off"])
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize(("mode", "own"), [("eager", False), ("static", True)])
 def test_import_changes_nothing_and_uninstall_restores_torch(mode, own):
     """What the script had switched on by itself stays on."""
     parallelize, uninstall = PARALLELIZE.format(mode=mode), UNINSTALL.format(own=own)

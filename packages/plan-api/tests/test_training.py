@@ -53,7 +53,13 @@ CASES = {
 }
 
 
-FOUR_RANKS = {name for name in CASES if "loss parallel" in name or "along ep" in name}
+FOUR_RANKS = [name for name in CASES if "loss parallel" in name or "along ep" in name]
+# Meshes, and what trains on each: cases, with sequence parallelism or without.
+RUNS = {
+    "1 x 2": ((1, 2), [(name, True) for name in CASES if name not in FOUR_RANKS]),
+    "2 x 2": ((2, 2), [("llama", False), *((name, True) for name in FOUR_RANKS)]),
+    "2 x 2, all": ((2, 2), [(name, sp) for name in CASES for sp in (False, True)]),
+}
 
 
 @dataclass(frozen=True)
@@ -104,14 +110,17 @@ def _parallel(case, mesh, sp):
     )
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
-def test_models_of_the_zoo_train_as_on_one_device(shape):
-    """With sequence parallelism, on 4 ranks also without; parameters and dropout drawn on the mesh.
+@pytest.mark.parametrize(
+    "case", ["1 x 2", "2 x 2", pytest.param("2 x 2, all", marks=pytest.mark.slow)]
+)
+def test_models_of_the_zoo_train_as_on_one_device(case):
+    """Parameters and dropout are drawn on the mesh.
 
     All in one call: what torch's DTensor decides about an operator, which is most of the time of a
     first step, is forgotten between calls.
     """
-    names = [name for name in CASES if shape == (2, 2) or name not in FOUR_RANKS]
+    shape, runs = RUNS[case]
+    names = {name: None for name, _ in runs}
 
     def check():
         meshes = {
@@ -119,9 +128,7 @@ def test_models_of_the_zoo_train_as_on_one_device(shape):
             for axes in {CASES[name].axes: None for name in names}
         }
         return {
-            (name, sp): _parallel(CASES[name], meshes[CASES[name].axes], sp)
-            for name in names
-            for sp in ((False, True) if shape == (2, 2) else (True,))
+            (name, sp): _parallel(CASES[name], meshes[CASES[name].axes], sp) for name, sp in runs
         }
 
     expected = {name: _train(_alone(CASES[name]), CASES[name]) for name in names}

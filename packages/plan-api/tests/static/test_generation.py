@@ -113,7 +113,10 @@ def train(model, batch, steps=4):
 
 
 def generated(shape):
-    """Returns by model the plan as text, and the losses of both modes under it."""
+    """Returns by model the plan, the losses of both modes under it, and a plan made on meta.
+
+    Of the latter whether it is the same, and the bytes sent for it.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     found = {}
     for name, (make, plan_of, batch) in CASES.items():
@@ -128,15 +131,23 @@ def generated(shape):
         static = parallelize(model, again, mode="static")
         assert installed(static).check(**batch()) == ()
         eager = parallelize(make(), made)
-        found[name] = str(made), train(static, batch), train(eager, batch)
+        with torch.device("meta"):
+            on_meta = make()
+        with CommLog() as sent:
+            without_memory = generate_static(plan_of(mesh), on_meta, batch(), fake=True)
+        assert all(param.is_meta for param in on_meta.parameters())
+        meta = without_memory.entries == made.entries, sent.bytes()
+        found[name] = str(made), train(static, batch), train(eager, batch), meta
     return found
 
 
-def test_generated_plans_train_as_in_eager():
+def test_generated_plans_train_as_in_eager_and_are_the_same_on_meta():
     for found in run_ranks(generated, 2, (1, 2), timeout=580):
-        for name, (_, static, eager) in found.items():
+        for name, (_, static, eager, (same, sent)) in found.items():
             assert static == eager, name
-        plans = {name: plan for name, (plan, _, _) in found.items()}
+            assert same, name
+            assert sent < 10_000, name  # hashes of plans, which the ranks compare
+        plans = {name: plan for name, (plan, *_) in found.items()}
         assert "self_attn.<in:0>', dp=S(0)->S(0)" in plans["llama"]
         assert re.search(r"self_attn.<in:0>.*tp=R->R \(gradient P\(sum\)->R\)", plans["llama"])
         assert r"c_attn.<op:view:1>', tp=S(2)" in plans["gpt2"]
@@ -144,29 +155,6 @@ def test_generated_plans_train_as_in_eager():
         assert r"c_proj\\.bias', tp=R->P(sum)" in plans["gpt2"]
         assert r"embed_tokens.<op:embedding:0>', tp=S(0)" in plans["qwen"]
         assert r"embed_tokens.<out:0>', dp=S(0)->S(0)" in plans["qwen"]
-
-
-def generated_without_memory():
-    """Returns by model whether the plan equals that of a real run, and the bytes sent for it."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    found = {}
-    for name, (make, plan_of, batch) in CASES.items():
-        torch.manual_seed(5)
-        expected = generate_static(plan_of(mesh), make(), batch())
-        with torch.device("meta"):
-            model = make()
-        with CommLog() as sent:
-            made = generate_static(plan_of(mesh), model, batch(), fake=True)
-        assert all(param.is_meta for param in model.parameters())
-        found[name] = made.entries == expected.entries, sent.bytes()
-    return found
-
-
-def test_on_meta_the_same_plan_is_generated_without_sending_activations():
-    for found in run_ranks(generated_without_memory, 2, timeout=580):
-        for name, (same, sent) in found.items():
-            assert same, name
-            assert sent < 10_000, name  # hashes of plans, which the ranks compare
 
 
 class Centred(nn.Module):
