@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from testkit.inspection.readme import blocks, examples, page_examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_examples
 
 
 def _test_file(tmp_path, text):
@@ -42,8 +42,12 @@ def test_a_readme_without_any(tmp_path):
         examples(_test_file(tmp_path, "nothing"))
 
 
-def test_an_example_that_fails(tmp_path):
-    run_example("open('here', 'w')", tmp_path)
+def test_an_example_that_fails_is_named_and_has_no_names_of_those_before(tmp_path, capfd):
+    run_examples(["here = 'here'", "open('here', 'w')"], tmp_path)
     assert (tmp_path / "here").exists()
     with pytest.raises(subprocess.CalledProcessError):
-        run_example("raise SystemExit(3)", tmp_path)
+        run_examples(["here = 1", "\nprint(here)", "print('not run')"], tmp_path)
+    output, error = capfd.readouterr()
+    assert output == ""
+    assert 'example2.py", line 2' in error
+    assert "print(here)" in error

@@ -17,10 +17,6 @@ def test_importing_it_loads_none_of_our_packages_but_ragged_shard():
     assert not loaded_by("import dbuffer") & NOT_LOADED
 
 
-def test_that_check_notices_another_of_our_packages():
-    assert "fused_comm" in loaded_by("import dbuffer, fused_comm") & NOT_LOADED
-
-
 def test_every_public_name_is_there():
     assert all(hasattr(dbuffer, name) for name in dbuffer.__all__)
 

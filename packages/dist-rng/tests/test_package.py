@@ -14,7 +14,3 @@ def test_version_is_that_of_the_installed_distribution():
 
 def test_import_loads_no_other_package_of_the_workspace():
     assert not loaded_by("import dist_rng") & NOT_LOADED
-
-
-def test_the_import_check_notices_another_package():
-    assert "ragged_shard" in loaded_by("import dist_rng, ragged_shard") & NOT_LOADED

@@ -1,8 +1,6 @@
 """The README's examples run unchanged, and draw one device's numbers."""
 
-import pytest
-
-from testkit.inspection.readme import examples, page_examples, run_example
+from testkit.inspection.readme import examples, page_examples, run_examples
 
 EXAMPLES = examples(__file__)
 
@@ -30,17 +28,11 @@ assert 0.08 < (~mask).float().mean() < 0.12
 }
 
 
-def test_every_example_has_a_check():
-    assert len(EXAMPLES) == len(CHECKS)
+def test_examples_run_and_equal_one_device(tmp_path):
+    checked = zip(EXAMPLES, CHECKS.values(), strict=True)
+    begin = "import torch\ntorch.manual_seed(0)\n"
+    run_examples([f"{begin}{example}{check}" for example, check in checked], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("example", "check"), list(zip(EXAMPLES, CHECKS.values(), strict=False)), ids=CHECKS
-)
-def test_an_example_runs_and_equals_one_device(example, check, tmp_path):
-    run_example(f"import torch\ntorch.manual_seed(0)\n{example}{check}", tmp_path)
-
-
-@pytest.mark.parametrize("code", page_examples(__file__), ids=lambda code: code.splitlines()[0])
-def test_an_example_of_a_page_runs(code, tmp_path):
-    run_example(code, tmp_path)
+def test_examples_of_pages_run(tmp_path):
+    run_examples(page_examples(__file__), tmp_path)

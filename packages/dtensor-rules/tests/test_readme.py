@@ -1,8 +1,6 @@
 """The Python examples of the README and of the package's pages run unchanged."""
 
-import pytest
-
-from testkit.inspection.readme import examples, page_examples, run_example
+from testkit.inspection.readme import examples, page_examples, run_examples
 
 COMPILED = "shard_rules"  # the rule in C++, which test_compiled.py compiles
 EXAMPLES = [*examples(__file__), *page_examples(__file__)]
@@ -13,6 +11,5 @@ def test_one_example_is_of_the_compiled_rule():
     assert len(EXAMPLES) == len(PYTHON) + 1
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.splitlines()[0][:40])
-def test_an_example_runs(code, tmp_path):
-    run_example(code, tmp_path)
+def test_examples_run(tmp_path):
+    run_examples(PYTHON, tmp_path)

@@ -17,10 +17,6 @@ def test_importing_it_loads_no_other_of_our_packages():
     assert not loaded_by("import fused_comm") & NOT_LOADED
 
 
-def test_that_check_notices_another_of_our_packages():
-    assert "dbuffer" in loaded_by("import fused_comm, dbuffer") & NOT_LOADED
-
-
 STEP = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -14,7 +14,3 @@ def test_version_is_that_of_the_installed_distribution():
 
 def test_importing_it_loads_no_sibling_package():
     assert not loaded_by("import plan_api") & NOT_LOADED
-
-
-def test_that_check_notices_a_sibling_package():
-    assert "fsdp" in loaded_by("import plan_api, fsdp") & NOT_LOADED

@@ -2,19 +2,16 @@
 
 from pathlib import Path
 
-import pytest
-
 from plan_api import zoo
 from testkit import fake_mesh
-from testkit.inspection.readme import blocks, examples, page_examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_examples
 
 PLANS = (Path(__file__).parents[3] / "docs/packages/plan-api/details.md").read_text()
 EXAMPLES = [*examples(__file__), *page_examples(__file__)]
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
-def test_an_example_runs(code, tmp_path):
-    run_example(code, tmp_path)
+def test_examples_run(tmp_path):
+    run_examples(EXAMPLES, tmp_path)
 
 
 def test_the_plan_of_fsdp_beside_experts_is_valid():

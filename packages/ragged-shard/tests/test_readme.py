@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from testkit.inspection.readme import blocks, examples, page_examples, run_example
+from testkit.inspection.readme import blocks, examples, page_examples, run_examples
 
 PAGE = (Path(__file__).parents[3] / "docs/packages/ragged-shard/details.md").read_text()
 EXAMPLES = [*examples(__file__), *page_examples(__file__)]
@@ -21,15 +19,14 @@ def shown(text):
     return [line for line in lines if line and not RULE.match(line)]
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
-def test_an_example_runs(code, tmp_path):
-    run_example(code, tmp_path)
+def test_examples_run(tmp_path):
+    run_examples(EXAMPLES, tmp_path)
 
 
 def test_the_picture_of_a_placement_is_what_its_example_prints(tmp_path, capfd):
     (code,) = (each for each in blocks(PAGE, "python") if "StridedRaggedShard" in each)
     (picture,) = (each for each in blocks(PAGE, "") if each.startswith("tensor (6, 8)"))
-    run_example(code, tmp_path)
+    run_examples([code], tmp_path)
     assert shown(capfd.readouterr().out) == shown(picture)
 
 

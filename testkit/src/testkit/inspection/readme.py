@@ -6,9 +6,20 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["blocks", "examples", "page_examples", "run_example"]
+__all__ = ["blocks", "examples", "page_examples", "run_examples"]
+
+# The end of a script ends its process group.
+_SCRIPT = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+"""
 
 
 def examples(test_file: str) -> list[str]:
@@ -60,10 +71,20 @@ def blocks(text: str, language: str) -> list[str]:
     return [textwrap.dedent(code) for _, word, code in found if word.strip() == language]
 
 
-def run_example(code: str, folder: Path) -> None:
-    """Runs an example in a separate process, in an empty folder.
+def run_examples(codes: Sequence[str], folder: Path) -> None:
+    """Runs examples as scripts, one after another in a separate process.
+
+    In one process, as importing torch and starting ranks takes most of their time.
+
+    Args:
+        codes: their sources.
+        folder: in which they run; they are written there, as ``example1.py`` and so on.
 
     Raises:
-        CalledProcessError: the example failed; its output is part of the test's output.
+        CalledProcessError: an example failed; the test's output has the traceback, and those after
+            it did not run.
     """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)
+    paths = [folder / f"example{number}.py" for number in range(1, len(codes) + 1)]
+    for path, code in zip(paths, codes, strict=True):
+        path.write_text(code)
+    subprocess.run([sys.executable, "-c", _SCRIPT, *map(str, paths)], check=True, cwd=folder)
