@@ -3,8 +3,6 @@
 Every [R] line of the facts page that concerns CUDA has a test here. ``tools/gpu.sh`` runs them.
 """
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -24,8 +22,31 @@ from dist_rng.emulation.device import emulated_device
 from dist_rng.philox.geometry import Geometry
 from dist_rng.philox.kernel_spec import PhiloxKind, kernel_spec
 from dist_rng.regions.placements import slice_of
-from dist_rng.regions.region import IndexRange, Region
+from dist_rng.regions.region import Region
 from testkit.parity import assert_bitwise
+
+from .cuda_cases import (
+    CASES,
+    DROPOUT_PROBABILITIES,
+    DROPOUT_SHAPES,
+    FLOATS,
+    LARGE,
+    OTHER_GEOMETRIES,
+    OTHER_GEOMETRY_CASES,
+    OTHER_GEOMETRY_NUMEL,
+    PERMUTED_DRAWS,
+    PERMUTED_ORDER,
+    PERMUTED_SHAPE,
+    SHARDED_SHAPE,
+    SIZES,
+    UNSIGNED,
+    dropped_out,
+    mixed_draws,
+    name,
+    parts_of_large,
+    permuted,
+    shards,
+)
 
 pytestmark = [
     pytest.mark.cuda,
@@ -34,32 +55,7 @@ pytestmark = [
     pytest.mark.skipif(not LIBRARY.exists(), reason="dist-rng was built without nvcc"),
 ]
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-COMMON = (*FLOATS, *INTS, torch.bool)
-SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
-CASES = [
-    *product([Uniform(), Uniform(-0.3, 0.55)], FLOATS),
-    *product([Normal(), Normal(0.3, 1.7)], FLOATS),
-    *product([Exponential(), Exponential(1.3)], FLOATS),
-    *product([Bernoulli(0.3)], COMMON),
-    *product([BernoulliTensor()], COMMON),
-    *product([AllIntegers()], COMMON),
-    *product([Integers(3, 100)], (*FLOATS, *INTS, *SIGNED)),
-    *product([Integers(-5, 2**28 - 6), Integers(-5, 2**28 - 5)], (torch.int32, torch.int64)),
-    (Integers(-(2**63), 2**63 - 1), torch.int64),
-    (Integers(-1000, 3000), torch.float16),
-]
-# The last two fill any device and need more than one call per thread, the very last unevenly.
-SIZES = [1, 1000, 4 * 148 * 2048 + 1, 5_000_011]
-
-
-def name(value):
-    return str(value).removeprefix("torch.").replace(" ", "")
+SIGNED = dict(zip(UNSIGNED, (torch.int16, torch.int32, torch.int64), strict=True))
 
 
 def new_generator(seed=2**40 + 17, offset=44):
@@ -126,28 +122,15 @@ def test_whole_tensors_equal_torch(draw, dtype, numel):
 
 @pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
 def test_shards_equal_torch(draw, dtype):
-    shape = (301, 7, 1000)
-    given = probabilities_for(draw, shape, dtype)
-    expected, after = single_device(draw, dtype, shape, given)
-    full = Region.full(shape)
-    for region in (
-        full.select(0, IndexRange(100, 290)),
-        full.select(1, IndexRange(2, 5)),
-        full.select(2, IndexRange(17, 700)),
-        full.select(0, IndexRange(3, 9)).select(2, IndexRange(0, 999)),
-        full.select(0, *(IndexRange(start, min(start + 4, 301)) for start in range(0, 301, 8))),
-        Region.flat(shape, 12345, 2_000_001),
-        full.within(
-            IndexRange(7, 400_000), IndexRange(400_001, 400_002), IndexRange(2_000_000, 2_107_000)
-        ),
-        Region.box(shape, (301, 0, 0), (0, 7, 1000)),
-    ):
+    given = probabilities_for(draw, SHARDED_SHAPE, dtype)
+    expected, after = single_device(draw, dtype, SHARDED_SHAPE, given)
+    for region in shards():
         assert_same(region, draw, expected, after, given)
 
 
-@pytest.mark.parametrize("draw", [Uniform(), Normal(), BernoulliTensor()], ids=name)
+@pytest.mark.parametrize("draw", PERMUTED_DRAWS, ids=name)
 def test_permuted_tensors_equal_torch(draw):
-    shape, order = (61, 7, 1000), (2, 0, 1)
+    shape, order = PERMUTED_SHAPE, PERMUTED_ORDER
     tensor = torch.empty([shape[dim] for dim in order], device="cuda").permute(1, 2, 0)
     assert tensor.shape == shape
     given = probabilities_for(draw, shape, torch.float32)
@@ -155,27 +138,24 @@ def test_permuted_tensors_equal_torch(draw):
         given = torch.empty_like(tensor).copy_(given)
     generator = new_generator()
     torch_draw(tensor, draw, generator, given)
-    region = Region.full(shape).with_memory_order(order)
-    for part in (region, region.select(1, IndexRange(2, 5)), region.select(2, IndexRange(9, 500))):
+    for part in permuted():
         assert_same(part, draw, tensor, generator.get_state(), given, part.dense_strides())
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("p", DROPOUT_PROBABILITIES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
-@pytest.mark.parametrize("shape", [(8,), (1001, 3), (1002, 3), (2000, 1001), (3000, 1000)], ids=str)
+@pytest.mark.parametrize("shape", DROPOUT_SHAPES, ids=str)
 def test_fused_dropout_equals_torch(dtype, shape, p):
-    for permuted in (False, True):
+    for reversed_order in (False, True):
         ones = torch.ones(shape, dtype=dtype, device="cuda")
-        if permuted:
+        if reversed_order:
             ones = torch.ones(shape[::-1], dtype=dtype, device="cuda").permute(
                 *range(len(shape))[::-1]
             )
         torch.manual_seed(3)
         _, mask = torch.native_dropout(ones, p, True)
         after = torch.cuda.get_rng_state()
-        order = tuple(range(len(shape)))[:: -1 if permuted else 1]
-        region = Region.full(shape).with_memory_order(order)
-        for part in (region, region.select(0, IndexRange(1, 7))):
+        for part in dropped_out(shape, reversed_order):
             torch.manual_seed(3)
             wanted = slice_of(mask, part)
             local = torch.empty_strided(
@@ -196,14 +176,11 @@ def test_torchs_native_dropout_with_p_1_draws_nothing_as_the_handler():
 
 
 def test_a_sequence_of_mixed_draws_equals_torch():
-    usual = [(draw, dtype) for draw, dtype in CASES if not isinstance(draw, BernoulliTensor)]
-
     def sequence(fill):
         torch.manual_seed(1)
         drawn = []
-        for step in range(50):
-            draw, dtype = usual[step * 7 % len(usual)]
-            drawn.append(torch.empty(1000 + 27_777 * step, dtype=dtype, device="cuda"))
+        for draw, dtype, numel in mixed_draws():
+            drawn.append(torch.empty(numel, dtype=dtype, device="cuda"))
             fill(drawn[-1], draw)
         return drawn, torch.cuda.get_rng_state()
 
@@ -241,14 +218,10 @@ def test_the_emulator_reproduces_this_device(draw, dtype):
     torch.testing.assert_close(local, tensor.cpu(), rtol=relative, atol=absolute)
 
 
-@pytest.mark.parametrize("geometry", [Geometry.L4, Geometry.B200, Geometry(3, 512)], ids=str)
-@pytest.mark.parametrize(
-    ("draw", "dtype"),
-    [(Uniform(), torch.float32), (Integers(0, 2**40), torch.int64), (Bernoulli(0.3), torch.bool)],
-    ids=name,
-)
+@pytest.mark.parametrize("geometry", OTHER_GEOMETRIES, ids=str)
+@pytest.mark.parametrize(("draw", "dtype"), OTHER_GEOMETRY_CASES, ids=name)
 def test_a_device_reproduces_another_geometry(draw, dtype, geometry):
-    region = Region.full((3_000_001,))
+    region = Region.full((OTHER_GEOMETRY_NUMEL,))
     on_cpu = torch.empty(region.global_shape, dtype=dtype)
     on_gpu = torch.empty(region.global_shape, dtype=dtype, device="cuda")
     with emulated_device(geometry):
@@ -257,20 +230,14 @@ def test_a_device_reproduces_another_geometry(draw, dtype, geometry):
     assert on_gpu.cpu().equal(on_cpu)
 
 
-@pytest.mark.parametrize(
-    ("numel", "dtype"),
-    [(2**29, torch.float32), (2**29 + 1029, torch.float32), (2**31 + 4097, torch.uint8)],
-    ids=str,
-)
+@pytest.mark.parametrize(("numel", "dtype"), LARGE, ids=str)
 def test_tensors_beyond_32_bit_indexing(numel, dtype):
     if torch.cuda.mem_get_info()[0] < 3 * numel * dtype.itemsize:
         pytest.skip(f"needs {3 * numel * dtype.itemsize / 2**30:.0f} GiB of free device memory")
     draw = Uniform() if dtype.is_floating_point else AllIntegers()
     expected, after = single_device(draw, dtype, (numel,))
-    assert_same(Region.full((numel,)), draw, expected, after)
-    middle = numel // 2
-    for start, stop in ((middle - 5, middle + 5), (numel - 9, numel), (0, 3)):
-        assert_same(Region.flat((numel,), start, stop), draw, expected, after)
+    for region in parts_of_large(numel):
+        assert_same(region, draw, expected, after)
 
 
 def test_the_current_stream_is_used():
