@@ -1,88 +1,92 @@
-"""Runs the source of the CUDA kernels on the host: a launch is a loop over blocks and threads.
+"""The CUDA library on the host: what nvcc compiled, linked to a runtime that has no device.
 
-What is left for a device to show is the arithmetic of its own units, and its generator; see
-test_cuda.py.
+cpp/cuda_runtime_on_host.cpp checks each launch and runs the kernel as a loop. What is left for a
+device to show is the arithmetic of its own units, and its generator; see test_cuda_backend.py.
 """
 
-import shutil
-import subprocess
-from itertools import product
-from pathlib import Path
+import ctypes
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from dist_rng import emulation
 from dist_rng.cuda.backend import ReservedPosition, fill_params
-from dist_rng.cuda.library import KernelLibrary
-from dist_rng.distributions import (
-    AllIntegers,
-    Bernoulli,
-    BernoulliTensor,
-    Exponential,
-    FusedDropout,
-    Integers,
-    Normal,
-    Uniform,
-)
+from dist_rng.cuda.library import FillParams, KernelLibrary
+from dist_rng.distributions import BernoulliTensor, FusedDropout, Integers, Normal, Uniform
 from dist_rng.emulation.device import emulated_device
 from dist_rng.philox.geometry import Geometry
 from dist_rng.philox.kernel_spec import kernel_spec, prepared_probabilities
 from dist_rng.philox.launches import launch_schedule
 from dist_rng.regions.region import IndexRange, Region
 
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++") or shutil.which("c++")
+from .cuda_cases import CASES, SIZES, fills, local_shape, name
+
 SMALL = Geometry(2, 512)
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-COMMON = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
-CASES = [
-    *product([Uniform(-0.3, 0.55), Normal(0.3, 1.7), Exponential(1.3)], FLOATS),
-    *product([Bernoulli(0.3), BernoulliTensor(), AllIntegers()], COMMON),
-    *product([Integers(3, 100)], (torch.uint16, torch.uint32, torch.uint64, torch.int8)),
-    (Integers(-5, 2**28 - 5), torch.int32),
-    (Integers(-(2**63), 2**63 - 1), torch.int64),
-    *((FusedDropout(0.1, itemsize), torch.bool) for itemsize in (2, 4, 8)),
-]
+STREAM, UNKNOWN_STREAM = 0x5EED, 0xBAD
+SEED, OFFSET = 2**40 + 3, 4 * (2**31 - 9_999)
+DROPOUTS = [(FusedDropout(0.1, itemsize), torch.bool) for itemsize in (2, 4, 8)]
+
+Dim3 = ctypes.c_uint32 * 3
 
 
-def name(value):
-    return str(value).removeprefix("torch.").replace(" ", "")
+class OnHost(ctypes.Structure):
+    """``OnHost`` of cpp/cuda_runtime_on_host.cpp: settings, and the last valid launch."""
+
+    _fields_ = (
+        ("devices", ctypes.c_int32),
+        ("runs", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("launches", ctypes.c_int64),
+        ("kernel", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("grid", Dim3),
+        ("block", Dim3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("launch_stream", ctypes.c_void_p),
+        ("device", ctypes.c_int32),
+    )
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    source = HERE.parent / "src" / "cuda"
-    if COMPILER is None or not source.is_dir():
-        pytest.skip("needs g++ and the package's source")
-    built = tmp_path_factory.mktemp("cuda_on_host") / "kernels.so"
-    subprocess.run(
-        [
-            COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
-            "-ffp-contract=off", "-fPIC", "-shared", "-DDIST_RNG_ISA=on_host",
-            f'-DDIST_RNG_CUDA_ON_HOST="{HERE / "cpp" / "cuda_on_host.h"}"',
-            "-x", "c++", *sorted(str(path) for path in source.glob("*.cu")), "-o", str(built),
-        ],
-        check=True,
-    )  # fmt: skip
-    return KernelLibrary(built)
+@dataclass(frozen=True)
+class HostRuntime:
+    """The library under test, the symbols of it and of the runtime, and the runtime's state."""
+
+    library: KernelLibrary
+    symbols: ctypes.CDLL
+    state: OnHost
 
 
-def fill(library, local, region, draw, probabilities, seed, offset, geometry=SMALL):
-    """Does what cuda.fill does, without a device."""
+@pytest.fixture
+def runtime(compiled_kernels):
+    symbols = ctypes.CDLL(str(compiled_kernels.host_library))
+    state = OnHost.in_dll(symbols, "on_host")
+    state.devices, state.runs, state.stream = 2, True, STREAM
+    return HostRuntime(KernelLibrary(compiled_kernels.host_library), symbols, state)
+
+
+def params_of(local, region, draw, geometry, probabilities=None, position=None):
+    """Returns the launches of cuda.fill."""
     spec = kernel_spec(draw, local.dtype, region.global_numel)
-    prepared = prepared_probabilities(local, draw, probabilities)
     schedule = launch_schedule(spec.access, region.global_numel, local.itemsize, geometry)
-    position = ReservedPosition(seed, offset)
-    for params in fill_params(local, region, spec, schedule, position, prepared):
-        library.fill(params, 0)
+    position = ReservedPosition(SEED, OFFSET) if position is None else position
+    return fill_params(local, region, spec, schedule, position, probabilities)
 
 
-def emulated(local, region, draw, probabilities, seed, offset, geometry=SMALL):
-    generator = torch.Generator().manual_seed(seed)
+def assert_equals_the_emulator(runtime, local, region, draw, geometry=SMALL, position=None):
+    """Fills ``local`` with the library, and compares it with what the emulator draws."""
+    probabilities = None
+    if isinstance(draw, BernoulliTensor):
+        probabilities = torch.rand(local.shape, generator=torch.Generator().manual_seed(5))
+    prepared = prepared_probabilities(local, draw, probabilities)
+    for params in params_of(local, region, draw, geometry, prepared, position):
+        runtime.library.fill(params, STREAM)
+    expected, generator = torch.empty(local.shape, dtype=local.dtype), torch.Generator()
     with emulated_device(geometry) as device:
-        device.generators.set_offset(generator, offset)
-        emulation.fill(local, region, draw, generator, probabilities=probabilities)
+        generator.manual_seed(SEED)
+        device.generators.set_offset(generator, OFFSET)
+        emulation.fill(expected, region, draw, generator, probabilities=probabilities)
+    assert local.equal(expected)
 
 
 REGIONS = {
@@ -105,44 +109,143 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
-@pytest.mark.parametrize(("draw", "dtype"), CASES, ids=name)
-def test_kernels_equal_the_emulator(library, draw, dtype, region):
-    shape = (region.numel,) if region.windows is not None else region.grid_shape
-    expected = torch.empty(shape, dtype=dtype)
-    given = None
-    if isinstance(draw, BernoulliTensor):
-        given = torch.rand(shape, generator=torch.Generator().manual_seed(5))
-    seed, offset = 2**40 + 3, 4 * (2**31 - 9)
-    emulated(expected, region, draw, given, seed, offset)
-    local = torch.zeros(shape, dtype=dtype)
-    fill(library, local, region, draw, given, seed, offset)
-    assert local.equal(expected)
+@pytest.mark.parametrize(("draw", "dtype"), [*CASES, *DROPOUTS], ids=name)
+def test_kernels_equal_the_emulator(runtime, draw, dtype, region):
+    local = torch.zeros(local_shape(region), dtype=dtype)
+    assert_equals_the_emulator(runtime, local, region, draw)
 
 
-def test_spaced_and_permuted_local_tensors(library):
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    ("draw", "dtype"),
+    [
+        (Uniform(), torch.float32),
+        (Integers(0, 2**40), torch.int64),
+        (BernoulliTensor(), torch.bool),
+        DROPOUTS[0],
+    ],
+    ids=name,
+)
+def test_kernels_equal_the_emulator_of_a_large_device(runtime, draw, dtype, numel):
+    local = torch.zeros(numel, dtype=dtype)
+    assert_equals_the_emulator(runtime, local, Region.full((numel,)), draw, Geometry.H100)
+
+
+def test_spaced_and_permuted_local_tensors(runtime):
     region = Region.full((40, 60)).select(1, IndexRange(20, 50)).with_memory_order((1, 0))
-    expected, local = torch.empty(40, 30), torch.zeros(40, 90)[:, ::3]
-    emulated(expected, region, Normal(), None, 1, 8)
-    fill(library, local, region, Normal(), None, 1, 8)
-    assert local.equal(expected)
+    assert_equals_the_emulator(runtime, torch.zeros(40, 90)[:, ::3], region, Normal())
 
 
-def test_a_part_of_a_tensor_beyond_32_bit_indexing(library):
-    numel, geometry = 2**29 + 999, Geometry.H100
+def test_a_part_of_a_tensor_beyond_32_bit_indexing(runtime):
+    numel = 2**29 + 999
     middle = numel // 2
     for start, stop in ((middle - 3000, middle + 3000), (numel - 100, numel)):
         region = Region.flat((numel,), start, stop)
-        expected, local = torch.empty(stop - start), torch.zeros(stop - start)
-        emulated(expected, region, Uniform(), None, 1, 8, geometry)
-        fill(library, local, region, Uniform(), None, 1, 8, geometry)
-        assert local.equal(expected)
+        local = torch.zeros(stop - start)
+        assert_equals_the_emulator(runtime, local, region, Uniform(), Geometry.H100)
 
 
-def test_a_dtype_without_a_kernel_raises(library):
-    region, local = Region.full((4,)), torch.zeros(4)
-    spec = kernel_spec(Uniform(), torch.float32, 4)
-    schedule = launch_schedule(spec.access, 4, 4, SMALL)
-    (params,) = fill_params(local, region, spec, schedule, ReservedPosition(0, 0), None)
-    params.dtype = 6
-    with pytest.raises(RuntimeError, match="was not launched: invalid value"):
-        library.fill(params, 0)
+@pytest.mark.parametrize("region", [REGIONS["whole"], REGIONS["columns"]], ids=["whole", "columns"])
+@pytest.mark.parametrize("draw", [Uniform(), BernoulliTensor()], ids=name)
+def test_a_captured_graph_reads_the_generator_where_it_is(runtime, draw, region):
+    seed, offset = torch.tensor([SEED]), torch.tensor([OFFSET - 12])
+    position = ReservedPosition(0, 0, seed.data_ptr(), offset.data_ptr(), within_graph=12)
+    local = torch.zeros(region.grid_shape)
+    assert_equals_the_emulator(runtime, local, region, draw, position=position)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry.T4, Geometry.L4, Geometry.A100, Geometry.H100, Geometry.B200],
+    ids=["T4", "L4", "A100", "H100", "B200"],
+)
+def test_every_launch_of_the_tests_on_a_device_is_valid(runtime, geometry):
+    state = runtime.state
+    state.runs = False
+    for fill in fills():
+        local, launches = fill.empty("meta"), state.launches
+        for params in params_of(local, fill.region, fill.draw, fill.geometry or geometry):
+            params.device = 1
+            runtime.library.fill(params, STREAM)
+            assert_launch_is_as_designed(state, params)
+        assert (state.launches > launches) == (fill.region.numel > 0)
+
+
+def assert_launch_is_as_designed(state, params):
+    assert (state.launch_stream, state.device) == (STREAM, params.device)
+    assert (state.block[:], state.shared_bytes) == ([256, 1, 1], 0)
+    x, y, z = state.grid
+    if b"strides_kernel" in state.kernel:
+        assert x * 256 == params.threads
+        assert 1 <= y <= -(-params.count // params.threads)
+    else:
+        # As many threads as calls, or a grid that fills any device.
+        calls = params.count // (4 if b"vectors_kernel" in state.kernel else 1)
+        assert min(calls, 2**16 * 256) <= x * 256
+        assert y == 1
+    assert z == 1
+
+
+def small_params(**values):
+    """Returns a launch of Uniform in fp32 that writes nothing where launches do not run."""
+    defaults = {"unroll": 4, "threads": 256, "stop": 1024, "count": 1024}
+    return FillParams(**defaults | values)
+
+
+def test_a_dtype_without_a_kernel_raises(runtime):
+    with pytest.raises(RuntimeError, match=r"was not launched: invalid argument \(1\)"):
+        runtime.library.fill(small_params(dtype=6), STREAM)
+
+
+@pytest.mark.parametrize(
+    ("values", "stream", "error"),
+    [
+        ({"device": 2}, STREAM, r"invalid device ordinal \(101\)"),
+        ({}, UNKNOWN_STREAM, r"invalid resource handle \(400\)"),
+        ({"threads": 255}, STREAM, r"invalid configuration argument \(9\)"),
+        ({"threads": 2**39, "stop": 2**40, "count": 2**40}, STREAM, r"invalid configuration .*9"),
+    ],
+    ids=["device", "stream", "empty grid", "grid.x"],
+)
+def test_an_error_of_a_launch_raises_once(runtime, values, stream, error):
+    runtime.state.runs = False
+    launches = runtime.state.launches
+    with pytest.raises(RuntimeError, match=f"CUDA kernel was not launched: {error}"):
+        runtime.library.fill(small_params(**values), stream)
+    assert runtime.state.launches == launches
+    runtime.library.fill(small_params(), STREAM)
+    assert runtime.state.launches == launches + 1
+
+
+class CDim3(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32))
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared_bytes", "error"),
+    [
+        ((2**31 - 1, 65535, 65535), (256, 1, 1), 48 * 1024, 0),
+        ((1, 1, 1), (4, 8, 8), 0, 0),
+        ((2**31, 1, 1), (256, 1, 1), 0, 9),
+        ((1, 65536, 1), (256, 1, 1), 0, 9),
+        ((1, 1, 65536), (256, 1, 1), 0, 9),
+        ((1, 0, 1), (256, 1, 1), 0, 9),
+        ((1, 1, 1), (1025, 1, 1), 0, 9),
+        ((1, 1, 1), (32, 32, 2), 0, 9),
+        ((1, 1, 1), (1, 1, 65), 0, 9),
+        ((1, 1, 1), (0, 1, 1), 0, 9),
+        ((1, 1, 1), (257, 1, 1), 0, 1),  # __launch_bounds__
+        ((1, 1, 1), (256, 1, 1), 48 * 1024 + 1, 1),
+    ],
+    ids=str,
+)
+def test_the_runtime_has_the_limits_of_a_device(runtime, grid, block, shared_bytes, error):
+    runtime.state.runs = False
+    runtime.library.fill(small_params(), STREAM)
+    launch = runtime.symbols.cudaLaunchKernel
+    launch.argtypes = (
+        ctypes.c_void_p, CDim3, CDim3, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+    )  # fmt: skip
+    function = runtime.state.function
+    assert launch(function, CDim3(*grid), CDim3(*block), None, shared_bytes, STREAM) == error
+    assert [runtime.symbols.cudaGetLastError() for _ in range(2)] == [error, 0]

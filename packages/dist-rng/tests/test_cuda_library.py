@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 
 from dist_rng.cuda.library import FillParams, KernelLibrary
 
-SOURCE = Path(__file__).parent.parent / "src" / "cuda"
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-ARCHITECTURES = ("80", "90")
+from .conftest import ARCHITECTURES
+
 # What ptxas says of a kernel.
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)' for 'sm_(?P<architecture>\d+)'"
@@ -24,27 +22,9 @@ USAGE = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """The library, and what ptxas says of its kernels."""
-    if NVCC is None or not SOURCE.is_dir():
-        pytest.skip("needs nvcc and the package's source")
-    path = tmp_path_factory.mktemp("cuda") / "libdist_rng_cuda.so"
-    ran = subprocess.run(
-        [
-            NVCC, "--shared", "-cudart", "static", "-std=c++17", "-O3", "-Xcompiler=-fPIC",
-            "-Werror", "all-warnings", "-DDIST_RNG_ISA=device", "--resource-usage", "--threads=2",
-            *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES),
-            *sorted(str(file) for file in SOURCE.glob("*.cu")), "-o", str(path),
-        ],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    return path, ran.stdout + ran.stderr
-
-
-@pytest.fixture(scope="module")
-def built(compiled):
-    return compiled[0]
+@pytest.fixture
+def built(compiled_kernels):
+    return compiled_kernels.device_library
 
 
 def test_the_library_loads_without_a_device_and_has_the_same_params_layout(built):
@@ -72,9 +52,13 @@ def test_a_launch_without_a_device_raises(built):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_use_registers_only(compiled, architecture):
+def test_kernels_use_registers_only(compiled_kernels, architecture):
     """No local memory, of arrays or spills; 64 registers let a multiprocessor run 1,024 threads."""
-    usages = [one for one in USAGE.finditer(compiled[1]) if one["architecture"] == architecture]
+    usages = [
+        usage
+        for usage in USAGE.finditer(compiled_kernels.resource_usage)
+        if usage["architecture"] == architecture
+    ]
     for kernel in ("boxes_kernel", "strides_kernel", "vectors_kernel"):
         assert any(kernel in usage["kernel"] for usage in usages), kernel
     for usage in usages:

@@ -4,13 +4,9 @@
 // cudaErrorInvalidValue where there is no kernel for the dtype; each .cu file defines a few.
 #pragma once
 
-#include <cstdint>
+#include <cuda_runtime_api.h>
 
-#if defined(DIST_RNG_CUDA_ON_HOST)
-#include DIST_RNG_CUDA_ON_HOST
-#else
-#include <cuda_runtime.h>
-#endif
+#include <cstdint>
 
 namespace dist_rng {
 

@@ -3,6 +3,8 @@
 //   strides_kernel   a range of draws longer than a stride: torch's loop, one call for all lanes
 //   vectors_kernel   a range of draws of a kernel that draws neighbours: one call for up to four
 //   boxes_kernel     any box: one call for one element
+//
+// Include it after the element types, as philox/formulas.h asks.
 #pragma once
 
 #include <cassert>

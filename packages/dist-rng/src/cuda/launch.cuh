@@ -1,22 +1,12 @@
 // Launches one of the kernels for a FillParams.
-//
-// If DIST_RNG_CUDA_ON_HOST names a header of the tests, the kernels run on the host instead, with
-// the host's element types.
 #pragma once
-
-#if defined(DIST_RNG_CUDA_ON_HOST)
-#include DIST_RNG_CUDA_ON_HOST
-#else
-#include "element.cuh"
-#define DIST_RNG_LAUNCH(kernel, grid, stream, ...) \
-  kernel<<<grid, kBlock, 0, stream>>>(__VA_ARGS__)
-#endif
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "../cpp/dtype.h"
+#include "element.cuh"
 #include "fill_params.h"
 #include "kernels.cuh"
 
@@ -85,8 +75,8 @@ cudaError_t launch(const FillParams& params, cudaStream_t stream) {
   if (kVectors && consecutive && params.vector != 0) {
     const dim3 grid(blocks_for(draws / range.access.elements_per_call() + 2));
     if constexpr (kVectors) {
-      DIST_RNG_LAUNCH((vectors_kernel<T, Formula<T>>), grid, stream, store, arguments, state, range,
-                      Divider(params.threads));
+      vectors_kernel<T, Formula<T>><<<grid, kBlock, 0, stream>>>(store, arguments, state, range,
+                                                                 Divider(params.threads));
     }
   } else if (!kQuads && consecutive && params.vector == 0 && draws > params.threads) {
     // Where the reproduced GPU has fewer threads than this one, calls are distributed over y.
@@ -94,13 +84,12 @@ cudaError_t launch(const FillParams& params, cudaStream_t stream) {
     const auto rows = std::clamp((std::int64_t{1} << 18) / params.threads, std::int64_t{1}, calls);
     const dim3 grid(static_cast<unsigned>(params.threads / kBlock), static_cast<unsigned>(rows));
     if constexpr (!kQuads) {
-      DIST_RNG_LAUNCH((strides_kernel<T, Formula<T>>), grid, stream, store, arguments, state,
-                      range);
+      strides_kernel<T, Formula<T>><<<grid, kBlock, 0, stream>>>(store, arguments, state, range);
     }
   } else {
     const dim3 grid(blocks_for(draws));
-    DIST_RNG_LAUNCH((boxes_kernel<T, Formula<T>>), grid, stream, store, arguments, state,
-                    box_of(params));
+    boxes_kernel<T, Formula<T>><<<grid, kBlock, 0, stream>>>(store, arguments, state,
+                                                             box_of(params));
   }
   return cudaGetLastError();
 }

@@ -40,7 +40,10 @@ int dist_rng_params_bytes() { return static_cast<int>(sizeof(FillParams)); }
 int dist_rng_fill(const FillParams* params, void* stream) {
   // This library has its own CUDA runtime: both use the device's one primary context.
   const cudaError_t error = cudaSetDevice(params->device);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // otherwise the next launch would return this error
+    return error;
+  }
   return fill(*params, static_cast<cudaStream_t>(stream));
 }
 
