@@ -7,8 +7,14 @@ if(DIST_RNG_CUDA STREQUAL "OFF")
   return()
 endif()
 
+if(NOT "$ENV{CUDACXX}" STREQUAL "")
+  set(DIST_RNG_NVCC $ENV{CUDACXX} CACHE FILEPATH "The CUDA compiler")
+endif()
 find_program(DIST_RNG_NVCC nvcc
-  HINTS $ENV{CUDACXX} $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
+  HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin /usr/local/cuda/bin)
+# PyPI's nvidia-cuda-nvcc and nvidia-cuda-runtime.
+file(GLOB pypi_toolkits ${Python_SITEARCH}/nvidia/*/bin)
+find_program(DIST_RNG_NVCC nvcc HINTS ${pypi_toolkits})
 set(why "nvcc was not found")
 if(DIST_RNG_NVCC)
   execute_process(COMMAND ${DIST_RNG_NVCC} --version OUTPUT_VARIABLE text ERROR_QUIET)

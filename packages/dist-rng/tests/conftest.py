@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parent / "src" / "cuda"
 RUNTIME = HERE / "cpp" / "cuda_runtime_on_host.cpp"
 ARCHITECTURES = ("80", "90")
+OPTIONS = ("-std=c++17", "-O3", "-DDIST_RNG_ISA=device")  # those of cmake/cuda_kernels.cmake
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class CompiledKernels:
         device_library: linked to NVIDIA's runtime, as in the package.
         host_library: linked to cpp/cuda_runtime_on_host.cpp, which runs the kernels on the host.
         resource_usage: what ptxas reports of each kernel for each architecture.
+        nvcc: the compiler.
+        folder: where nvcc's intermediate files are, ``fill_masks.compute_80.ptx`` and the like.
     """
 
     device_library: Path
     host_library: Path
     resource_usage: str
+    nvcc: str
+    folder: Path
 
 
 def find_nvcc() -> str | None:
@@ -63,7 +69,8 @@ def compiled_kernels(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not usage.exists():
             usage.write_text(compile_kernels(nvcc, folder))
-    return CompiledKernels(folder / "device.so", folder / "host.so", usage.read_text())
+    device_library, host_library = folder / "device.so", folder / "host.so"
+    return CompiledKernels(device_library, host_library, usage.read_text(), nvcc, folder)
 
 
 def compile_kernels(nvcc: str, folder: Path) -> str:
@@ -76,15 +83,17 @@ def compile_kernels(nvcc: str, folder: Path) -> str:
         return ran.stdout + ran.stderr
 
     sources = sorted(SOURCE.glob("*.cu"))
-    report = run(
-        "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-DDIST_RNG_ISA=device", "--resource-usage",
-        "--threads=2", *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in ARCHITECTURES),
-        "-c", *map(str, sources),
-    )  # fmt: skip
-    run(
-        "-std=c++20", "-O1", "-c", str(RUNTIME),
-        "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-ffp-contract=off",
-    )  # fmt: skip
+    architectures = (f"-gencode=arch=compute_{n},code=sm_{n}" for n in ARCHITECTURES)
+    with ThreadPoolExecutor() as compiling:
+        kernels = compiling.submit(
+            run, *OPTIONS, *architectures, "-Xcompiler=-fPIC", "--resource-usage", "--keep",
+            "--threads=2", "-c", *map(str, sources),
+        )  # fmt: skip
+        runtime = compiling.submit(
+            run, "-std=c++20", "-O1", "-c", str(RUNTIME),
+            "-Xcompiler=-fPIC,-Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-ffp-contract=off",
+        )  # fmt: skip
+    runtime.result()
     objects = [f"{source.stem}.o" for source in sources]
     run("--shared", "-cudart=static", *objects, "-o", "device.so")
     # All symbols must be defined: what the kernels' launches call, and nothing of cudart.
@@ -92,4 +101,4 @@ def compile_kernels(nvcc: str, folder: Path) -> str:
         "--shared", "-cudart=none", "-Xlinker=-z,defs", *objects, f"{RUNTIME.stem}.o",
         "-o", "host.so",
     )  # fmt: skip
-    return report
+    return kernels.result()

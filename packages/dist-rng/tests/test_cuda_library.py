@@ -1,8 +1,9 @@
-"""nvcc compiles the kernels without a device, to registers only, and the library loads."""
+"""What nvcc makes of the kernels, in PTX and in machine code, and that the library loads."""
 
 import ctypes
 import os
 import re
+import struct
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from dist_rng.cuda.library import FillParams, KernelLibrary
 
-from .conftest import ARCHITECTURES
+from .conftest import ARCHITECTURES, OPTIONS, SOURCE
 
 # What ptxas says of a kernel.
 USAGE = re.compile(
@@ -64,3 +65,68 @@ def test_kernels_use_registers_only(compiled_kernels, architecture):
     for usage in usages:
         assert [usage[name] for name in ("stack", "stores", "loads")] == ["0", "0", "0"], usage
         assert int(usage["registers"]) <= 64, usage
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_ptx_has_the_launch_bounds_and_neither_local_memory_nor_fast_math(
+    compiled_kernels, architecture
+):
+    texts = [
+        path.read_text()
+        for path in compiled_kernels.folder.glob(f"fill_*.compute_{architecture}.ptx")
+    ]
+    assert len(texts) == len(list(SOURCE.glob("fill_*.cu")))
+    for text in texts:
+        assert f".target sm_{architecture}" in text
+        kernels = text.count(".entry ")
+        # The bound that cpp/cuda_runtime_on_host.cpp checks.
+        assert len(re.findall(r"\.maxntid 256\b", text)) == kernels
+        assert len(re.findall(r"\.minnctapersm 4\b", text)) == kernels
+        assert ".local" not in text
+        # __sinf, __cosf and __logf, which torch calls; the reciprocal begins a division of doubles.
+        rough = set(re.findall(r"\w+\.(?:approx|full)[.\w]*|\w+\.ftz[.\w]*", text))
+        assert rough <= {
+            "sin.approx.f32", "cos.approx.f32", "lg2.approx.f32", "rcp.approx.ftz.f64",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_value_depends_on_what_nvcc_contracts(compiled_kernels, architecture, tmp_path):
+    """Without contraction the machine code is the same: philox/formulas.h calls every fma itself.
+
+    Only logarithms of doubles differ, which are CUDA's; the emulator documents their error.
+    """
+    subprocess.run(
+        [
+            compiled_kernels.nvcc, *OPTIONS, f"-arch=sm_{architecture}", "--fmad=false", "-cubin",
+            str(SOURCE / "fill_floating.cu"), "-o", "separate.cubin",
+        ],
+        check=True, cwd=tmp_path,
+    )  # fmt: skip
+    contracted = machine_code(
+        compiled_kernels.folder / f"fill_floating.compute_{architecture}.cubin"
+    )
+    separate = machine_code(tmp_path / "separate.cubin")
+    assert contracted.keys() == separate.keys()
+    different = {name for name in contracted if contracted[name] != separate[name]}
+    logarithms_of_doubles = {
+        name for name in contracted if "NormalOfIdE" in name or "ExponentialOfIdE" in name
+    }
+    assert len(contracted) == 24
+    assert different == logarithms_of_doubles
+
+
+def machine_code(path):
+    """Returns the code of each kernel in a cubin, which is a 64-bit ELF file."""
+    data = path.read_bytes()
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<3H", data, 0x3A)
+    # Of each section: where its name is among the names, its offset and its number of bytes.
+    sections = [struct.unpack_from("<I20xQQ", data, table + n * size) for n in range(count)]
+    code = {}
+    for name, start, length in sections:
+        first = sections[names][1] + name
+        text = data[first : data.index(b"\0", first)].decode()
+        if text.startswith(".text."):
+            code[text] = data[start : start + length]
+    return code
