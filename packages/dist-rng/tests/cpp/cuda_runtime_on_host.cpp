@@ -28,31 +28,43 @@ static uint3 blockIdx, threadIdx;
 #include "../../src/cpp/kernels/element.h"
 #include "../../src/cuda/kernels.cuh"
 
-// Settings that a test writes, and the last launch, which it reads. OnHost of test_cuda_kernels.py
-// has the same layout.
+struct Configuration {
+  dim3 grid, block;
+  std::size_t shared_bytes;
+  cudaStream_t stream;
+};
+
+// Settings that a test writes, and the last valid launch, which it reads. OnHost of
+// test_cuda_kernels.py has the same layout.
 struct OnHost {
   std::int32_t devices = 2;
   std::int32_t runs = 1;           // 0: launches are only checked and recorded
   cudaStream_t stream = nullptr;   // the one valid stream besides the default one
-  std::int64_t launches = 0;       // those that were valid
+  std::int64_t launches = 0;
   const char* kernel = nullptr;    // the mangled name
   const void* function = nullptr;  // the host function that stands for the kernel
-  dim3 grid, block;
-  std::size_t shared_bytes = 0;
-  cudaStream_t launch_stream = nullptr;
+  Configuration launch{};
   std::int32_t device = 0;
 };
-
-extern "C" OnHost on_host;
+extern "C" {
 OnHost on_host;
+}
 
 namespace {
 
-namespace kernels = dist_rng::on_host;
-using namespace kernels;
+using namespace dist_rng::on_host;
 
 using Run = void (*)(dim3 grid, dim3 block, void** arguments);
 using Kernels = std::map<std::string, Run>;  // by the device's mangled name
+
+template <typename Body>
+void for_each(dim3 size, uint3& index, const Body& body) {
+  for (index.z = 0; index.z < size.z; ++index.z) {
+    for (index.y = 0; index.y < size.y; ++index.y) {
+      for (index.x = 0; index.x < size.x; ++index.x) body();
+    }
+  }
+}
 
 template <auto kernel>
 struct OnEveryThread;
@@ -61,23 +73,13 @@ struct OnEveryThread;
 template <typename... Parameters, void (*kernel)(Parameters...)>
 struct OnEveryThread<kernel> {
   static void run(dim3 grid, dim3 block, void** arguments) {
-    gridDim = grid;
-    const auto threads_of_block = [&]<std::size_t... i>(std::index_sequence<i...>) {
-      for (threadIdx = {0, 0, 0}; threadIdx.z < block.z; ++threadIdx.z) {
-        for (threadIdx.y = 0; threadIdx.y < block.y; ++threadIdx.y) {
-          for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) {
-            kernel(*static_cast<Parameters*>(arguments[i])...);
-          }
-        }
-      }
+    const auto thread = [&]<std::size_t... i>(std::index_sequence<i...>) {
+      kernel(*static_cast<Parameters*>(arguments[i])...);
     };
-    for (blockIdx = {0, 0, 0}; blockIdx.z < grid.z; ++blockIdx.z) {
-      for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
-        for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-          threads_of_block(std::index_sequence_for<Parameters...>{});
-        }
-      }
-    }
+    gridDim = grid;
+    for_each(grid, blockIdx, [&] {
+      for_each(block, threadIdx, [&] { thread(std::index_sequence_for<Parameters...>{}); });
+    });
   }
 };
 
@@ -127,18 +129,13 @@ struct Registered {
   Run run;
 };
 
-// By the address that host code launches. Static constructors fill it, before the rest of this
-// file's.
+// By the address that host code launches; in a function, as static constructors of other files
+// fill it.
 std::map<const void*, Registered>& registered() {
   static std::map<const void*, Registered> made;
   return made;
 }
 
-struct Configuration {
-  dim3 grid, block;
-  std::size_t shared_bytes;
-  cudaStream_t stream;
-};
 Configuration pushed;
 cudaError_t last_error = cudaSuccess;
 int current_device = 0;
@@ -154,7 +151,7 @@ bool within(dim3 size, unsigned x, unsigned y, unsigned z) {
 }
 
 // The limits of compute capability 8.0 to 10.0: "Technical Specifications per Compute Capability"
-// in the CUDA C++ Programming Guide. The error codes are those that cudart returns.
+// in the CUDA C++ Programming Guide. The error codes are cudart's.
 cudaError_t checked(const Configuration& launch) {
   const std::uint64_t threads = std::uint64_t{launch.block.x} * launch.block.y * launch.block.z;
   if (!within(launch.grid, (1u << 31) - 1, 65535, 65535) ||
@@ -175,10 +172,7 @@ cudaError_t launched(const Registered* kernel, const Configuration& launch, void
   ++on_host.launches;
   on_host.kernel = kernel->name;
   on_host.function = kernel->function;
-  on_host.grid = launch.grid;
-  on_host.block = launch.block;
-  on_host.shared_bytes = launch.shared_bytes;
-  on_host.launch_stream = launch.stream;
+  on_host.launch = launch;
   on_host.device = current_device;
   if (on_host.runs) kernel->run(launch.grid, launch.block, arguments);
   return cudaSuccess;
@@ -189,10 +183,7 @@ cudaError_t launched(const Registered* kernel, const Configuration& launch, void
 // What nvcc's host code calls; crt/host_runtime.h declares it, but only for nvcc.
 extern "C" {
 
-void** __cudaRegisterFatBinary(void*) {
-  static void* handle;
-  return &handle;
-}
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 
@@ -215,9 +206,7 @@ unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared_b
 
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared_bytes,
                                        void* stream) {
-  *grid = pushed.grid;
-  *block = pushed.block;
-  *shared_bytes = pushed.shared_bytes;
+  *grid = pushed.grid, *block = pushed.block, *shared_bytes = pushed.shared_bytes;
   *static_cast<cudaStream_t*>(stream) = pushed.stream;
   return cudaSuccess;
 }
@@ -250,22 +239,16 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
-// The texts of cudart.
 const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
-    case cudaErrorInvalidDeviceFunction:
-      return "invalid device function";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorInvalidResourceHandle:
-      return "invalid resource handle";
-    default:
-      return "unrecognized error code";
-  }
+  static const std::map<cudaError_t, const char*> texts{
+      {cudaErrorInvalidValue, "invalid argument"},
+      {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+      {cudaErrorInvalidDeviceFunction, "invalid device function"},
+      {cudaErrorInvalidDevice, "invalid device ordinal"},
+      {cudaErrorInvalidResourceHandle, "invalid resource handle"},
+  };
+  const auto found = texts.find(error);
+  return found == texts.end() ? "unrecognized error code" : found->second;
 }
 
 }  // extern "C"
