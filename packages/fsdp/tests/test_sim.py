@@ -153,6 +153,22 @@ def test_a_module_that_runs_twice_reduces_twice():
     assert run_sim_ranks(check, 2) == [True] * 2
 
 
+def test_unshard_gathers_what_an_optimizer_has_just_written():
+    def check():
+        mesh = init_device_mesh("sim", (2,))
+        model = residual_stack.shard(fsdp, stack().to("sim"), mesh=mesh)
+        same = []
+        for _ in range(2):  # before the first forward, and behind a step
+            model[0].unshard()
+            gathered = [param.detach().clone() for param in model[0].parameters()]
+            model[0].reshard()
+            same += map(torch.equal, gathered, (p.full_tensor() for p in model[0].parameters()))
+            losses(model, device="sim", steps=1, make_optimizer=foreach)
+        return all(same)
+
+    assert run_sim_ranks(check, 2) == [True] * 2
+
+
 def test_a_step_that_failed_is_forgotten_behind_its_reductions():
     def check():
         mesh = init_device_mesh("sim", (2,))

@@ -44,10 +44,13 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's own parameters, not those of sharded modules below.
 
+        The all-gather follows what was issued on the current stream, as an optimizer step.
+
         Args:
             async_op: whether to return a handle, whose ``wait()`` registers the parameters.
         """
         state = self._get_fsdp_state()
+        state.context.streams.all_gather_waits()
         state.start_unshard()
         handle = _UnshardHandle(state)
         if async_op:
