@@ -42,7 +42,7 @@ def tiles_of_matrices(param):
     return Tiles(rows=4, cols=4) if param.ndim == 2 else None
 
 
-def of_matrices(optimizer):
+def of_matrices(optimizer, **options):
     """Of a kind that updates whole matrices, with AdamW for the other parameters."""
 
     def make(model):
@@ -50,7 +50,7 @@ def of_matrices(optimizer):
         matrices = [(name, param) for name, param in named if param.ndim == 2]
         others = [(name, param) for name, param in named if param.ndim != 2]
         flag = {f"use_{optimizer.__name__.lower()}": False}
-        return optimizer([{"params": matrices}, {"params": others} | flag], lr=1e-2)
+        return optimizer([{"params": matrices}, {"params": others} | flag], lr=1e-2, **options)
 
     return make
 
@@ -134,7 +134,7 @@ def test_offloaded_shards_are_pinned_where_the_policy_says_so(pinned):
     assert run_sim_ranks(check, 2) == [{("cpu", pinned)}] * 2
 
 
-def test_a_module_that_runs_twice_reduces_twice():
+def test_a_module_that_runs_twice_has_the_gradients_of_the_cpu():
     def check():
         def gradients(device):
             block = residual_stack.ResidualBlock()
@@ -149,6 +149,58 @@ def test_a_module_that_runs_twice_reduces_twice():
             return [param.grad.full_tensor().cpu() for param in block.parameters()]
 
         return all(map(torch.equal, gradients("sim"), gradients("cpu")))
+
+    assert run_sim_ranks(check, 2) == [True] * 2
+
+
+def test_muon_that_exchanges_one_matrix_at_a_time_has_the_bits_of_one_exchange():
+    """Results of one matrix are sent back while the next one is computed."""
+
+    def check():
+        single, whole = (
+            trained("sim", 2, {}, {"make_optimizer": of_matrices(Muon, bucket_mb=size)})
+            for size in (1e-5, 25)
+        )
+        return single[0].tolist() == whole[0].tolist(), all(map(torch.equal, single[1], whole[1]))
+
+    assert run_sim_ranks(check, 2) == [(True, True)] * 2
+
+
+def gradients(device, prepare=lambda model, last: None, finish=lambda model: None):
+    """Returns this rank's gradients of two backwards."""
+    mesh = init_device_mesh(device, (2,))
+    model = residual_stack.shard(fsdp, stack().to(device), mesh=mesh, strategy="native")
+    for number in range(2):
+        prepare(model, number == 1)
+        model(batch(number).to(device)).square().mean().backward()
+    finish(model)
+    return [param.grad.to_local().cpu() for param in model.parameters()]
+
+
+def test_a_backward_waits_for_reductions_of_the_backward_before():
+    def overlaps(model, last):
+        model.set_reduce_scatter_max_input_buffers(8)
+        model.set_is_last_backward(last)  # after the first one all its reductions are in flight
+
+    def check():
+        return all(map(torch.equal, gradients("sim", overlaps), gradients("cpu")))
+
+    assert run_sim_ranks(check, 2) == [True] * 2
+
+
+def test_finalize_backward_completes_gradients():
+    def defers(model, _):
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+
+    def finish(model):
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+
+    def check():
+        return all(
+            map(torch.equal, gradients("sim", defers, finish), gradients("cpu", accumulates))
+        )
 
     assert run_sim_ranks(check, 2) == [True] * 2
 

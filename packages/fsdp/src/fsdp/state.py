@@ -145,7 +145,8 @@ class FSDPContext:
     def _wait_for_reductions(self, most: int) -> None:
         """Waits for the oldest reductions until at most so many are in flight."""
         while len(self._in_flight) > most:
-            self._in_flight.pop(0).reduce_scatter.wait()
+            oldest = self._in_flight.pop(0)
+            oldest.reduce_scatter.wait()
 
     def reset(self) -> None:
         """Forgets an iteration that failed."""

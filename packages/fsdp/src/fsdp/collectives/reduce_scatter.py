@@ -124,7 +124,7 @@ class GroupReduceScatter:
             return
         with group_stage(GroupStage.COPY_IN, self):
             reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
-            if self.in_flight:  # of an earlier call of the same module
+            if self.in_flight:  # of an earlier backward
                 self.wait()
             if self._copied:
                 assert self._buffer is not None
