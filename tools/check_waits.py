@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime
+import functools
 import os
 import re
 import shutil
@@ -187,6 +188,7 @@ def failing_test(project: Project, call: OrderingCall | None) -> str | None:
     return failed[1]
 
 
+@functools.cache
 def _installed(package: str) -> Path:
     """The installed package's folder, which has the compiled files."""
     command = [sys.executable, "-c", f"import {package}; print({package}.__path__[0])"]
