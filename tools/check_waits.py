@@ -38,28 +38,7 @@ TESTS = {
 DEFAULT_TESTS = ["test_sim.py"]
 
 # Why no test can fail without the call, by file below packages/, function and source.
-_BY_RELEASE = (
-    "the release of the gathered memory, which follows, has the all-gather stream wait for the "
-    "copy, too"
-)
-_BY_COPIED_IN = (
-    "fsdp records an event of its own behind this copy, on the same stream, and compute waits for "
-    "that one"
-)
 EQUIVALENT = {
-    (
-        "fsdp/src/fsdp/collectives/comm.py", "_finish", "module.current_stream().record_event()",
-    ): _BY_COPIED_IN,
-    (
-        "fsdp/src/fsdp/collectives/comm.py", "_finish", "module.current_stream().wait_event(event)",
-    ): _BY_COPIED_IN,
-    (
-        "fsdp/src/fsdp/collectives/all_gather.py", "PostForwardShard.all_gather",
-        "streams.wait(self._filled)",
-    ): _BY_RELEASE,
-    (
-        "fsdp/src/fsdp/collectives/all_gather.py", "PostForwardShard.reshard", "streams.record()",
-    ): _BY_RELEASE,
     (
         "fused-comm/src/fused_comm/diagnosis/watch.py", "Watch._watch",
         "self._changed.wait(remaining)",

@@ -34,6 +34,13 @@ def stages(model, _):
             module.set_allocate_memory_from_process_group_for_comm(True)
 
 
+def unshards(model, _):
+    """Before the first forward, which sets the streams, on the current stream."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.unshard()
+
+
 def stays_unsharded(model, _):
     model.set_keep_unsharded_storage(True)
 
@@ -78,6 +85,12 @@ SLOW = {
     "HSDP": ({"mesh": (2, 2)}, {}, 4),
     "HSDP, accumulation": ({"mesh": (2, 2)}, {"micro": 2, "prepare": accumulates}, 4),
     "gathered over two after forward": ({"reshard_after_forward": 2}, {}, 4),
+    "gathered over two, unsharded before": (
+        {"reshard_after_forward": 2}, {"prepare": unshards}, 4,
+    ),
+    "gathered over two, memory of the process group": (
+        {"reshard_after_forward": 2}, {"prepare": stages}, 4,
+    ),
     "Adam8bit": ({}, {"make_optimizer": lambda m: Adam8bit(m.named_parameters(), lr=1e-2)}),
     "Muon": ({}, {"make_optimizer": of_matrices(Muon)}),
     "SOAP": ({}, {"make_optimizer": of_matrices(SOAP)}),
