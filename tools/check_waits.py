@@ -186,7 +186,8 @@ def page(rows: list[tuple[OrderingCall, str | None]]) -> str:
         "",
         "Work on an accelerator is ordered by events that streams record and wait for, and by the "
         "waits of collectives. Each of these calls was removed by itself, and the package's tests "
-        "on the simulated device (`tests/test_sim.py`) ran: the first one that failed is named. "
+        "on the simulated device (`tests/test_sim.py`, and the files that `tools/check_waits.py` "
+        "names) ran: the first one that failed is named. "
         f"`python -m tools.check_waits --page docs/support/waits.md`, {today}, at "
         f"{described.stdout.strip()}, {cores} cores.",
         "",
