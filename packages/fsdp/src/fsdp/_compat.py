@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -24,6 +24,7 @@ __all__ = [
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
     "in_backward",
+    "is_replicated",
     "map_tensors",
     "no_compile",
     "placement_and_mesh",
@@ -38,13 +39,20 @@ _REDUCES_IN_SHARDED_DTYPE = hasattr(MixedPrecisionPolicy, "_resolve_for_param")
 
 
 def register_state(module: nn.Module, state: object) -> None:
-    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return a state.
+    """Enters a sharded module where torch's composable functions look, as FSDP2 does.
 
-    torch's pipeline stages call it for the states below a stage, to reduce after the last
-    microbatch; and torch's own fully_shard refuses the module then.
+    ``torch.distributed.fsdp.fully_shard.state(module)`` returns the state: torch's pipeline stages
+    call it for the states below a stage, to reduce after the last microbatch. torch's own
+    fully_shard refuses the module, and its ``replicate`` of a model leaves the module alone.
     """
-    registry = module.__dict__.setdefault(STATE_KEY, {})
-    registry[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+    module.__dict__.setdefault(STATE_KEY, {})[function] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Returns whether torch's ``replicate`` manages a module, and so all modules below it."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def collectives_of_process_group(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:

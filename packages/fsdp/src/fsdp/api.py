@@ -101,8 +101,9 @@ def fully_shard(
     """Shards a module's parameters over a mesh, and gathers them for forward and backward.
 
     Call it on parts of a model first, then on the model: each call manages the parameters that no
-    earlier call does. They are gathered together, in place, and their gradients reduced together.
-    Build the optimizer afterwards.
+    earlier call does, except for those of modules that torch's ``replicate`` manages. They are
+    gathered together, in place, and their gradients reduced together. Build the optimizer
+    afterwards.
 
     In torch the first call registers one hook for all optimizers
     (`torch.optim.optimizer.register_optimizer_step_pre_hook`), which raises where one has
@@ -136,9 +137,10 @@ def fully_shard(
         `module`, whose class is a subclass of `FSDPModule` too.
 
     Raises:
-        ValueError: there is nothing to shard; a wrong mesh, granularity or option; a granularity
-            that splits tiles; a parameter that another call manages. No parameter was changed then,
-            and nothing was sent.
+        ValueError: no module, or a ModuleList or ModuleDict without a forward of its own; a wrong
+            mesh, granularity or option; a granularity that splits tiles; a parameter that another
+            call manages. No parameter was changed then, and nothing was sent.
+        AssertionError: a module is sharded already, as torch raises.
 
     Source: veScale-FSDP, sections 3 and 5; torch/distributed/fsdp/_fully_shard/_fully_shard.py.
     """
@@ -147,7 +149,9 @@ def fully_shard(
     mesh = checked_mesh(mesh)
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
-    managed = managed_modules(modules, lambda child: state_of(child) is not None)
+    managed = managed_modules(
+        modules, lambda child: state_of(child) is not None or _compat.is_replicated(child)
+    )
     params = managed_params(
         managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
     )
@@ -268,8 +272,8 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
     """Returns the modules of a call, without those that others of them contain.
 
     Raises:
-        ValueError: there are none; one is a container without a forward, has no parameters, or is
-            sharded already.
+        ValueError: there are none; the only one is a container without a forward.
+        AssertionError: one is sharded already.
     """
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, Sequence) or not modules:
@@ -277,20 +281,21 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
     for one in modules:
         if not isinstance(one, nn.Module):
             raise ValueError(f"fully_shard: expected a list of modules, got {one!r} in it")
-        if isinstance(one, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
-                f"fully_shard: a {type(one).__name__} has no forward before which to gather; call "
-                f"it on the modules in it, or pass them as one list"
-            )
-        if state_of(one) is not None:
-            raise ValueError(f"fully_shard: {type(one).__name__} is sharded already; call it once")
-        if next(one.parameters(), None) is None:
-            raise ValueError(
-                f"fully_shard: {type(one).__name__} has no parameters to shard; leave it out, the "
-                f"module that contains it runs it all the same"
-            )
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: expected a "
+            f"module before whose forward to gather, got a {type(module).__name__}; call it on the "
+            f"modules in it, or pass them as one list"
+        )
     inner = {id(child) for root in modules for child in root.modules() if child is not root}
-    return tuple(root for root in dict.fromkeys(modules) if id(root) not in inner)
+    roots = tuple(root for root in dict.fromkeys(modules) if id(root) not in inner)
+    for root in roots:
+        if state_of(root) is not None:
+            raise AssertionError(
+                f"fully_shard has already been applied to {type(root).__name__}; call it once"
+            )
+    return roots
 
 
 def _check_options(

@@ -206,19 +206,19 @@ def managed_modules(
     found: dict[nn.Module, str] = {}
     for number, root in enumerate(roots):
         prefix = f"{number}" if len(roots) > 1 else ""
-        for name, module in _walk(root, prefix, is_managed, root=True):
+        for name, module in _walk(root, prefix, is_managed):
             found.setdefault(module, name)
     return found
 
 
 def _walk(
-    module: nn.Module, name: str, is_managed: Callable[[nn.Module], bool], *, root: bool
+    module: nn.Module, name: str, is_managed: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    if not root and is_managed(module):
+    if is_managed(module):
         return
     yield name, module
     for key, child in module.named_children():
-        yield from _walk(child, f"{name}.{key}" if name else key, is_managed, root=False)
+        yield from _walk(child, f"{name}.{key}" if name else key, is_managed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -212,7 +212,7 @@ class FSDPState:
         if first:
             for state in self.forward_prefetch or ([upcoming] if upcoming else []):
                 state.start_unshard()
-            return register_post_backward_hook((args, kwargs), self._post_backward)
+            return register_post_backward_hook((args, kwargs), self._post_backward_hook)
         return args, kwargs
 
     @no_compile
@@ -318,6 +318,30 @@ class FSDPState:
         self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
             self.context.post_backward(group)
+
+    @no_compile
+    def _post_backward_hook(self) -> None:
+        """Reduces, and ends a backward in which no hook on an output will: see `_end_partial_pass`.
+
+        Outputs of a module that ran apart from the others of its call have no hook.
+        """
+        self._post_backward()
+        if not self.context.callback_queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_partial_pass)
+
+    @no_compile
+    def _end_partial_pass(self) -> None:
+        """Ends a pass through some modules of a call, as of a head that runs in chunks.
+
+        Gradients of this state are complete then. Other modules may still await their backward:
+        they stay unsharded, and in the execution order.
+        """
+        context = self.context
+        self._pending.clear()
+        if context.running_root is self:
+            context.running_root = None
+        if context.is_last_backward and not context.manual_finalization:
+            context.finish_reductions()
 
     @no_compile
     def end_backward(self) -> None:

@@ -51,7 +51,8 @@ def find_units(model: nn.Module, units: Units, ignored: Collection[nn.Parameter]
     own = {module for modules in calls.values() for module in modules}
     found = []
     for name, modules in calls.items():
-        params = named_params(managed_modules(modules, own.__contains__), ignored)
+        others = own.difference(modules)
+        params = named_params(managed_modules(modules, others.__contains__), ignored)
         if name and not params:
             raise ValueError(
                 f"simulate: expected each unit to have parameters that are in no other unit, got "
