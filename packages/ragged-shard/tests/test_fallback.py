@@ -49,7 +49,7 @@ def without_a_rule():
             assert_bitwise(full(function(ragged)), function(operand()), name)
     assert ragged_shard.fallbacks()["aten.argmax.default"] == 1
     with pytest.raises(RuntimeError, match=r"dist_rng\.install"):
-        ragged.uniform_()
+        ragged.random_(9)
     with pytest.raises(RuntimeError, match="no rule for this in-place operator"):
         ragged.cumsum_(0)
 

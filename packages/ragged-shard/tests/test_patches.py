@@ -203,9 +203,8 @@ def calls(mesh, placements):
     at = MetadataIndex("w", chunk.offsets)
     region = _utils._compute_local_shape_and_global_offset
     forward = _api._FromTorchTensor.forward
-    draws = [(tracker._distribute_region, (spec,), {})]  # refused where torch would draw wrongly
     return [
-        *([] if isinstance(placements[0], RaggedShard) else draws),
+        (tracker._distribute_region, (spec,), {}),
         (distribute_tensor, (whole, mesh, placements), {"src_data_rank": None}),
         (_redistribute.redistribute_local_tensor, (local, spec, spec), {}),
         (region, (shape, mesh.shape, mesh.get_coordinate(), placements), {}),

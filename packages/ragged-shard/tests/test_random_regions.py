@@ -1,13 +1,13 @@
-"""Random numbers for our placements: those that one device would have drawn, by way of dist-rng."""
+"""Random numbers for our placements: those of one device with dist-rng, and a rank's without."""
+
+import warnings
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard
-from testkit import assert_bitwise, each_rank
-
-dist_rng = pytest.importorskip("dist_rng", reason="its entry points are tested where it is")
+from ragged_shard import InterleavedShard, RaggedShard, StridedRaggedShard, random_regions
+from testkit import assert_bitwise, each_rank, fake_mesh
 
 R = Replicate()
 LAYOUTS = {
@@ -27,6 +27,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_draws_its_part_of_one_devices_numbers(name):
     mesh_shape, placements = LAYOUTS[name]
+    dist_rng = pytest.importorskip("dist_rng", reason="its entry points are tested where it is")
     torch.manual_seed(7)
     whole = torch.empty(12, 8).normal_().uniform_()
     state = torch.get_rng_state()
@@ -45,3 +46,34 @@ def test_every_rank_draws_its_part_of_one_devices_numbers(name):
             torch.nn.functional.dropout(drawn, 0.5)
     finally:
         dist_rng.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_dist_rng_a_rank_draws_its_shard_with_its_own_generator(name):
+    mesh_shape, placements = LAYOUTS[name]
+    for _rank, mesh in each_rank(mesh_shape):
+        drawn = distribute_tensor(torch.zeros(12, 8), mesh, placements, src_data_rank=None)
+        torch.manual_seed(7)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* each rank draws")
+            drawn.normal_().uniform_(0, 2).exponential_()
+            like = torch.randn_like(drawn)
+        torch.manual_seed(7)
+        alone = torch.empty_like(drawn.to_local()).normal_().uniform_(0, 2).exponential_()
+        assert like.placements == drawn.placements == tuple(placements)
+        assert_bitwise(drawn.to_local(), alone, name)
+        assert_bitwise(like.to_local(), torch.randn_like(alone), name)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+def test_own_numbers_are_warned_of_once_in_a_process(monkeypatch):
+    monkeypatch.setattr(random_regions, "_warned", False)
+    with fake_mesh((2,)) as mesh:
+        placements = [RaggedShard((0,), (5, 7))]
+        drawn = distribute_tensor(torch.zeros(12, 8), mesh, placements, src_data_rank=None)
+        with pytest.warns(UserWarning, match=r"normal_.* own shard.*dist_rng.install\(\)"):
+            drawn.normal_()
+        drawn.uniform_()
+        with pytest.raises(RuntimeError, match="install dist-rng"):
+            drawn.random_(9)

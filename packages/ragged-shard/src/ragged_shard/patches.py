@@ -47,7 +47,7 @@ def install() -> None:
       of ``to_local`` (``_FromTorchTensor.forward``, ``_ToTorchTensor.backward``); ``redistribute``
       and its backward (``redistribute_local_tensor``, ``Redistribute.backward``);
       ``_utils._compute_local_shape_and_global_offset``;
-      ``OffsetBasedRNGTracker._distribute_region``.
+      ``OffsetBasedRNGTracker._distribute_region`` and ``_compute_rng_offsets``.
     - Operators: ``ShardingPropagator.propagate_op_sharding_non_cached`` and the cache above it;
       ``OpDispatcher.unwrap_to_op_info``; torch's entries in the dispatcher's table of special
       handlers (argmax, convolution and so on).
@@ -111,7 +111,9 @@ def _apply(patches: Patches) -> None:
     patches.method(api._FromTorchTensor, "forward", construction.from_torch_tensor)
     patches.method(api._ToTorchTensor, "backward", construction.to_local_backward)
     patches.method(redistribution.Redistribute, "backward", redistribute.redistribute_backward)
-    patches.method(OffsetBasedRNGTracker, "_distribute_region", random_regions.distribute_region)
+    patches.method(OffsetBasedRNGTracker, "_distribute_region", random_regions.draw_as_shards)
+    if hasattr(OffsetBasedRNGTracker, "_compute_rng_offsets"):  # CUDA's operators call it
+        patches.method(OffsetBasedRNGTracker, "_compute_rng_offsets", random_regions.draw_as_shards)
     patches.method(DTensor, "__create_write_items__", checkpoint.create_write_items)
     patches.method(DTensor, "__create_chunk_list__", checkpoint.create_chunk_list)
     patches.method(DTensor, "__get_tensor_shard__", checkpoint.get_tensor_shard)

@@ -1,22 +1,35 @@
-"""Registers the placements of this package with dist-rng, without importing it.
+"""Random numbers for the placements of this package: by dist-rng, and without it.
 
-For an unknown placement dist-rng loads the entry points ``dist_rng.placements`` (pyproject.toml)
-and calls `register`. Its regions accept objects with ``start``, ``stop`` and a length, such as a
-`range`.
+With dist-rng ranks draw the numbers of one device. It is not imported here: for an unknown
+placement it loads the entry points ``dist_rng.placements`` (pyproject.toml) and calls `register`. Its
+regions accept objects with ``start``, ``stop`` and a length, such as a `range`.
+
+Without dist-rng initializers draw as torch draws for a Shard: each rank its own elements, on the
+CPU with the rank's generator, on accelerators at an offset of the stream that its shard has.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard.geometry.specs import any_custom
+from ragged_shard.geometry.specs import any_custom, is_custom, with_placements
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
 from ragged_shard.strided import StridedRaggedShard
+
+#: Operators that fill a tensor; with a list of operands, or as dropout, they need dist-rng.
+INITIALIZERS = frozenset(
+    {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"}
+)
+LIKE = frozenset({"rand_like", "randn_like"})
+
+_warned = False
 
 
 def register(register_placement: Callable[..., None]) -> None:
@@ -46,23 +59,46 @@ def _interleaved(region: Any, placement: InterleavedShard, axis_size: int, axis_
     return region.select(placement.dim, *(piece for piece in pieces if piece))
 
 
-def distribute_region(
+def draw_as_shards(
     native: Callable[..., Any], tracker: object, spec: DTensorSpec, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces `OffsetBasedRNGTracker._distribute_region`, which torch's random operators call.
+    """Replaces methods of `OffsetBasedRNGTracker`, which accelerators' random operators call.
 
-    Raises:
-        RuntimeError: a placement is of this package; torch would draw the same numbers on every
-            rank, as for Replicate.
+    torch takes unknown placements for Replicate, and would draw the same numbers on every rank.
     """
     if any_custom(spec.placements):
-        raise random_refused("torch.distributed.tensor", spec.placements)
+        spec = with_placements(spec, tuple(_as_shard(p, spec.ndim) for p in spec.placements))
     return native(tracker, spec, *args, **kwargs)
+
+
+def _as_shard(placement: Placement, ndim: int) -> Placement:
+    """Returns the placement of torch whose shards' numbers a rank draws."""
+    if not is_custom(placement):
+        return placement
+    dim = placement.dim if isinstance(placement, InterleavedShard) else 0
+    return Shard(dim) if ndim else Replicate()
+
+
+def warn_of_own_numbers(name: str) -> None:
+    """Warns, once in a process, that numbers are not those of one device.
+
+    Args:
+        name: of the operator.
+    """
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{name}: each rank draws the numbers of its own shard, so they depend on the number "
+            f"of ranks, and on the CPU shards repeat where ranks have the same seed; install "
+            f"dist-rng and call dist_rng.install(), which draws the numbers of one device",
+            stacklevel=2,
+        )
 
 
 def random_refused(name: str, placements: Sequence[Placement]) -> RuntimeError:
     """Returns the error of drawing random numbers without dist-rng."""
     return RuntimeError(
-        f"{name}: torch cannot draw random numbers for placements {tuple(placements)}; install "
+        f"{name}: torch cannot draw these numbers for placements {tuple(placements)}; install "
         f"dist-rng and call dist_rng.install(), which draws the numbers of one device"
     )

@@ -31,7 +31,7 @@ from ragged_shard.geometry.specs import (
 from ragged_shard.geometry.validation import check_local
 from ragged_shard.interleaved import InterleavedShard
 from ragged_shard.ragged import RaggedShard
-from ragged_shard.random_regions import random_refused
+from ragged_shard.random_regions import INITIALIZERS, LIKE, random_refused, warn_of_own_numbers
 
 
 def propagate_op_sharding(
@@ -45,8 +45,8 @@ def propagate_op_sharding(
         op_schema: the operator and the specs of its inputs.
 
     Raises:
-        RuntimeError: the operator is random, or in-place without a rule, or a keyword tensor would
-            have to be redistributed.
+        RuntimeError: the operator is random and fills no tensor, or in-place without a rule, or a
+            keyword tensor would have to be redistributed.
     """
     call = OperatorCall(op_schema)
 
@@ -103,7 +103,7 @@ class _Layer:
         """Decides an operator call."""
         if not any(isinstance(p, self.kind) for spec in call.specs for p in spec.placements):
             return self.inner(call.schema)
-        _refuse_random(call)
+        _check_random(call)
         rule = self.rule_for(call)
         decision = None if rule is None else rule(call)
         combined = None if decision is None else self._combined(call, decision)
@@ -315,8 +315,13 @@ def _draws(call: OperatorCall) -> bool:
     return not has_dropout or call.argument("dropout_p", default=0.0) != 0.0
 
 
-def _refuse_random(call: OperatorCall) -> None:
-    if _draws(call):
+def _check_random(call: OperatorCall) -> None:
+    """Warns of an operator that fills a tensor with random numbers; refuses other random ones."""
+    if not _draws(call):
+        return
+    if call.op._schema.name.removeprefix("aten::") in INITIALIZERS | LIKE:
+        warn_of_own_numbers(call.name)
+    else:
         placements = [s.placements for s in call.specs if any(map(is_custom, s.placements))]
         raise random_refused(call.name, placements[0])
 

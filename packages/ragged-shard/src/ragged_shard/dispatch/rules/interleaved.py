@@ -21,6 +21,7 @@ from ragged_shard.dispatch.operator_call import (
 from ragged_shard.dispatch.rules.interleaved_views import cat, interleaved_placement, split, view
 from ragged_shard.geometry.specs import tensor_meta_of
 from ragged_shard.interleaved import InterleavedShard
+from ragged_shard.random_regions import INITIALIZERS, LIKE
 
 _LIKE = frozenset(
     {
@@ -51,9 +52,12 @@ _LIKE = frozenset(
         "transpose",
         "unsqueeze",
         "zeros_like",
+        *LIKE,
     }
 )
-_POINTWISE = frozenset({"copy_", "equal", "fill_", "masked_fill", "masked_fill_", "where", "zero_"})
+_POINTWISE = frozenset(
+    {"copy_", "equal", "fill_", "masked_fill", "masked_fill_", "where", "zero_", *INITIALIZERS}
+)
 
 
 #: Those of `_LIKE` that need the same number of rows on every rank: for local sizes, means, or

@@ -9,6 +9,7 @@ from ragged_shard.dispatch.rules.elementwise import foreach, masked_put, pointwi
 from ragged_shard.dispatch.rules.matmul import batched, dot, product, product_added
 from ragged_shard.dispatch.rules.reduction import along_unsharded_dim, foreach_reduction, reduction
 from ragged_shard.dispatch.rules.views import expand, like, new, squeeze, unsqueeze, view
+from ragged_shard.random_regions import INITIALIZERS, LIKE
 
 #: By name, for all overloads. Operators that torch tags as pointwise need no entry.
 _RULES: dict[str, AxisRule] = {
@@ -53,6 +54,8 @@ _RULES: dict[str, AxisRule] = {
     "norm": reduction("norm"),
     "ones_like": like,
     "prod": reduction("product"),
+    **dict.fromkeys(INITIALIZERS, pointwise),
+    **dict.fromkeys(LIKE, like),
     "reshape": view,
     "sort": along_unsharded_dim,
     "squeeze": squeeze,

@@ -1,0 +1,292 @@
+"""What FSDP2 of the installed torch accepts, computes and raises is what this package does."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp
+from testkit import assert_bitwise, fake_mesh, run_ranks
+from testkit.models.residual_stack import ResidualBlock, batch, shard, stack
+
+BOTH = (torch_fsdp, fsdp)
+
+
+def full(tensor):
+    """Returns all of a tensor; None for None."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def grads(model):
+    return [param.grad if param.grad is None else full(param.grad) for param in model.parameters()]
+
+
+def assert_same(native, ours):
+    """Asserts that two lists of tensors, some of them None, are equal."""
+    assert [one is None for one in native] == [one is None for one in ours]
+    for expected, actual in zip(native, ours, strict=True):
+        if expected is not None:
+            assert_bitwise(actual, expected)
+
+
+# Which modules are accepted.
+
+
+@pytest.mark.ranks
+def test_modules_without_parameters_are_accepted():
+    def check():
+        found = []
+        for package in BOTH:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+            assert isinstance(package.fully_shard(model[1]), torch_fsdp.FSDPModule)
+            assert len(list(package.fully_shard([nn.Tanh(), nn.ReLU()]))) == 2
+            package.fully_shard(model)
+            for step in range(2):
+                model(batch(step)).sum().backward()
+            found.append(grads(model))
+            model[1].set_requires_gradient_sync(False)
+            model[1].unshard()
+            model[1].reshard()
+        assert_same(*found)
+
+    run_ranks(check, 2)
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+class Named(nn.ModuleDict):
+    def forward(self, x):
+        return self["b"](self["a"](x))
+
+
+@pytest.mark.ranks
+def test_containers_with_a_forward_of_their_own_are_accepted():
+    def check():
+        for make in (
+            lambda: Chain([nn.Linear(8, 8), nn.Linear(8, 4)]),
+            lambda: Named({"a": nn.Linear(8, 8), "b": nn.Linear(8, 4)}),
+        ):
+            found = []
+            for package in BOTH:
+                torch.manual_seed(0)
+                model = package.fully_shard(make())
+                model(batch(0)).sum().backward()
+                found.append(grads(model))
+            assert_same(*found)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
+def test_containers_without_a_forward_are_refused(package, kind):
+    modules = {"a": nn.Linear(8, 8)}
+    with fake_mesh((2,)) as mesh:
+        with pytest.raises(ValueError, match="containers that do not implement forward"):
+            package.fully_shard(kind(modules if kind is nn.ModuleDict else modules.values()))
+        listed = kind(modules if kind is nn.ModuleDict else modules.values())
+        package.fully_shard([listed, nn.Linear(8, 8)], mesh=mesh)
+
+
+# torch's composable functions.
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_a_sharded_module_is_in_the_registry_of_composable_functions(package):
+    with fake_mesh((2,)):
+        model = package.fully_shard(nn.Linear(8, 8))
+        assert list(_get_registry(model)) == ["fully_shard"]
+        assert torch_fsdp.fully_shard.state(model) is not None
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(model)
+        for function in (package.fully_shard, torch_fsdp.fully_shard):
+            with pytest.raises(AssertionError, match="fully_shard has already been applied to"):
+                function(model)
+        package.fully_shard([model, nn.Sequential(model)])  # the one that contains it counts
+
+
+@pytest.mark.ranks
+def test_replicate_leaves_sharded_modules_alone():
+    def check():
+        found = []
+        for package in BOTH:
+            model = stack()
+            for block in list(model)[:2]:
+                package.fully_shard(block)
+            replicate(model)
+            for step in range(2):
+                model(batch(step)).square().mean().backward()
+            assert all(isinstance(param, DTensor) for param in model[0].parameters())
+            assert not any(isinstance(param, DTensor) for param in model[2].parameters())
+            found.append(grads(model))
+        assert_same(*found)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_fully_shard_leaves_replicated_modules_alone():
+    def check():
+        found = []
+        for package in BOTH:
+            model = stack()
+            replicate(model[0])
+            package.fully_shard(model[1])
+            package.fully_shard(model)
+            assert not any(isinstance(param, DTensor) for param in model[0].parameters())
+            assert all(isinstance(param, DTensor) for param in model[2].parameters())
+            for step in range(2):
+                model(batch(step)).square().mean().backward()
+            found.append(grads(model))
+        assert_same(*found)
+
+    run_ranks(check, 2)
+
+
+# Several modules of one call that run apart from each other.
+
+
+class WithHead(nn.Module):
+    """A block, and a norm and a head that one call shards; forward may leave the head out."""
+
+    def __init__(self, *, runs_head):
+        super().__init__()
+        torch.manual_seed(1)
+        self.block, self.norm = ResidualBlock(), nn.LayerNorm(8)
+        self.head, self.runs_head = nn.Linear(8, 4), runs_head
+
+    def forward(self, x):
+        hidden = self.norm(self.block(x))
+        return self.head(hidden) if self.runs_head else hidden
+
+
+def _chunks_one_by_one(model, seen):
+    hidden = model(batch(0))
+    leaf = hidden.detach().requires_grad_()
+    for chunk in leaf.chunk(3):
+        model.head(chunk).square().mean().backward()
+        seen.append(grads(model))
+    hidden.backward(leaf.grad)
+
+
+def _chunks_together(model, seen):
+    hidden = model(batch(0))
+    torch.stack([model.head(chunk).square().mean() for chunk in hidden.chunk(3)]).sum().backward()
+
+
+def _head_after_the_model(model, seen):
+    model(batch(0)).square().mean().backward()
+    seen.append(grads(model))
+    model.head(batch(1).requires_grad_()).square().mean().backward()
+
+
+def _norm_alone(model, seen):
+    model(batch(0)).square().mean().backward()
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    not hasattr(torch_fsdp.FSDPModule, "reset_iter_state"),
+    reason="older versions do not reduce the gradients of parts of a call",
+)
+@pytest.mark.parametrize(
+    ("script", "runs_head"),
+    [
+        (_chunks_one_by_one, False),
+        (_chunks_together, False),
+        (_head_after_the_model, False),
+        (_head_after_the_model, True),
+        (_norm_alone, False),
+    ],
+)
+def test_gradients_of_modules_that_run_apart_are_reduced_after_each_backward(script, runs_head):
+    def check():
+        found = []
+        for package in BOTH:
+            model, seen = WithHead(runs_head=runs_head), []
+            package.fully_shard(model.block)
+            package.fully_shard([model.norm, model.head])
+            package.fully_shard(model)
+            for _ in range(2):
+                script(model, seen)
+                seen.append(grads(model))
+                model.zero_grad()
+            found.append([grad for step in seen for grad in step])
+        assert [one is None for one in found[0]] == [one is None for one in found[1]]
+        for expected, actual in zip(*found, strict=True):
+            if expected is not None:  # chunks are added up in another order
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+    run_ranks(check, 2)
+
+
+# Initialization of sharded parameters.
+
+INITIALIZERS = {
+    "normal_": nn.init.normal_,
+    "uniform_": nn.init.uniform_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "constant_": lambda weight: nn.init.constant_(weight, 2.0),
+    "eye_": nn.init.eye_,
+    "exponential_": lambda weight: weight.detach().exponential_(),
+    "randn_like": lambda weight: weight.data.copy_(torch.randn_like(weight)),
+}
+MODULES = {
+    "Linear": lambda: nn.Linear(4, 6),
+    "Embedding": lambda: nn.Embedding(6, 4),
+    "Conv2d": lambda: nn.Conv2d(4, 4, 3),
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "LSTM": lambda: nn.LSTM(4, 4),
+}
+
+
+def _initialized(package, make, initialize):
+    """Returns the parameters of a module that was initialized after it was sharded."""
+    with torch.device("meta"):
+        module = make()
+    package.fully_shard(module, shard_placement_fn=lambda param: Shard(0))
+    module.to_empty(device="cpu")
+    for param in module.parameters():
+        nn.init.constant_(param, 7.0)
+    torch.manual_seed(3)
+    initialize(module)
+    return [param.to_local().clone() for param in module.parameters()]
+
+
+@pytest.mark.ranks
+def test_initializers_draw_on_shards_what_they_draw_under_fsdp2():
+    """Without dist-rng; each rank has slices of dim 0, as FSDP2 has them."""
+
+    def check():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, and of ragged_shard once
+            for initialize in INITIALIZERS.values():
+                weights = [
+                    _initialized(
+                        package,
+                        lambda: nn.Linear(4, 6, bias=False),
+                        lambda module, initialize=initialize: initialize(module.weight),
+                    )
+                    for package in BOTH
+                ]
+                assert_same(*weights)
+            for package, make in itertools.product(BOTH, MODULES.values()):
+                values = _initialized(package, make, lambda module: module.reset_parameters())
+                assert all(local.abs().max() < 5 for local in values if local.numel())
+
+    run_ranks(check, 2)
