@@ -82,7 +82,7 @@ def test_wrong_arguments_of_fully_shard_are_refused(what):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shard_placement_result_is_refused_unless_it_shards_dim_0(dim):
     class Info:
-        shard_mesh_dim = 0
+        shard_mesh_dim, replicate_mesh_dim = 0, None
 
     class Result:
         mesh_info = Info()

@@ -58,7 +58,7 @@ def test_number_of_ranks_is_refused_for_dtensors_and_extensions():
 
 def test_number_of_ranks_must_divide_a_parameters_own_mesh():
     class Info:
-        shard_mesh_dim = 0
+        shard_mesh_dim, replicate_mesh_dim = 0, None
 
     class Result:
         placement = None
@@ -86,16 +86,6 @@ def test_granularity_that_chunks_of_an_extension_split_is_refused(granularity):
         fully_shard(
             _extension(), shard_placement_fn=lambda param: Rows(2) if param.ndim > 1 else None
         )
-
-
-def test_keeping_unsharded_storage_is_refused_beside_a_number_of_ranks():
-    with fake_mesh((4,)):
-        model = shard(fsdp, stack(), reshard_after_forward=2)
-        with pytest.raises(ValueError, match="got a number of ranks"):
-            model.set_keep_unsharded_storage(True)
-        model.set_keep_unsharded_storage(False)  # is so already
-        model.set_reshard_after_forward(True)
-        model.set_keep_unsharded_storage(True)
 
 
 @pytest.mark.ranks

@@ -10,6 +10,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
@@ -231,6 +233,58 @@ def test_gradients_of_modules_that_run_apart_are_reduced_after_each_backward(scr
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
     run_ranks(check, 2)
+
+
+# Meshes of single parameters.
+
+
+def _placed(info):
+    """Returns a `shard_placement_fn` that gives one of two matrices the mesh of an info."""
+    result = _fsdp_common.ShardPlacementResult(Shard(0), info)
+    return lambda param: result if param.shape[0] == 4 else None
+
+
+several_meshes = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="older versions have one mesh"
+)
+
+
+@several_meshes
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("shard_axis", "replicate_axis"), [(0, None), (1, None), (1, 0), (0, 1)]
+)
+def test_parameters_are_sharded_along_any_axis_of_their_mesh(shard_axis, replicate_axis):
+    def check():
+        world = init_device_mesh("cpu", (4,))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        info = (
+            _fsdp_common.FSDPMeshInfo(mesh, shard_axis)
+            if replicate_axis is None
+            else _fsdp_common.HSDPMeshInfo(mesh, shard_axis, replicate_axis)
+        )
+        found = []
+        for package in BOTH:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+            package.fully_shard(model, mesh=world, shard_placement_fn=_placed(info))
+            for step in range(2):
+                model(batch(step)).square().mean().backward()
+            found.append([model[1].weight.to_local(), model[1].weight.grad.to_local()])
+        assert_same(*found)
+
+    run_ranks(check, 4)
+
+
+@several_meshes
+def test_axes_that_cannot_be_sliced_are_refused():
+    with fake_mesh((2, 2)) as mesh:
+        for info, message in (
+            (_fsdp_common.FSDPMeshInfo(mesh, 0), "'0.weight' axes .0. of a mesh of 2; expected mesh_dim_names"),
+            (_fsdp_common.DDPMeshInfo(mesh, None, 0), "'0.weight', got DDPMeshInfo"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                fsdp.fully_shard(nn.Sequential(nn.Linear(8, 4)), shard_placement_fn=_placed(info))
 
 
 # Initialization of sharded parameters.

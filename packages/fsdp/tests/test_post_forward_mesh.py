@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -47,6 +48,38 @@ def test_set_reshard_after_forward_replaces_the_number(keeps):
         return {call.output_bytes // call.input_bytes for call in gathers}
 
     assert run_ranks(check, 4, timeout=120) == [{4}] * 4
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_of_unsharded_parameters_stays_beside_the_post_forward_shards(keeps):
+    """As in torch 2.15: both options are in effect, and addresses stay."""
+
+    def check():
+        wanted = losses(shard(fsdp, stack(), strategy="native"))
+        model = shard(fsdp, stack(), reshard_after_forward=2, strategy="native")
+        model.set_keep_unsharded_storage(keeps)
+        assert torch.equal(losses(model), wanted)
+        (group,) = model[0]._get_fsdp_state().groups
+        unsharded = group.params[0].unsharded_param
+        sizes, addresses = [], set()
+        model[0].up.register_forward_hook(lambda *_: addresses.add(unsharded.data_ptr()))
+        with CommLog() as log:
+            out = model(batch(0))
+            sizes.append(unsharded.untyped_storage().nbytes())
+            assert group.all_gather._post_forward.is_filled
+            out.sum().backward()
+            sizes.append(unsharded.untyped_storage().nbytes())
+        gathers = [call for call in log.calls if call.op == "all_gather"]
+        assert sorted(call.output_bytes // call.input_bytes for call in gathers) == [2] * 4 + [4] * 4
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        for _ in range(2):
+            model(batch(1)).sum().backward()
+        model.set_keep_unsharded_storage(False)
+        model(batch(1)).sum().backward()
+        sizes.append(unsharded.untyped_storage().nbytes())
+        return [size > 0 for size in sizes], len(addresses) == 1 or not keeps
+
+    assert run_ranks(check, 4, timeout=120) == [([keeps, keeps, False], True)] * 4
 
 
 def test_losses_are_the_same_for_granularities_and_strategies():

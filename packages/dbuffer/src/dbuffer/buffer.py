@@ -267,18 +267,21 @@ class DBuffer:
             self._allocated = True
             self._placements = self._initial
 
-    def release(self) -> None:
+    def release(self, *, keep_storage: bool = False) -> None:
         """Gives the memory away: to torch's allocator, or to others who share its block.
 
         Call it on the stream that used the buffer last. Tensors keep their identity, and must not
         be read until it is acquired again.
+
+        Args:
+            keep_storage: whether memory of its own stays allocated, so that addresses stay.
 
         Raises:
             RuntimeError: a collective is in flight.
         """
         if self.allocated:
             self._check("release")
-            self.memory.release()
+            self.memory.release(keep_storage=keep_storage)
             self._allocated = False
 
     def set_placements(self, placements: Sequence[Placement]) -> None:

@@ -50,8 +50,8 @@ class BufferMemory(Protocol):
         """Acquires it for the current stream, not initialised. Raises if a buffer uses it."""
         ...
 
-    def release(self) -> None:
-        """Releases it once the current stream has done its work."""
+    def release(self, *, keep_storage: bool = False) -> None:
+        """Releases it once the current stream has done its work; storage kept has its address."""
         ...
 
 
@@ -73,6 +73,7 @@ class ResizableMemory:
         self.allocated = True
         self._nbytes = nbytes
         self._stream = current_stream(device)
+        self._kept: Any = None  # event: the last use of storage that a release kept
 
     def acquire(self) -> None:
         """Allocates it again; see `BufferMemory.acquire`.
@@ -85,17 +86,30 @@ class ResizableMemory:
                 "ResizableMemory.acquire: expected free memory, got memory that a buffer uses; "
                 "release() that buffer first"
             )
-        self.bytes.untyped_storage().resize_(self._nbytes)
+        storage = self.bytes.untyped_storage()
+        if storage.nbytes() != self._nbytes:  # otherwise a release kept it; resize_ would copy it
+            storage.resize_(self._nbytes)
         self._stream = current_stream(self.bytes.device)
+        if self._kept is not None:
+            self._stream.wait_event(self._kept)
         self.allocated = True
 
-    def release(self) -> None:
-        """Returns it to the allocator; see `BufferMemory.release`."""
+    def release(self, *, keep_storage: bool = False) -> None:
+        """Returns it to the allocator; see `BufferMemory.release`.
+
+        Args:
+            keep_storage: whether it stays allocated, so that its address is the same when it is
+                acquired again, as CUDA graphs need it.
+        """
         if not self.allocated:
             return
+        self._kept = None
         if self._stream is not None:
-            self._stream.wait_event(current_stream(self.bytes.device).record_event())
-        self.bytes.untyped_storage().resize_(0)
+            last_use = current_stream(self.bytes.device).record_event()
+            self._stream.wait_event(last_use)
+            self._kept = last_use if keep_storage else None
+        if not keep_storage:
+            self.bytes.untyped_storage().resize_(0)
         self.allocated = False
 
 
@@ -164,8 +178,11 @@ class PoolBlock:
         self.allocated = True
         self._pool._count(self.bytes.numel())
 
-    def release(self) -> None:
-        """Lets others acquire it, once the current stream has done its work."""
+    def release(self, *, keep_storage: bool = False) -> None:
+        """Lets others acquire it, once the current stream has done its work.
+
+        Its address is always the same, so `keep_storage` makes no difference.
+        """
         if self.allocated:
             stream = current_stream(self.bytes.device)
             self._event = None if stream is None else stream.record_event()

@@ -87,17 +87,28 @@ def placement_and_mesh(result: Any, mesh: DeviceMesh, name: str) -> tuple[Any, D
         name: of the parameter, for errors.
 
     Raises:
-        ValueError: a mesh whose last axis is not the one that shards.
+        ValueError: a mesh info of which no axis shards, or one of unnamed axes that are not
+            (replicate, shard).
     """
     info = getattr(result, "mesh_info", None)
     if info is None:
         return result, mesh
-    if info.shard_mesh_dim != info.mesh.ndim - 1:
+    if info.shard_mesh_dim is None:
         raise ValueError(
-            f"fully_shard: shard_placement_fn gave {name!r} a mesh that is sharded along axis "
-            f"{info.shard_mesh_dim} of {info.mesh.ndim}; expected the last axis"
+            f"fully_shard: shard_placement_fn: expected an FSDPMeshInfo or HSDPMeshInfo for "
+            f"{name!r}, got {type(info).__name__}, along no axis of which parameters are sharded"
         )
-    return result.placement, info.mesh
+    axes = [a for a in (info.replicate_mesh_dim, info.shard_mesh_dim) if a is not None]
+    names = info.mesh.mesh_dim_names
+    if axes == list(range(info.mesh.ndim)):
+        return result.placement, info.mesh
+    if names is None:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn gave {name!r} axes {axes} of a mesh of "
+            f"{info.mesh.ndim}; expected mesh_dim_names, by which they are sliced"
+        )
+    slices = [info.mesh[names[axis]] for axis in axes]  # with the process groups of these axes
+    return result.placement, slices[0] if len(slices) == 1 else DeviceMesh._concatenate(slices)
 
 
 def default_reduce_dtype(dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:

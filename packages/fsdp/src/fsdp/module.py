@@ -87,17 +87,9 @@ class FSDPModule(TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether unsharded parameters keep their memory, as CUDA graphs need it.
 
-        Raises:
-            ValueError: ``reshard_after_forward`` is a number, for which larger shards are
-                allocated so that this memory can be freed.
+        Modules have the sharded parameters all the same, and gather again, where
+        ``reshard_after_forward`` is a number over so many ranks.
         """
-        for group in self._groups(recurse):
-            if keep and group.all_gather.post_forward_mesh is not None:
-                raise ValueError(
-                    f"set_keep_unsharded_storage: expected reshard_after_forward True or False of "
-                    f"{group.names}, got a number of ranks; give fully_shard one of these, or call "
-                    f"set_reshard_after_forward before"
-                )
         for group in self._groups(recurse):
             group.keep_unsharded_storage = keep
 

@@ -83,7 +83,6 @@ class PlannedAllGather:
         self._handle: Handle | None = None
         self._copied_in: Any = None  # event: this rank's shard is in the buffer
         self._post_forward: PostForwardShard | None = None
-        self._last_use: Any = None  # event: compute has used memory that stays allocated
 
     @property
     def in_flight(self) -> bool:
@@ -106,7 +105,6 @@ class PlannedAllGather:
                     )
             else:
                 self._buffer.acquire()
-            streams.wait(self._last_use)
             source = self._copy_in(self._buffer)
             self._handle = self._buffer.all_gather_(source, async_op=True)
             # Behind it: on one rank it is a copy on this stream, and its handle waits for nothing.
@@ -128,14 +126,13 @@ class PlannedAllGather:
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
         """Implements `GroupAllGather`."""
         assert self._buffer is not None
-        post_forward = self._post_forward
-        if post_forward is not None and (post_forward.is_gathered or not keep_storage):
+        if self._post_forward is not None:
             backward_follows = after_forward and self.post_forward_mesh is not None
-            post_forward.reshard(self.streams, fill=backward_follows)
-        elif not keep_storage:
-            self._buffer.release()
+            self._post_forward.reshard(
+                self.streams, fill=backward_follows, keep_storage=keep_storage
+            )
         else:
-            self._last_use = self.streams.record()
+            self._buffer.release(keep_storage=keep_storage)
 
     def free_post_forward_shard(self) -> None:
         """Implements `GroupAllGather`."""
@@ -186,11 +183,6 @@ class PostForwardShard:
         self._filled: Any = None  # event: `shard` is filled
         self.is_filled = False
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the unsharded parameters were gathered from the post-forward shards."""
-        return self._gathered is not None and self._gathered.allocated
-
     def all_gather(self, streams: CommStreams) -> Handle:
         """Starts to gather into the memory of the all-gather buffer, which is free."""
         assert self.shard is not None
@@ -202,15 +194,18 @@ class PostForwardShard:
         self._gathered.copy_(self.shard)
         return self._gathered.all_gather_(async_op=True)
 
-    def reshard(self, streams: CommStreams, *, fill: bool) -> None:
+    def reshard(
+        self, streams: CommStreams, *, fill: bool, keep_storage: bool = False
+    ) -> None:
         """Frees the all-gather buffer; before, copies this rank's post-forward shard out of it.
 
         Args:
             streams: as of `GroupAllGather`.
             fill: whether to copy; otherwise an earlier post-forward shard is freed, too.
+            keep_storage: whether the all-gather buffer's memory stays allocated.
         """
         if self._gathered is not None:
-            self._gathered.release()
+            self._gathered.release(keep_storage=keep_storage)
         if fill and self.buffer.allocated:
             if self.shard is None:
                 self.shard = self._new_buffer(full=False)
@@ -223,7 +218,7 @@ class PostForwardShard:
             self.is_filled = True
         elif not fill:
             self.free()
-        self.buffer.release()
+        self.buffer.release(keep_storage=keep_storage)
 
     def free(self) -> None:
         """Frees the post-forward shard."""

@@ -155,12 +155,10 @@ class ExtensionAllGather:
 
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
         """Implements `GroupAllGather`; there are no post-forward shards."""
-        if keep_storage:
-            return
         for output in self._outputs:
-            output.release()
+            output.release(keep_storage=keep_storage)
         for tensor in (tensor for tensors in self._inner_tensors for tensor in tensors):
-            if tensor.untyped_storage().size():
+            if tensor.untyped_storage().size() and not keep_storage:
                 tensor.untyped_storage().resize_(0)
 
     def free_post_forward_shard(self) -> None:

@@ -74,8 +74,7 @@ class QuantizedAllGather(PlannedAllGather):
         assert self._unsharded is not None
         if not after_forward:
             self.free_post_forward_shard()
-        if not keep_storage:
-            self._unsharded.release()
+        self._unsharded.release(keep_storage=keep_storage)
 
     def _new_buffer(self) -> DBuffer:
         """Allocates the buffer of bytes, whose shards are the ranks' chunks."""
