@@ -287,6 +287,42 @@ def test_axes_that_cannot_be_sliced_are_refused():
                 fsdp.fully_shard(nn.Sequential(nn.Linear(8, 4)), shard_placement_fn=_placed(info))
 
 
+# The all-reduce hook.
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_reduce_hooks_get_the_reduced_shard(replicas):
+    def check():
+        found = []
+        shape = (2, 1) if replicas == 2 else (2,)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for package in BOTH:
+            torch.manual_seed(0)
+            policy = package.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+            model = nn.Sequential(nn.Linear(8, 4, bias=False))
+            package.fully_shard(model, mesh=mesh, mp_policy=policy)
+            seen = []
+
+            def hook(shard, seen=seen):
+                seen.append(shard.reshape(-1).clone())
+                shard.mul_(4.0)
+
+            if replicas == 2:
+                with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+                    model.set_all_reduce_hook(hook, stream=torch.cpu.current_stream())
+                model.set_all_reduce_hook(hook)
+            else:
+                model.set_all_reduce_hook(hook, stream=torch.cpu.current_stream())
+            model(batch(0)).sum().backward()
+            found.append([*seen, *grads(model)])
+        assert found[0][0].dtype == torch.float64
+        assert_same(*found)
+
+    run_ranks(check, 2)
+
+
 # Initialization of sharded parameters.
 
 INITIALIZERS = {

@@ -134,6 +134,32 @@ def test_training_has_the_bits_of_the_cpu(name):
         assert same
 
 
+def test_an_all_reduce_hook_runs_on_its_stream_between_the_reduction_and_the_gradients():
+    def check():
+        def gradients(device):
+            mesh = init_device_mesh(device, (2,))
+            model = residual_stack.shard(fsdp, stack().to(device), mesh=mesh, strategy="native")
+            module = torch.get_device_module(device)
+            stream = module.Stream() if device == "sim" else None
+            seen = []
+
+            def hook(shard):
+                seen.append(stream is None or module.current_stream() == stream)
+                shard.mul_(4.0)
+
+            for part in model.modules():
+                if isinstance(part, fsdp.FSDPModule):
+                    part.set_all_reduce_hook(hook, stream=stream)
+            for step in range(2):
+                model(residual_stack.batch(step).to(device)).square().mean().backward()
+            assert seen == [True] * 8
+            return [param.grad.full_tensor().cpu() for param in model.parameters()]
+
+        return [torch.equal(*pair) for pair in zip(gradients("sim"), gradients("cpu"), strict=True)]
+
+    assert run_sim_ranks(check, 2) == [[True] * 20] * 2
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_offloaded_shards_are_pinned_where_the_policy_says_so(pinned):
     def check():

@@ -221,20 +221,27 @@ class FSDPModule(TorchFSDPModule):
             state.context.max_input_buffers = max_input_buffers
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: object = None
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
         """Sets a hook that gets the reduced shard: flat, of the reduce dtype, changed in place.
 
+        Args:
+            hook: for replicas that the mesh does not have, or after those of HSDP were reduced.
+            stream: that it runs on, by default that of the reduce-scatters.
+
         Raises:
-            ValueError: a stream is passed; the hook runs on the reduce-scatter stream.
+            ValueError: a stream is passed, and the mesh is one of HSDP.
         """
-        if stream is not None:
-            raise ValueError(
-                "set_all_reduce_hook: expected no stream=: the hook runs on the reduce-scatter "
-                "stream; switch to another stream in the hook, and wait for it there"
-            )
+        for group in self._groups(recurse=False):
+            if stream is not None and group.mesh.ndim == 2:
+                raise ValueError(
+                    f"set_all_reduce_hook: stream cannot be set when using native HSDP: expected "
+                    f"a mesh of one axis for {group.names}, got {tuple(group.mesh.shape)}; leave "
+                    f"stream out"
+                )
         for group in self._groups(recurse=False):
             group.reduce_scatter.all_reduce_hook = hook
+            group.reduce_scatter.all_reduce_hook_stream = stream
 
     # Collectives.
 

@@ -80,6 +80,7 @@ class GroupReduceScatter:
         reduce_unused: whether parameters without a gradient count as having zeros.
         sum_only: whether collectives only sum, and the mean is taken here.
         all_reduce_hook: called with the reduced shard, flat, of the reduce dtype.
+        all_reduce_hook_stream: that it runs on; None for that of the reduce-scatters.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GroupReduceScatter:
         self.reduce_unused = False
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_hook_stream: torch.Stream | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -181,7 +183,7 @@ class GroupReduceScatter:
                 if is_hsdp:
                     buffer.all_reduce_(0)
                 if self.all_reduce_hook is not None:
-                    self.all_reduce_hook(reduce_output)
+                    self._run_all_reduce_hook(self.all_reduce_hook, reduce_output)
                 if self._post_scale != 1.0:
                     reduce_output.mul_(self._post_scale)
                 with group_stage(GroupStage.ASSIGN_GRADS, self):
@@ -191,6 +193,21 @@ class GroupReduceScatter:
         buffer.release()
         self._handle, self._copied = None, set()
         return set() if awaits_all_reduce else copied
+
+    def _run_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], reduce_output: torch.Tensor
+    ) -> None:
+        """Runs the hook on its stream, after what the current one has issued and before the rest.
+
+        The buffer's memory may be used on another stream than its own here, as its own waits.
+        """
+        streams = self.streams
+        reduced = streams.record()
+        with streams.on(self.all_reduce_hook_stream or streams.reduce_scatter):
+            streams.wait(reduced)
+            hook(reduce_output)
+            hooked = streams.record()
+        streams.wait(hooked)
 
     def discard(self) -> None:
         """Drops gradients that are not reduced yet."""
