@@ -78,3 +78,11 @@ def test_every_method_of_torchs_fsdp_module_is_overridden():
     methods = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}
     inherited = {name for name in methods if name not in vars(fsdp.FSDPModule)}
     assert inherited <= {"_orig_cls_mro_index", "_set_unshard_async_op", "_abc_impl"}
+
+
+def test_the_handle_of_a_gradient_reduction_is_torchs_where_it_has_one():
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
+    assert hasattr(torch_fsdp, "GradientReductionHandle") == newer
+    assert hasattr(torch_fsdp.FSDPModule, "finalize_backward") == newer
+    handle = getattr(torch_fsdp, "GradientReductionHandle", None)
+    assert handle in (None, fsdp.GradientReductionHandle)

@@ -289,8 +289,6 @@ def test_keep_unsharded_storage_keeps_addresses():
 def test_finalize_backward_ends_an_iteration():
     def check():
         model, plain = shard(fsdp, stack()), shard(fsdp, stack())
-        with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
-            model.finalize_backward()
         model.set_manual_backward_finalization(True)
         for number in (0, 1):
             for one in (model, plain):
@@ -299,6 +297,7 @@ def test_finalize_backward_ends_an_iteration():
         assert all(param.grad is None for param in model.parameters())
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=True)
+        assert isinstance(handle, fsdp.GradientReductionHandle)
         handle.wait()
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad.full_tensor(), wanted.grad.full_tensor())
@@ -307,10 +306,82 @@ def test_finalize_backward_ends_an_iteration():
         assert any(param.grad is None for param in model.parameters())  # nobody has waited
         assert model.finalize_backward() is None
         assert all(param.grad is not None for param in model.parameters())
-        with pytest.raises(RuntimeError, match="expected the root"):
-            model[0].finalize_backward()
 
     run_ranks(check, 2)
+
+
+def test_finalize_backward_raises_what_torch_2_15_raises():
+    """With its types and words; these of torch 2.15's source, as older versions have none."""
+
+    def check():
+        model = shard(fsdp, stack())
+        assert model.finalize_backward() is None  # before the first forward there is nothing
+        model.finalize_backward(async_op=True).wait()
+
+        def refused(message, call, *args):
+            with pytest.raises(RuntimeError, match=message):
+                call(*args)
+
+        model(batch(0)).sum().backward()
+        refused("requires manual backward finalization", model.finalize_backward)
+        refused("must be called on the root", model[0].finalize_backward)
+        refused("must be called on the root", model[0].set_manual_backward_finalization, True)
+        model.set_is_last_backward(False)
+        model(batch(0)).sum().backward()
+        refused("after backward starts", model.set_manual_backward_finalization, True)
+        model.set_is_last_backward(True)
+        model(batch(0)).sum().backward()
+        model.set_manual_backward_finalization(True)
+
+        def in_backward(grad):
+            refused("after backward completes", model.finalize_backward)
+            refused("mode during backward", model.set_manual_backward_finalization, False)
+
+        hook = model[0].down.register_forward_hook(
+            lambda module, args, out: out.register_hook(in_backward) and None
+        )
+        model(batch(0)).sum().backward()
+        hook.remove()
+        refused("after backward starts", model.set_manual_backward_finalization, False)
+        handle = model.finalize_backward(async_op=True)
+        refused("waited on before forward", model, batch(0))
+        refused("waited on before finalizing", model.finalize_backward)
+        handle.wait()
+        handle.wait()
+        model(batch(0)).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        model.reset_iter_state()
+        refused("invalidated", handle.wait)
+        model.set_manual_backward_finalization(False)
+        model.zero_grad()
+        return losses(model), losses(shard(fsdp, stack()))
+
+    for actual, wanted in run_ranks(check, 2):
+        assert torch.equal(actual, wanted)
+
+
+def test_finalize_backward_refuses_gradients_that_are_not_all_reduced():
+    def check():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = shard(fsdp, stack(), mesh=mesh)
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        model(batch(0)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(False)
+        with pytest.raises(RuntimeError, match="requires all-reduce"):
+            model.finalize_backward()
+        model.set_requires_all_reduce(True)
+        model.finalize_backward()
+        model.set_requires_all_reduce(False)
+        model(batch(0)).sum().backward()
+        model.set_requires_all_reduce(True)
+        model(batch(0)).sum().backward()
+        model.finalize_backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    first, second = run_ranks(check, 2)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_parameters_are_freed_before_gradients_are_copied_in():

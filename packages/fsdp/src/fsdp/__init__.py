@@ -7,6 +7,7 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
+from fsdp._compat import GradientReductionHandle
 from fsdp.api import (
     clip_grad_norm_,
     fully_shard,
@@ -24,6 +25,7 @@ __all__ = [
     "Block",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradientReductionHandle",
     "Granularity",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -19,6 +20,7 @@ from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
     "AllGather",
+    "GradientReductionHandle",
     "ReduceScatter",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
@@ -36,6 +38,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REDUCES_IN_SHARDED_DTYPE = hasattr(MixedPrecisionPolicy, "_resolve_for_param")
+
+
+if hasattr(torch_fsdp, "GradientReductionHandle"):
+    GradientReductionHandle: Any = torch_fsdp.GradientReductionHandle
+else:  # before 2.15
+
+    class GradientReductionHandle:  # type: ignore[no-redef]
+        """A handle of an asynchronous `FSDPModule.finalize_backward`."""
+
+        def wait(self) -> None:
+            """Waits for the reductions."""
 
 
 def register_state(module: nn.Module, state: object) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from fsdp import _compat
-from fsdp._compat import AllGather, ReduceScatter
+from fsdp._compat import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp.param_group import FSDPParamGroup
 from fsdp.state import FSDPState, state_of
 
@@ -123,21 +123,33 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().context.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Sets whether `finalize_backward` waits for reductions, and no backward; of the root."""
-        self._get_fsdp_state().context.manual_finalization = enabled
-
-    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Ends an iteration: reduces the gradients that are not reduced, and waits; of the root.
-
-        Args:
-            async_op: whether to return a handle, whose ``wait()`` waits.
+        """Sets whether `finalize_backward` waits for reductions, and no backward; of the root.
 
         Raises:
-            RuntimeError: not the root, or not after `set_manual_backward_finalization`.
+            RuntimeError: this is not the root; or the mode would change in a backward, or between
+                a backward and the end of its iteration.
+        """
+        self._get_fsdp_state().set_manual_finalization(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Ends an iteration: reduces the gradients that are not reduced, and waits; of the root.
+
+        Before the first forward it does nothing.
+
+        Args:
+            async_op: whether to return a handle, whose ``wait()`` waits. It has to be called before
+                the next forward, and raises a RuntimeError after `reset_iter_state`.
+
+        Raises:
+            RuntimeError: not the root, or not after `set_manual_backward_finalization`; in a
+                backward; while an earlier handle was not waited for; gradients are, or would be,
+                reduced over shards and not over HSDP's replicas.
+
+        Source: torch 2.15, torch/distributed/fsdp/_fully_shard/_fully_shard.py.
         """
         state = self._get_fsdp_state()
-        state.finalize_backward()
-        handle = _FinalizeHandle(state)
+        reduction = None if state.is_root is None else state.finalize_backward()
+        handle = _ReductionHandle(state, reduction)
         if async_op:
             return handle
         handle.wait()
@@ -352,17 +364,26 @@ class _UnshardHandle(UnshardHandle):
             self._state = None
 
 
-class _FinalizeHandle(UnshardHandle):
-    """Waits for a root's reductions, once."""
+class _ReductionHandle(GradientReductionHandle):  # type: ignore[misc]
+    """Waits for a root's reductions, once.
 
-    def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState | None = state
+    Args:
+        state: of the root.
+        reduction: what `FSDPState.finalize_backward` returned; None if there is none.
+    """
+
+    def __init__(self, state: FSDPState, reduction: object | None) -> None:
+        self._state, self._reduction = state, reduction
 
     def wait(self) -> None:
-        """Makes the current stream wait; sharded gradients are complete then."""
-        if self._state is not None:
-            self._state.end_iteration()
-            self._state = None
+        """Makes the current stream wait; sharded gradients are complete then.
+
+        Raises:
+            RuntimeError: `FSDPModule.reset_iter_state` has dropped the gradients.
+        """
+        if self._reduction is not None:
+            self._state.wait_for_reduction(self._reduction)
+            self._reduction = None
 
 
 def set_fsdp_class(modules: Iterable[nn.Module]) -> None:

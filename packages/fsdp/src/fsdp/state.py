@@ -107,6 +107,9 @@ class FSDPContext:
         running_root: the root while its forward runs.
         is_last_backward: whether the next backward waits for reductions.
         manual_finalization: whether no backward does, but `FSDPState.finalize_backward`.
+        active_finalization: `manual_finalization` from an iteration's first backward to its end;
+            None before.
+        reduction: of an asynchronous `FSDPState.finalize_backward` that was not waited for.
         callback_queued: whether `FSDPState.end_backward` will be called after this backward.
         post_optim_event: that all-gathers wait for, in place of the current stream.
         max_input_buffers: reductions whose buffers may be allocated at a time.
@@ -119,6 +122,8 @@ class FSDPContext:
         self.running_root: FSDPState | None = None
         self.is_last_backward = True
         self.manual_finalization = False
+        self.active_finalization: bool | None = None
+        self.reduction: object | None = None
         self.callback_queued = False
         self.post_optim_event: Any = None
         self.max_input_buffers = 1
@@ -155,6 +160,7 @@ class FSDPContext:
         self.order.end_forward()
         self.order.end_backward()
         self.running_root, self.callback_queued = None, False
+        self.active_finalization = self.reduction = None
 
 
 class FSDPState:
@@ -197,6 +203,11 @@ class FSDPState:
     @no_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshards, starts the next all-gather, casts inputs, and hooks their gradients."""
+        if self.context.reduction is not None:
+            raise RuntimeError(
+                "fsdp: the previous gradient reduction must be waited on before forward; call "
+                "wait() of the handle that finalize_backward(async_op=True) returned"
+            )
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes
             self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
@@ -299,6 +310,8 @@ class FSDPState:
         context = self.context
         if not context.callback_queued:
             context.callback_queued = True
+            if context.active_finalization is None:
+                context.active_finalization = context.manual_finalization
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return
@@ -361,25 +374,85 @@ class FSDPState:
         context = self.context
         context.finish_reductions()
         context.order.end_backward()
+        context.active_finalization = None
         for state in context.all_states:
             for group in state.groups:
                 if group.all_gather.in_flight:
                     group.reshard()
 
-    def finalize_backward(self) -> None:
-        """Reduces the gradients that backwards have not reduced.
+    def set_manual_finalization(self, enabled: bool) -> None:
+        """Sets whether `finalize_backward` ends iterations, and no backward.
 
         Raises:
-            RuntimeError: this is not the root, or backwards finalize themselves.
+            RuntimeError: see `FSDPModule.set_manual_backward_finalization`.
         """
-        if self.is_root is False or not self.context.manual_finalization:
+        context = self.context
+        self._check_root("set_manual_backward_finalization")
+        if enabled != context.manual_finalization and in_backward():
             raise RuntimeError(
-                "fsdp: finalize_backward: expected the root, after "
-                "set_manual_backward_finalization(True)"
+                "fsdp: set_manual_backward_finalization cannot change mode during backward"
             )
-        for state in reversed(self.context.all_states):
-            for group in reversed(state.groups):
-                self.context.post_backward(group)
+        if context.active_finalization not in (None, enabled):
+            raise RuntimeError(
+                "fsdp: set_manual_backward_finalization cannot change mode after backward starts; "
+                "call it before, or after finalize_backward or a last backward"
+            )
+        context.manual_finalization = enabled
+
+    def finalize_backward(self) -> object:
+        """Reduces the gradients that backwards have not reduced; `wait_for_reduction` waits.
+
+        Raises:
+            RuntimeError: see `FSDPModule.finalize_backward`.
+        """
+        context = self.context
+        if context.reduction is not None:
+            raise RuntimeError(
+                "fsdp: the previous gradient reduction must be waited on before finalizing "
+                "backward again"
+            )
+        self._check_root("finalize_backward")
+        if not context.manual_finalization:
+            raise RuntimeError(
+                "fsdp: finalize_backward requires manual backward finalization; call "
+                "set_manual_backward_finalization(True) before forward"
+            )
+        if context.callback_queued:
+            raise RuntimeError("fsdp: finalize_backward must be called after backward completes")
+        groups = [group for state in reversed(context.all_states) for group in state.groups[::-1]]
+        for group in groups:
+            reduces = group.reduce_scatter.reduce_grads and group.mesh.ndim == 2
+            if group.reduce_scatter.is_partly_reduced or (
+                reduces and not group.reduce_scatter.all_reduce_grads
+            ):
+                raise RuntimeError(
+                    f"fsdp: finalize_backward does not support partial gradient reductions and "
+                    f"requires all-reduce, got set_requires_all_reduce(False) of {group.names}; "
+                    f"call set_requires_all_reduce(True) before backward"
+                )
+        for group in groups:
+            context.post_backward(group)
+        context.reduction = object()
+        return context.reduction
+
+    def wait_for_reduction(self, reduction: object) -> None:
+        """Waits for what `finalize_backward` has started.
+
+        Raises:
+            RuntimeError: `reset` was called since.
+        """
+        if self.context.reduction is not reduction:
+            raise RuntimeError(
+                "fsdp: this gradient reduction handle was invalidated by reset_iter_state"
+            )
+        self.context.reduction = None
+        self.end_iteration()
+
+    def _check_root(self, method: str) -> None:
+        if self.is_root is False:
+            raise RuntimeError(
+                f"fsdp: {method} must be called on the root FSDP module, got {self.name!r}"
+            )
 
     def reset(self) -> None:
         """Forgets an iteration that failed: waits for collectives, reshards, drops gradients.
@@ -387,10 +460,7 @@ class FSDPState:
         Raises:
             RuntimeError: this is not the root.
         """
-        if self.is_root is False:
-            raise RuntimeError(
-                "fsdp: reset_iter_state of a module that is not the root; call it on the root"
-            )
+        self._check_root("reset_iter_state")
         for state in self.context.all_states or [self]:
             state._pending.clear()
             state.training_state = TrainingState.IDLE
@@ -406,8 +476,8 @@ class FSDPState:
 
         Raises:
             RuntimeError: a module below ran first; several modules cannot be the root; parameters
-                were replaced since.
-            ValueError: a setting of the root was changed on a module below; ranks differ.
+                were replaced since; manual finalization was set on a module below.
+            ValueError: another setting of the root was changed on a module below; ranks differ.
         """
         if len(self.modules) > 1:
             raise RuntimeError(
@@ -454,6 +524,10 @@ class FSDPState:
         return self.context
 
     @property
+    def _comm_ctx(self) -> FSDPContext:  # 2.15: by its id, stages whose reductions cannot overlap
+        return self.context
+
+    @property
     def _fsdp_param_groups(self) -> list[_PipelineGroups]:
         return [_PipelineGroups(self.context, group) for group in self.groups]
 
@@ -489,12 +563,16 @@ def _check_settings(name: str, context: FSDPContext, root: FSDPContext) -> None:
     """Refuses settings of a module below the root that only the root has.
 
     Raises:
-        ValueError: naming the module and the method.
+        RuntimeError: manual finalization is one, as torch raises.
+        ValueError: another is; both name the module and the method.
     """
-    manual, root_manual = context.manual_finalization, root.manual_finalization
+    if context.manual_finalization and not root.manual_finalization:
+        raise RuntimeError(
+            f"fsdp: set_manual_backward_finalization must be called on the root FSDP module, got "
+            f"{name!r}"
+        )
     for method, changed in (
         ("set_is_last_backward", root.is_last_backward and not context.is_last_backward),
-        ("set_manual_backward_finalization", manual and not root_manual),
         ("set_post_optim_event", context.post_optim_event not in (None, root.post_optim_event)),
     ):
         if changed:

@@ -113,6 +113,11 @@ class GroupReduceScatter:
         """Whether a reduction was started and not waited for."""
         return self._handle is not None
 
+    @property
+    def is_partly_reduced(self) -> bool:
+        """Whether gradients are reduced over shards and not over replicas."""
+        return self._partial is not None
+
     def copy_in(self) -> None:
         """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
         unsharded_grads: dict[int, torch.Tensor] = {}
@@ -235,7 +240,7 @@ class GroupReduceScatter:
         Raises:
             ValueError: there are such gradients.
         """
-        if self._partial is not None:
+        if self.is_partly_reduced:
             raise ValueError(
                 f"{method}: expected no gradients that wait for their all-reduce "
                 f"(set_requires_all_reduce(False)), got those of "
