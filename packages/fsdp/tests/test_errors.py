@@ -36,7 +36,7 @@ WRONG = {
     "resharding to fewer": (
         _model(),
         {"reshard_after_forward": 2},
-        "number that divides the 1 ranks",
+        "a factor of 1",
     ),
     "a policy that is none": (_model(), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
     "an offload that is none": (_model(), {"offload_policy": True}, "OffloadPolicy"),
@@ -300,16 +300,16 @@ def test_wrong_arguments_of_fsdp_module_methods_are_refused():
     def check():
         model = _shard()
         for call, message in (
-            (lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "expected modules"),
-            (lambda: model.set_reshard_after_forward(2), "expected True or False"),
+            (lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "FSDPModule"),
+            (lambda: model.set_reshard_after_forward(2), "should be a bool"),
             (lambda: model.set_gradient_divide_factor(0), "positive"),
-            (lambda: model.set_reduce_scatter_max_input_buffers(0), "at least 1"),
-            (lambda: share_comm_ctx([nn.Linear(1, 1)]), "expected modules"),
+            (lambda: model.set_reduce_scatter_max_input_buffers(0), "a positive int"),
+            (lambda: share_comm_ctx([nn.Linear(1, 1)]), "FSDPModules"),
         ):
             with pytest.raises(ValueError, match=message):
                 call()
         model(torch.ones(1, 4))
-        with pytest.raises(RuntimeError, match="not the root"):
+        with pytest.raises(RuntimeError, match="on the root"):
             model[1].reset_iter_state()
 
     run_ranks(check, 1)
@@ -324,10 +324,10 @@ def test_sizes_accept_numpy_integers():
     with fake_mesh((4,)) as mesh:
         model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=np.int64(2))
         model.set_reduce_scatter_max_input_buffers(np.int64(3))
-        with pytest.raises(TypeError, match="expected an int"):
+        with pytest.raises(TypeError, match="must be an int"):
             model.set_reduce_scatter_max_input_buffers(3.0)
     for wrong in (2.0, np.int64(3)):
-        with pytest.raises(ValueError, match="a number that divides the 4 ranks"):
+        with pytest.raises(ValueError, match="a factor of 4"):
             checked_reshard(wrong, 4)
     assert checked_reshard(np.int64(2), 4) == (True, 2)
     assert checked_reshard(True, 4) == (True, None)  # which is no number here

@@ -1,5 +1,6 @@
 """What FSDP2 of the installed torch accepts, computes and raises is what this package does."""
 
+import copy
 import itertools
 import warnings
 
@@ -285,6 +286,177 @@ def test_axes_that_cannot_be_sliced_are_refused():
         ):
             with pytest.raises(ValueError, match=message):
                 fsdp.fully_shard(nn.Sequential(nn.Linear(8, 4)), shard_placement_fn=_placed(info))
+
+
+# Dtypes.
+
+DTYPES = [
+    # of the parameters, of compute, of reductions, and whether gradients accumulate
+    (torch.float32, None, None, False), (torch.float32, None, torch.float64, False),
+    (torch.float32, None, torch.bfloat16, True), (torch.float32, torch.bfloat16, None, True),
+    (torch.float32, torch.bfloat16, torch.float32, True),
+    (torch.float32, torch.bfloat16, torch.bfloat16, True),
+    (torch.float32, torch.float16, None, False),
+    (torch.float32, torch.float16, torch.bfloat16, True),
+    (torch.bfloat16, None, None, True), (torch.bfloat16, None, torch.float32, True),
+    (torch.bfloat16, torch.float32, None, True), (torch.bfloat16, torch.float32, None, False),
+    (torch.float64, None, torch.float32, True), (torch.float64, torch.float32, None, True),
+    (torch.float64, torch.float64, torch.float16, False),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_gradients_have_the_dtypes_and_bits_of_fsdp2():
+    """The reduce dtype is that of the installed torch where the policy has none."""
+
+    def check():
+        for dtype, param_dtype, reduce_dtype, accumulates in DTYPES:
+            policy = torch_fsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype)
+            found = []
+            for package in BOTH:
+                model = shard(package, stack(1).to(dtype), mp_policy=policy)
+                for step in range(2):
+                    model.set_requires_gradient_sync(step == 1 or not accumulates)
+                    model(batch(step).to(dtype)).square().mean().backward()
+                found.append(grads(model))
+            assert found[1][0].dtype == dtype
+            assert_same(*found)
+
+    run_ranks(check, 2)
+
+
+# Errors.
+
+
+class Replicas(nn.Module):
+    """Two modules with one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+        self.b.weight = self.a[0].weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def _tied_in_two_calls(package):
+    model = Replicas()
+    package.fully_shard(model.a)
+    package.fully_shard(model)(torch.ones(1, 4))
+
+
+def _part_before_the_root(package):
+    model = nn.Sequential(package.fully_shard(nn.Linear(4, 4)))
+    package.fully_shard(model)[0](torch.ones(1, 4))
+    model(torch.ones(1, 4))
+
+
+def _several_roots(package):
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    package.fully_shard(modules)
+    modules[0](torch.ones(1, 4))
+
+
+def _on_meta(package):
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    package.fully_shard(model)(torch.ones(1, 4))
+
+
+def _reset_below_the_root(package):
+    model = nn.Sequential(package.fully_shard(nn.Linear(4, 4)))
+    package.fully_shard(model)(torch.ones(1, 4))
+    model[0].reset_iter_state()
+
+
+def _of_linear(method, *args):
+    return lambda package: getattr(package.fully_shard(nn.Linear(4, 4)), method)(*args)
+
+
+def _shard_with(**options):
+    return lambda package: package.fully_shard(nn.Linear(4, 4), **options)
+
+
+ERRORS = {
+    "a mesh of three axes": (
+        lambda package: package.fully_shard(
+            nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 1, 1))
+        ),
+        ValueError, "fully_shard expects a 1D or 2D DeviceMesh",
+    ),
+    "no factor of the ranks": (
+        _shard_with(reshard_after_forward=3), ValueError, "should be a factor of 2"),
+    "no number of ranks": (
+        _shard_with(reshard_after_forward="2"),
+        ValueError, "reshard_after_forward should be a bool",
+    ),
+    "no placement": (
+        _shard_with(shard_placement_fn=lambda param: 3),
+        ValueError, "Invalid shard_placement_fn result",
+    ),
+    "tied in two calls": (
+        _tied_in_two_calls, ValueError, "already managed by another FSDP group"),
+    "part before the root": (
+        _part_before_the_root,
+        RuntimeError, "FSDP requires running forward through the root module first",
+    ),
+    "several roots": (_several_roots, RuntimeError, "FSDP requires a single root module"),
+    "on meta": (
+        _on_meta, RuntimeError, "FSDP parameters should be materialized from meta device"),
+    "deepcopy": (
+        lambda package: copy.deepcopy(package.fully_shard(nn.Linear(4, 4))),
+        AssertionError, "FSDP does not support deepcopy",
+    ),
+    "reset_iter_state below the root": (
+        _reset_below_the_root,
+        RuntimeError, "reset_iter_state must be called on the root FSDP module",
+    ),
+    "set_reshard_after_forward": (
+        _of_linear("set_reshard_after_forward", 2),
+        ValueError, "reshard_after_forward should be a bool, got",
+    ),
+    "a module that is not sharded": (
+        _of_linear("set_modules_to_forward_prefetch", [nn.Linear(4, 4)]),
+        ValueError, "FSDPModule",
+    ),
+    "a bool of buffers": (
+        _of_linear("set_reduce_scatter_max_input_buffers", True),
+        TypeError, "max_input_buffers must be an int, got",
+    ),
+    "no buffers": (
+        _of_linear("set_reduce_scatter_max_input_buffers", 0),
+        ValueError, "max_input_buffers must be a positive int, got 0",
+    ),
+    "no such method": (
+        lambda package: package.register_fsdp_forward_method(
+            package.fully_shard(nn.Linear(4, 4)), "generate"
+        ),
+        ValueError, "does not have a method",
+    ),
+    "a stranger's streams": (
+        lambda package: package.share_comm_ctx([nn.Linear(4, 4)]), ValueError, "FSDPModules"),
+}  # fmt: skip
+_newer = ("reset_iter_state", "set_reduce_scatter_max_input_buffers")
+
+
+@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_have_the_types_and_words_of_fsdp2(name, package):
+    call, error, words = ERRORS[name]
+    with fake_mesh((2,)):
+        try:
+            with pytest.raises(error, match=words):
+                call(package)
+        except AttributeError as missing:
+            if package is torch_fsdp and missing.name in _newer:
+                pytest.skip(f"older versions have no {missing.name}")
+            raise
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_no_modules_share_no_streams(package):
+    package.share_comm_ctx([])
 
 
 # The all-reduce hook.

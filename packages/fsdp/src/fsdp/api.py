@@ -21,7 +21,7 @@ from dbuffer import Strategy
 from fsdp import _compat
 from fsdp.granularity import Granularity
 from fsdp.mesh import checked_mesh, checked_reshard, device_of, post_forward_mesh
-from fsdp.module import FSDPModule, set_fsdp_class
+from fsdp.module import FSDPModule, set_fsdp_class, states_of
 from fsdp.param import (
     FSDPParam,
     managed_modules,
@@ -192,7 +192,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(
-            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}"
+            f"register_fsdp_forward_method: {type(module).__name__} does not have a method "
+            f"{method_name!r}"
         )
     method = getattr(module, method_name)
 
@@ -210,9 +211,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: a module was not sharded.
     """
-    states = [state for module in modules if (state := state_of(module)) is not None]
-    if len(states) != len(modules):
-        raise ValueError("share_comm_ctx: expected modules that fully_shard was called on")
+    states = states_of(modules, "share_comm_ctx")
+    if not states:
+        return
     streams = states[0].context.streams
     for root in states:
         root.context.streams = streams

@@ -134,7 +134,7 @@ def block_size(granularity: object, shape: Sequence[int], name: str) -> int:
         size = math.prod(shape[1:])
     else:
         raise ValueError(
-            f"fully_shard: shard_placement_fn: expected None, torch's Shard, or one of Rows(n), "
-            f"Block(n), Whole() for parameter {name!r}, got {granularity!r}"
+            f"fully_shard: Invalid shard_placement_fn result: expected None, torch's Shard, or one "
+            f"of Rows(n), Block(n), Whole() for parameter {name!r}, got {granularity!r}"
         )
     return max(1, min(size, numel))

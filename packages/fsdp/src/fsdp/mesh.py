@@ -58,9 +58,9 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(f"fully_shard: mesh: expected a DeviceMesh, got {mesh!r}")
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard: mesh: expected one axis (FSDP) or two (HSDP: replicate, shard), got "
-            f"{mesh.ndim} axes {tuple(mesh.shape)}; slice the mesh by name, mesh['dp'], or flatten "
-            f"axes"
+            f"fully_shard expects a 1D or 2D DeviceMesh, of one axis (FSDP) or two (HSDP: "
+            f"replicate, shard), got {mesh.ndim} axes {tuple(mesh.shape)}; slice the mesh by name, "
+            f"mesh['dp'], or flatten axes"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard: this rank is not in {mesh}; call it on the mesh's ranks")
@@ -97,8 +97,8 @@ def checked_reshard(reshard_after_forward: object, size: int) -> tuple[bool, int
         number = operator.index(reshard_after_forward)
     if number < 1 or size % number:
         raise ValueError(
-            f"fully_shard: reshard_after_forward: expected True, False, None, or a number that "
-            f"divides the {size} ranks of the axis that shards, got {reshard_after_forward!r}"
+            f"fully_shard: reshard_after_forward should be a bool, None or an int, which should be "
+            f"a factor of {size}, the ranks of the axis that shards, got {reshard_after_forward!r}"
         )
     if number == 1:
         warnings.warn(

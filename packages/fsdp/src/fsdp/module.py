@@ -17,7 +17,7 @@ from fsdp._compat import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp.param_group import FSDPParamGroup
 from fsdp.state import FSDPState, state_of
 
-__all__ = ["FSDPModule", "set_fsdp_class"]
+__all__ = ["FSDPModule", "set_fsdp_class", "states_of"]
 
 _fsdp_classes: dict[type, type] = {}  # by the original class
 
@@ -36,8 +36,10 @@ class FSDPModule(TorchFSDPModule):
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raises, as buffers and process groups cannot be copied."""
-        raise RuntimeError(f"fsdp: {type(self).__name__} cannot be copied; use its state dict")
+        """Raises an AssertionError as torch's, as buffers and process groups cannot be copied."""
+        raise AssertionError(
+            f"fsdp: FSDP does not support deepcopy of {type(self).__name__}; use its state dict"
+        )
 
     # Parameters.
 
@@ -70,7 +72,8 @@ class FSDPModule(TorchFSDPModule):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward: expected True or False, got {reshard_after_forward!r}"
+                f"set_reshard_after_forward: reshard_after_forward should be a bool, got "
+                f"{reshard_after_forward!r}"
             )
         for state in self._states(recurse):
             state.auto_reshard = False
@@ -103,14 +106,16 @@ class FSDPModule(TorchFSDPModule):
 
         By default it is the one whose forward came next in the last iteration.
         """
-        self._get_fsdp_state().forward_prefetch = _states_of(modules, "forward")
+        method = "set_modules_to_forward_prefetch"
+        self._get_fsdp_state().forward_prefetch = states_of(modules, method)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Sets the modules that are gathered while this module's backward runs.
 
         By default it is the one whose forward ran before this module's.
         """
-        self._get_fsdp_state().backward_prefetch = _states_of(modules, "backward")
+        method = "set_modules_to_backward_prefetch"
+        self._get_fsdp_state().backward_prefetch = states_of(modules, method)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Sets what the next all-gathers wait for, in place of the current stream; of the root."""
@@ -221,13 +226,14 @@ class FSDPModule(TorchFSDPModule):
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, SupportsIndex):
             raise TypeError(
-                f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}"
+                f"set_reduce_scatter_max_input_buffers: max_input_buffers must be an int, got "
+                f"{max_input_buffers!r}"
             )
         max_input_buffers = operator.index(max_input_buffers)
         if max_input_buffers < 1:
             raise ValueError(
-                f"set_reduce_scatter_max_input_buffers: expected at least 1, got "
-                f"{max_input_buffers}"
+                f"set_reduce_scatter_max_input_buffers: max_input_buffers must be a positive int, "
+                f"got {max_input_buffers}"
             )
         for state in self._states(recurse):
             state.context.max_input_buffers = max_input_buffers
@@ -334,7 +340,7 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         state = state_of(cast(nn.Module, self))
         if state is None:
-            raise RuntimeError(f"fsdp: {type(self).__name__} has no state; fully_shard was undone")
+            raise AssertionError(f"fsdp: No FSDP state found on {type(self).__name__}")
         return state
 
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
@@ -395,13 +401,21 @@ def set_fsdp_class(modules: Iterable[nn.Module]) -> None:
         module.__class__ = _fsdp_classes[cls]
 
 
-def _states_of(modules: Sequence[object], direction: str) -> list[FSDPState]:
+def states_of(modules: Sequence[object], method: str) -> list[FSDPState]:
+    """Returns the states of modules, in their order.
+
+    Args:
+        modules: that were sharded.
+        method: that got them, for the error.
+
+    Raises:
+        ValueError: one was not.
+    """
     states = [state_of(m) if isinstance(m, nn.Module) else None for m in modules]
     found = [state for state in states if state is not None]
     if len(found) != len(states):
         names = [type(module).__name__ for module in modules]
         raise ValueError(
-            f"set_modules_to_{direction}_prefetch: expected modules that fully_shard was called "
-            f"on, got {names}"
+            f"{method}: expected FSDPModules, modules that fully_shard was called on, got {names}"
         )
     return found

@@ -278,8 +278,9 @@ def _managed_param(
     managed_name = stale_name(param)
     if managed_name is not None:
         raise ValueError(
-            f"fully_shard: parameter {name!r} is tied to {managed_name!r}, which another call has "
-            f"sharded; shard both in one call, fully_shard([module_a, module_b])"
+            f"fully_shard: parameter {name!r} is tied to {managed_name!r}, which is already "
+            f"managed by another FSDP group; shard both in one call, "
+            f"fully_shard([module_a, module_b])"
         )
     returned = shard_placement_fn(param) if shard_placement_fn is not None else None
     granularity, param_mesh = placement_and_mesh(returned, mesh, name)
@@ -330,8 +331,8 @@ def _is_on(param: nn.Parameter, device: torch.device) -> bool:
 def _check_device(param: nn.Parameter, device: torch.device, name: str) -> None:
     if isinstance(param, DTensor) and not _is_on(param, device):
         raise ValueError(
-            f"fully_shard: parameter {name!r} is a DTensor on {param.device} and the mesh of "
-            f"{device}; expected both on one kind of device"
+            f"fully_shard requires DTensor to have mesh of the same type as the FSDP mesh: "
+            f"parameter {name!r} is on {param.device} and the mesh of {device}"
         )
 
 

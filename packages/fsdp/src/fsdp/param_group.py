@@ -313,9 +313,9 @@ class FSDPParamGroup(ABC):
         if self.on_meta:
             on_meta = [p.name for p in self.params if p.sharded_param.device.type == "meta"]
             raise RuntimeError(
-                f"fsdp: {', '.join(map(repr, on_meta))} are on the meta device; call "
-                f"model.to_empty(device=...) and initialize them, or load a state dict, before "
-                f"the first forward"
+                f"fsdp: FSDP parameters should be materialized from meta device before training: "
+                f"{', '.join(map(repr, on_meta))} are on the meta device; call "
+                f"model.to_empty(device=...) and initialize them, or load a state dict"
             )
 
     def _new_reduce_scatter(

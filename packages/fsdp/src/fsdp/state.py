@@ -481,8 +481,9 @@ class FSDPState:
         """
         if len(self.modules) > 1:
             raise RuntimeError(
-                f"fsdp: {len(self.modules)} modules that were sharded in one call ran before any "
-                f"module that contains them; call fully_shard on the model too, and run that"
+                f"fsdp: FSDP requires a single root module, got {len(self.modules)} modules that "
+                f"were sharded in one call, of which one ran before any module that contains them; "
+                f"call fully_shard on the model too, and run that"
             )
         states: dict[FSDPState, str] = {}
         for name, child in self.modules[0].named_modules():
@@ -495,8 +496,8 @@ class FSDPState:
             _check_settings(name, state.context, self.context)
             if state.is_root is not None:
                 raise RuntimeError(
-                    f"fsdp: {name!r} ran forward before the module that contains it; run the root "
-                    f"first"
+                    f"fsdp: {name!r} ran forward before the module that contains it; FSDP requires "
+                    f"running forward through the root module first"
                 )
         for state, name in states.items():
             state.is_root, state.name = state is self, name
