@@ -14,6 +14,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import fsdp
 from testkit import assert_bitwise, fake_mesh, run_ranks
@@ -323,6 +324,37 @@ def test_gradients_have_the_dtypes_and_bits_of_fsdp2():
             assert_same(*found)
 
     run_ranks(check, 2)
+
+
+def _gradients_on_threads(package, dtype):
+    """Returns the gradients of two ranks that are threads of this process, as some tests run."""
+    found = {}
+
+    def check(*_):
+        rank = dist.get_rank()
+        model = shard(package, _same_stack()).to(dtype)
+        for step in range(2):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x.to(dtype)).square().mean().backward()
+        found[rank] = grads(model)
+
+    spawn_threads_and_init_comms(check, world_size=2)(None)
+    return found[0] + found[1]
+
+
+def _same_stack():
+    """Makes the same module on every thread, as these share torch's generator."""
+    model, generator = stack(1), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_on_threads_are_those_of_fsdp2(dtype):
+    """The threaded process group cannot reduce in place."""
+    assert_same(*[_gradients_on_threads(package, dtype) for package in BOTH])
 
 
 # Errors.

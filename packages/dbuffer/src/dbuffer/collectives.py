@@ -112,6 +112,11 @@ class Collectives(Protocol):
         ...
 
 
+#: Backends whose reduce-scatter writes a rank's output before it has read that rank's input, of
+#: which the output is a part here. NCCL and gloo document or support this; MPI forbids it.
+_SEPARATE_OUTPUT = frozenset({"mpi", "threaded"})
+
+
 class Native:
     """The backend's collectives, in place."""
 
@@ -122,8 +127,16 @@ class Native:
     def reduce_scatter(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """Reduces as `Collectives.reduce_scatter`."""
         own, op = own_row(flat, axis), _reduce_op(axis, average=average)
-        work = _compat.reduce_scatter(own, flat, op, axis.group)
-        return _wait(work, own, axis.size if average and op == dist.ReduceOp.SUM else 1)
+        separate = dist.get_backend(axis.group) in _SEPARATE_OUTPUT
+        output = torch.empty_like(own) if separate else own
+        work = _compat.reduce_scatter(output, flat, op, axis.group)
+        finish = _wait(work, output, axis.size if average and op == dist.ReduceOp.SUM else 1)
+
+        def finish_and_copy() -> None:
+            finish()
+            own.copy_(output)
+
+        return finish_and_copy if separate else finish
 
     def all_reduce(self, flat: torch.Tensor, axis: Axis, *, average: bool) -> Finish:
         """Reduces as `Collectives.all_reduce`."""
