@@ -70,7 +70,8 @@ def test_memory_of_unsharded_parameters_stays_beside_the_post_forward_shards(kee
             out.sum().backward()
             sizes.append(unsharded.untyped_storage().nbytes())
         gathers = [call for call in log.calls if call.op == "all_gather"]
-        assert sorted(call.output_bytes // call.input_bytes for call in gathers) == [2] * 4 + [4] * 4
+        ranks = sorted(call.output_bytes // call.input_bytes for call in gathers)
+        assert ranks == [2] * 4 + [4] * 4
         assert all(isinstance(param, DTensor) for param in model.parameters())
         for _ in range(2):
             model(batch(1)).sum().backward()

@@ -374,7 +374,10 @@ def test_finalize_backward_refuses_gradients_that_are_not_all_reduced():
         model.set_requires_all_reduce(True)
         model.finalize_backward()
         model.set_requires_all_reduce(False)
-        model(batch(0)).sum().backward()
+        for _ in range(2):
+            model(batch(0)).sum().backward()
+        with pytest.raises(RuntimeError, match="does not support partial gradient reductions"):
+            model.finalize_backward()
         model.set_requires_all_reduce(True)
         model(batch(0)).sum().backward()
         model.finalize_backward()

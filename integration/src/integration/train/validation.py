@@ -327,8 +327,8 @@ def _check_initial(config: TrainConfig, system: System, shape: ModelShape) -> No
     if system.needs_dist_rng_for_init and config.random != DIST_RNG_RANDOM:
         raise UsageError(
             f"system {system.name!r} with --init sharded: expected --random dist-rng, as torch"
-            f" draws other weights on its shards, got --random {config.random}; use --random dist-rng, or"
-            " --init whole"
+            f" draws other weights on its shards, got --random {config.random}; use --random"
+            " dist-rng, or --init whole"
         )
     if not shape.can_reinitialize:
         raise UsageError(

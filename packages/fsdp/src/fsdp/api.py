@@ -282,8 +282,10 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
     for one in modules:
         if not isinstance(one, nn.Module):
             raise ValueError(f"fully_shard: expected a list of modules, got {one!r} in it")
-    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if container and type(module).forward is nn.Module.forward:
+    if (
+        isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and type(module).forward is nn.Module.forward
+    ):
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: expected a "
             f"module before whose forward to gather, got a {type(module).__name__}; call it on the "

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dbuffer import DBuffer, Strategy
+from dbuffer import DBuffer, Strategy, verify
 from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
@@ -38,6 +38,8 @@ __all__ = [
     "PlannedParamGroup",
     "group_params",
     "plan_buffer",
+    "set_names",
+    "verify_groups",
 ]
 
 ALIGNMENT = 16  # bytes, of which every shard is a multiple in every dtype that it is sent in
@@ -579,3 +581,32 @@ def _split_gradients(
         for rank, rows in enumerate(grad.split(sizes)):
             chunks[rank * len(shapes) + i] = rows
     return chunks
+
+
+# What a root does with the groups of all modules below it.
+
+
+def set_names(root: nn.Module, groups: Sequence[FSDPParamGroup]) -> None:
+    """Renames parameters to their names from the root, for errors."""
+    names = {id(module): name for name, module in root.named_modules()}
+    for group in groups:
+        for param in group.params:
+            location = param.locations[0]
+            prefix = names.get(id(location.module))
+            if prefix is not None:
+                param.name = f"{prefix}.{location.name}" if prefix else location.name
+
+
+def verify_groups(groups: Sequence[FSDPParamGroup]) -> None:
+    """Compares the plans of all ranks by hash.
+
+    Raises:
+        ValueError: on every rank, where two differ.
+    """
+    for mesh in dict.fromkeys(group.mesh for group in groups):
+        on_mesh = [group for group in groups if group.mesh == mesh]
+        verify(
+            [group.shard for group in on_mesh],
+            names=[group.tensor_names() for group in on_mesh],
+            options=[group.describe_collectives() for group in on_mesh],
+        )

@@ -22,10 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dbuffer import verify
 from fsdp._compat import in_backward, map_tensors, no_compile
 from fsdp.collectives.comm import CommStreams
-from fsdp.param_group import FSDPParamGroup
+from fsdp.param_group import FSDPParamGroup, set_names, verify_groups
 
 __all__ = [
     "FSDPContext",
@@ -422,7 +421,7 @@ class FSDPState:
         groups = [group for state in reversed(context.all_states) for group in state.groups[::-1]]
         for group in groups:
             reduces = group.reduce_scatter.reduce_grads and group.mesh.ndim == 2
-            if group.reduce_scatter.is_partly_reduced or (
+            if group.reduce_scatter.awaits_all_reduce or (
                 reduces and not group.reduce_scatter.all_reduce_grads
             ):
                 raise RuntimeError(
@@ -512,11 +511,11 @@ class FSDPState:
             for group in self.groups:
                 group.reshard_after_forward = False
         groups = [group for state in states for group in state.groups]
-        _set_names(self.modules[0], groups)
+        set_names(self.modules[0], groups)
         for group in groups:
             if not group.is_unsharded:
                 group.reset_sharded_params()
-        _verify(groups)
+        verify_groups(groups)
 
     # Names that torch's pipeline stages read.
 
@@ -581,32 +580,6 @@ def _check_settings(name: str, context: FSDPContext, root: FSDPContext) -> None:
                 f"{method}: expected the root, got {name!r}, which is below it; call it on the "
                 f"module whose forward runs first"
             )
-
-
-def _set_names(root: nn.Module, groups: list[FSDPParamGroup]) -> None:
-    """Renames parameters to their names from the root, for errors."""
-    names = {id(module): name for name, module in root.named_modules()}
-    for group in groups:
-        for param in group.params:
-            location = param.locations[0]
-            prefix = names.get(id(location.module))
-            if prefix is not None:
-                param.name = f"{prefix}.{location.name}" if prefix else location.name
-
-
-def _verify(groups: list[FSDPParamGroup]) -> None:
-    """Compares the plans of all ranks by hash.
-
-    Raises:
-        ValueError: on every rank, where two differ.
-    """
-    for mesh in dict.fromkeys(group.mesh for group in groups):
-        on_mesh = [group for group in groups if group.mesh == mesh]
-        verify(
-            [group.shard for group in on_mesh],
-            names=[group.tensor_names() for group in on_mesh],
-            options=[group.describe_collectives() for group in on_mesh],
-        )
 
 
 # Hooks on modules, and autograd hooks on their inputs and outputs.

@@ -1,8 +1,8 @@
 """Random numbers for the placements of this package: by dist-rng, and without it.
 
 With dist-rng ranks draw the numbers of one device. It is not imported here: for an unknown
-placement it loads the entry points ``dist_rng.placements`` (pyproject.toml) and calls `register`. Its
-regions accept objects with ``start``, ``stop`` and a length, such as a `range`.
+placement it loads the entry points ``dist_rng.placements`` (pyproject.toml) and calls `register`.
+Its regions accept objects with ``start``, ``stop`` and a length, such as a `range`.
 
 Without dist-rng initializers draw as torch draws for a Shard: each rank its own elements, on the
 CPU with the rank's generator, on accelerators at an offset of the stream that its shard has.

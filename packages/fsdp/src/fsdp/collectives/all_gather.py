@@ -194,9 +194,7 @@ class PostForwardShard:
         self._gathered.copy_(self.shard)
         return self._gathered.all_gather_(async_op=True)
 
-    def reshard(
-        self, streams: CommStreams, *, fill: bool, keep_storage: bool = False
-    ) -> None:
+    def reshard(self, streams: CommStreams, *, fill: bool, keep_storage: bool = False) -> None:
         """Frees the all-gather buffer; before, copies this rank's post-forward shard out of it.
 
         Args:
