@@ -18,7 +18,7 @@ S0 = Shard(0)
 SHAPES = {"a": (6, 7), "b": (5,), "c": (1, 3)}
 
 
-def on_another_stream(memory):
+def on_another_stream(memory, **options):
     """Sums memory on a stream of its own, which waits for the current one, and releases it there.
 
     Returns the sum, which keeps its own memory from being freed on the wrong stream.
@@ -28,7 +28,7 @@ def on_another_stream(memory):
     side.wait_stream(module.current_stream())
     with module.stream(side):
         total = memory.bytes.sum()
-        memory.release()
+        memory.release(**options)
     return total
 
 
@@ -56,6 +56,24 @@ def test_released_memory_waits_for_the_stream_that_used_it():
         return total.item(), other.sum().item()
 
     assert run_sim_ranks(check, 1) == [(64, 0)]
+
+
+def test_kept_storage_waits_for_the_stream_that_used_it():
+    """The stream that acquires it may be another than the one before."""
+
+    def check():
+        module = torch.get_device_module("sim")
+        memory = ResizableMemory(64, torch.device("sim"))
+        memory.bytes.fill_(1)
+        address = memory.bytes.data_ptr()
+        total = on_another_stream(memory, keep_storage=True)
+        with module.stream(module.Stream()):
+            memory.acquire()
+            memory.bytes.fill_(2)
+        module.synchronize()
+        return total.item(), memory.bytes.data_ptr() == address
+
+    assert run_sim_ranks(check, 1) == [(64, True)]
 
 
 def test_memory_goes_back_to_the_stream_that_acquired_it():

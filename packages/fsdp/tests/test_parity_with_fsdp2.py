@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 import fsdp
-from testkit import assert_bitwise, fake_mesh, run_ranks
+from testkit import CommLog, assert_bitwise, fake_mesh, run_ranks
 from testkit.models.residual_stack import ResidualBlock, batch, shard, stack
 
 BOTH = (torch_fsdp, fsdp)
@@ -235,6 +235,26 @@ def test_gradients_of_modules_that_run_apart_are_reduced_after_each_backward(scr
                 torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.ranks
+def test_a_forward_gathers_as_before_after_a_part_has_run_apart():
+    """A part that ran alone does not count as a forward that goes on."""
+
+    def check():
+        model = WithHead(runs_head=True)
+        for modules in (model.block, [model.norm, model.head], model):
+            fsdp.fully_shard(modules, strategy="native")
+        gathers = []
+        for _ in range(2):
+            with CommLog() as log:
+                out = model(batch(0))
+            gathers.append(log.counts()["all_gather"])
+            out.sum().backward()
+            model.head(batch(1).requires_grad_()).sum().backward()
+        return gathers
+
+    assert run_ranks(check, 2) == [[2, 2]] * 2
 
 
 # Meshes of single parameters.

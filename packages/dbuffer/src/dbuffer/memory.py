@@ -73,7 +73,6 @@ class ResizableMemory:
         self.allocated = True
         self._nbytes = nbytes
         self._stream = current_stream(device)
-        self._last_use: Any = None  # event: the last use of storage that a release kept
 
     def acquire(self) -> None:
         """Allocates it again; see `BufferMemory.acquire`.
@@ -89,9 +88,9 @@ class ResizableMemory:
         storage = self.bytes.untyped_storage()
         if storage.nbytes() != self._nbytes:  # otherwise a release kept it; resize_ would copy it
             storage.resize_(self._nbytes)
-        self._stream = current_stream(self.bytes.device)
-        if self._last_use is not None:
-            self._stream.wait_event(self._last_use)
+        before, self._stream = self._stream, current_stream(self.bytes.device)
+        if before is not None:
+            self._stream.wait_stream(before)  # which has waited for the last use of kept storage
         self.allocated = True
 
     def release(self, *, keep_storage: bool = False) -> None:
@@ -103,11 +102,8 @@ class ResizableMemory:
         """
         if not self.allocated:
             return
-        self._last_use = None
         if self._stream is not None:
-            last_use = current_stream(self.bytes.device).record_event()
-            self._stream.wait_event(last_use)
-            self._last_use = last_use if keep_storage else None
+            self._stream.wait_event(current_stream(self.bytes.device).record_event())
         if not keep_storage:
             self.bytes.untyped_storage().resize_(0)
         self.allocated = False

@@ -421,7 +421,7 @@ class FSDPState:
         groups = [group for state in reversed(context.all_states) for group in state.groups[::-1]]
         for group in groups:
             reduces = group.reduce_scatter.reduce_grads and group.mesh.ndim == 2
-            if group.reduce_scatter.awaits_all_reduce or (
+            if group.reduce_scatter.is_partly_reduced or (
                 reduces and not group.reduce_scatter.all_reduce_grads
             ):
                 raise RuntimeError(

@@ -114,9 +114,9 @@ class GroupReduceScatter:
         return self._handle is not None
 
     @property
-    def awaits_all_reduce(self) -> bool:
-        """Whether gradients are reduced over shards, and nothing in flight reduces the replicas."""
-        return self._partial is not None and not self.in_flight
+    def is_partly_reduced(self) -> bool:
+        """Whether gradients are reduced over shards and not over replicas."""
+        return self._partial is not None
 
     def copy_in(self) -> None:
         """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
@@ -240,7 +240,7 @@ class GroupReduceScatter:
         Raises:
             ValueError: there are such gradients.
         """
-        if self._partial is not None:
+        if self.is_partly_reduced:
             raise ValueError(
                 f"{method}: expected no gradients that wait for their all-reduce "
                 f"(set_requires_all_reduce(False)), got those of "
