@@ -73,6 +73,16 @@ def test_pipeline_stages_use_the_interface_of_fsdp_state():
     assert by_state or by_method
 
 
+def test_data_parallel_mesh_dims_is_torchs_class_where_torch_has_it():
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+    assert hasattr(torch_fsdp, "DataParallelMeshDims") == newer
+    if newer:
+        assert fsdp.DataParallelMeshDims is torch_fsdp.DataParallelMeshDims
+    dims = fsdp.DataParallelMeshDims(shard=("dp", "cp"), replicate="replicate")
+    assert (dims.shard_names, dims.replicate_names) == (("dp", "cp"), ("replicate",))
+    assert fsdp.DataParallelMeshDims(shard="dp").replicate_names == ()
+
+
 def test_every_method_of_torchs_fsdp_module_is_overridden():
     """An inherited method would look for torch's own state."""
     methods = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}

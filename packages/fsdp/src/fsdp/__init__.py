@@ -18,12 +18,14 @@ from fsdp.api import (
 from fsdp.granularity import Block, Granularity, Rows, Whole
 from fsdp.module import FSDPModule
 from fsdp.quantized import Tiles
+from fsdp.spmd_mesh import DataParallelMeshDims
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Block",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",
     "Granularity",

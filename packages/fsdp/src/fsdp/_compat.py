@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
+    "TORCH_HAS_MESH_DIMS",
     "AllGather",
     "GradientReductionHandle",
     "ReduceScatter",
@@ -37,6 +38,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
+TORCH_HAS_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")  # since 2.13
 _REDUCES_IN_SHARDED_DTYPE = hasattr(MixedPrecisionPolicy, "_resolve_for_param")
 
 

@@ -38,6 +38,7 @@ from fsdp.param_group import (
     group_params,
 )
 from fsdp.quantized import Tiles
+from fsdp.spmd_mesh import DataParallelMeshDims, check_on_spmd_mesh, data_parallel_mesh
 from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks
 
@@ -67,6 +68,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy = ...,
 ) -> FSDPModule: ...
 
@@ -82,6 +84,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy = ...,
 ) -> list[FSDPModule]: ...
 
@@ -96,6 +99,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # it is frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # as torch's
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy = "auto",
 ) -> Any:
     """Shards a module's parameters over a mesh, and gathers them for forward and backward.
@@ -131,6 +135,12 @@ def fully_shard(
         mp_policy: dtypes of compute, of reductions, and of outputs.
         offload_policy: torch's ``CPUOffloadPolicy()`` keeps shards and gradients on the host.
         ignored_params: parameters that are neither sharded, moved, nor reduced.
+        dp_mesh_dims: which axes of `mesh`, of any number of axes, are those of data parallelism:
+            its ``shard`` and ``replicate`` name one or several, which are flattened. Parameters
+            have to be DTensors on `mesh`, replicated along these axes. Without ``shard`` they stay
+            replicated, and their gradients are reduced, as by DDP. As in FSDP2 gradients are
+            averaged, also if DTensor has them as terms of a sum, which
+            ``set_gradient_divide_factor(1.0)`` makes of them.
         strategy: of the collectives, see `DBuffer`: "auto", "native" or "exchange".
 
     Returns:
@@ -146,6 +156,9 @@ def fully_shard(
     """
     modules = _checked_modules(module)
     _check_options(mp_policy, offload_policy, strategy, ignored_params)
+    spmd_mesh = mesh
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     mesh = checked_mesh(mesh)
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
@@ -155,6 +168,11 @@ def fully_shard(
     params = managed_params(
         managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
     )
+    if dp_mesh_dims is not None:
+        check_on_spmd_mesh(params, spmd_mesh, dp_mesh_dims)
+        for param in params:
+            assert param.placement is not None
+            param.placement = replace(param.placement, is_averaged=True)
     post_forward_sizes: dict[DeviceMesh | None, int | None] = {}
     if reshard and reshard_after_forward not in (None, True):
         post_forward_sizes = {p.mesh: _post_forward_size(p, reshard_after_forward) for p in params}

@@ -3,8 +3,9 @@
 Note: a parameter that is a DTensor on axes other than those of fully_shard's mesh (TP, EP) is local
 on those axes, and its gradients are each rank's own and are averaged. A parameter that is a DTensor
 on all axes, as a plan over the whole mesh makes it, has gradients that are DTensors too: their
-placements say what is still to be reduced. fully_shard's axis may flatten several axes of the
-parameter's mesh, and its two axes of HSDP may be one axis of the parameter's.
+placements say what is still to be reduced, except with ``dp_mesh_dims``. fully_shard's axis may
+flatten several axes of the parameter's mesh, and its two axes of HSDP may be one axis of the
+parameter's.
 """
 
 from __future__ import annotations
@@ -130,16 +131,26 @@ class ParamPlacement:
         shape: of this rank's local tensor once it is gathered along fully_shard's axes.
         spec: of the unsharded parameter.
         fsdp_axes: the axes of the spec's mesh that fully_shard shards along or replicates over.
+        is_averaged: whether gradients are averaged over these axes as they are, as FSDP2 does with
+            ``dp_mesh_dims``, and not summed as their placements say.
     """
 
     inner: Inner | None
     shape: tuple[int, ...]
     spec: DTensorSpec
     fsdp_axes: tuple[int, ...]
+    is_averaged: bool = False
+
+    @property
+    def sums_terms(self) -> bool:
+        """Whether the gradient is the sum of what `local_gradient` returns on the ranks."""
+        return bool(self.fsdp_axes) and not self.is_averaged
 
     def local_gradient(self, grad: DTensor) -> torch.Tensor:
-        """Returns this rank's term of the sum over fully_shard's axes."""
+        """Returns what is reduced over fully_shard's axes: this rank's term of the sum, or mean."""
         local, terms = grad._local_tensor, 1
+        if not self.sums_terms:
+            return local
         for axis in self.fsdp_axes:
             placement = grad.placements[axis]
             if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):
@@ -173,8 +184,11 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
     fsdp_names, names = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
     root, common = mesh._get_root_mesh(), set(fsdp_names) & set(names)
     same_root = root == param.device_mesh._get_root_mesh()
-    flattened = () if common or not same_root else _flattened(mesh, param.device_mesh)
-    if not fsdp_names or not names or common not in (set(), set(fsdp_names)) or not same_root:
+    flattened: tuple[str, ...] = ()
+    if same_root and common != set(fsdp_names):
+        flattened = _flattened(mesh, param.device_mesh)
+    mixed = common not in (set(), set(fsdp_names)) and not flattened
+    if not fsdp_names or not names or mixed or not same_root:
         raise ValueError(
             f"fully_shard: parameter {name!r} is a DTensor on axes {names} and the mesh has "
             f"{fsdp_names}; expected other axes of one named mesh, mesh['dp'] and mesh['tp'], or "
@@ -217,7 +231,8 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
 def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
     """Returns the axes of another mesh that this one flattens, in order; () if there are none.
 
-    Torch keeps no record of it, so ranks are compared; axes of size 1 make no difference.
+    Torch keeps no record of it, so ranks are compared. Axes of size 1 make no difference to these:
+    those before others count as flattened, too.
     """
     names = other.mesh_dim_names or ()
     coordinate = other.get_coordinate()
@@ -228,6 +243,9 @@ def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
         for axes in itertools.combinations(range(other.ndim), number):
             index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
             if torch.equal(other.mesh[index].flatten(), ranks):
+                first = range(axes[-1] + 1)
+                if all(axis in axes or other.size(axis) == 1 for axis in first):
+                    axes = tuple(first)
                 return tuple(names[axis] for axis in axes)
     return ()
 

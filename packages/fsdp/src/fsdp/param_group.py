@@ -324,7 +324,7 @@ class FSDPParamGroup(ABC):
         self, buffers: BufferSpec, views: Sequence[ShardView], to_buffer: Any
     ) -> GroupReduceScatter:
         placement = self.params[0].placement
-        is_sum = placement is not None and bool(placement.fsdp_axes)
+        is_sum = placement is not None and placement.sums_terms
         gradients = GradientSpec(
             self.params, views, to_buffer, is_sum, self.options.shard_device,
             self.options.pin_memory,
