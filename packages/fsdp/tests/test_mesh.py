@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp
 from fsdp import Rows, clip_grad_norm_
-from fsdp._compat import placement_and_mesh
 from ragged_shard import RaggedShard, StridedRaggedShard
 from testkit import run_ranks
 from testkit.models.residual_stack import batch, shard, stack
@@ -166,18 +165,3 @@ def test_shard_placement_result_with_a_mesh_trains_as_fsdp2():
             torch.testing.assert_close(actual, native, rtol=1e-5, atol=1e-6)
 
     run_ranks(check, 4, timeout=120)
-
-
-def test_mesh_sharded_along_its_first_axis_is_refused():
-    class Info:
-        shard_mesh_dim = 0
-
-    class Result:
-        mesh_info, placement = Info, None
-
-    def check():
-        Info.mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        with pytest.raises(ValueError, match="sharded along axis 0 of 2; expected the last"):
-            placement_and_mesh(Result, Info.mesh, "weight")
-
-    run_ranks(check, 1)
