@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
+from fsdp.optim.muon.newton_schulz import adjusted_lr
 from fsdp.optim.tensors import subtract_
 from testkit import run_ranks
 from testkit.models.matrix_net import (
@@ -62,6 +63,24 @@ def test_options_have_the_effect_of_torchs_on_plain_parameters(options):
     losses = train(model, optimizer_of(Muon, model, **options), 5)
     assert losses == train(reference, TorchMuon(reference, **options), 5)
     assert same_bits(full_tensors(model), full_tensors(reference)) == []
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(5, 3), (3, 7), (24, 24), (96, 7)], ids=str)
+def test_learning_rate_of_a_matrix_has_the_bits_of_torchs(adjust_lr_fn, shape):
+    """In float64, where a product in another order would have other bits."""
+    torch.manual_seed(0)
+    start, grad = torch.randn(2, *shape, dtype=torch.float64)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    kinds = [Muon, torch.optim.Muon]
+    for lr in (0.02, 0.013, 0.3):
+        for param, kind in zip(params, kinds, strict=True):
+            param.grad = grad
+            kind([param], lr=lr, weight_decay=0.0, adjust_lr_fn=adjust_lr_fn).step()
+    assert torch.equal(*params)
+    jordan, moonlight = max(1, shape[0] / shape[1]) ** 0.5, 0.2 * max(shape) ** 0.5
+    expected = moonlight if adjust_lr_fn == "match_rms_adamw" else jordan
+    assert adjusted_lr(1.0, adjust_lr_fn, shape) == pytest.approx(expected, rel=1e-15)
 
 
 def test_learning_rate_may_be_a_tensor():

@@ -50,17 +50,22 @@ def newton_schulz(
 
 
 def adjusted_lr(lr: float, adjustment: str | None, shape: tuple[int, int]) -> float:
-    """Returns the learning rate for a matrix of this shape.
+    """Returns the learning rate for a matrix of this shape, in float64 as torch does.
 
     Args:
         lr: learning rate of the group.
-        adjustment: None and "original" are Keller Jordan's, "match_rms_adamw" is Moonshot's, which
-            takes learning rates of AdamW.
+        adjustment: None and "original" multiply by ``max(1, rows / columns) ** 0.5``, which is
+            Keller Jordan's (https://kellerjordan.github.io/posts/muon/). "match_rms_adamw"
+            multiplies by ``0.2 * max(rows, columns) ** 0.5``, so that updates have the root mean
+            square of AdamW's and take its learning rates; it is Moonlight's (Liu et al., arXiv
+            2502.16982, section 2.2).
         shape: rows and columns of the matrix.
+
+    Source: ``_adjust_lr`` in torch/optim/_muon.py.
     """
     rows, columns = shape
     if adjustment == "match_rms_adamw":
-        return lr * 0.2 * math.sqrt(max(rows, columns))
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
     return lr * math.sqrt(max(1, rows / columns))
 
 

@@ -58,7 +58,9 @@ class Muon(MatrixOptimizer):
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         eps: lower bound of the norm that a matrix is divided by. AdamW has its own eps.
         ns_steps: number of Newton-Schulz steps.
-        adjust_lr_fn: None, "original" or "match_rms_adamw".
+        adjust_lr_fn: how the learning rate of a matrix depends on its shape: None or "original",
+            Keller Jordan's ``max(1, rows / columns) ** 0.5``, or "match_rms_adamw", Moonlight's
+            ``0.2 * max(rows, columns) ** 0.5``. As in torch, it is not a function.
         split: which rows of a parameter are separate matrices, such as heads or fused projections:
             the number of matrices, the rows of each, or a function of the parameter that returns
             one of these.
