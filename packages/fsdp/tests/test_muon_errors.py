@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import Block, Rows, fully_shard
 from fsdp.optim import SOAP, Muon
-from fsdp.optim.matrix.matrices import matrix_rows
+from fsdp.optim.matrix.split import matrix_rows
 from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.models.matrix_net import (
@@ -85,13 +86,18 @@ def test_unsupported_placements_are_an_error_before_anything_is_sent():
             param.grad = torch.ones_like(param)
             return Muon([("qkv", param)], **options)
 
-        interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
+        strided = nn.Parameter(
+            DTensor.from_local(
+                torch.ones(2, 6), mesh, [Shard(0), _StridedShard(0, split_factor=2)], run_check=False
+            )
+        )
+        strided.grad = torch.ones_like(strided)
         with pytest.raises(
             ValueError, match=r"expected parameter 'qkv' to have RaggedShard on at most one axis"
         ):
-            interleaved.step()
-        split = optimizer([Shard(0), Replicate()], split=2)
-        with pytest.raises(ValueError, match=r"'qkv', which is split into 2 matrices"):
+            Muon([("qkv", strided)]).step()
+        split = optimizer([InterleavedShard(0, 2), Replicate()], split=(3, 1))
+        with pytest.raises(ValueError, match=r"'qkv', which is split into matrices of \(3, 1\)"):
             split.step()
         moved = optimizer([Shard(0), Replicate()])
         [param] = moved.param_groups[0]["params"]

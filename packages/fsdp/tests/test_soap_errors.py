@@ -104,8 +104,8 @@ def test_unsupported_placements_are_an_error_before_anything_is_sent():
             param.grad = torch.ones_like(param)
             return SOAP([("qkv", param)])
 
-        interleaved = optimizer([InterleavedShard(0, 2), Replicate()])
-        with pytest.raises(ValueError, match=r"SOAP: .*'qkv' to have RaggedShard on"):
+        interleaved = optimizer([InterleavedShard(0, 2), Replicate()], 6)  # two chunks of 3 rows
+        with pytest.raises(ValueError, match=r"SOAP: .*'qkv'.* dim 0 of size 6 on 2 ranks"):
             interleaved.step()
         uneven = optimizer([Shard(0), RaggedShard((0,), (1,))], 5)
         with pytest.raises(

@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.optim.matrix.matrices import Matrix
 from fused_comm.agreement import check_agreement
-from ragged_shard import RaggedShard
+from ragged_shard import RaggedShard, dim_of
 
 __all__ = [
     "CostFunction", "MatrixLoad", "MatrixTask", "OwnerPlan", "OwnerPlanner", "assign_owners",
@@ -55,15 +55,15 @@ class MatrixTask:
 
     @cached_property
     def sharded_placements(self) -> tuple[Placement, ...]:
-        """The base sharded over the shard axis as the parameter is."""
-        return self._with_shard_axis(RaggedShard((0, 1), self.matrix.elements_by_rank))
+        """The base, as a tensor of its own, sharded over the shard axis as the parameter is."""
+        return self._on_shard_axis(RaggedShard((0, 1), self.matrix.elements_by_rank))
 
     @cached_property
     def owned_placements(self) -> tuple[Placement, ...]:
-        """The base on its owner."""
+        """The base, as a tensor of its own, on its owner."""
         assert self.owner is not None
         ranks = len(self.matrix.elements_by_rank)
-        return self._with_shard_axis(RaggedShard.owned_by(self.owner, ranks))
+        return self._on_shard_axis(RaggedShard.owned_by(self.owner, ranks))
 
     @cached_property
     def inner_mesh(self) -> DeviceMesh:
@@ -79,28 +79,36 @@ class MatrixTask:
         """Placements of the matrix on `inner_mesh`."""
         return tuple(self.matrix.placements[axis] for axis in self._inner_axes)
 
-    def dtensor(
-        self, local: torch.Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement]
-    ) -> DTensor:
-        """Returns a DTensor of the matrix's shape with this local tensor."""
-        assert mesh is not None
-        rows, columns = self.matrix.shape
-        meta = TensorMeta(torch.Size((rows, columns)), (columns, 1), local.dtype)
-        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-        return DTensor(local, spec, requires_grad=False)
+    def base_dtensor(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        """Returns the base as a DTensor on the parameter's mesh with this local tensor."""
+        return _dtensor(local, self.matrix.base_shape, self.matrix.mesh, placements)
+
+    def inner_dtensor(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        """Returns the matrix as a DTensor on `inner_mesh` with this local tensor."""
+        return _dtensor(local, self.matrix.shape, self.inner_mesh, placements)
 
     @property
     def _inner_axes(self) -> list[int]:
         return [
             axis for axis, placement in enumerate(self.matrix.placements)
-            if isinstance(placement, Shard) and axis != self.matrix.axis
+            if dim_of(placement) is not None
         ]  # fmt: skip
 
-    def _with_shard_axis(self, placement: Placement) -> tuple[Placement, ...]:
-        others = self.matrix.placements
-        return tuple(
-            placement if axis == self.matrix.axis else other for axis, other in enumerate(others)
-        )
+    def _on_shard_axis(self, placement: Placement) -> tuple[Placement, ...]:
+        axes = range(len(self.matrix.placements))
+        return tuple(placement if axis == self.matrix.axis else Replicate() for axis in axes)
+
+
+def _dtensor(
+    local: torch.Tensor,
+    shape: tuple[int, int],
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement],
+) -> DTensor:
+    assert mesh is not None
+    meta = TensorMeta(torch.Size(shape), (shape[1], 1), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,13 @@ class OwnerPlan:
     def param_index(self, task: MatrixTask) -> int:
         """Returns the index of the parameter that a matrix is part of."""
         return self.param_indices[task.index]
+
+    def tasks_by_param(self) -> dict[int, list[MatrixTask]]:
+        """Returns the matrices of each parameter that has matrices, by the parameter's index."""
+        tasks: dict[int, list[MatrixTask]] = {}
+        for task in self.all_tasks:
+            tasks.setdefault(self.param_index(task), []).append(task)
+        return tasks
 
     def check_ranks_agree(self, optimizer_name: str) -> None:
         """Checks that ranks have gradients of the same parameters, by comparing 16-byte hashes.

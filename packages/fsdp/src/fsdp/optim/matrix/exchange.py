@@ -66,8 +66,7 @@ class _GatherToOwners:
     def __init__(self, tasks: Sequence[MatrixTask], local_part: LocalPart) -> None:
         self._tasks = tasks
         parts = [
-            task.dtensor(local_part(task), task.matrix.mesh, task.sharded_placements)
-            for task in tasks
+            task.base_dtensor(local_part(task), task.sharded_placements) for task in tasks
         ]
         self._pending = redistribute_many(
             parts, [task.owned_placements for task in tasks], async_op=True
@@ -91,7 +90,7 @@ class _ReturnToShards:
     def __init__(self, tasks: Sequence[MatrixTask], locals_: Sequence[torch.Tensor]) -> None:
         self._tasks = tasks
         owned = [
-            task.dtensor(local, task.matrix.mesh, task.owned_placements)
+            task.base_dtensor(local, task.owned_placements)
             for task, local in zip(tasks, locals_, strict=True)
         ]
         self._pending: Pending = redistribute_many(
@@ -112,10 +111,7 @@ def _results(
     inner = [index for index, task in enumerate(tasks) if task.matrix.is_inner_sharded]
     if inner:
         gathered = redistribute_many(
-            [
-                tasks[n].dtensor(bases[n], tasks[n].inner_mesh, tasks[n].inner_placements)
-                for n in inner
-            ],
+            [tasks[n].inner_dtensor(bases[n], tasks[n].inner_placements) for n in inner],
             [[Replicate()] * len(tasks[n].inner_placements) for n in inner],
         )
         for index, one in zip(inner, gathered, strict=True):
@@ -125,7 +121,7 @@ def _results(
         result = compute(task, matrix)
         if task.matrix.is_inner_sharded:
             replicated = [Replicate()] * len(task.inner_placements)
-            full = task.dtensor(result.contiguous(), task.inner_mesh, replicated)
+            full = task.inner_dtensor(result.contiguous(), replicated)
             result = full.redistribute(placements=task.inner_placements).to_local()
         results.append(result)
     return results

@@ -6,31 +6,27 @@ Note: terminology.
     shard axis: the mesh axis over which fully_shard has sharded the parameter. Each of its ranks
         has a contiguous run of the flattened matrix, which may be empty. All these runs together
         are the base.
-    inner axes: the mesh axes of tensor parallelism; with them the base is a shard of the matrix.
+    inner axes: the mesh axes of tensor parallelism; with them the base is a shard of the matrix,
+        of consecutive rows or columns, or of some in each part of a fused projection.
     owner: the rank of the shard axis that computes on the matrix.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import SupportsIndex, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_shard import RaggedShard
+from fsdp.optim.matrix.split import ShardedRows, shard_rows
+from ragged_shard import InterleavedShard, RaggedShard, dim_of, even_shape, local_shape
 
-__all__ = ["Matrix", "Split", "SplitFunction", "matrices_of", "matrix_rows"]
-
-Split: TypeAlias = int | Sequence[int] | None
-SplitFunction: TypeAlias = Callable[[torch.Tensor], Split]
+__all__ = ["Matrix", "check_even_shards", "matrices_of"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,8 @@ class Matrix:
         axis: the shard axis; None if there is none.
         elements_by_rank: elements of the base on each rank of the shard axis.
         placements: placements of the matrix on the mesh, with the shard axis replicated.
+        distinct_axes: mesh axes whose ranks have matrices of their own, such as other experts or
+            heads; ranks of the other axes have the same matrix, or shards of it.
         local_slice: this rank's elements of the matrix in the parameter's flattened local tensor.
         fixed_owner: the owner if the parameter was placed with `Whole()`, else None.
     """
@@ -56,6 +54,7 @@ class Matrix:
     axis: int | None
     elements_by_rank: tuple[int, ...]
     placements: tuple[Placement, ...]
+    distinct_axes: tuple[int, ...]
     local_slice: slice
     fixed_owner: int | None
 
@@ -81,6 +80,11 @@ class Matrix:
             base_shape=shape,
             elements_by_rank=tuple(len(_intersection(elements, run)) for run in runs),
             placements=tuple(Replicate() for _ in self.placements),
+            distinct_axes=tuple(
+                axis
+                for axis, placement in enumerate(self.placements)
+                if axis in self.distinct_axes or dim_of(placement) is not None
+            ),
             local_slice=slice(
                 self.local_slice.start + local.start, self.local_slice.start + local.stop
             ),
@@ -96,51 +100,6 @@ class _ShardRuns:
     runs: tuple[range, ...]
 
 
-def matrix_rows(
-    split: Split | SplitFunction, param: torch.Tensor, name: str, optimizer_name: str
-) -> tuple[int, ...]:
-    """Returns the rows of each matrix in two dims of a parameter.
-
-    Args:
-        split: the number of matrices of equal size, the rows of each, or None for one matrix; or a
-            function of the parameter that returns one of these.
-        param: has two dims, or three; each entry of the first of three dims is split equally.
-        name: name of the parameter, for errors.
-        optimizer_name: for errors.
-
-    Raises:
-        ValueError: the parameter has other dims, is not contiguous, or `split` does not fit.
-    """
-    if param.ndim not in (2, 3) or param.is_complex():
-        raise ValueError(
-            f"{optimizer_name}: expected parameter {name!r} to be a real matrix of 2 dims, or 3 "
-            f"for stacked ones, got {param.dtype} of shape {tuple(param.shape)}; optimize other "
-            f"parameters, embeddings and output layers by AdamW, in a group with "
-            f"use_{optimizer_name.lower()}=False"
-        )
-    if not param.is_contiguous():
-        raise ValueError(
-            f"{optimizer_name}: expected parameter {name!r} of shape {tuple(param.shape)} to be "
-            f"contiguous, got strides {param.stride()}"
-        )
-    if callable(split):
-        split = split(param)
-    total = param.shape[-2]
-    if split is None:
-        rows = [total]
-    elif isinstance(split, SupportsIndex):
-        split = operator.index(split)
-        rows = [total // split] * split if split > 0 and total % split == 0 else []
-    else:
-        rows = [operator.index(part) for part in split]
-    if sum(rows) != total or (total and min(rows) < 1):
-        raise ValueError(
-            f"{optimizer_name}: expected split of parameter {name!r} to be a divisor of its "
-            f"{total} rows, or the rows of each matrix, got {split!r}"
-        )
-    return tuple(rows)
-
-
 def matrices_of(
     param: torch.Tensor, rows: Sequence[int], name: str, optimizer_name: str
 ) -> list[Matrix]:
@@ -148,13 +107,15 @@ def matrices_of(
 
     Args:
         param: a plain tensor, or a DTensor that at most one mesh axis shards as `fully_shard` (or
-            torch's, along dim 0) does, and others along dims, as tensor and expert parallelism do.
+            torch's, along dim 0) does, and others along dims, as tensor and expert parallelism do:
+            by `Shard`, or `InterleavedShard` for fused projections.
         rows: rows of the matrices, from `matrix_rows`.
         name: name of the parameter, for errors.
         optimizer_name: for errors.
 
     Raises:
-        ValueError: the placements are others, or inner axes shard a parameter that is split.
+        ValueError: the placements are others, or an inner axis shards the rows of several matrices
+            such that its ranks have neither equal parts of a matrix nor whole matrices.
     """
     if param.numel() == 0:
         return []
@@ -162,34 +123,45 @@ def matrices_of(
     mesh = param.device_mesh if isinstance(param, DTensor) else None
     param_placements = param.placements if isinstance(param, DTensor) else ()
     stacked = param.ndim == 3
-    placements = tuple(
-        _matrix_placement(param_placement, stacked) for param_placement in param_placements
+    placements = [_matrix_placement(placement, stacked) for placement in param_placements]
+    stack_axes = tuple(
+        axis
+        for axis, placement in enumerate(param_placements)
+        if axis != shards.axis and stacked and dim_of(placement) == 0
     )
-    inner = any(isinstance(p, Shard) for axis, p in enumerate(placements) if axis != shards.axis)
-    if inner and len(rows) > 1:
-        raise ValueError(
-            f"{optimizer_name}: expected parameter {name!r}, which is split into {len(rows)} "
-            f"matrices, not to be sharded by tensor parallelism, got placements "
-            f"{param_placements}; make each matrix a parameter"
-        )
+    row_axes = [
+        axis
+        for axis, placement in enumerate(placements)
+        if axis != shards.axis and dim_of(placement) == 0
+    ]
+    if shards.axis is not None:
+        placements[shards.axis] = Replicate()
+    sharded_rows = _sharded_rows(param, rows, shards, row_axes, name, optimizer_name)
     rank = 0 if mesh is None or shards.axis is None else mesh.get_local_rank(shards.axis)
-    base_rows = list(rows) if not inner else [shards.base_shape[-2]]
     entries = shards.base_shape[0] if stacked else 1
-    bounds = list(accumulate(base_rows * entries, initial=0))
+    bounds = list(accumulate([one.local_rows for one in sharded_rows] * entries, initial=0))
     fixed_owner = _fixed_owner(param_placements, shards.axis)
     columns, matrices = shards.base_shape[-1], []
     for index, (start, stop) in enumerate(pairwise(bounds)):
         elements = range(start * columns, stop * columns)
-        base_shape = (stop - start, columns)
+        one, own_placements, distinct_axes = sharded_rows[index % len(sharded_rows)], placements, ()
+        if row_axes and one.chunks is None:
+            own_placements = _with_placement(placements, row_axes, Replicate())
+            distinct_axes = tuple(row_axes)
+        elif row_axes and len(rows) > 1:
+            chunks = one.chunks or 1
+            own = InterleavedShard(0, chunks) if chunks > 1 else Shard(0)
+            own_placements = _with_placement(placements, row_axes, own)
         matrices.append(
             Matrix(
                 name=name if len(bounds) == 2 else f"{name}[{index}]",
-                shape=(param.shape[-2], param.shape[-1]) if inner else base_shape,
-                base_shape=base_shape,
+                shape=(one.rows, param.shape[-1]),
+                base_shape=(stop - start, columns),
                 mesh=mesh,
                 axis=shards.axis,
                 elements_by_rank=tuple(len(_intersection(elements, run)) for run in shards.runs),
-                placements=placements,
+                placements=tuple(own_placements),
+                distinct_axes=(*stack_axes, *distinct_axes),
                 local_slice=_local_slice(elements, shards.runs[rank]),
                 fixed_owner=fixed_owner,
             )
@@ -197,12 +169,76 @@ def matrices_of(
     return [matrix for matrix in matrices if math.prod(matrix.shape)]
 
 
+def check_even_shards(
+    param: torch.Tensor, axes: Sequence[int], name: str, optimizer_name: str
+) -> None:
+    """Checks that mesh axes divide the parameter's dims evenly.
+
+    Args:
+        param: the parameter.
+        axes: of its mesh; axes that replicate it are ignored.
+        name: its name, for the error.
+        optimizer_name: for the error.
+
+    Raises:
+        ValueError: an axis shards a dim unevenly; it names the parameter.
+    """
+    if not isinstance(param, DTensor):
+        return
+    for axis in axes:
+        placement, ranks = param.placements[axis], param.device_mesh.size(axis)
+        dim = dim_of(placement)
+        if dim is not None and even_shape(param.shape, (ranks,), (placement,)) is None:
+            raise ValueError(
+                f"{optimizer_name}: expected parameter {name!r} of shape {tuple(param.shape)}, "
+                f"placed as {param.placements}, to have even shards, got dim {dim} of size "
+                f"{param.shape[dim]} on {ranks} ranks"
+            )
+
+
+def _sharded_rows(
+    param: torch.Tensor,
+    rows: Sequence[int],
+    shards: _ShardRuns,
+    row_axes: Sequence[int],
+    name: str,
+    optimizer_name: str,
+) -> list[ShardedRows]:
+    """Returns the rows of the matrices on this rank of the inner axes."""
+    if not row_axes:
+        return [ShardedRows(own, own, None) for own in rows]
+    if len(rows) == 1:  # of any sizes, and over any number of axes
+        return [ShardedRows(rows[0], shards.base_shape[-2], 1)]
+    assert isinstance(param, DTensor)
+    found = None
+    if len(row_axes) == 1:
+        placement = param.placements[row_axes[0]]
+        chunks = placement.interleaves if isinstance(placement, InterleavedShard) else 1
+        found = shard_rows(rows, chunks, param.device_mesh.size(row_axes[0]))
+    if found is None:
+        raise ValueError(
+            f"{optimizer_name}: expected one mesh axis to shard the rows of parameter {name!r}, "
+            f"which is split into matrices of {tuple(rows)} rows, such that each of its ranks has "
+            f"an equal part of a matrix or whole matrices, got placements {param.placements} on a "
+            f"mesh of {tuple(param.device_mesh.shape)}; make each matrix a parameter, or place "
+            f"fused projections as InterleavedShard"
+        )
+    return found
+
+
+def _with_placement(
+    placements: Sequence[Placement], axes: Sequence[int], placement: Placement
+) -> list[Placement]:
+    return [placement if axis in axes else other for axis, other in enumerate(placements)]
+
+
 def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRuns:
     if not isinstance(param, DTensor):
         return _ShardRuns(None, tuple(param.shape), (range(param.numel()),))
     mesh, placements = param.device_mesh, param.placements
     unsupported = [
-        placement for placement in placements if type(placement) not in (Replicate, Shard)
+        placement for placement in placements
+        if type(placement) not in (Replicate, Shard, InterleavedShard)
         and not isinstance(placement, RaggedShard)
     ]  # fmt: skip
     ragged = [
@@ -212,29 +248,31 @@ def _shard_runs(param: torch.Tensor, name: str, optimizer_name: str) -> _ShardRu
     if unsupported or len(axes) > 1:
         raise ValueError(
             f"{optimizer_name}: expected parameter {name!r} to have RaggedShard on at most one "
-            f"axis, as fully_shard places parameters, and Shard or Replicate on the others, got "
-            f"placements {placements}"
+            f"axis, as fully_shard places parameters, and Shard, InterleavedShard or Replicate on "
+            f"the others, got placements {placements}"
         )
     axis = axes[0] if axes else None
-    others = [Replicate() if n == axis else placement for n, placement in enumerate(placements)]
-    base_shape, _ = compute_local_shape_and_global_offset(param.shape, mesh, others)
+    others = _with_placement(placements, axes, Replicate())
+    base_shape = local_shape(param.shape, mesh, tuple(others))
     if axis is None:
-        return _ShardRuns(None, tuple(base_shape), (range(math.prod(base_shape)),))
+        return _ShardRuns(None, base_shape, (range(math.prod(base_shape)),))
     placement, ranks = placements[axis], range(mesh.size(axis))
     if isinstance(placement, RaggedShard):
         runs = tuple(placement.interval(base_shape, rank) for rank in ranks)
-        return _ShardRuns(axis, tuple(base_shape), runs)
+        return _ShardRuns(axis, base_shape, runs)
     row, chunk = math.prod(base_shape[1:]), -(-base_shape[0] // len(ranks))
     ends = [min(chunk * rank, base_shape[0]) * row for rank in (*ranks, len(ranks))]
-    return _ShardRuns(axis, tuple(base_shape), tuple(range(*pair) for pair in pairwise(ends)))
+    return _ShardRuns(axis, base_shape, tuple(range(*pair) for pair in pairwise(ends)))
 
 
 def _matrix_placement(placement: Placement, stacked: bool) -> Placement:
     """Returns the placement of one matrix; an axis that shards the stack has whole matrices."""
-    if not isinstance(placement, Shard):
+    dim = dim_of(placement)
+    if dim is None or dim < int(stacked):
         return Replicate()
-    dim = placement.dim - int(stacked)
-    return Replicate() if dim < 0 else Shard(dim)
+    if isinstance(placement, InterleavedShard):
+        return InterleavedShard(dim - int(stacked), placement.interleaves)
+    return Shard(dim - int(stacked))
 
 
 def _fixed_owner(placements: Sequence[Placement], axis: int | None) -> int | None:

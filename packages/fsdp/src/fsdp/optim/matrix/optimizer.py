@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fsdp.optim.matrix.assignment import OwnerPlan, OwnerPlanner
-from fsdp.optim.matrix.matrices import Split, SplitFunction, matrix_rows
+from fsdp.optim.matrix.split import SplitOption, matrix_rows, split_by_name
 from fsdp.optim.state_dict import check_state_sharding
 from fsdp.optim.tensors import local_of, parameter_name
 
@@ -40,7 +40,7 @@ class MatrixOptimizer(Optimizer):
         self,
         params: ParamsT,
         defaults: ParamGroup,
-        split: Split | SplitFunction,
+        split: SplitOption,
         bucket_mb: float,
     ) -> None:
         if bucket_mb <= 0:

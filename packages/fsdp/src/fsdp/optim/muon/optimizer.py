@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner
 from fsdp.optim.matrix.exchange import compute_on_owners
-from fsdp.optim.matrix.matrices import Matrix, Split, SplitFunction, matrices_of
+from fsdp.optim.matrix.matrices import Matrix, matrices_of
 from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
+from fsdp.optim.matrix.split import SplitOption
 from fsdp.optim.muon.newton_schulz import (
     COEFFICIENTS,
     NsCoefficients,
@@ -85,7 +86,7 @@ class Muon(MatrixOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        split: Split | SplitFunction = None,
+        split: SplitOption = None,
         bucket_mb: float = 25.0,
     ) -> None:
         defaults = {

@@ -8,23 +8,20 @@ Note: terminology, besides that of `fsdp.optim.matrix.matrices`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp.optim.matrix.assignment import CostFunction, MatrixTask
 from fsdp.optim.matrix.matrices import Matrix
+from fsdp.optim.matrix.state import zeros_on_owner
 from fsdp.optim.soap.eigenbasis import BlockState
 from fsdp.optim.tensors import local_of
-from ragged_shard import RaggedShard
 
 __all__ = [
-    "block_ranges", "block_state", "new_state", "soap_cost", "split_into_strips", "state_dtype",
+    "block_ranges", "block_state", "new_state", "soap_cost", "split_into_strips",
 ]  # fmt: skip
 
 _STATE_NAMES = [field.name for field in fields(BlockState)]
@@ -93,7 +90,7 @@ def new_state(
                 "exp_avg": (rows, columns), "exp_avg_sq": (rows, columns),
             }  # fmt: skip
             for name in _STATE_NAMES:
-                value = _zeros_on_owner(param, strip, shapes[name], device)
+                value = zeros_on_owner(param, strip, shapes[name], device)
                 if name.endswith("basis"):
                     local = local_of(value)
                     local.copy_(torch.eye(len(local), shapes[name][1], device=device))
@@ -107,35 +104,6 @@ def block_state(state: dict[str, torch.Tensor], block: int) -> BlockState:
     return BlockState(**{name: local_of(state[_key(name, block)]) for name in _STATE_NAMES})
 
 
-def state_dtype(param: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of the state: float32 or wider, as bases must be orthogonal."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
 def _key(name: str, block: int) -> str:
     return f"{name}.{block}"
 
-
-def _zeros_on_owner(
-    param: torch.Tensor, strip: MatrixTask, shape: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    rows, columns = shape
-    local = torch.zeros(
-        rows if strip.is_mine else 0, columns, dtype=state_dtype(param), device=device
-    )
-    if not isinstance(param, DTensor):
-        return local
-    mesh, axis = param.device_mesh, strip.matrix.axis
-    placements: list[Placement] = [
-        Shard(0) if isinstance(placement, Shard) else Replicate() for placement in param.placements
-    ]
-    if axis is not None:
-        assert strip.owner is not None
-        placements[axis] = RaggedShard.owned_by(strip.owner, mesh.size(axis))
-    stacked = math.prod(
-        mesh.size(n) for n, placement in enumerate(placements) if isinstance(placement, Shard)
-    )
-    global_shape = torch.Size((stacked * rows, columns))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=global_shape, stride=(columns, 1)
-    )

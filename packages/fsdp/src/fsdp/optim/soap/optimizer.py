@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +11,19 @@ from torch.optim.optimizer import ParamsT
 
 from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner
 from fsdp.optim.matrix.exchange import compute_on_owners
-from fsdp.optim.matrix.matrices import Matrix, Split, SplitFunction, matrices_of
+from fsdp.optim.matrix.matrices import Matrix, check_even_shards, matrices_of
 from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
+from fsdp.optim.matrix.split import SplitOption
+from fsdp.optim.matrix.state import state_dtype
 from fsdp.optim.soap.blocks import (
     block_ranges,
     block_state,
     new_state,
     soap_cost,
     split_into_strips,
-    state_dtype,
 )
 from fsdp.optim.soap.eigenbasis import Hyperparameters, step_block
-from fsdp.optim.soap.validation import check_block_state, check_even_shards, check_options
+from fsdp.optim.soap.validation import check_block_state, check_options
 from fsdp.optim.state_dict import check_state_sharding, unwrap_tensors, wrap_tensors
 from fsdp.optim.tensors import local_of, subtract_
 
@@ -104,7 +104,7 @@ class SOAP(MatrixOptimizer):
         precondition_frequency: int = 10,
         *,
         block_size: int = 1024,
-        split: Split | SplitFunction = None,
+        split: SplitOption = None,
         bucket_mb: float = 25.0,
     ) -> None:
         if block_size < 1:
@@ -140,7 +140,8 @@ class SOAP(MatrixOptimizer):
         name = self._names[param]
         matrices = matrices_of(param, self._rows[param], name, self.optimizer_name)
         if matrices:
-            check_even_shards(param, matrices[0].axis, name)
+            inner = [n for n in range(len(matrices[0].placements)) if n != matrices[0].axis]
+            check_even_shards(param, inner, name, self.optimizer_name)
         return split_into_strips(matrices, self._block_size)
 
     def _step_matrices(self, plan: OwnerPlan) -> None:
@@ -194,7 +195,7 @@ class SOAP(MatrixOptimizer):
         return results
 
     def _soap_params(self, plan: OwnerPlan) -> dict[int, _SoapParam]:
-        strips = _strips_by_param(plan)
+        strips = plan.tasks_by_param()
         params: dict[int, _SoapParam] = {}
         for index, (param, group) in enumerate(self._matrix_params()):
             if param.grad is None or index not in strips:
@@ -210,7 +211,7 @@ class SOAP(MatrixOptimizer):
         return params
 
     def _check_state(self) -> None:
-        strips = _strips_by_param(self._plan())
+        strips = self._plan().tasks_by_param()
         indices = {param: index for index, (param, _) in enumerate(self._matrix_params())}
         for param, state in self.state.items():
             self.state[param] = unwrap_tensors(state, param)
@@ -222,10 +223,3 @@ class SOAP(MatrixOptimizer):
             else:
                 check_state_sharding({param: state}, self._names, self.optimizer_name)
 
-
-def _strips_by_param(plan: OwnerPlan) -> dict[int, Sequence[MatrixTask]]:
-    """Returns the strips of each parameter that has strips, by the parameter's index."""
-    strips: dict[int, list[MatrixTask]] = {}
-    for task in plan.all_tasks:
-        strips.setdefault(plan.param_index(task), []).append(task)
-    return dict(strips)

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.optim.state_dict import check_same_sharding
 
-__all__ = ["check_block_state", "check_even_shards", "check_options"]
+__all__ = ["check_block_state", "check_options"]
 
 
 def check_options(group: Mapping[str, Any]) -> None:
@@ -35,30 +34,6 @@ def check_options(group: Mapping[str, Any]) -> None:
             f"SOAP: expected precondition_frequency to be an integer of at least 1, got "
             f"{frequency!r}"
         )
-
-
-def check_even_shards(param: torch.Tensor, axis: int | None, name: str) -> None:
-    """Checks that all axes but the shard axis divide the parameter's dims evenly.
-
-    Args:
-        param: the parameter.
-        axis: the mesh axis over which fully_shard has sharded it, if any.
-        name: its name, for the error.
-
-    Raises:
-        ValueError: an axis shards a dim unevenly; it names the parameter.
-    """
-    if not isinstance(param, DTensor):
-        return
-    for n, placement in enumerate(param.placements):
-        if n != axis and isinstance(placement, Shard):
-            size, ranks = param.shape[placement.dim], param.device_mesh.size(n)
-            if size % ranks:
-                raise ValueError(
-                    f"SOAP: expected parameter {name!r} of shape {tuple(param.shape)}, placed as "
-                    f"{param.placements}, to have even shards, got dim {placement.dim} of size "
-                    f"{size} on {ranks} ranks"
-                )
 
 
 def check_block_state(

@@ -1,0 +1,109 @@
+"""Muon on rows that tensor parallelism shards, interleaved ones included: one device's bits."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp import Block, Rows, Whole, fully_shard
+from fsdp.optim import Muon
+from fsdp.optim.matrix.split import ShardedRows, shard_rows
+from ragged_shard import InterleavedShard
+from testkit import run_ranks
+from testkit.models.matrix_net import full_tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A parameter, its placement over tp, its split, and the number of matrices on a tp rank."""
+
+    shape: tuple[int, ...]
+    placement: object
+    split: object
+    matrices: int
+
+
+QKV = InterleavedShard(0, 3)
+CASES = {
+    "fused qkv as one matrix": Case((12, 5), QKV, None, 1),
+    "projections of a fused qkv": Case((12, 5), QKV, 3, 3),
+    "unequal projections of interleaved chunks": Case((12, 5), QKV, (8, 4), 2),
+    "heads of a fused qkv": Case((12, 5), QKV, 6, 3),
+    "heads of the first projection only": Case((12, 5), QKV, (2, 2, 4, 4), 3),
+    "heads that tp shards": Case((12, 5), Shard(0), 6, 3),
+    "rows of interleaved columns": Case((6, 8), InterleavedShard(1, 2), 2, 2),
+    "gate and up of stacked experts": Case((3, 8, 5), InterleavedShard(1, 2), 2, 6),
+}
+
+
+def matrix_values(tensor, split):
+    """Returns the matrices of a full tensor, each as a tensor of its own."""
+    entries = list(tensor) if tensor.ndim == 3 else [tensor]
+    rows = tensor.shape[-2]
+    sizes = (rows,) if split is None else [rows // split] * split if type(split) is int else split
+    return [one.clone() for entry in entries for one in entry.split(list(sizes))]
+
+
+def step_both(param, optimizer, split, steps=3, **options):
+    """Steps torch's Muon with the same gradients; returns both parameters as matrices."""
+    params = [nn.Parameter(one) for one in matrix_values(full_tensor(param), split)]
+    reference = torch.optim.Muon(params, lr=0.1, **options)
+    for step in range(steps):
+        param.grad = torch.zeros_like(param)
+        torch.manual_seed(10 * step + dist.get_rank())
+        param.grad.to_local().normal_()
+        grads = matrix_values(full_tensor(param.grad), split)
+        for one, grad in zip(params, grads, strict=True):
+            one.grad = grad
+        optimizer.step()
+        reference.step()
+    return matrix_values(full_tensor(param), split), params
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("granularity", [Block(1), Rows(1), Whole()], ids=str)
+def test_rows_that_tp_shards_have_the_bits_of_one_device(granularity):
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for name, case in CASES.items():
+            model = nn.Module()
+            values = torch.randn(case.shape, generator=torch.Generator().manual_seed(0))
+            model.w = nn.Parameter(distribute_tensor(values, mesh["tp"], [case.placement]))
+            fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: granularity)
+            optimizer = Muon(model.named_parameters(), lr=0.1, split=case.split)
+            got, expected = step_both(model.w, optimizer, case.split)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), name
+            assert len(optimizer.owners()) == case.matrices, name
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.ranks
+def test_interleaved_rows_without_fsdp_are_gathered_on_all_ranks():
+    def check():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        values = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+        param = nn.Parameter(distribute_tensor(values, mesh, [QKV]))
+        optimizer = Muon([("w", param)], lr=0.1, split=3)
+        got, expected = step_both(param, optimizer, 3)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        return optimizer.owners()
+
+    assert run_ranks(check, 2) == [{f"w[{n}]": None for n in range(3)}] * 2
+
+
+def test_rows_of_a_rank_are_parts_of_matrices_or_whole_ones():
+    """As in the docstring; a matrix of two chunks; and rows that fit neither way."""
+    part, head = ShardedRows(4, 2, 1), ShardedRows(2, 2, None)
+    assert shard_rows((4, 4, 4), 3, 2) == [part] * 3
+    assert shard_rows((2, 2, 4, 4), 3, 2) == [head, part, part]
+    assert shard_rows((8, 4), 3, 2) == [ShardedRows(8, 4, 2), part]
+    assert shard_rows((6, 6), 3, 2) is None  # one and a half chunks
+    assert shard_rows((1, 3, 4, 4), 3, 2) is None  # a matrix on two ranks
+    assert shard_rows((1, 1, 2, 4, 4), 3, 2) is None  # other matrices on the second rank
+    assert shard_rows((3, 3), 2, 2) is None  # chunks of three rows on two ranks
+    assert shard_rows((6, 6), 3, 1) == [ShardedRows(6, 6, None)] * 2
