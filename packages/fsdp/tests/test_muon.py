@@ -155,7 +155,9 @@ def apart(stacks):
     return [nn.Parameter(one) for one in found]
 
 
-def stack_muon(model):
+def stack_muon(model, splits):
+    if splits == "patterns":
+        return Muon(model.named_parameters(), lr=0.1, split={"q.v": 3, ".*a": SPLITS["gqa"]})
     groups = [
         {"params": [(name, param)], "split": SPLITS[name]}
         for name, param in model.named_parameters()
@@ -164,13 +166,14 @@ def stack_muon(model):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("splits", ["groups", "patterns"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_experts_heads_and_projections_are_separate_matrices(ranks):
+def test_experts_heads_and_projections_are_separate_matrices(ranks, splits):
     def check():
         model = Stacks()
         fully_shard(model)
         params = apart(Stacks())
-        optimizer, reference = stack_muon(model), torch.optim.Muon(params, lr=0.1)
+        optimizer, reference = stack_muon(model, splits), torch.optim.Muon(params, lr=0.1)
         for step in range(4):
             torch.manual_seed(step)
             model(torch.randn(3, 6)).backward()

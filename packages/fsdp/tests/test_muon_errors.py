@@ -46,6 +46,47 @@ def test_split_that_does_not_fit_the_rows(split):
         Muon([("w", nn.Parameter(torch.zeros(10, 4)))], split=split)
 
 
+PATTERNS = {
+    r"match none": {r"a\.qk": 2},  # not the whole name
+    r"match none.*": {"head": 2},  # a parameter of AdamW
+    r"split of parameter 'b.qkv' .* 10 rows": {r"b\..*": 3},
+    r"one pattern .* 'a.qkv'": {"a.*": 2, ".*qkv": 2},
+    r"regular expressions, got '\('": {"(": 2},
+}
+
+
+@pytest.mark.parametrize("message", PATTERNS)
+@pytest.mark.parametrize("kind", [Muon, SOAP], ids=["Muon", "SOAP"])
+def test_patterns_that_fit_no_parameter(kind, message):
+    def groups():
+        matrices = [(name, nn.Parameter(torch.zeros(10, 4))) for name in ("a.qkv", "b.qkv")]
+        head = [("head", nn.Parameter(torch.zeros(10, 4)))]
+        return [{"params": matrices}, {"params": head, f"use_{kind.__name__.lower()}": False}]
+
+    with pytest.raises(ValueError, match=message):
+        kind(groups(), split=PATTERNS[message])
+    first, rest = groups()
+    with pytest.raises(ValueError, match=message):
+        kind([first | {"split": PATTERNS[message]}, rest])
+
+
+def test_patterns_need_names_and_default_ones_may_match_in_any_group():
+    first, second = (nn.Parameter(torch.zeros(10, 4)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"with names, as split has patterns"):
+        Muon([first], split={".*": 2})
+    groups = [{"params": [("a", first)]}, {"params": [("b", second)]}]
+    Muon(groups, split={"a": 2, "b": 5})
+    own = [groups[0], groups[1] | {"split": {"b": 5}}]
+    with pytest.raises(ValueError, match=r"got \['b'\], which match none"):
+        Muon(own, split={"a": 2, "b": 2})
+
+
+def test_options_of_matrices_in_a_group_of_adamw():
+    group = {"params": [nn.Parameter(torch.zeros(4))], "use_muon": False, "split": 2, "ns_steps": 3}
+    with pytest.raises(ValueError, match=r"use_muon=False .* got ns_steps, split; remove"):
+        Muon([group])
+
+
 @pytest.mark.parametrize(
     "options",
     [{"lr": -1.0}, {"momentum": -0.1}, {"ns_steps": 100}, {"adjust_lr_fn": "x"}, {"bucket_mb": 0}],

@@ -10,7 +10,12 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fsdp.optim.matrix.assignment import OwnerPlan, OwnerPlanner
-from fsdp.optim.matrix.split import SplitOption, matrix_rows, split_by_name
+from fsdp.optim.matrix.split import (
+    SplitOption,
+    SplitPatterns,
+    matrix_rows,
+    split_by_name,
+)
 from fsdp.optim.state_dict import check_state_sharding
 from fsdp.optim.tensors import local_of, parameter_name
 
@@ -27,7 +32,8 @@ class MatrixOptimizer(Optimizer):
     Args:
         params: parameters or groups of them, with names or without.
         defaults: options of the groups of matrices.
-        split: which rows of a parameter are separate matrices; default of the groups.
+        split: which rows of a parameter are separate matrices, or a mapping from patterns of names
+            to this; default of the groups.
         bucket_mb: size of the matrices that are exchanged at the same time, in MiB.
 
     Raises:
@@ -53,7 +59,10 @@ class MatrixOptimizer(Optimizer):
         self._owner_plan: OwnerPlan | None = None
         self._adamw: torch.optim.AdamW | None = None
         self._flag = f"use_{self.optimizer_name.lower()}"
+        self._default_split, self._matched_patterns = split, set[str]()
         super().__init__(params, defaults | {self._flag: True, "split": split})
+        if isinstance(split, Mapping):
+            self._check_patterns_matched(split, self._matched_patterns)
 
     @abstractmethod
     def _check_options(self, group: ParamGroup) -> None:
@@ -70,12 +79,21 @@ class MatrixOptimizer(Optimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a parameter group, as torch's optimizers do; it may have the flag and ``split``.
 
+        The patterns of a group's own ``split`` have to match parameters of the group.
+
         Raises:
-            ValueError: an option is out of range, or a parameter is not a matrix; the group is not
+            ValueError: an option is out of range, or of matrices in a group of AdamW; a parameter
+                is not a matrix; or a pattern of ``split`` matches no parameter. The group is not
                 added.
         """
         if not param_group.get(self._flag, True):
-            param_group = _adamw_options(self.defaults, self._flag) | param_group
+            adamw = _adamw_options(self.defaults, self._flag)
+            if ignored := sorted(param_group.keys() & (self.defaults.keys() - adamw.keys())):
+                raise ValueError(
+                    f"{self.optimizer_name}: expected a group with {self._flag}=False to have "
+                    f"options of AdamW, got {', '.join(ignored)}; remove them"
+                )
+            param_group = adamw | param_group
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -85,19 +103,47 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _register_group(self, group: ParamGroup, index: int) -> None:
-        split = group.pop("split", None)  # checkpoints cannot store functions
+        split: SplitOption = group.pop("split", None)  # checkpoints cannot store functions
         for i, param in enumerate(group["params"]):
             self._names[param] = parameter_name(group, index, i)
         if group[self._flag]:
             self._check_options(group)
-            for param in group["params"]:
-                self._rows[param] = matrix_rows(
-                    split, param, self._names[param], self.optimizer_name
-                )
+            self._register_rows(group, split)
         else:
             adamw = _adamw_options(self.defaults, self._flag)
             for key in self.defaults.keys() - adamw.keys():
                 group.pop(key, None)
+
+    def _register_rows(self, group: ParamGroup, split: SplitOption) -> None:
+        """Determines the rows of the matrices of a group's parameters."""
+        if isinstance(split, Mapping) and group.get("param_names") is None:
+            raise ValueError(
+                f"{self.optimizer_name}: expected parameters with names, as split has patterns of "
+                f"names, got parameters without; pass named_parameters()"
+            )
+        matched: set[str] = set()
+        for param in group["params"]:
+            name = self._names[param]
+            if not isinstance(split, Mapping):
+                own = split
+            elif (pattern := split_by_name(split, name, self.optimizer_name)) is not None:
+                matched.add(pattern)
+                own = split[pattern]
+            else:
+                own = None
+            self._rows[param] = matrix_rows(own, param, name, self.optimizer_name)
+        if split is self._default_split:
+            self._matched_patterns |= matched  # of all groups
+        elif isinstance(split, Mapping):
+            self._check_patterns_matched(split, matched)
+
+    def _check_patterns_matched(self, split: SplitPatterns, matched: set[str]) -> None:
+        if unmatched := [pattern for pattern in split if pattern not in matched]:
+            raise ValueError(
+                f"{self.optimizer_name}: expected each pattern of split to match the name of a "
+                f"parameter of a group with {self._flag}=True, got {unmatched}, which match none; "
+                f"a pattern has to match the whole name"
+            )
 
     @overload
     def step(self, closure: None = None) -> None: ...

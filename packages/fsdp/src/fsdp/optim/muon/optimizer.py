@@ -64,12 +64,14 @@ class Muon(MatrixOptimizer):
             ``0.2 * max(rows, columns) ** 0.5``. As in torch, it is not a function.
         split: which rows of a parameter are separate matrices, such as heads or fused projections:
             the number of matrices, the rows of each, or a function of the parameter that returns
-            one of these.
+            one of these; or a mapping from regular expressions to these, such as
+            ``{r".*qkv_proj\\.weight": 3}``. An expression has to match the whole name of at least
+            one parameter; parameters that none matches are one matrix each.
         bucket_mb: size of the matrices that are exchanged at the same time, in MiB of bfloat16.
 
     Raises:
         ValueError: an option is out of range; a parameter is not a matrix, or `split` does not fit
-            it: the error names the parameter.
+            it: the error names the parameter; or a pattern of `split` matches no parameter.
     """
 
     optimizer_name = "Muon"
