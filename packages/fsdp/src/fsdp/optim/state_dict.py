@@ -28,11 +28,19 @@ class _WrappedTensor:
     tensor: torch.Tensor
 
 
-def wrap_tensors(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Wraps all state tensors; it is the last hook before `Optimizer.load_state_dict`."""
+def wrap_tensors(optimizer: Optimizer, state_dict: StateDict, prefix: str = "") -> StateDict:
+    """Wraps state tensors; it is the last hook before `Optimizer.load_state_dict`.
+
+    Args:
+        optimizer: is not used; torch passes it to hooks.
+        state_dict: of the optimizer.
+        prefix: of the names of the tensors that are wrapped; others are cast.
+    """
     states = {
         key: {
-            name: _WrappedTensor(value) if isinstance(value, torch.Tensor) else value
+            name: _WrappedTensor(value)
+            if isinstance(value, torch.Tensor) and name.startswith(prefix)
+            else value
             for name, value in state.items()
         }
         for key, state in state_dict["state"].items()

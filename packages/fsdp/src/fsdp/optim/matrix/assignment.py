@@ -18,11 +18,12 @@ from fused_comm.agreement import check_agreement
 from ragged_shard import RaggedShard, dim_of
 
 __all__ = [
-    "CostFunction", "MatrixLoad", "MatrixTask", "OwnerPlan", "OwnerPlanner", "assign_owners",
-    "choose_owners",
+    "CostFunction", "MatrixLoad", "MatrixTask", "OwnerPlan", "OwnerPlanner", "Owners",
+    "assign_owners", "choose_owners",
 ]  # fmt: skip
 
 CostFunction: TypeAlias = Callable[[tuple[int, int]], int]
+Owners: TypeAlias = Literal["per_step", "persistent"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +137,14 @@ class OwnerPlan:
         param_indices: for each of these, the index of its parameter.
         agreement_lines: for each axis over which matrices may be exchanged, one line of text per
             parameter that must be the same on all ranks of the axis.
+        owners: of the planner.
     """
 
     has_grad: tuple[bool, ...]
     all_tasks: list[MatrixTask]
     param_indices: list[int]
     agreement_lines: dict[tuple[DeviceMesh, int], list[str]]
+    owners: Owners
 
     @property
     def tasks(self) -> list[MatrixTask]:
@@ -183,7 +186,7 @@ class OwnerPlanner:
 
     matrices_of: Callable[[torch.Tensor], list[Matrix]]
     cost_of: CostFunction
-    owners: Literal["per_step", "persistent"]
+    owners: Owners
 
     def plan(
         self, params: Sequence[torch.Tensor], names: Sequence[str], last: OwnerPlan | None
@@ -194,11 +197,14 @@ class OwnerPlanner:
             params: all parameters, in the same order on all ranks; those of `last` come first.
             names: names of the parameters.
             last: plan of the step before, which is returned if the same parameters have gradients.
+                That of a planner with other `owners` is not used.
 
         Raises:
             ValueError: the placements of a parameter are not supported; it names the parameter.
         """
         has_grad = tuple(param.grad is not None for param in params)
+        if last is not None and last.owners != self.owners:
+            last = None
         if last is not None and last.has_grad == has_grad:
             return last
         matrices: list[Matrix] = []
@@ -215,7 +221,7 @@ class OwnerPlanner:
             [task.owner for task in last.all_tasks] if persistent and last is not None else []
         )
         tasks = assign_owners(matrices, self.cost_of, previous)
-        return OwnerPlan(has_grad, tasks, param_indices, lines)
+        return OwnerPlan(has_grad, tasks, param_indices, lines, self.owners)
 
 
 def assign_owners(

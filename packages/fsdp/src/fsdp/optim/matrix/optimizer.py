@@ -173,12 +173,17 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict as torch's optimizers do.
 
+        Options that it does not have, as those of other optimizers, are unchanged.
+
         Raises:
             ValueError: state is sharded differently from its parameter, which it names; the
                 optimizer is unchanged.
         """
         before = self.state, self.param_groups
         super().load_state_dict(state_dict)
+        for group, old in zip(self.param_groups, before[1], strict=True):
+            for key, value in old.items():
+                group.setdefault(key, value)
         try:
             self._check_state()
         except ValueError:
