@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner, Owners
 from fsdp.optim.matrix.exchange import compute_on_owners
@@ -67,9 +67,9 @@ class Muon(MatrixOptimizer):
     do not change then. They have float32 or, for float64 parameters, float64; the result is rounded
     to bfloat16, in which it is sent.
 
-    The momentum has torch's name and placement of the parameter, so state dicts of
-    `torch.optim.Muon` load here, and those of groups of matrices load there. Options that a state
-    dict does not have are unchanged; row statistics that it does not have start at zero.
+    State dicts are those of `torch.optim.Muon` for groups of matrices, and of AdamW for others:
+    either loads the other's. The momentum is placed as the parameter. Options that a state dict
+    does not have are unchanged; row statistics that it does not have start at zero.
 
     Args:
         params: parameters or groups of them, with names or without; with ``named_parameters()``
@@ -130,6 +130,19 @@ class Muon(MatrixOptimizer):
 
     def _check_options(self, group: ParamGroup) -> None:
         _check_options(group)
+
+    def state_dict(self) -> StateDict:
+        """Returns a state dict whose groups have the options of torch's Muon, and of AdamW.
+
+        Flags of groups are left out, and `normuon_beta2` where it is None, so that checkpoints of
+        this class and of torch's have the same keys.
+        """
+        result = super().state_dict()
+        for group in result["param_groups"]:
+            group.pop(self._flag)
+            if group.get("normuon_beta2") is None:
+                group.pop("normuon_beta2", None)
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict as torch's optimizers do, or one of `torch.optim.Muon`.
