@@ -15,6 +15,7 @@ from fsdp.optim.matrix.exchange import compute_on_owners
 from fsdp.optim.matrix.matrices import Matrix, matrices_of
 from fsdp.optim.matrix.optimizer import MatrixOptimizer, ParamGroup
 from fsdp.optim.matrix.split import SplitOption
+from fsdp.optim.muon.compiled import Backend, CompiledNewtonSchulz, check_backend
 from fsdp.optim.muon.newton_schulz import (
     COEFFICIENTS,
     NsCoefficients,
@@ -93,6 +94,9 @@ class Muon(MatrixOptimizer):
             one of these; or a mapping from regular expressions to these, such as
             ``{r".*qkv_proj\\.weight": 3}``. An expression has to match the whole name of at least
             one parameter; parameters that none matches are one matrix each.
+        compile_backend: backend of `torch.compile`, such as "inductor", for the Newton-Schulz
+            iteration, which is compiled once for each shape of a matrix; None does not compile.
+            A backend that fuses operations, as inductor does, may compute other bits.
         bucket_mb: size of the matrices that are exchanged at the same time, in MiB of bfloat16.
 
     Raises:
@@ -119,8 +123,13 @@ class Muon(MatrixOptimizer):
         *,
         normuon_beta2: float | None = None,
         split: SplitOption = None,
+        compile_backend: Backend | None = None,
         bucket_mb: float = 25.0,
     ) -> None:
+        check_backend(compile_backend)
+        self._newton_schulz = (
+            newton_schulz if compile_backend is None else CompiledNewtonSchulz(compile_backend)
+        )
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
@@ -187,7 +196,7 @@ class Muon(MatrixOptimizer):
         def orthogonalize(task: MatrixTask, matrix: torch.Tensor) -> torch.Tensor:
             one = params[plan.param_index(task)]
             group, beta2 = one.group, one.group["normuon_beta2"]
-            update = newton_schulz(
+            update = self._newton_schulz(
                 matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
             if beta2 is None:
