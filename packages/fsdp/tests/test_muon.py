@@ -227,6 +227,31 @@ def test_hsdp_gathers_matrices_within_the_shard_axis():
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_hsdp_computes_each_matrix_once_in_a_shard_group_with_the_bits_of_one_device(granularity):
+    def check():
+        calls = []
+
+        def counted(graph, inputs):  # a backend of torch.compile
+            return lambda *args: calls.append(args[0].shape) or graph(*args)
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(fully_shard, GRANULARITIES[granularity], mesh=mesh)
+        losses = train(model, optimizer_of(Muon, model, compile_backend=counted), 4)
+        return losses, len(calls), full_tensors(model)
+
+    reference = MatrixNet()
+    expected, params = train(reference, TorchMuon(reference), 4), full_tensors(reference)
+    found = run_ranks(check, 4)
+    for losses, _, actual in found:
+        assert losses == expected
+        assert same_bits(actual, params) == []
+    calls = [count for _, count, _ in found]
+    assert calls[:2] == calls[2:]  # of two replicas
+    assert sum(calls[:2]) == 4 * len(matrices_of(reference))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp and tp", "tp only"])
 def test_tensor_parallel_matrices_are_gathered_before_the_iteration(fsdp):
     def check():
