@@ -10,7 +10,14 @@ from fsdp.optim import Muon
 from fsdp.optim.muon.compiled import CompiledNewtonSchulz
 from fsdp.optim.muon.newton_schulz import COEFFICIENTS, newton_schulz
 from testkit import run_ranks
-from testkit.models.matrix_net import MatrixNet, full_tensors, optimizer_of, same_bits, sharded, train
+from testkit.models.matrix_net import (
+    MatrixNet,
+    full_tensors,
+    optimizer_of,
+    same_bits,
+    sharded,
+    train,
+)
 
 
 def test_each_shape_is_compiled_once_with_the_bits_of_the_eager_iteration():

@@ -129,7 +129,10 @@ def test_unsupported_placements_are_an_error_before_anything_is_sent():
 
         strided = nn.Parameter(
             DTensor.from_local(
-                torch.ones(2, 6), mesh, [Shard(0), _StridedShard(0, split_factor=2)], run_check=False
+                torch.ones(2, 6),
+                mesh,
+                [Shard(0), _StridedShard(0, split_factor=2)],
+                run_check=False,
             )
         )
         strided.grad = torch.ones_like(strided)

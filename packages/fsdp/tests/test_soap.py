@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
 from fsdp.optim.tensors import local_of
+from ragged_shard import InterleavedShard
 from testkit import run_ranks
 from testkit.models.matrix_net import (
     MatrixMlp,
@@ -248,6 +249,35 @@ def test_parameters_of_fsdp2_are_optimized_too():
         assert steps_of(model, optimizer_of(SOAP, model, **OFTEN), ids, **OFTEN) == []
 
     run_ranks(check, 3)
+
+
+@pytest.mark.ranks
+def test_rows_that_tp_interleaves_are_divided_into_blocks():
+    """Each of two ranks has 2 of the 4 rows of each projection, the same as blocks of 2."""
+
+    def check():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        values = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+        model = nn.Module()
+        placement = InterleavedShard(0, 3)
+        model.qkv = nn.Parameter(distribute_tensor(values, mesh["tp"], [placement]))
+        fully_shard(model, mesh=mesh["dp"])
+        options = {"block_size": 2, "precondition_frequency": 2}
+        optimizer = SOAP(model.named_parameters(), lr=0.1, split=3, **options)
+        params = [nn.Parameter(one.clone()) for one in values.split(4)]
+        reference = ReferenceSoap(params, lr=0.1, **options)
+        for step in range(4):
+            model.qkv.grad = torch.zeros_like(model.qkv)
+            torch.manual_seed(10 * step + dist.get_rank())
+            model.qkv.grad.to_local().normal_()
+            for param, grad in zip(params, full_tensor(model.qkv.grad).split(4), strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+            reference.step()
+        assert torch.equal(full_tensor(model.qkv), torch.cat(params))
+        assert optimizer.state[model.qkv]["exp_avg.0"].shape == (4, 2)  # of both ranks, stacked
+
+    run_ranks(check, 4)
 
 
 @pytest.mark.ranks

@@ -65,9 +65,7 @@ class _GatherToOwners:
 
     def __init__(self, tasks: Sequence[MatrixTask], local_part: LocalPart) -> None:
         self._tasks = tasks
-        parts = [
-            task.base_dtensor(local_part(task), task.sharded_placements) for task in tasks
-        ]
+        parts = [task.base_dtensor(local_part(task), task.sharded_placements) for task in tasks]
         self._pending = redistribute_many(
             parts, [task.owned_placements for task in tasks], async_op=True
         )

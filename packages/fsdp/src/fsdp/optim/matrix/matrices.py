@@ -144,13 +144,13 @@ def matrices_of(
     columns, matrices = shards.base_shape[-1], []
     for index, (start, stop) in enumerate(pairwise(bounds)):
         elements = range(start * columns, stop * columns)
-        one, own_placements, distinct_axes = sharded_rows[index % len(sharded_rows)], placements, ()
-        if row_axes and one.chunks is None:
+        one = sharded_rows[index % len(sharded_rows)]
+        own_placements, distinct_axes = placements, stack_axes
+        if one.chunks is None:  # whole matrices on each rank of the row axes, if there are any
             own_placements = _with_placement(placements, row_axes, Replicate())
-            distinct_axes = tuple(row_axes)
-        elif row_axes and len(rows) > 1:
-            chunks = one.chunks or 1
-            own = InterleavedShard(0, chunks) if chunks > 1 else Shard(0)
+            distinct_axes = (*stack_axes, *row_axes)
+        elif len(rows) > 1:
+            own = InterleavedShard(0, one.chunks) if one.chunks > 1 else Shard(0)
             own_placements = _with_placement(placements, row_axes, own)
         matrices.append(
             Matrix(
@@ -161,7 +161,7 @@ def matrices_of(
                 axis=shards.axis,
                 elements_by_rank=tuple(len(_intersection(elements, run)) for run in shards.runs),
                 placements=tuple(own_placements),
-                distinct_axes=(*stack_axes, *distinct_axes),
+                distinct_axes=distinct_axes,
                 local_slice=_local_slice(elements, shards.runs[rank]),
                 fixed_owner=fixed_owner,
             )

@@ -45,7 +45,8 @@ def normalize_rows(
     norm = values.norm()
     second_momentum.lerp_(values.square().mean(dim=-1, keepdim=True), 1 - beta2)
     normalized = values / (second_momentum.sqrt() + _EPS)
-    return (normalized * (norm / normalized.norm().clamp(min=_EPS))).to(update.dtype)
+    result: torch.Tensor = normalized * (norm / normalized.norm().clamp(min=_EPS))
+    return result.to(update.dtype)
 
 
 def second_momentum_name(matrix: int) -> str:

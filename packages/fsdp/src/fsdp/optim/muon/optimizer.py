@@ -92,7 +92,7 @@ class Muon(MatrixOptimizer):
         split: which rows of a parameter are separate matrices, such as heads or fused projections:
             the number of matrices, the rows of each, or a function of the parameter that returns
             one of these; or a mapping from regular expressions to these, such as
-            ``{r".*qkv_proj\\.weight": 3}``. An expression has to match the whole name of at least
+            ``{".*qkv_proj.weight": 3}``. An expression has to match the whole name of at least
             one parameter; parameters that none matches are one matrix each.
         compile_backend: backend of `torch.compile`, such as "inductor", for the Newton-Schulz
             iteration, which is compiled once for each shape of a matrix; None does not compile.

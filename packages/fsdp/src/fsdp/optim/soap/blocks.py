@@ -106,4 +106,3 @@ def block_state(state: dict[str, torch.Tensor], block: int) -> BlockState:
 
 def _key(name: str, block: int) -> str:
     return f"{name}.{block}"
-

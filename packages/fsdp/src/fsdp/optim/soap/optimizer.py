@@ -81,7 +81,7 @@ class SOAP(MatrixOptimizer):
         split: which rows of a parameter are separate matrices, such as heads or fused projections:
             the number of matrices, the rows of each, or a function of the parameter that returns
             one of these; or a mapping from regular expressions to these, such as
-            ``{r".*qkv_proj\\.weight": 3}``. An expression has to match the whole name of at least
+            ``{".*qkv_proj.weight": 3}``. An expression has to match the whole name of at least
             one parameter; parameters that none matches are one matrix each.
         bucket_mb: size of the gradients that are exchanged at the same time, in MiB.
 
@@ -224,4 +224,3 @@ class SOAP(MatrixOptimizer):
                 check_block_state(state, expected, self._names[param])
             else:
                 check_state_sharding({param: state}, self._names, self.optimizer_name)
-

@@ -225,7 +225,9 @@ def test_hsdp_and_tensor_parallel_matrices_have_the_bits_of_the_reference():
             reference.step()
         got = apart(full_tensor(model.w))
         assert all(torch.equal(a, b) for a, b in zip(got, params, strict=True)), (axes, case)
-        moments = torch.cat([full_tensor(v) for k, v in optimizer.state[model.w].items() if "." in k])
+        moments = torch.cat(
+            [full_tensor(v) for k, v in optimizer.state[model.w].items() if "." in k]
+        )
         own = torch.cat([reference.state[param]["variance_neuron"] for param in params])
         torch.testing.assert_close(moments.sort(0).values, own.sort(0).values, rtol=0, atol=0)
 
