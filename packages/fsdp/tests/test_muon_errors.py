@@ -143,6 +143,11 @@ def test_unsupported_placements_are_an_error_before_anything_is_sent():
         split = optimizer([InterleavedShard(0, 2), Replicate()], split=(3, 1))
         with pytest.raises(ValueError, match=r"'qkv', which is split into matrices of \(3, 1\)"):
             split.step()
+        values = torch.ones(5, 4, 6)
+        experts = nn.Parameter(distribute_tensor(values, mesh, [Shard(0), Replicate()]))
+        experts.grad = torch.ones_like(experts)
+        with pytest.raises(ValueError, match=r"Muon: .*'experts'.* dim 0 of size 5 on 2 ranks"):
+            Muon([("experts", experts)], normuon_beta2=0.9).step()
         moved = optimizer([Shard(0), Replicate()])
         [param] = moved.param_groups[0]["params"]
         param.grad = param.grad.redistribute(placements=[Replicate(), Replicate()])
