@@ -1,7 +1,7 @@
 """Muon on sharded parameters.
 
-`optimizer` is the class, `newton_schulz` the matrix iteration, `compiled` the same by torch.compile,
-and `normuon` the normalization of rows.
+`optimizer` is the class, `newton_schulz` the matrix iteration, `compiled` the same by
+torch.compile, and `normuon` the normalization of rows.
 """
 
 from fsdp.optim.muon.optimizer import Muon
