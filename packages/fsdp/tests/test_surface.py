@@ -25,9 +25,9 @@ def _arguments(function):
     return {name: one.default for name, one in inspect.signature(function).parameters.items()}
 
 
-def _differences(ours, torchs):
-    """Arguments of torch's function that ours lacks, or has with another default."""
-    own = _arguments(ours)
+def _differences(actual, torchs):
+    """Arguments of torch's function that another lacks, or has with another default."""
+    own = _arguments(actual)
     return {
         name: (default, own.get(name, "missing"))
         for name, default in _arguments(torchs).items()
@@ -72,8 +72,8 @@ def test_the_check_finds_a_missing_argument_and_another_default():
     def torchs(module, *, mesh=None, added=1):
         pass
 
-    def ours(module, *, mesh=0):
+    def actual(module, *, mesh=0):
         pass
 
-    assert _differences(ours, torchs) == {"mesh": (None, 0), "added": (1, "missing")}
+    assert _differences(actual, torchs) == {"mesh": (None, 0), "added": (1, "missing")}
     assert _differences(_fully_shard.fully_shard, torch_fsdp.fully_shard) == {}

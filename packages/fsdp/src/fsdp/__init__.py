@@ -16,9 +16,9 @@ from fsdp.api import (
     uninstall,
 )
 from fsdp.granularity import Block, Granularity, Rows, Whole
+from fsdp.mesh import DataParallelMeshDims
 from fsdp.module import FSDPModule
 from fsdp.quantized import Tiles
-from fsdp.spmd_mesh import DataParallelMeshDims
 
 __version__ = "0.1.0"
 

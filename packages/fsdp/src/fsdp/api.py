@@ -20,7 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import Strategy
 from fsdp import _compat
 from fsdp.granularity import Granularity
-from fsdp.mesh import checked_mesh, checked_reshard, device_of, post_forward_mesh
+from fsdp.mesh import (
+    DataParallelMeshDims,
+    check_on_spmd_mesh,
+    checked_mesh,
+    checked_reshard,
+    data_parallel_mesh,
+    device_of,
+    post_forward_mesh,
+)
 from fsdp.module import FSDPModule, set_fsdp_class, states_of
 from fsdp.param import (
     FSDPParam,
@@ -38,7 +46,6 @@ from fsdp.param_group import (
     group_params,
 )
 from fsdp.quantized import Tiles
-from fsdp.spmd_mesh import DataParallelMeshDims, check_on_spmd_mesh, data_parallel_mesh
 from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks
 
@@ -169,7 +176,7 @@ def fully_shard(
         managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
     )
     if dp_mesh_dims is not None:
-        check_on_spmd_mesh(params, spmd_mesh, dp_mesh_dims)
+        check_on_spmd_mesh([(p.name, p.orig_param) for p in params], spmd_mesh, dp_mesh_dims)
         for param in params:
             assert param.placement is not None
             param.placement = replace(param.placement, is_averaged=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp._compat import TORCH_HAS_MESH_DIMS
-from fsdp.param import FSDPParam
 
 __all__ = ["DataParallelMeshDims", "check_on_spmd_mesh", "data_parallel_mesh"]
 
@@ -91,22 +91,21 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def check_on_spmd_mesh(
-    params: Iterable[FSDPParam],
+    params: Iterable[tuple[str, torch.Tensor]],
     mesh: DeviceMesh | None,
     dims: DataParallelMeshDims,
 ) -> None:
     """Refuses parameters that are not replicated along the axes of data parallelism.
 
     Args:
-        params: of a call of fully_shard.
+        params: of a call of fully_shard, with their names.
         mesh: of all parallelism.
         dims: its axes of data parallelism.
 
     Raises:
         ValueError: a parameter is a plain tensor, or a DTensor on another mesh or placed otherwise.
     """
-    for one in params:
-        name, param = one.name, one.orig_param
+    for name, param in params:
         if not isinstance(param, DTensor):
             raise ValueError(
                 "fully_shard: When dp_mesh_dims is provided, all parameters must be DTensors on "

@@ -1,4 +1,4 @@
-"""The mesh of data parallelism, and parameters that are DTensors on axes of the same root mesh.
+"""Parameters that are DTensors on axes of the same root mesh as fully_shard's.
 
 Note: a parameter that is a DTensor on axes other than those of fully_shard's mesh (TP, EP) is local
 on those axes, and its gradients are each rank's own and are averaged. A parameter that is a DTensor
@@ -12,114 +12,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
 from ragged_shard import RaggedShard, dim_of, even_shape
 
-__all__ = [
-    "ParamPlacement",
-    "block_on_inner_axes",
-    "checked_mesh",
-    "checked_reshard",
-    "device_of",
-    "placement_of",
-    "post_forward_mesh",
-    "sharded_placements",
-]
-
-# Attribute of a mesh: its post-forward meshes, by the size of their last axis.
-_POST_FORWARD_MESHES = "_fsdp_post_forward_meshes"
-
-
-def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Returns the mesh, or one of all ranks where it is None.
-
-    Raises:
-        ValueError: it has neither one axis nor two, or this rank is not in it.
-    """
-    if mesh is None:
-        if not dist.is_initialized():
-            dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if accelerator is None else accelerator.type
-        return init_device_mesh(kind, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"fully_shard: mesh: expected a DeviceMesh, got {mesh!r}")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh, of one axis (FSDP) or two (HSDP: "
-            f"replicate, shard), got {mesh.ndim} axes {tuple(mesh.shape)}; slice the mesh by name, "
-            f"mesh['dp'], or flatten axes"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"fully_shard: this rank is not in {mesh}; call it on the mesh's ranks")
-    return mesh
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Returns the device on which this rank computes."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    module = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())
-
-
-def sharded_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Returns the placements of a buffer that is sharded along the last axis."""
-    return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-
-
-def checked_reshard(reshard_after_forward: object, size: int) -> tuple[bool, int | None]:
-    """Returns whether to reshard after forward, and over how many ranks; None means all.
-
-    Args:
-        reshard_after_forward: as of `fully_shard`.
-        size: ranks of the axis that shards.
-
-    Raises:
-        ValueError: it is neither a bool, None, nor a divisor of the axis that shards.
-    """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False, None
-    number = 0
-    if isinstance(reshard_after_forward, SupportsIndex):
-        number = operator.index(reshard_after_forward)
-    if number < 1 or size % number:
-        raise ValueError(
-            f"fully_shard: reshard_after_forward should be a bool, None or an int, which should be "
-            f"a factor of {size}, the ranks of the axis that shards, got {reshard_after_forward!r}"
-        )
-    if number == 1:
-        warnings.warn(
-            "fully_shard: reshard_after_forward=1 keeps all parameters after forward, as False "
-            "does; True reshards them to all ranks",
-            stacklevel=3,
-        )
-        return False, None
-    return True, None if number == size else number
-
-
-def post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Returns a mesh of the same ranks whose last axis has `size` neighbours; it is made once."""
-    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_POST_FORWARD_MESHES, {})
-    if size not in made:
-        made[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
-    return made[size]
-
-
-# Parameters that are DTensors.
+__all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of"]
 
 
 @dataclass(frozen=True, eq=False)
