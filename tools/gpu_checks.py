@@ -1,7 +1,8 @@
 """Everything that is checked and measured on a device: ``python -m tools.gpu_checks --out DIR``.
 
 ``tools/gpu.sh`` installs the packages and runs it. Each part is a command of its own with a time
-limit; one that fails or takes too long does not stop the others. Writes DIR/gpu.json and a page,
+limit, and all of them together have one; a part that fails or takes too long does not stop the
+others. Writes DIR/gpu.json and a page,
 DIR/gpu.md. ``--device sim`` runs the same parts on testkit's simulated device, with small models,
 so that the script itself is tested where there is no GPU; CUDA's own parts are left out, by name.
 Exit status: 0 if every part has passed.
@@ -14,7 +15,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
+    parser.add_argument("--seconds", type=float, default=480.0, help="time limit of all parts")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     command = ["python", "-m", "tools.gpu_checks", f"--device={options.device}"]
@@ -215,9 +217,11 @@ def main() -> int:
             "devices": torch.cuda.device_count(),
         }
     outcomes = []
+    deadline = time.monotonic() + options.seconds
     for part in PARTS:
         log = options.out / f"{part.name.split()[0].lower()}.log"
-        outcomes.append(run(part, options.device, options.out, log))
+        limit = min(part.seconds, max(1.0, deadline - time.monotonic()))
+        outcomes.append(run(replace(part, seconds=limit), options.device, options.out, log))
         # After each part, so that a killed run leaves what it has.
         values = facts | {"parts": [asdict(each) for each in outcomes]}
         (options.out / "gpu.json").write_text(json.dumps(values, indent=1) + "\n")

@@ -3,14 +3,13 @@
     python -m tools.gpu_training --json FILE [--device cuda] [--steps 20]
 
 Each system trains on all devices, at most 8, and is compared with one device of the same kind,
-which is compared with the CPU: kernels of another device sum in another order.
+which is compared with the CPU: kernels of another device sum in another order. Runs share
+processes, as starting them takes longer than training.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,48 +17,59 @@ from typing import Any
 
 import torch
 
-from tools.workspace import ROOT
+from integration.compare.run import TrainingJob
+from integration.compare.runner import Outcome, run_jobs
+from integration.train.config import TrainConfig
+from integration.train.metrics import StepRecord, read_metrics, read_summary
+from integration.train.stop import StopRequest
 
-# Options by system, for any number of ranks; "{ranks}" is their number.
-SYSTEMS = {
-    "ddp": ("--system", "ddp"),
-    "fsdp1": ("--system", "fsdp1"),
-    "fsdp2": ("--system", "fsdp2"),
-    "fsdp": ("--system", "fsdp"),
-    "fsdp, 8-bit Adam": ("--system", "fsdp", "--optimizer", "adam8bit"),
-    "fsdp, Muon": ("--system", "fsdp", "--optimizer", "muon"),
-    "fsdp, bf16": ("--system", "fsdp", "--dtype", "bf16"),
-    "plan, FSDP": ("--system", "plan", "--dp-shard", "{ranks}"),
-    "plan, TP and SP": ("--system", "plan", "--tp", "{ranks}", "--sp"),
-    "plan, TP, static": ("--system", "plan", "--tp", "{ranks}", "--static"),
+# Options by system; "ranks" as a value is their number.
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "ddp": {"system": "ddp"},
+    "fsdp1": {"system": "fsdp1"},
+    "fsdp2": {"system": "fsdp2"},
+    "fsdp": {"system": "fsdp"},
+    "fsdp, 8-bit Adam": {"system": "fsdp", "optimizer": "adam8bit"},
+    "fsdp, Muon": {"system": "fsdp", "optimizer": "muon"},
+    "fsdp, bf16": {"system": "fsdp", "dtype": "bf16"},
+    "plan, FSDP": {"system": "plan", "dp_shard": "ranks"},
+    "plan, TP and SP": {"system": "plan", "tp": "ranks", "sp": True},
+    "plan, TP, static": {"system": "plan", "tp": "ranks", "static": True},
 }
 # By name, the largest accepted difference of losses; 8-bit moments, Muon and bf16 are shown only.
 TOLERANCE = 1e-3
 NOT_COMPARED = ("fsdp, 8-bit Adam", "fsdp, Muon", "fsdp, bf16")
+CPU, SINGLE = "the CPU", "one device"
 
 
-def train(
-    name: str, options: tuple[str, ...], device: str, ranks: int, steps: int, model: str
-) -> dict[str, Any]:
-    """One run; its losses, or its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "integration.train", "--out", folder, "--device", device,
-            "--model", model, "--micro-batch", "1", "--steps", str(steps), "--no-tensorboard",
-            "--no-final-checkpoint", "--ranks", str(ranks),
-            *(word.format(ranks=ranks) for word in options),
-        ]  # fmt: skip
-        ended = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
-        )
-        if ended.returncode != 0:
-            return {"name": name, "error": (ended.stderr or ended.stdout).strip()[-400:]}
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-    records = [json.loads(line) for line in lines]
-    return {"name": name, "losses": [each["loss"] for each in records],
-            "ms": 1e3 * statistics.median(each["seconds"] for each in records[steps // 2 :]),
-            "peak": summary["peak_device_bytes"], "mfu": records[-1]["mfu"]}  # fmt: skip
+def jobs(device: str, ranks: int, steps: int, model: str, folder: Path) -> dict[str, TrainingJob]:
+    """The runs by name. Those of equal devices and ranks share processes, which start once."""
+
+    def job(name: str, device: str, ranks: int, **options: Any) -> TrainingJob:
+        values: dict[str, Any] = {
+            "out": folder / name.replace(", ", "-").replace(" ", "-"), "model": model,
+            "device": device, "ranks": ranks, "steps": steps, "micro_batch": 1, "resume": "never",
+            "tensorboard": False, "final_checkpoint": False,
+        }  # fmt: skip
+        values |= {key: ranks if value == "ranks" else value for key, value in options.items()}
+        config = TrainConfig(**values)
+        return TrainingJob(name, config, f"{device} {ranks}")
+
+    first = {CPU: job(CPU, "cpu", 1, system="single"), SINGLE: job(SINGLE, device, 1)}
+    return first | {name: job(name, device, ranks, **way) for name, way in SYSTEMS.items()}
+
+
+def result(outcome: Outcome) -> dict[str, Any]:
+    """A run's losses, or its error."""
+    job = outcome.job
+    if outcome.exit_code != 0:
+        log = (outcome.log or job.log).read_text(errors="replace")
+        return {"name": job.system, "error": log.strip()[-400:]}
+    records = read_metrics(job.folder)
+    times = [each.seconds for each in records[job.steps // 2 :]]
+    return {"name": job.system, "losses": [each.loss for each in records],
+            "ms": 1e3 * statistics.median(times), "mfu": records[-1].mfu,
+            "peak": read_summary(job.folder).peak_device_bytes}  # fmt: skip
 
 
 def row(found: dict[str, Any], ranks: int, reference: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +88,41 @@ def row(found: dict[str, Any], ranks: int, reference: dict[str, Any]) -> dict[st
     return cells
 
 
+class Rows:
+    """Makes a row of each run when it has ended, and writes all of them to a file.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        rows: in the order of the runs' ends.
+        failed: whether a run has failed, or differs by more than is accepted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.failed = False
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def started(self, job: TrainingJob) -> None:
+        """Does nothing; see `integration.compare.runner.Watcher`."""
+
+    def progressed(self, job: TrainingJob, record: StepRecord) -> None:
+        """Does nothing."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Adds the run's row."""
+        name = outcome.job.system
+        found = self._found[name] = result(outcome)
+        reference = self._found[CPU if name in (CPU, SINGLE) else SINGLE]
+        self.rows.append(row(found, outcome.job.ranks, reference))
+        print(self.rows[-1], flush=True)
+        difference = self.rows[-1].get(f"largest difference from {SINGLE}", 0.0)
+        self.failed |= "error" in found or (name not in NOT_COMPARED and difference > TOLERANCE)
+        self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
+
+
 def main() -> int:
     """Trains by every system; 1 if one fails or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -87,20 +132,11 @@ def main() -> int:
     parser.add_argument("--model", default="llama-10m")
     options = parser.parse_args()
     ranks = 2 if options.device == "sim" else min(8, torch.cuda.device_count())
-    how = (options.steps, options.model)
-    one = ("--system", "single")
-    cpu = train("the CPU", one, "cpu", 1, *how)
-    single = train("one device", one, options.device, 1, *how)
-    rows = [row(cpu, 1, cpu), row(single, 1, cpu)]
-    failed = "error" in cpu or "error" in single
-    for name, words in SYSTEMS.items():
-        found = train(name, words, options.device, ranks, *how)
-        rows.append(row(found, ranks, single))
-        print(rows[-1], flush=True)
-        difference = rows[-1].get("largest difference from one device", 0.0)
-        failed |= "error" in found or (name not in NOT_COMPARED and difference > TOLERANCE)
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(failed)
+    rows = Rows(options.json)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = jobs(options.device, ranks, options.steps, options.model, Path(folder))
+        run_jobs(list(runs.values()), rows, StopRequest())
+    return int(rows.failed or len(rows.rows) < len(runs))
 
 
 if __name__ == "__main__":
