@@ -101,6 +101,13 @@ def outcome(function, *args):
     return [result, [(one.category, str(one.message)) for one in caught]]
 
 
+def drawn(tensor):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without dist-rng the numbers are the rank's own
+        return torch.rand_like(tensor)
+
+
 def both(function, shape=(2,)):
     """What a function of a mesh gives without dtensor-rules and with it, in its third run."""
     # A test before this one may have left them on in these processes.
@@ -186,7 +193,8 @@ def mixed(mesh):
     found |= {f"elements {name}": outcome(torch.add, elements, x) for name, x in others.items()}
     found["in place on a replica"] = outcome(replica.add_, ragged)
     found["in place without a rule"] = outcome(torch.Tensor.cumsum_, elements, 0)
-    found["random"] = outcome(torch.rand_like, ragged)
+    found["random"] = outcome(torch.Tensor.random_, elements, 9)
+    found["drawn on shards"] = outcome(drawn, ragged)
     with ragged_shard.strict():
         found["gathers"] = outcome(torch.add, elements, others["row"])
     return found

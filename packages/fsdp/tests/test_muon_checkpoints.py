@@ -63,8 +63,7 @@ def test_plain_state_dicts_are_exchangeable(saved, loaded, named):
     assert same_bits(full_tensors(other), full_tensors(model)) == []
     assert continued.param_groups[0]["lr"] == 0.02
     own = optimizer if saved == "fsdp" else continued
-    assert own.param_groups[0]["use_muon"]
-    assert own.param_groups[0]["normuon_beta2"] is None
+    assert own.param_groups[0].keys().isdisjoint({"use_muon", "normuon_beta2"})
 
 
 def test_normuon_starts_from_the_momentum_of_torchs_muon_and_keeps_its_option():

@@ -27,7 +27,8 @@ ParamGroup: TypeAlias = dict[str, Any]
 class MatrixOptimizer(Optimizer):
     """An optimizer of matrices, each computed by its owner, and AdamW for other parameters.
 
-    Groups whose flag (``use_muon``, ``use_soap``) is False are optimized by AdamW.
+    Groups whose flag (``use_muon``, ``use_soap``) is False are optimized by AdamW; groups of
+    matrices do not have the flag, so that their keys are those of torch's optimizers.
 
     Args:
         params: parameters or groups of them, with names or without.
@@ -41,6 +42,8 @@ class MatrixOptimizer(Optimizer):
     """
 
     optimizer_name: ClassVar[str]  # in errors, and in the flag of groups
+    # Options that groups do not have where they are None, as torch's optimizer has no such key.
+    additional_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -108,6 +111,10 @@ class MatrixOptimizer(Optimizer):
             self._names[param] = parameter_name(group, index, i)
         if group[self._flag]:
             self._check_options(group)
+            del group[self._flag]
+            for key in self.additional_options:
+                if group[key] is None:
+                    del group[key]
             self._register_rows(group, split)
         else:
             adamw = _adamw_options(self.defaults, self._flag)
@@ -202,7 +209,10 @@ class MatrixOptimizer(Optimizer):
     def _matrix_params(self) -> list[tuple[torch.Tensor, ParamGroup]]:
         """Returns the matrix parameters and their groups; plans index them in this order."""
         return [
-            (p, group) for group in self.param_groups if group[self._flag] for p in group["params"]
+            (param, group)
+            for group in self.param_groups
+            if group.get(self._flag, True)
+            for param in group["params"]
         ]
 
     def _plan(self) -> OwnerPlan:
@@ -227,7 +237,7 @@ class MatrixOptimizer(Optimizer):
         return local_of(grad).reshape(-1)
 
     def _step_adamw(self) -> None:
-        groups = [group for group in self.param_groups if not group[self._flag]]
+        groups = [group for group in self.param_groups if not group.get(self._flag, True)]
         if groups:
             if self._adamw is None:
                 self._adamw = torch.optim.AdamW(groups)

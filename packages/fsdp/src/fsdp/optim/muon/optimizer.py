@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import ParamsT, StateDict
+from torch.optim.optimizer import ParamsT
 
 from fsdp.optim.matrix.assignment import MatrixTask, OwnerPlan, OwnerPlanner, Owners
 from fsdp.optim.matrix.exchange import compute_on_owners
@@ -108,6 +108,7 @@ class Muon(MatrixOptimizer):
     """
 
     optimizer_name = "Muon"
+    additional_options = ("normuon_beta2",)
 
     def __init__(
         self,
@@ -139,19 +140,6 @@ class Muon(MatrixOptimizer):
 
     def _check_options(self, group: ParamGroup) -> None:
         _check_options(group)
-
-    def state_dict(self) -> StateDict:
-        """Returns a state dict whose groups have the options of torch's Muon, and of AdamW.
-
-        Flags of groups are left out, and `normuon_beta2` where it is None, so that checkpoints of
-        this class and of torch's have the same keys.
-        """
-        result = super().state_dict()
-        for group in result["param_groups"]:
-            group.pop(self._flag)
-            if group.get("normuon_beta2") is None:
-                group.pop("normuon_beta2", None)
-        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict as torch's optimizers do, or one of `torch.optim.Muon`.
@@ -195,7 +183,7 @@ class Muon(MatrixOptimizer):
 
         def orthogonalize(task: MatrixTask, matrix: torch.Tensor) -> torch.Tensor:
             one = params[plan.param_index(task)]
-            group, beta2 = one.group, one.group["normuon_beta2"]
+            group, beta2 = one.group, one.group.get("normuon_beta2")
             update = self._newton_schulz(
                 matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
@@ -218,7 +206,7 @@ class Muon(MatrixOptimizer):
         grad, state = self._local_grad(param), self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        if group["normuon_beta2"] is not None and second_momentum_name(0) not in state:
+        if group.get("normuon_beta2") is not None and second_momentum_name(0) not in state:
             device, name = local_of(param).device, self._names[param]
             state.update(new_second_momentum(param, tasks, device, name))
         momentum, first = local_of(state["momentum_buffer"]), tasks[0].index if tasks else 0
