@@ -4,8 +4,9 @@ Each wheel is made from its sdist, installed with its dependencies and nothing e
 environment, checked, imported, put through its ``tests/smoke.py``, and then runs what
 ``docs/packages/*/example.md`` shows of it, with what that asks for beside the package.
 
-With ``--stacked`` the clean environments see what is installed where this command runs, so that
-each of them need not have a torch of several GB: this is how ``nox -s "compat(2.15)"`` tries them.
+The clean environments share an environment that has torch and nothing else, which takes most of an
+installation. With ``--stacked`` they see what is installed where this command runs instead: this is
+how ``nox -s "compat(2.15)"`` tries them.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class Options:
     Attributes:
         dist: where they go; what was there goes away.
         pins: pip's constraints.
-        stacked: clean environments see the packages of the present one.
+        stacked: clean environments see the packages of the present one, instead of torch alone.
     """
 
     dist: Path = ROOT / "dist"
@@ -41,23 +42,35 @@ class Options:
     stacked: bool = False
 
 
-def clean_environment(folder: Path, options: Options) -> Path:
-    """Makes an environment with nothing in it; the path of its Python."""
+def clean_environment(folder: Path, shared: Path) -> Path:
+    """Makes an environment that sees the packages of a folder; the path of its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    if options.stacked:
-        (site,) = folder.glob("lib/python*/site-packages")
-        (site / "stacked.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(f"{shared}\n")
     return folder / "bin" / "python"
 
 
+def torch_alone(folder: Path, options: Options) -> Path:
+    """Makes an environment of torch and what it needs; the folder of its packages."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile"]
+    subprocess.run([*install, "-c", str(options.pins), "torch"], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    return site
+
+
 def try_alone(
-    project: Project, wheels: dict[str, Path], by_name: dict[str, Project], options: Options
+    project: Project,
+    wheels: dict[str, Path],
+    by_name: dict[str, Project],
+    options: Options,
+    shared: Path,
 ) -> str:
     """Installs one wheel into a clean environment and tries it there; what its smoke test says."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{project.name}-") as name:
         folder = Path(name)
-        python = clean_environment(folder / "env", options)
+        python = clean_environment(folder / "env", shared)
         # Constraints that are files: a namesake in a package index is never installed.
         local = folder / "local.txt"
         local.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
@@ -107,10 +120,15 @@ def main(names: list[str], options: Options) -> None:
             shutil.copy(made, options.dist)
         (wheels[name],) = options.dist.glob(f"{name.replace('-', '_')}-*.whl")
         print(f"built {wheels[name].name}", flush=True)
-    # Two at a time: pip writes torch's files while the other environment computes.
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        tried = [by_name[name] for name in chosen]
-        for output in pool.map(lambda project: try_alone(project, wheels, by_name, options), tried):
+    # Two at a time: pip writes files while the other environment computes.
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
+        present = Path(sysconfig.get_path("purelib"))
+        shared = present if options.stacked else torch_alone(Path(folder), options)
+
+        def tried(name: str) -> str:
+            return try_alone(by_name[name], wheels, by_name, options, shared)
+
+        for output in pool.map(tried, chosen):
             print(output, flush=True)
 
 
