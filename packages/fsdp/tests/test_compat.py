@@ -1,5 +1,7 @@
 """Private interfaces of torch, and differences between its versions, are as _compat.py expects."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,14 +75,32 @@ def test_pipeline_stages_use_the_interface_of_fsdp_state():
     assert by_state or by_method
 
 
+MESH_DIMS = """
+import torch.distributed.fsdp as torch_fsdp
+torchs = vars(torch_fsdp).pop("DataParallelMeshDims", None)
+import fsdp
+assert fsdp.DataParallelMeshDims is not torchs
+dims = fsdp.DataParallelMeshDims(shard=("dp", "cp"), replicate="replicate")
+assert (dims.shard_names, dims.replicate_names) == (("dp", "cp"), ("replicate",))
+assert fsdp.DataParallelMeshDims(shard="dp").replicate_names == ()
+try:
+    fsdp.DataParallelMeshDims()
+except ValueError as error:
+    assert "At least one of shard or replicate must be set" in str(error)
+else:
+    raise AssertionError("no axis was accepted")
+"""
+
+
 def test_data_parallel_mesh_dims_is_torchs_class_where_torch_has_it():
     newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
     assert hasattr(torch_fsdp, "DataParallelMeshDims") == newer
     if newer:
         assert fsdp.DataParallelMeshDims is torch_fsdp.DataParallelMeshDims
-    dims = fsdp.DataParallelMeshDims(shard=("dp", "cp"), replicate="replicate")
-    assert (dims.shard_names, dims.replicate_names) == (("dp", "cp"), ("replicate",))
-    assert fsdp.DataParallelMeshDims(shard="dp").replicate_names == ()
+
+
+def test_data_parallel_mesh_dims_without_torchs_class():
+    subprocess.run([sys.executable, "-c", MESH_DIMS], check=True)
 
 
 def test_every_method_of_torchs_fsdp_module_is_overridden():

@@ -109,6 +109,8 @@ CASES = {
     ),
     "DDP": ({"dp": 4}, None, {"replicate": "dp"}),
     "DDP x TP": ({"dp": 2, "tp": 2}, "tp", {"replicate": "dp"}),
+    "TP x two axes shard": ({"tp": 2, "dp": 1, "cp": 2}, "tp", {"shard": ("dp", "cp")}),
+    "TP x DDP": ({"tp": 2, "dp": 2}, "tp", {"replicate": "dp"}),
 }  # fmt: skip
 
 
@@ -192,6 +194,9 @@ REFUSED = {
     "replicas too": (
         ("dp", "tp"), {"shard": "dp", "replicate": "tp"},
         r"Expected Replicate\(\) on DP replicate dim 'tp'",
+    ),
+    "one axis twice": (
+        ("dp", "tp"), {"shard": "dp", "replicate": "dp"}, "expected each axis once, got 'dp'",
     ),
     "no names": (None, {"shard": "dp"}, "expected mesh= with mesh_dim_names"),
 }  # fmt: skip

@@ -235,10 +235,10 @@ def test_tiles_split_by_interleaved_chunks_are_refused_by_name():
     run_ranks(check, 2)
 
 
-def test_flattened_axes_must_come_first_in_the_mesh():
-    with fake_mesh((2, 1, 2), ("tp", "a", "b")) as mesh:
+def test_flattened_axes_must_follow_each_other_in_the_mesh():
+    with fake_mesh((2, 2, 2), ("a", "tp", "b")) as mesh:
         model = distribute_module(_model(), mesh)
-        with pytest.raises(ValueError, match=r"made of .*; expected these first in the mesh"):
+        with pytest.raises(ValueError, match=r"flattens .*; expected axes that follow each other"):
             fully_shard(model, mesh=mesh["a", "b"]._flatten("data"))
 
 

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
-from fsdp._compat import GradientReductionHandle
+from fsdp._compat import DataParallelMeshDims, GradientReductionHandle
 from fsdp.api import (
     clip_grad_norm_,
     fully_shard,
@@ -16,7 +16,6 @@ from fsdp.api import (
     uninstall,
 )
 from fsdp.granularity import Block, Granularity, Rows, Whole
-from fsdp.mesh import DataParallelMeshDims
 from fsdp.module import FSDPModule
 from fsdp.quantized import Tiles
 

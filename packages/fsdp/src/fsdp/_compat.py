@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
-    "TORCH_HAS_MESH_DIMS",
     "AllGather",
+    "DataParallelMeshDims",
     "GradientReductionHandle",
     "ReduceScatter",
     "collectives_of_process_group",
@@ -38,7 +39,6 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TORCH_HAS_MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")  # since 2.13
 _REDUCES_IN_SHARDED_DTYPE = hasattr(MixedPrecisionPolicy, "_resolve_for_param")
 
 
@@ -51,6 +51,42 @@ else:  # before 2.15
 
         def wait(self) -> None:
             """Waits for the reductions."""
+
+
+if hasattr(torch_fsdp, "DataParallelMeshDims") and not TYPE_CHECKING:
+    DataParallelMeshDims = torch_fsdp.DataParallelMeshDims
+else:  # before 2.13
+
+    @dataclass(frozen=True)
+    class DataParallelMeshDims:
+        """The axes of a mesh that are those of data parallelism: a name, or several names.
+
+        Attributes:
+            shard: the axes along which parameters are sharded.
+            replicate: the axes along which they are replicated.
+        """
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "At least one of shard or replicate must be set in DataParallelMeshDims"
+                )
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            """The axes along which parameters are sharded."""
+            return _as_tuple(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            """The axes along which parameters are replicated."""
+            return _as_tuple(self.replicate)
+
+    def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def register_state(module: nn.Module, state: object) -> None:

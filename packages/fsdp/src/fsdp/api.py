@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from dbuffer import Strategy
 from fsdp import _compat
+from fsdp._compat import DataParallelMeshDims
 from fsdp.granularity import Granularity
 from fsdp.mesh import (
-    DataParallelMeshDims,
     check_on_spmd_mesh,
     checked_mesh,
     checked_reshard,
@@ -144,10 +144,10 @@ def fully_shard(
         ignored_params: parameters that are neither sharded, moved, nor reduced.
         dp_mesh_dims: which axes of `mesh`, of any number of axes, are those of data parallelism:
             its ``shard`` and ``replicate`` name one or several, which are flattened. Parameters
-            have to be DTensors on `mesh`, replicated along these axes. Without ``shard`` they stay
-            replicated, and their gradients are reduced, as by DDP. As in FSDP2 gradients are
-            averaged, also if DTensor has them as terms of a sum, which
-            ``set_gradient_divide_factor(1.0)`` makes of them.
+            have to be DTensors on `mesh`, with Replicate along these axes. Without ``shard`` they
+            stay replicated, and their gradients are reduced, as by DDP. As in FSDP2, gradients are
+            averaged over these axes even where they are ``Partial("sum")``, as under a loss that is
+            the mean over all ranks; ``set_gradient_divide_factor(1.0)`` sums them.
         strategy: of the collectives, see `DBuffer`: "auto", "native" or "exchange".
 
     Returns:

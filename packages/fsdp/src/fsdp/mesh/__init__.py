@@ -12,10 +12,9 @@ from fsdp.mesh.data_parallel import (
     sharded_placements,
 )
 from fsdp.mesh.placement import ParamPlacement, block_on_inner_axes, placement_of
-from fsdp.mesh.spmd import DataParallelMeshDims, check_on_spmd_mesh, data_parallel_mesh
+from fsdp.mesh.spmd import check_on_spmd_mesh, data_parallel_mesh
 
 __all__ = [
-    "DataParallelMeshDims",
     "ParamPlacement",
     "block_on_inner_axes",
     "check_on_spmd_mesh",

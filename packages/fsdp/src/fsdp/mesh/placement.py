@@ -115,13 +115,13 @@ def placement_of(param: DTensor, mesh: DeviceMesh, name: str) -> ParamPlacement:
     others = {n: p for n, p in zip(names, placements, strict=True) if n not in fsdp_axes}
     inner = None
     if others:
-        if flattened and names[: len(flattened)] != flattened:
-            raise ValueError(
-                f"fully_shard: parameter {name!r} is a DTensor on axes {names} and the mesh's "
-                f"{fsdp_names} is made of {flattened}; expected these first in the mesh, before "
-                f"all others"
-            )
         if flattened:
+            first = names.index(flattened[0])
+            if names[first : first + len(flattened)] != flattened:
+                raise ValueError(
+                    f"fully_shard: parameter {name!r} is a DTensor on axes {names} and the mesh's "
+                    f"{fsdp_names} flattens {flattened}; expected axes that follow each other"
+                )
             joined = _with_flattened(mesh, param.device_mesh, flattened)
         else:
             both = (*fsdp_names, *names)
@@ -137,7 +137,7 @@ def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
     """Returns the axes of another mesh that this one flattens, in order; () if there are none.
 
     Torch keeps no record of it, so ranks are compared. Axes of size 1 make no difference to these:
-    those before others count as flattened, too.
+    those between flattened axes count as flattened, too.
     """
     names = other.mesh_dim_names or ()
     coordinate = other.get_coordinate()
@@ -148,9 +148,9 @@ def _flattened(mesh: DeviceMesh, other: DeviceMesh) -> tuple[str, ...]:
         for axes in itertools.combinations(range(other.ndim), number):
             index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
             if torch.equal(other.mesh[index].flatten(), ranks):
-                first = range(axes[-1] + 1)
-                if all(axis in axes or other.size(axis) == 1 for axis in first):
-                    axes = tuple(first)
+                between = range(axes[0], axes[-1] + 1)
+                if all(axis in axes or other.size(axis) == 1 for axis in between):
+                    axes = tuple(between)
                 return tuple(names[axis] for axis in axes)
     return ()
 

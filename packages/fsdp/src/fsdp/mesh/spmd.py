@@ -6,51 +6,14 @@ Source: ``dp_mesh_dims`` of torch/distributed/fsdp/_fully_shard, since torch 2.1
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp._compat import TORCH_HAS_MESH_DIMS
+from fsdp._compat import DataParallelMeshDims
 
-__all__ = ["DataParallelMeshDims", "check_on_spmd_mesh", "data_parallel_mesh"]
-
-if TORCH_HAS_MESH_DIMS and not TYPE_CHECKING:
-    from torch.distributed.fsdp import DataParallelMeshDims
-else:
-
-    @dataclass(frozen=True)
-    class DataParallelMeshDims:
-        """torch's class of this name, for torch 2.11 and 2.12.
-
-        Attributes:
-            shard: the axes along which parameters are sharded.
-            replicate: the axes along which they are replicated.
-        """
-
-        shard: str | tuple[str, ...] | None = None
-        replicate: str | tuple[str, ...] | None = None
-
-        def __post_init__(self) -> None:
-            if self.shard is None and self.replicate is None:
-                raise ValueError(
-                    "At least one of shard or replicate must be set in DataParallelMeshDims"
-                )
-
-        @property
-        def shard_names(self) -> tuple[str, ...]:
-            """The axes along which parameters are sharded."""
-            return _as_tuple(self.shard)
-
-        @property
-        def replicate_names(self) -> tuple[str, ...]:
-            """The axes along which parameters are replicated."""
-            return _as_tuple(self.replicate)
-
-    def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        return (names,) if isinstance(names, str) else tuple(names or ())
+__all__ = ["check_on_spmd_mesh", "data_parallel_mesh"]
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:
@@ -62,7 +25,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> D
             an axis of one rank does.
 
     Raises:
-        ValueError: the mesh has no names, or not these.
+        ValueError: the mesh has no names, or not these; an axis is named twice.
     """
     names = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or names is None:
@@ -70,7 +33,12 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> D
             "fully_shard: dp_mesh_dims: expected mesh= with mesh_dim_names, which it names, got "
             f"{mesh!r}"
         )
-    for name in (*dims.shard_names, *dims.replicate_names):
+    axes = (*dims.shard_names, *dims.replicate_names)
+    for name in axes:
+        if axes.count(name) > 1:
+            raise ValueError(
+                f"fully_shard: dp_mesh_dims: expected each axis once, got {name!r} twice in {dims}"
+            )
         if name not in names:
             raise ValueError(
                 f"fully_shard: dp_mesh_dims: expected names of the mesh's axes {names}, got "
