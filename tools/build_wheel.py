@@ -2,7 +2,7 @@
 
 To compile takes minutes, and a new development environment and the check of the wheels need the
 same wheels: `unchanged_wheel` leaves each in ``.nox/wheels`` and builds it again when a file of the
-project, the interpreter or torch is another.
+project, the interpreter, torch or a tool of the build is another.
 """
 
 import hashlib
@@ -17,10 +17,11 @@ from tools.workspace import ROOT, Project
 __all__ = ["build", "unchanged_wheel"]
 
 WHEELS = ROOT / ".nox" / "wheels"
-# What a wheel is compiled for.
+# What a wheel is compiled for and by.
 _TARGET = """
-import sys, importlib.metadata
-print(sys.version, sys.prefix, importlib.metadata.version("torch"))
+import sys
+from importlib.metadata import version
+print(sys.version, sys.prefix, *map(version, ("torch", "pybind11", "scikit-build-core")))
 """
 
 

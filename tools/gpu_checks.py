@@ -9,6 +9,7 @@ Exit status: 0 if every part has passed.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,12 +20,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from tools.run_bench import environment
 from tools.workspace import ROOT
 
 Rows = list[dict[str, Any]]
+
+# Between SIGTERM and SIGKILL of a part that takes too long.
+GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -143,19 +148,15 @@ def run(part: Part, device: str, folder: Path, log: Path) -> Outcome:
     print(f"{part.name}: {shown}", flush=True)
     start, state = time.monotonic(), "passed"
     with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
-            ended = subprocess.run(
-                [sys.executable, *words],
-                cwd=ROOT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=part.seconds,
-                check=False,
-            )
-            if ended.returncode != 0:
+            if process.wait(part.seconds) != 0:
                 state = "failed"
         except subprocess.TimeoutExpired:
             state = "too slow"
+            _end(process)
     seconds = time.monotonic() - start
     rows: Rows = []
     if out.exists():
@@ -164,6 +165,19 @@ def run(part: Part, device: str, folder: Path, log: Path) -> Outcome:
     text = "" if state == "passed" else log.read_text(errors="replace")[-3000:]
     print(f"{part.name}: {state} in {seconds:.0f} s", flush=True)
     return Outcome(part.name, shown, state, seconds, rows, text)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a part and the processes that it has started, which would disturb the next part."""
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    process.kill()
+    process.wait()
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def page(facts: dict[str, Any], outcomes: list[Outcome]) -> str:

@@ -88,7 +88,7 @@ def row(found: dict[str, Any], ranks: int, reference: dict[str, Any]) -> dict[st
     return cells
 
 
-class Rows:
+class RowWriter:
     """Makes a row of each run when it has ended, and writes all of them to a file.
 
     Args:
@@ -132,11 +132,11 @@ def main() -> int:
     parser.add_argument("--model", default="llama-10m")
     options = parser.parse_args()
     ranks = 2 if options.device == "sim" else min(8, torch.cuda.device_count())
-    rows = Rows(options.json)
+    writer = RowWriter(options.json)
     with tempfile.TemporaryDirectory() as folder:
         runs = jobs(options.device, ranks, options.steps, options.model, Path(folder))
-        run_jobs(list(runs.values()), rows, StopRequest())
-    return int(rows.failed or len(rows.rows) < len(runs))
+        run_jobs(list(runs.values()), writer, StopRequest())
+    return int(writer.failed or len(writer.rows) < len(runs))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_layers_that_are_alike_share_one_graph():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow  # its compiler is C++'s
+@pytest.mark.slow  # inductor compiles C++ for each graph
 # torch's own, where inductor imports torch.utils.mkldnn.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_inductor_trains_a_single_device(train_runs, tmp_path):

@@ -42,9 +42,13 @@ def test_a_readme_without_any(tmp_path):
         examples(_test_file(tmp_path, "nothing"))
 
 
-def test_an_example_that_fails_is_named_and_has_no_names_of_those_before(tmp_path, capfd):
+def test_an_example_that_fails_is_named_and_sees_nothing_of_those_before(tmp_path, capfd):
     run_examples(["here = 'here'", "open('here', 'w')"], tmp_path)
     assert (tmp_path / "here").exists()
+    run_examples(
+        ["import torch; torch.left = 1", "import torch; assert not hasattr(torch, 'left')"],
+        tmp_path,
+    )
     with pytest.raises(subprocess.CalledProcessError):
         run_examples(["here = 1", "\nprint(here)", "print('not run')"], tmp_path)
     output, error = capfd.readouterr()

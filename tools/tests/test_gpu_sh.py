@@ -1,8 +1,21 @@
 import os
 import subprocess
 import sys
+import time
 
+import psutil
+
+from tools.gpu_checks import _end
 from tools.workspace import ROOT
+
+STARTS_ANOTHER = """
+import pathlib, subprocess, sys
+other = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".part").write_text(str(other.pid))
+path.with_suffix(".part").rename(path)
+other.wait()
+"""
 
 
 def test_without_a_device_it_says_so_and_exits_2():
@@ -12,3 +25,15 @@ def test_without_a_device_it_says_so_and_exits_2():
     )
     assert run.returncode == 2, run.stderr
     assert "sees no CUDA device" in run.stderr
+
+
+def test_a_part_that_takes_too_long_leaves_no_process(tmp_path):
+    path = tmp_path / "pid"
+    part = subprocess.Popen([sys.executable, "-c", STARTS_ANOTHER, str(path)])
+    while not path.exists():
+        assert part.poll() is None
+        time.sleep(0.01)
+    other = psutil.Process(int(path.read_text()))
+    _end(part)
+    assert part.poll() is not None
+    assert psutil.wait_procs([other], timeout=60)[1] == []

@@ -56,9 +56,10 @@ def find_nvcc() -> str | None:
 def compiled_kernels(tmp_path_factory):
     nvcc = find_nvcc()
     if nvcc is None:
-        pytest.skip("needs nvcc: a CUDA toolkit, or PyPI's nvidia-cuda-nvcc, nvidia-cuda-runtime")
-    if not SOURCE.is_dir():
-        pytest.skip("needs the package's source")
+        pytest.skip(
+            "no nvcc to compile the kernels with; install a CUDA toolkit, or nvidia-cuda-nvcc and "
+            "nvidia-cuda-runtime from PyPI"
+        )
     # The processes of pytest-xdist have a folder in common; one of them compiles.
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared

@@ -149,7 +149,7 @@ def test_stock_hashes_shards_of_other_sizes_alike(mesh):
 
 @pytest.mark.skipif(
     not hasattr(OffsetBasedRNGTracker, "_compute_rng_offsets"),
-    reason="in older versions the offsets are set on a device's generator only",
+    reason="this torch computes no offsets apart from a device's generator, which a CPU lacks",
 )
 def test_stock_draws_the_same_random_numbers_on_every_rank_for_an_unknown_shard():
     tracker = object.__new__(OffsetBasedRNGTracker)  # its constructor needs an accelerator

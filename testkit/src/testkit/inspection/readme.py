@@ -11,14 +11,18 @@ from pathlib import Path
 
 __all__ = ["blocks", "examples", "page_examples", "run_examples"]
 
-# The end of a script ends its process group.
+# Importing torch takes most of an example's time: it is imported once, and each example has a fork.
 _SCRIPT = """
-import runpy, sys
+import os, runpy, sys
+import torch.distributed.tensor
 for path in sys.argv[1:]:
-    runpy.run_path(path, run_name="__main__")
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
+    child = os.fork()
+    if child == 0:
+        runpy.run_path(path, run_name="__main__")
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        sys.exit(1)
 """
 
 
@@ -72,9 +76,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def run_examples(codes: Sequence[str], folder: Path) -> None:
-    """Runs examples as scripts, one after another in a separate process.
-
-    In one process, as importing torch and starting ranks takes most of their time.
+    """Runs examples as scripts, one after another, each in a process of its own.
 
     Args:
         codes: their sources.
