@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +33,7 @@ from fsdp import Block, Rows, Whole
 from fsdp.optim import Adam8bit
 from ragged_shard import StridedRaggedShard
 from testkit import CommLog, run_ranks
+from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models.block_net import SIZE, losses, model_of, optimizer_of, step
 
 GRANULARITIES = {"rows": Rows(32), "block": Block(SIZE), "larger block": Block(5 * SIZE)}
@@ -230,28 +230,18 @@ def test_blocks_with_tensor_parallelism_are_those_of_local_tensors():
 # Checkpoints.
 
 
-def _state(model, optimizer):
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
 def _save(path, granularity):
     model = sharded(granularity)
     optimizer = optimizer_of(Adam8bit, model)
     losses(model, optimizer, range(5))
-    dcp.save(_state(model, optimizer), checkpoint_id=path)
+    save_checkpoint(path, model, optimizer)
     return losses(model, optimizer, range(5, 10))
 
 
 def _load(path, granularity, package=fsdp, **options):
     model = sharded(granularity, package)
     optimizer = optimizer_of(Adam8bit, model, **options)
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    load_checkpoint(path, model, optimizer)
     assert float(optimizer.state[model[0].weight]["step"]) == 5
     return losses(model, optimizer, range(5, 10))
 

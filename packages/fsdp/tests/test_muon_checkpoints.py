@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp import Rows, fully_shard
 from fsdp.optim import Muon
 from testkit import run_ranks
+from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models.matrix_net import (
     MatrixNet,
     TorchMuon,
@@ -120,8 +120,9 @@ def test_full_state_dicts_of_one_device_and_of_shards_are_exchangeable():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("saved", "loaded"), [("torch", "fsdp"), ("fsdp", "torch")])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_distributed_checkpoints_of_fsdp2_with_torchs_muon_are_exchangeable(
-    tmp_path, saved, loaded
+    tmp_path, saved, loaded, flat
 ):
     def start(kind):
         model, hidden = matrices_only()
@@ -133,12 +134,6 @@ def test_distributed_checkpoints_of_fsdp2_with_torchs_muon_are_exchangeable(
         params = [(name, param) for name, param in model.named_parameters() if name in names]
         return model, KINDS[kind](params, lr=0.02)
 
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-
     def momenta(optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return [full_tensor(optimizer.state[param]["momentum_buffer"]) for param in params]
@@ -146,15 +141,12 @@ def test_distributed_checkpoints_of_fsdp2_with_torchs_muon_are_exchangeable(
     def save():
         model, optimizer = start(saved)
         train(model, optimizer, 3)
-        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        save_checkpoint(tmp_path, model, optimizer, flat=flat)
         return full_tensors(model), momenta(optimizer)
 
     def load():
         model, optimizer = start(loaded)
-        found = state(model, optimizer)
-        dcp.load(found, checkpoint_id=tmp_path)
-        set_model_state_dict(model, found["model"])
-        set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        load_checkpoint(tmp_path, model, optimizer, flat=flat)
         result = full_tensors(model), momenta(optimizer)
         train(model, optimizer, 1, 3)
         return result

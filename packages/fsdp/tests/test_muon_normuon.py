@@ -5,14 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
@@ -22,6 +15,7 @@ from fsdp.optim import Muon
 from fsdp.optim.tensors import local_of
 from ragged_shard import InterleavedShard, RaggedShard
 from testkit import run_ranks
+from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models.matrix_net import (
     MatrixNet,
     full_tensor,
@@ -148,16 +142,16 @@ def test_rows_have_equal_norms_if_only_the_last_step_counts():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("saved", "saved_as", "loaded", "loaded_as"),
-    [(2, Block(1), 4, Whole()), (4, Rows(3), 1, Block(1)), (1, Block(1), 2, Rows(3))],
+    ("saved", "saved_as", "loaded", "loaded_as", "flat"),
+    [
+        (2, Block(1), 4, Whole(), True),
+        (4, Rows(3), 1, Block(1), False),
+        (1, Block(1), 2, Rows(3), False),
+    ],
 )
-def test_training_resumes_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-
+def test_training_resumes_at_another_number_of_ranks(
+    tmp_path, saved, saved_as, loaded, loaded_as, flat
+):
     def start(granularity):
         model = sharded(fully_shard, granularity)
         return model, optimizer_of(Muon, model, normuon_beta2=0.9)
@@ -165,15 +159,12 @@ def test_training_resumes_at_another_number_of_ranks(tmp_path, saved, saved_as, 
     def save():
         model, optimizer = start(saved_as)
         train(model, optimizer, 3)
-        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        save_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 5, 3)
 
     def load():
         model, optimizer = start(loaded_as)
-        found = state(model, optimizer)
-        dcp.load(found, checkpoint_id=tmp_path)
-        set_model_state_dict(model, found["model"])
-        set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        load_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 5, 3)
 
     expected = run_ranks(save, saved)[0]

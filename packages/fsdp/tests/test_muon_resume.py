@@ -3,18 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import Muon
 from testkit import models, run_ranks
+from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models.matrix_net import (
     STEPS,
     TorchMuon,
@@ -26,31 +20,24 @@ from testkit.models.matrix_net import (
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("saved", "saved_as", "loaded", "loaded_as"),
-    [(2, Block(1), 4, Whole()), (4, Rows(3), 1, Block(1))],
+    ("saved", "saved_as", "loaded", "loaded_as", "flat"),
+    [(2, Block(1), 4, Whole(), True), (4, Rows(3), 1, Block(1), False)],
 )
-def test_training_resumes_at_another_number_of_ranks(tmp_path, saved, saved_as, loaded, loaded_as):
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-
+def test_training_resumes_at_another_number_of_ranks(
+    tmp_path, saved, saved_as, loaded, loaded_as, flat
+):
     def save():
         model = sharded(fully_shard, saved_as)
         optimizer = optimizer_of(Muon, model)
         train(model, optimizer, 3)
-        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        save_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 5, 3)
 
     def load():
         model = sharded(fully_shard, loaded_as)
         optimizer = optimizer_of(Muon, model)
         train(model, optimizer, 1)  # state that loading overwrites
-        found = state(model, optimizer)
-        dcp.load(found, checkpoint_id=tmp_path)
-        set_model_state_dict(model, found["model"])
-        set_optimizer_state_dict(model, optimizer, found["optimizer"])
+        load_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 5, 3)
 
     expected = run_ranks(save, saved)[0]

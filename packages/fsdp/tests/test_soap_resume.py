@@ -3,18 +3,17 @@
 import copy
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
 from fsdp import Block, Rows, Whole, fully_shard
 from fsdp.optim import SOAP
 from testkit import run_ranks
+from testkit.checkpoints import load_checkpoint, save_checkpoint
 from testkit.models.matrix_net import MatrixNet, optimizer_of, sharded, train
 
 OPTIONS = {"block_size": 8, "precondition_frequency": 3}
@@ -32,29 +31,18 @@ OPTIONS = {"block_size": 8, "precondition_frequency": 3}
 def test_training_resumes_at_another_number_of_ranks(
     tmp_path, saved, saved_as, loaded, loaded_as, steps_before, flat
 ):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-        }
-
     def save():
         model = sharded(fully_shard, saved_as)
         optimizer = optimizer_of(SOAP, model, **OPTIONS)
         train(model, optimizer, 5)
-        dcp.save(state(model, optimizer), checkpoint_id=tmp_path)
+        save_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 8, 5)
 
     def load():
         model = sharded(fully_shard, loaded_as)
         optimizer = optimizer_of(SOAP, model, **OPTIONS)
         train(model, optimizer, steps_before)  # state that loading overwrites
-        found = state(model, optimizer)
-        dcp.load(found, checkpoint_id=tmp_path)
-        set_model_state_dict(model, found["model"])
-        set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+        load_checkpoint(tmp_path, model, optimizer, flat=flat)
         return train(model, optimizer, 8, 5)
 
     expected = run_ranks(save, saved)[0]
