@@ -94,7 +94,7 @@ class PlannedAllGather:
         streams, post_forward = self.streams, self._post_forward
         with streams.on(streams.all_gather):
             if for_backward and post_forward is not None and post_forward.is_filled:
-                self._handle = post_forward.all_gather(streams)  # its collective follows the copy
+                self._handle = post_forward.all_gather()  # its collective follows the copy
                 return
             self.free_post_forward_shard()
             if self._buffer is None:
@@ -128,9 +128,7 @@ class PlannedAllGather:
         assert self._buffer is not None
         if self._post_forward is not None:
             backward_follows = after_forward and self.post_forward_mesh is not None
-            self._post_forward.reshard(
-                self.streams, fill=backward_follows, keep_storage=keep_storage
-            )
+            self._post_forward.reshard(fill=backward_follows, keep_storage=keep_storage)
         else:
             self._buffer.release(keep_storage=keep_storage)
 
@@ -180,25 +178,25 @@ class PostForwardShard:
         self._buffers, self.mesh, self.buffer = buffers, mesh, buffer
         self.shard: DBuffer | None = None  # SHARD on `mesh`, allocated while it is filled
         self._gathered: DBuffer | None = None  # FULL on `mesh`, in the memory of `buffer`
-        self._filled: Any = None  # event: `shard` is filled
         self.is_filled = False
 
-    def all_gather(self, streams: CommStreams) -> Handle:
-        """Starts to gather into the memory of the all-gather buffer, which is free."""
+    def all_gather(self) -> Handle:
+        """Starts to gather into the memory of the all-gather buffer, which is free.
+
+        The stream that acquires this memory waits for its release, so `shard` is filled by then.
+        """
         assert self.shard is not None
         if self._gathered is None:
             self._gathered = self._new_buffer(full=True)
         else:
             self._gathered.acquire()
-        streams.wait(self._filled)
         self._gathered.copy_(self.shard)
         return self._gathered.all_gather_(async_op=True)
 
-    def reshard(self, streams: CommStreams, *, fill: bool, keep_storage: bool = False) -> None:
+    def reshard(self, *, fill: bool, keep_storage: bool = False) -> None:
         """Frees the all-gather buffer; before, copies this rank's post-forward shard out of it.
 
         Args:
-            streams: as of `GroupAllGather`.
             fill: whether to copy; otherwise an earlier post-forward shard is freed, too.
             keep_storage: whether the all-gather buffer's memory stays allocated.
         """
@@ -212,7 +210,6 @@ class PostForwardShard:
             begin = self.shard.rank * self._layout.shard_size
             own = self.buffer.local[begin : begin + self._layout.shard_size]
             self.shard.local.copy_(own)
-            self._filled = streams.record()
             self.is_filled = True
         elif not fill:
             self.free()

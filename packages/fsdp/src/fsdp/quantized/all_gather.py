@@ -126,7 +126,7 @@ class QuantizedAllGather(PlannedAllGather):
         if plain:
             torch._foreach_copy_([target for target, _ in plain], [own for _, own in plain])
         if self._post_forward is not None:
-            self._post_forward.reshard(self.streams, fill=self.post_forward_mesh is not None)
+            self._post_forward.reshard(fill=self.post_forward_mesh is not None)
         else:
             buffer.release()
         return unsharded
