@@ -28,7 +28,7 @@ class System(ABC):
     name: str
     # Whether parallelize() takes a model on the meta device, whose weights are drawn afterwards.
     accepts_meta_model: bool = False
-    # Whether torch draws other weights on its shards than on one device, and dist-rng the same.
+    # Whether weights drawn on its shards need dist-rng to be those of one device.
     needs_dist_rng_for_init: bool = False
     # Whether it takes a model from plan_api.deferred_init and draws the weights itself.
     accepts_deferred_init: bool = False
