@@ -4,7 +4,8 @@
 
 Each system trains on all devices, at most 8, and is compared with one device of the same kind,
 which is compared with the CPU: kernels of another device sum in another order. Runs share
-processes, as starting them takes longer than training.
+processes, as starting them takes longer than training; a peak of memory may include what earlier
+runs have left.
 """
 
 import argparse
