@@ -229,9 +229,9 @@ def _issued_collectives() -> Iterator[_IssuedCollectives]:
         issued.reductions.append(IssuedReduction(options["group"].group_name, average))
         return native_reduce(comm, **options)
 
-    def gather(post_forward: Any, streams: Any) -> Any:
+    def gather(post_forward: Any) -> Any:
         issued.post_forward_ranks.add(post_forward.mesh.size(1))
-        return all_gather(post_forward, streams)
+        return all_gather(post_forward)
 
     allocate = torch_comms.ProcessGroupAllocMixin.allocate
     all_gather = PostForwardShard.all_gather
