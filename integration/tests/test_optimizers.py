@@ -28,7 +28,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_the_others():
     optimizer = build_optimizer("muon", model, learning_rate=3e-4, weight_decay=0.2)
     names = {param: name for name, param in model.named_parameters()}
     hidden, others = ([names[p] for p in group["params"]] for group in optimizer.param_groups)
-    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert [group.get("use_muon", True) for group in optimizer.param_groups] == [True, False]
     assert len(hidden) == 2 * 7
     assert all(name.startswith("model.layers.") and "proj" in name for name in hidden)
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= set(others)
