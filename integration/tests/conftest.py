@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from testkit import run_ranks
+from testkit import preload, run_ranks
 from testkit.ranks.network_hosts import NetworkHosts, no_network_hosts
+
+preload("integration.train.loop", "transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture

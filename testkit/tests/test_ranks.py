@@ -380,6 +380,30 @@ def test_a_process_group_of_the_parent_does_not_matter():
         assert run_ranks(dist.get_rank, 1) == [0]
 
 
+def test_ranks_begin_with_preloaded_modules_which_are_named_before_the_first_call():
+    script = """
+import sys, testkit
+
+def imported():
+    import sys
+    return [name in sys.modules for name in ("colorsys", "this")]
+
+testkit.preload("colorsys")
+print(*testkit.run_ranks(imported, 2))
+testkit.preload("colorsys")
+try:
+    testkit.preload("this")
+except RuntimeError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    )
+    first, refused = run.stdout.splitlines()
+    assert first == "[True, False] [True, False]"
+    assert "got this after it" in refused
+
+
 def test_ranks_die_with_their_parent(tmp_path):
     script = "import os, testkit\nprint(testkit.run_ranks(os.getpid, 1)[0], flush=True)\n"
     ends = ("pass", "import signal; os.kill(os.getpid(), signal.SIGKILL)")

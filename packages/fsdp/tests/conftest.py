@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from testkit import preload
+
+preload("fsdp.optim")
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -6,7 +6,9 @@ from torch import nn
 
 import dtensor_rules
 from plan_api import options
-from testkit import fake_mesh
+from testkit import fake_mesh, preload
+
+preload("plan_api", "transformers.models.llama.modeling_llama")
 
 
 class Block(nn.Module):

@@ -109,7 +109,8 @@ def _files_of(path: Path) -> list[Path]:
     raise UsageError(f"data path {path} {problem}; give --data an existing file or folder")
 
 
-def _standard_library() -> list[Path]:
+@cache
+def _standard_library() -> tuple[Path, ...]:
     # The stdlib folder also contains site-packages, which differ between environments, and the
     # interpreter's test suite.
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -117,7 +118,7 @@ def _standard_library() -> list[Path]:
     for folder, below, names in os.walk(sysconfig.get_path("stdlib")):
         below[:] = set(below) - skipped  # not walked, as they may be large
         found += (Path(folder, name) for name in names if name.endswith(".py"))
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 class TextWindows:

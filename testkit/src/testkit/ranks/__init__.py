@@ -5,6 +5,6 @@ each of them does, `messages` are what the two exchange. `network_hosts` is sepa
 tests of links that are cut or slow.
 """
 
-from testkit.ranks.run import RankError, RankReport, run_ranks
+from testkit.ranks.run import RankError, RankReport, preload, run_ranks
 
-__all__ = ["RankError", "RankReport", "run_ranks"]
+__all__ = ["RankError", "RankReport", "preload", "run_ranks"]

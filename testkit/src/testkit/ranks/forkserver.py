@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -54,18 +54,21 @@ class ForkServer:
 
     Ranks have the environment of the moment at which the server is started.
 
+    Args:
+        modules: that it imports after torch, so that ranks begin with them.
+
     Raises:
         OSError: the process cannot be created.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[str] = ()) -> None:
         own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        arguments = (server_end.fileno(), os.getpid())
+        arguments = (server_end.fileno(), os.getpid(), *modules)
         self._owner = os.getpid()
         self._socket = own_end
         self._exit_codes: dict[int, int] = {}

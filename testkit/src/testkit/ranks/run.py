@@ -31,6 +31,7 @@ MAX_RANKS = 8
 _GRACE = 1.0  # seconds that the other ranks may take after a rank has failed
 
 _lock = threading.Lock()
+_preloaded: dict[str, None] = {}  # names of modules, in order
 _server: ForkServer | None = None  # outlives the pools, which a failed call closes
 _pool: Pool | None = None
 
@@ -71,6 +72,27 @@ class RankError(RuntimeError):
     def __init__(self, summary: str, reports: Sequence[RankReport]) -> None:
         super().__init__("\n".join([summary, *map(str, reports)]))
         self.reports = tuple(reports)
+
+
+def preload(*modules: str) -> None:
+    """Makes ranks begin with these modules imported, once for all of them, as they do with torch.
+
+    Called from a ``conftest.py``, before the first `run_ranks`, it saves each rank the import. A
+    module whose import changes torch changes it for all ranks.
+
+    Args:
+        *modules: full names, in the order in which they are imported.
+
+    Raises:
+        RuntimeError: ranks were started before.
+    """
+    new = [name for name in modules if name not in _preloaded]
+    if new and _server is not None:
+        raise RuntimeError(
+            f"preload: expected a call before the first run_ranks, got {', '.join(new)} after it; "
+            "call it in conftest.py"
+        )
+    _preloaded.update(dict.fromkeys(new))
 
 
 def run_ranks(
@@ -224,7 +246,7 @@ def _usable_server(server: ForkServer | None) -> ForkServer:
             return server
         server.close()
     try:
-        return ForkServer()
+        return ForkServer(_preloaded)
     except OSError as error:
         message = f"run_ranks: cannot start the process that forks ranks: {error}"
         raise RankError(message, []) from error

@@ -1,4 +1,4 @@
-"""The program of the ranks: ``python -m testkit.ranks.worker FD CALLER`` is their fork server.
+"""The ranks: ``python -m testkit.ranks.worker FD CALLER [MODULE...]`` is their fork server.
 
 A rank, forked by it, runs calls from its connection until the caller closes it or dies. Its stdout
 and stderr are the rank's log file, which is truncated before each call.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import io
 import os
 import pickle
@@ -136,7 +137,9 @@ def _reset() -> None:
 
 
 if __name__ == "__main__":
-    descriptor, caller = map(int, sys.argv[1:])
+    descriptor, caller = map(int, sys.argv[1:3])
     os.set_inheritable(descriptor, False)
     die_with_parent(caller)
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
     serve(socket.socket(fileno=descriptor), main)

@@ -31,6 +31,10 @@ def apply_fully_shard(
         schedules: of parameters, by their first names.
         mesh: of the plan.
     """
+    if not entries:
+        return
+    # Once for all modules: the metadata of all installed packages are read.
+    fully_shard = find_fully_shard(next(iter(entries.values())))
     # Each mesh is made once: it may have process groups of its own.
     meshes: dict[tuple[Any, ...], DeviceMesh] = {}
     for path in sorted(entries, key=lambda path: -path.count(".") if path else 1):
@@ -46,7 +50,7 @@ def apply_fully_shard(
         ]
         if ignored:
             options["ignored_params"] = ignored
-        find_fully_shard(entry)(model.get_submodule(path), mesh=meshes[key], **options)
+        fully_shard(model.get_submodule(path), mesh=meshes[key], **options)
 
 
 def _mesh_of(entry: FullyShard, mesh: DeviceMesh) -> DeviceMesh:
