@@ -8,7 +8,11 @@ from integration.models import LlamaShape
 from integration.systems import SYSTEM_NAMES, get_system
 from integration.train.model.compiled import compile_layers
 
-COMPILING = [name for name in SYSTEM_NAMES if get_system(name).supports_compile]
+COMPILING = [
+    name if name in ("fsdp", "fsdp2") else pytest.param(name, marks=pytest.mark.slow)
+    for name in SYSTEM_NAMES
+    if get_system(name).supports_compile
+]
 
 
 @pytest.mark.ranks

@@ -32,12 +32,13 @@ OPTIONS = {
 
 @needs_deepspeed
 @pytest.mark.ranks
+@pytest.mark.slow  # it compiles an operator of its own on first use
 @pytest.mark.filterwarnings("ignore")  # deepspeed's, of what torch deprecates
 @pytest.mark.parametrize(
     "models",
     [
         pytest.param(["llama-tiny"], id="llama"),
-        pytest.param(["mixtral-tiny", "dit-tiny"], id="others", marks=pytest.mark.slow),
+        pytest.param(["mixtral-tiny", "dit-tiny"], id="others"),
     ],
 )
 def test_it_trains_as_one_device_with_accumulation_and_a_schedule(models, train_runs, tmp_path):
@@ -84,6 +85,7 @@ exit_process(0)
 
 @needs_deepspeed
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_its_linear_operator_is_there_in_its_own_forward_and_backward_only():
     result = subprocess.run(
         [sys.executable, "-c", LINEAR], capture_output=True, text=True, timeout=120

@@ -158,6 +158,7 @@ def test_an_unreachable_rendezvous_is_one_sentence(hosts, tmp_path):
     assert re.match(expected, sentence(logs[1]))
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_is_one_sentence(hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     processes, logs = start(hosts, tmp_path / "run")

@@ -76,7 +76,7 @@ def drawn_again(model):
 
 @pytest.mark.ranks
 @needs_flattening
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_a_dit_trains_as_on_one_device(shape):
     """With sequence parallelism and without; parameters and dropout are drawn on the mesh."""
 
@@ -125,7 +125,7 @@ def _train_in(mode, mesh, sp):
 
 @pytest.mark.ranks
 @needs_flattening
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_static_mode_trains_a_dit_bit_for_bit_as_eager(shape):
     """Steps of AdamW with dropout."""
 

@@ -41,7 +41,8 @@ def near(losses):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_its_ways_train_as_one_device(ranks, one_device, train_runs, tmp_path):
     # Several microbatches make a step.
     ways = {

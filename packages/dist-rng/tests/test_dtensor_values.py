@@ -259,7 +259,9 @@ def shared_paths(shape, order=None):
     ]
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7)), 8]
+)
 def test_every_dim_of_1_to_5_dims_on_1_to_8_ranks(world_size):
     # Uneven for most world sizes, with empty shards on 3 ranks and more; (1, 9) on 2.
     for shape in [(5,), (40,), (1, 9), (5, 3), (5, 3, 2), (2, 3, 4, 5), (3, 2, 3, 2, 4), (0, 3)]:
