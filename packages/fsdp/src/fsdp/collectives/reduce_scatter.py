@@ -44,10 +44,12 @@ class GradientSpec:
 
     Attributes:
         params: of the group.
-        views: of their parts in this rank's shard of the gradient buffer, in the same order.
+        views: of their parts in this rank's shard of the gradient buffer, or in the whole buffer,
+            in the same order.
         to_buffer: converts unsharded gradients, by number of the parameter, to the local tensors
             that are copied into the buffer, by number or name of its tensor.
         is_sum: whether gradients are terms of a sum, as their placements say, and not averaged.
+        is_replicated: whether the gradients of sharded parameters are whole, as of DDP.
         device: of the sharded gradients.
         pin_memory: whether these are in page-locked memory.
     """
@@ -56,6 +58,7 @@ class GradientSpec:
     views: Sequence[ShardView]
     to_buffer: Callable[[Mapping[int, torch.Tensor]], Mapping[int | str, torch.Tensor]]
     is_sum: bool
+    is_replicated: bool
     device: torch.device
     pin_memory: bool
 
@@ -191,6 +194,9 @@ class GroupReduceScatter:
                     self._run_all_reduce_hook(self.all_reduce_hook, reduce_output)
                 if self._post_scale != 1.0:
                     reduce_output.mul_(self._post_scale)
+                if self._gradients.is_replicated:  # an all-reduce with the bits of FSDP
+                    buffer.all_gather_()
+                    reduce_output = buffer.local  # (buffer_size,)
                 with group_stage(GroupStage.ASSIGN_GRADS, self):
                     self._assign(reduce_output, sorted(copied))
             reduced = streams.record()
