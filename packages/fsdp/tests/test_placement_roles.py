@@ -41,9 +41,9 @@ def test_changed_parameters_are_gathered_once_a_step():
                 with CommLog() as log:
                     model(batch(step)).sum().backward()
                     optimizer.step()
-            found[name] = [sum(c.op == op for c in log.calls) for op in OPS]
+            found[name] = [sum(c.op == op for c in log.calls) for op in ops]
         return found
 
-    OPS = ("all_gather", "reduce_scatter", "all_reduce")
+    ops = ("all_gather", "reduce_scatter", "all_reduce")
     wanted = {"ddp": [4, 4, 0], "zero1": [4, 4, 0], "zero2": [4, 4, 0], "zero3": [7, 4, 0]}
     assert run_ranks(check, 2) == [wanted] * 2

@@ -398,6 +398,16 @@ def _check_roles(param: FSDPParam, roles: Roles, reshard_after_forward: object) 
     """
     assert param.mesh is not None, "managed_params sets it"
     checked_roles(roles, param.mesh)
+    if roles.shards_over_replicas and (
+        param.extension or (param.placement is not None and param.placement.inner is not None)
+    ):
+        kind = "a tensor with fsdp_pre_all_gather" if param.extension else "a DTensor of other axes"
+        raise ValueError(
+            f"fully_shard: placements: expected a tensor that is no DTensor of other axes and has "
+            f"no fsdp_pre_all_gather, for an optimizer state that is sharded over replicas, got "
+            f"{param.name!r}, {kind}; pass placements='hsdp', or shard its module in a call of its "
+            f"own"
+        )
     if not roles.keeps_parameters:
         return
     found = None

@@ -15,18 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import DBuffer, Strategy, verify
 from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
-from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
+from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
-from fsdp.collectives.resident import ChangeTracker, ResidentAllGather
+from fsdp.collectives.resident import ChangeTracker, ReplicaGather, ResidentAllGather
 from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.granularity import Whole
-from fsdp.mesh import Roles, sharded_placements
+from fsdp.mesh import Roles, optimizer_mesh, sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
@@ -355,8 +354,9 @@ class FSDPParamGroup(ABC):
         roles = self.options.roles
         is_replicated = roles is not None and not roles.shards_optimizer
         gradients = GradientSpec(
-            self.params, views, to_buffer, is_sum, is_replicated, self.options.shard_device,
-            self.options.pin_memory,
+            self.params, views, to_buffer, is_sum, is_replicated,
+            roles is not None and roles.shards_over_replicas,
+            self.options.shard_device, self.options.pin_memory,
         )  # fmt: skip
         return GroupReduceScatter(
             gradients, buffers, self.dtypes.sharded, self.dtypes.reduce, self.streams
@@ -379,9 +379,14 @@ class PlannedParamGroup(FSDPParamGroup):
         post_forward_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(params, mesh, options)
-        layout = plan_buffer(tensor_specs(self.params), mesh.size(mesh.ndim - 1), self.dtypes)
-        layout = balance_owners(layout, self.params, mesh)
-        self._buffers = BufferSpec(layout, mesh, options.device, self.collectives, self.params)
+        over_replicas = options.roles is not None and options.roles.shards_over_replicas
+        self._shard_mesh = optimizer_mesh(mesh) if over_replicas else mesh
+        ranks = self._shard_mesh.size(self._shard_mesh.ndim - 1)
+        layout = plan_buffer(tensor_specs(self.params), ranks, self.dtypes)
+        self._layout = layout = balance_owners(layout, self.params, self._shard_mesh)
+        joined = merge_shards(layout, mesh.size(mesh.ndim - 1)) if over_replicas else layout
+        self._buffers = BufferSpec(joined, mesh, options.device, self.collectives, self.params)
+        self._replicas: ReplicaGather | None = None  # of HFSDP, made with `shard`
         device = self.params[0].orig_param.device
         self.shard = self._new_shard(self.dtypes.sharded, device)
         for i, param in enumerate(self.params):
@@ -481,17 +486,22 @@ class PlannedParamGroup(FSDPParamGroup):
             device: of the parameters.
         """
         on_meta, options = device.type == "meta", self.options
+        device = device if on_meta else options.shard_device
+        is_on_device = on_meta or device == options.device
+        full, memory = False, None
+        placements = sharded_placements(self._shard_mesh)
         if not self._is_sharded:
-            placements: Sequence[Placement] = [Replicate()] * self.mesh.ndim
-        else:
-            placements = sharded_placements(self.mesh)
-        # Where unsharded parameters stay, the sharded ones are views of the same memory.
-        on_device = on_meta or options.shard_device == options.device
-        full = self.keeps_parameters and dtype == self.dtypes.compute and on_device
-        return DBuffer(
-            self._buffers.layout, self.mesh, placements, dtype,
-            device if on_meta else options.shard_device,
+            placements = (Replicate(),) * self.mesh.ndim
+        if self._shard_mesh is not self.mesh:
+            self._replicas = self._new_replica_gather(dtype, on_meta=on_meta)
+            if is_on_device and dtype == self._replicas.shard.dtype:
+                memory = self._replicas.part
+        elif self.keeps_parameters:
+            full = is_on_device and dtype == self.dtypes.compute
+        shard = DBuffer(
+            self._layout, self._shard_mesh, placements, dtype, device,
             full=full,
+            memory=memory,
             pin_memory=options.pin_memory and not on_meta,
             strategy=self.collectives if full else options.strategy,
             inner={
@@ -501,6 +511,20 @@ class PlannedParamGroup(FSDPParamGroup):
             },
             name=self._buffers.names,
         )  # fmt: skip
+        if self._replicas is not None and memory is None:
+            self._replicas.source = shard
+        return shard
+
+    def _new_replica_gather(self, dtype: torch.dtype, *, on_meta: bool) -> ReplicaGather:
+        """Allocates the shard that replicas have in common between steps, for HFSDP."""
+        quantized = any(param.tiles is not None for param in self.params)
+        shard = DBuffer(
+            self._buffers.layout, self.mesh, sharded_placements(self.mesh),
+            dtype if quantized else self.dtypes.compute,
+            "meta" if on_meta else self.options.device,
+            strategy=self.options.strategy, name=self._buffers.names,
+        )  # fmt: skip
+        return ReplicaGather(shard, self._buffers, self.changes)
 
     def _new_all_gather(self, post_forward_mesh: DeviceMesh | None) -> PlannedAllGather:
         if self.keeps_parameters:
@@ -511,8 +535,9 @@ class PlannedParamGroup(FSDPParamGroup):
         quantized = any(param.tiles is not None for param in self.params)
         kind = QuantizedAllGather if quantized else PlannedAllGather
         return kind(
-            self.shard, self.params, self._buffers, self.dtypes.compute, self.streams,
-            post_forward_mesh,
+            self.shard if self._replicas is None else self._replicas.shard,
+            self.params, self._buffers, self.dtypes.compute, self.streams, post_forward_mesh,
+            self._replicas,
         )  # fmt: skip
 
 
@@ -661,8 +686,8 @@ def verify_groups(groups: Sequence[FSDPParamGroup]) -> None:
     Raises:
         ValueError: on every rank, where two differ.
     """
-    for mesh in dict.fromkeys(group.mesh for group in groups):
-        on_mesh = [group for group in groups if group.mesh == mesh]
+    for mesh in dict.fromkeys(group.shard.mesh for group in groups):
+        on_mesh = [group for group in groups if group.shard.mesh == mesh]
         verify(
             [group.shard for group in on_mesh],
             names=[group.tensor_names() for group in on_mesh],

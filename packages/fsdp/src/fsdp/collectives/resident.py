@@ -1,4 +1,11 @@
-"""Parameters that stay gathered between steps: they are gathered again once they have changed."""
+"""Parameters that stay gathered between steps: they are gathered again once they have changed.
+
+Note: what an optimizer's part is gathered into, where it is smaller than what stays between steps.
+    ZeRO-1, ZeRO-2: `ResidentAllGather`, into the unsharded parameters, which are never freed.
+    HFSDP: `ReplicaGather`, over replicas into this rank's shard, from which `PlannedAllGather`
+        gathers the unsharded parameters as under HSDP.
+The part is a view of that memory where dtype and device agree.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
-from dbuffer import DBuffer, Handle
+from dbuffer import DBuffer, Handle, MemorySlice
 from fsdp.collectives.all_gather import PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.param import FSDPParam
 
-__all__ = ["ChangeTracker", "ResidentAllGather", "count_optimizer_step"]
+__all__ = ["ChangeTracker", "ReplicaGather", "ResidentAllGather", "count_optimizer_step"]
 
 _optimizer_steps = 0  # of all optimizers; kernels of some write without a change of `_version`
 
@@ -124,3 +132,37 @@ class ResidentAllGather(PlannedAllGather):
         if shard.full and (shard.dtype, shard.device) == (self._dtype, self._buffers.device):
             return shard
         return super()._new_buffer()
+
+
+class ReplicaGather:
+    """Gathers over HSDP's replicas what each of them has updated of their common shard.
+
+    Args:
+        shard: of the parameters between steps, on (replicate, shard), of the dtype that is
+            gathered over the replicas.
+        buffers: describes the buffers on this mesh.
+        changes: of the sharded parameters.
+
+    Attributes:
+        shard: as the argument.
+        part: memory for this replica's part of it.
+    """
+
+    def __init__(self, shard: DBuffer, buffers: BufferSpec, changes: ChangeTracker) -> None:
+        self.shard, self._changes = shard, changes
+        self._over_replicas = buffers.over_replicas(shard)
+        own = self._over_replicas
+        nbytes = own.layout.shard_size * own.dtype.itemsize
+        self.part = MemorySlice(own.memory, own.rank * nbytes, nbytes)
+        self.source: DBuffer | None = None  # of the sharded parameters, where that is not `part`
+
+    def gather(self, *, for_backward: bool) -> None:
+        """Implements `UpdateGather`."""
+        if self._changes.is_current(for_backward=for_backward):
+            return
+        self._changes.gathered(for_backward=for_backward)
+        over_replicas = self._over_replicas
+        over_replicas.set_placements((Shard(0),))
+        if self.source is not None:
+            over_replicas.local.copy_(self.source.local, non_blocking=True)
+        over_replicas.all_gather_()

@@ -9,7 +9,9 @@ from fsdp.mesh.data_parallel import (
     checked_mesh,
     checked_reshard,
     device_of,
+    optimizer_mesh,
     post_forward_mesh,
+    replica_mesh,
     sharded_placements,
 )
 from fsdp.mesh.placement import ParamPlacement, block_on_inner_axes, placement_of
@@ -27,7 +29,9 @@ __all__ = [
     "checked_roles",
     "data_parallel_mesh",
     "device_of",
+    "optimizer_mesh",
     "placement_of",
     "post_forward_mesh",
+    "replica_mesh",
     "sharded_placements",
 ]

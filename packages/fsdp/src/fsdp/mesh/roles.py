@@ -1,18 +1,18 @@
 """What a group's parameters, gradients and optimizer state are placed by, each for itself.
 
 Note: the strategies of data parallelism, as the placements of the three roles on the axes of
-fully_shard's mesh. P is the size of the parameters, N, S and R are ranks; see `Roles`.
+fully_shard's mesh; docs/packages/fsdp/placements.md has their memory and bytes.
 
-    ======== ================ ================ ================ =====================
-    strategy parameter        gradient         optimizer        elements that are sent
-    ======== ================ ================ ================ =====================
-    ddp      R                R                R                2 P (N - 1) / N
-    zero1    R                R                S                2 P (N - 1) / N
-    zero2    R                S                S                2 P (N - 1) / N
-    zero3    S                S                S                3 P (N - 1) / N
-    hsdp     R, S             R, S             R, S             3 P (S - 1) / S + 2 P / S (R - 1) / R
-    hfsdp    R, S             R, S             S, S             3 P (S - 1) / S + 2 P / S (R - 1) / R
-    ======== ================ ================ ================ =====================
+    ======== ========= ======== ========= ===============================================
+    strategy parameter gradient optimizer what a step sends
+    ======== ========= ======== ========= ===============================================
+    ddp      R         R        R         all-reduce
+    zero1    R         R        S         reduce-scatter, all-gather
+    zero2    R         S        S         reduce-scatter, all-gather
+    zero3    S         S        S         reduce-scatter, two all-gathers
+    hsdp     R S       R S      R S       as zero3 over S, all-reduce of shards over R
+    hfsdp    R S       R S      S S       as hsdp, with a reduce-scatter and an all-gather over R
+    ======== ========= ======== ========= ===============================================
 
 R is ``Replicate()`` and S is ``Shard(0)``; of two, the first is that of the replicate axis.
 
@@ -28,6 +28,8 @@ from types import MappingProxyType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from fsdp._compat import check_ordered_groups
 
 __all__ = ["STRATEGIES", "Roles", "checked_roles"]
 
@@ -121,7 +123,8 @@ def checked_roles(placements: object, mesh: DeviceMesh) -> Roles:
         mesh: of parameters.
 
     Raises:
-        ValueError: it is neither; it is none of the strategies of the mesh's axes.
+        ValueError: it is neither; it is none of the strategies of the mesh's axes; this torch
+            cannot shard over replicas.
     """
     roles = STRATEGIES.get(placements) if isinstance(placements, str) else placements
     possible = {
@@ -137,4 +140,6 @@ def checked_roles(placements: object, mesh: DeviceMesh) -> Roles:
             f"(S) on the {mesh.ndim} axes {tuple(mesh.shape)} of the mesh, got {got}; choose one, "
             f"or flatten or divide the mesh's axes"
         )
+    if roles.shards_over_replicas:
+        check_ordered_groups()
     return roles
