@@ -71,6 +71,11 @@ DEFAULT = {
     # Its gathers have no collective that orders the copy before them.
     "one rank": ({}, {}, 1),
     "mixed precision on one rank": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, 1),
+    "ZeRO-1, accumulation": (
+        {"placements": "zero1"}, {"micro": 2, "prepare": accumulates},
+    ),
+    "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
+    "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
     "unsharded memory stays": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         {"prepare": stays_unsharded},
@@ -90,6 +95,33 @@ SLOW = {
     ),
     "gathered over two, memory of the process group": (
         {"reshard_after_forward": 2}, {"prepare": stages}, 4,
+    ),
+    "DDP": ({"placements": "ddp"}, {}),
+    "ZeRO-2, mixed precision": (
+        {"placements": "zero2", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"micro": 2, "prepare": accumulates},
+    ),
+    "ZeRO-2, offload": (
+        {"placements": "zero2", "offload_policy": CPUOffloadPolicy()}, {"clip": 0.1},
+    ),
+    "ZeRO-2, prefetch": ({"placements": "zero2"}, {"prepare": prefetches}),
+    "ZeRO-2, memory of the process group": ({"placements": "zero2"}, {"prepare": stages}),
+    "HFSDP, accumulation": (
+        {"mesh": (2, 2), "placements": "hfsdp"}, {"micro": 2, "prepare": accumulates}, 4,
+    ),
+    "HFSDP, mixed precision, prefetch": (
+        {
+            "mesh": (2, 2), "placements": "hfsdp",
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        },
+        {"prepare": prefetches}, 4,
+    ),
+    "HFSDP, offload": (
+        {"mesh": (2, 2), "placements": "hfsdp", "offload_policy": CPUOffloadPolicy()},
+        {"clip": 0.1}, 4,
+    ),
+    "HFSDP, quantized": (
+        {"mesh": (2, 2), "placements": "hfsdp", "quantize_fn": tiles_of_matrices}, {}, 4,
     ),
     "Adam8bit": ({}, {"make_optimizer": lambda m: Adam8bit(m.named_parameters(), lr=1e-2)}),
     "Muon": ({}, {"make_optimizer": of_matrices(Muon)}),
