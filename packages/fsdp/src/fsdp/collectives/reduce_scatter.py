@@ -103,6 +103,7 @@ class GroupReduceScatter:
         self._over_replicas: DBuffer | None = None  # HFSDP: its shard, in the same memory
         self._copied: set[int] = set()  # parameters whose gradients are in the buffer
         self._handle: Handle | None = None
+        self._reduces_replicas = False  # whether the reduction in flight does, of its backward
         self._pre_scale = self._post_scale = 1.0  # of what is copied in, and of its sum
         # (shard_size,), reduce dtype: reduced over shards and not over replicas
         self._partial: torch.Tensor | None = None
@@ -168,6 +169,7 @@ class GroupReduceScatter:
         with group_stage(GroupStage.REDUCE_SCATTER, self), streams.on(streams.reduce_scatter):
             streams.wait(copied_in)
             self._handle = buffer.reduce_scatter_(async_op=True)
+        self._reduces_replicas = self._buffers.mesh.ndim == 2 and self.all_reduce_grads
 
     def wait(self) -> None:
         """Waits for the reduction, assigns the sharded gradients, and frees the buffer."""
@@ -180,7 +182,7 @@ class GroupReduceScatter:
         """Does what `wait` does; returns the parameters whose gradients were assigned."""
         buffer, streams = self._buffer, self.streams
         assert buffer is not None
-        is_hsdp = self._buffers.mesh.ndim == 2
+        awaits_all_reduce = self._buffers.mesh.ndim == 2 and not self._reduces_replicas
         with streams.on(streams.reduce_scatter):
             handle.wait()
             reduce_output = buffer.local  # (shard_size,), reduce dtype
@@ -188,11 +190,10 @@ class GroupReduceScatter:
             if self._partial is not None:
                 reduce_output.add_(self._partial)
                 copied, self._partial = copied | self._partial_copied, None
-            awaits_all_reduce = is_hsdp and not self.all_reduce_grads
             if awaits_all_reduce:
                 self._partial, self._partial_copied = reduce_output.clone(), copied
             else:
-                if is_hsdp:
+                if self._reduces_replicas:
                     reduce_output = self._reduce_replicas(buffer)
                 if self.all_reduce_hook is not None:
                     self._run_all_reduce_hook(self.all_reduce_hook, reduce_output)
