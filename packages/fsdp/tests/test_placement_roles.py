@@ -4,11 +4,13 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp
-from fsdp import MixedPrecisionPolicy
-from testkit import CommLog, run_ranks
+from fsdp import STRATEGIES, MixedPrecisionPolicy, Roles, Tiles, fully_shard
+from testkit import CommLog, fake_mesh, run_ranks
 from testkit.models import residual_stack
 from testkit.models.residual_stack import batch, losses, stack
 from testkit.sim.ranks import run_sim_ranks
@@ -177,3 +179,94 @@ def test_memory_between_steps_is_that_of_the_formulas(name, param_dtype):
         assert gradients == 4 * wanted_gradients
     copies = {"ddp": 4, "hsdp": 2}.get(name, 1)
     assert sum(states for _, _, states, _, _ in ranks) == 2 * 4 * copies * ranks[0][-1]
+
+
+# Errors.
+
+
+def linear(**options):
+    """Returns the message by which a Linear is refused, and left as it was."""
+    module = nn.Linear(4, 8)
+    before = dict(module.named_parameters())
+    with CommLog() as log, pytest.raises(ValueError) as caught:
+        fully_shard(module, **options)
+    log.assert_counts({})
+    assert all(before[name] is param for name, param in module.named_parameters())
+    assert not isinstance(module, fsdp.FSDPModule)
+    return str(caught.value)
+
+
+def tiles_of_matrices(param):
+    return Tiles() if param.ndim == 2 else None
+
+
+REPLICATED, SHARDED = Replicate(), Shard(0)
+
+
+@pytest.mark.parametrize(
+    ("placements", "got"),
+    [
+        ("zero4", "'zero4'"),
+        ("hfsdp", "'hfsdp' (parameter=R S, gradient=R S, optimizer=S S)"),
+        (
+            Roles(SHARDED, REPLICATED, SHARDED),
+            "Roles(parameter=S, gradient=R, optimizer=S)",
+        ),
+        (Roles(REPLICATED, SHARDED, REPLICATED), "Roles(parameter=R, gradient=S, optimizer=R)"),
+        (Roles(REPLICATED, REPLICATED, Shard(1)), "optimizer=Shard(dim=1))"),
+        (Roles([REPLICATED] * 2, [REPLICATED] * 2, [REPLICATED] * 2), "parameter=R R"),
+        (3, "got 3"),
+    ],
+)
+def test_other_placements_are_refused_with_those_that_there_are(placements, got):
+    with fake_mesh((4,)) as mesh:
+        message = linear(mesh=mesh, placements=placements)
+    assert got in message
+    for name in ONE_AXIS:
+        assert f"{name!r} ({STRATEGIES[name]})" in message
+    assert "'hsdp'" not in message
+
+
+def test_strategies_are_roles_on_their_mesh():
+    with fake_mesh((2, 2), ("replicate", "shard")) as mesh:
+        message = linear(mesh=mesh, placements="zero2")
+        assert "'hsdp' (parameter=R S, gradient=R S, optimizer=R S)" in message
+        roles = Roles([REPLICATED, SHARDED], [REPLICATED, SHARDED], [REPLICATED, SHARDED])
+        assert roles == STRATEGIES["hsdp"]
+        fully_shard(nn.Linear(4, 8), mesh=mesh, placements=roles)
+
+
+def test_options_of_parameters_that_are_freed_are_refused_where_they_stay():
+    with fake_mesh((4,)) as mesh:
+        for name in ("ddp", "zero1", "zero2"):
+            for reshard in (True, 2):
+                message = linear(mesh=mesh, placements=name, reshard_after_forward=reshard)
+                assert f"got reshard_after_forward={reshard}" in message
+            message = linear(mesh=mesh, placements=name, quantize_fn=tiles_of_matrices)
+            assert "got quantize_fn, which quantizes them for each all-gather: 'weight'" in message
+            module = nn.Linear(4, 8)
+            fully_shard(module, mesh=mesh, placements=name, reshard_after_forward=False)
+            with pytest.raises(ValueError, match=r"expected False for 'weight', 'bias', which"):
+                module.set_reshard_after_forward(True)
+            module.set_reshard_after_forward(False)
+
+
+def test_hfsdp_refuses_dtensors_of_other_axes():
+    with fake_mesh((2, 2, 2), ("replicate", "shard", "tp")) as mesh:
+        module = nn.Linear(4, 8)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["tp"]))
+        with pytest.raises(ValueError, match="got 'weight', a DTensor of other axes; pass"):
+            fully_shard(module, mesh=mesh["replicate", "shard"], placements="hfsdp")
+
+
+def test_ranks_that_differ_in_placements_are_an_error_on_all_ranks():
+    def check():
+        name = ("zero1", "zero2")[torch.distributed.get_rank()]
+        model = fully_shard(nn.Linear(4, 8), placements=name)
+        with pytest.raises(ValueError) as caught:
+            model(torch.ones(1, 4))
+        return str(caught.value)
+
+    for message in run_ranks(check, 2):
+        assert "parameter=R, gradient=R, optimizer=S on rank 0" in message
+        assert "parameter=R, gradient=S, optimizer=S on rank 1" in message

@@ -25,7 +25,7 @@ __all__ = [
     "sharded_placements",
 ]
 
-# Attribute of a mesh: others of its ranks, by what they are for.
+# Attribute of a root mesh: others of the ranks of its slices, by what they are for.
 _MESHES = "_fsdp_meshes"
 
 
@@ -126,7 +126,10 @@ def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _made_once(mesh: DeviceMesh, what: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    made: dict[str, DeviceMesh] = mesh.__dict__.setdefault(_MESHES, {})
-    if what not in made:
-        made[what] = make()
-    return made[what]
+    """Returns the mesh that a call for the same ranks has made; slices are new objects each time."""
+    root = mesh._get_root_mesh()
+    made: dict[object, DeviceMesh] = root.__dict__.setdefault(_MESHES, {})
+    key = (what, mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    if key not in made:
+        made[key] = make()
+    return made[key]
