@@ -188,7 +188,7 @@ def linear(**options):
     """Returns the message by which a Linear is refused, and left as it was."""
     module = nn.Linear(4, 8)
     before = dict(module.named_parameters())
-    with CommLog() as log, pytest.raises(ValueError) as caught:
+    with CommLog() as log, pytest.raises(ValueError, match="placements: ") as caught:
         fully_shard(module, **options)
     log.assert_counts({})
     assert all(before[name] is param for name, param in module.named_parameters())
@@ -263,7 +263,7 @@ def test_ranks_that_differ_in_placements_are_an_error_on_all_ranks():
     def check():
         name = ("zero1", "zero2")[torch.distributed.get_rank()]
         model = fully_shard(nn.Linear(4, 8), placements=name)
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="ranks differ") as caught:
             model(torch.ones(1, 4))
         return str(caught.value)
 

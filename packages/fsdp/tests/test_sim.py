@@ -72,7 +72,8 @@ DEFAULT = {
     "one rank": ({}, {}, 1),
     "mixed precision on one rank": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, 1),
     "ZeRO-1, accumulation": (
-        {"placements": "zero1"}, {"micro": 2, "prepare": accumulates},
+        {"placements": "zero1"},
+        {"micro": 2, "prepare": accumulates},
     ),
     "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
     "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),

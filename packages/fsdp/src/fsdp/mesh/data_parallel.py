@@ -126,7 +126,7 @@ def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _made_once(mesh: DeviceMesh, what: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    """Returns the mesh that a call for the same ranks has made; slices are new objects each time."""
+    """Returns the mesh that a call for the same ranks has made: each slice is another object."""
     root = mesh._get_root_mesh()
     made: dict[object, DeviceMesh] = root.__dict__.setdefault(_MESHES, {})
     key = (what, mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
