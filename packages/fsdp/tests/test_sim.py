@@ -323,3 +323,25 @@ def test_unsharded_memory_is_freed_after_a_step():
 
     for used, states, unsharded in run_sim_ranks(check, 2):
         assert states <= used < states + unsharded / 8
+
+
+@pytest.mark.parametrize("name", ["zero1", "ddp"])
+def test_parameters_that_changed_between_forward_and_backward_are_gathered_behind_the_change(name):
+    def check():
+        def gradients(device):
+            mesh = init_device_mesh(device, (2,))
+            policy = MixedPrecisionPolicy(torch.float64)
+            model = residual_stack.shard(
+                fsdp, stack().to(device), mesh=mesh, strategy="native", placements=name,
+                mp_policy=policy,
+            )  # fmt: skip
+            loss = model(batch(0).to(device)).square().mean()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+            loss.backward()
+            return [param.grad.full_tensor().cpu() for param in model.parameters()]
+
+        return all(map(torch.equal, gradients("sim"), gradients("cpu")))
+
+    assert run_sim_ranks(check, 2) == [True] * 2

@@ -100,7 +100,6 @@ class ResidentAllGather(PlannedAllGather):
     ) -> None:
         super().__init__(shard, params, buffers, dtype, streams, None)
         self._changes, self._placements = changes, shard.placements
-        self._freed: Any = None  # event: what has read the unsharded parameters was issued before
 
     def start(self, *, for_backward: bool) -> None:
         """Implements `GroupAllGather`: issues nothing if what was gathered is current."""
@@ -109,8 +108,9 @@ class ResidentAllGather(PlannedAllGather):
             self._handle = Handle(lambda: None)
             return
         self._changes.gathered(for_backward=for_backward)
+        if for_backward:  # changed since forward, which may still read the memory
+            streams.all_gather_waits()
         with streams.on(streams.all_gather):
-            streams.wait(self._freed)
             if self._buffer is None:
                 self._buffer = self._new_buffer()
             buffer = self._buffer
@@ -124,7 +124,6 @@ class ResidentAllGather(PlannedAllGather):
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
         """Implements `GroupAllGather`: the memory stays."""
         assert self._buffer is not None
-        self._freed = self.streams.record()
         self._buffer.set_placements(self._placements)
 
     def _new_buffer(self) -> DBuffer:
