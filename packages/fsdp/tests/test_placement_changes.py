@@ -158,8 +158,8 @@ def test_checkpoints_of_each_strategy_load_into_each_other(tmp_path):
 
     def values(model, optimizer):
         params = [param.full_tensor() for param in model.parameters()]
-        moments = [optimizer.state[param]["exp_avg_sq"] for param in model.parameters()]
-        tensors = [*params, *(moment.full_tensor() for moment in moments)]
+        states = [optimizer.state[param]["exp_avg_sq"] for param in model.parameters()]
+        tensors = [*params, *(state.full_tensor() for state in states)]
         return [tensor.clone() for tensor in tensors]  # of DDP's they are the parameters
 
     def check():
