@@ -62,6 +62,11 @@ def loaded(model):
     model.load_state_dict({name: 2 * one for name, one in model.state_dict().items()})
 
 
+def assigned(model):
+    state = {name: 2 * one for name, one in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
 def initialized(model):
     for param in model.parameters():
         nn.init.constant_(param, 0.3)
@@ -86,7 +91,8 @@ def through_data_and_resharded(model):
 
 
 CHANGES = (
-    in_place, detached, of_local_tensors, loaded, initialized, stepped, through_data_and_resharded,
+    in_place, detached, of_local_tensors, loaded, assigned, initialized, stepped,
+    through_data_and_resharded,
 )  # fmt: skip
 
 
@@ -119,11 +125,17 @@ def test_evaluation_gathers_once_and_sees_each_change(name, param_dtype):
 def test_a_first_forward_of_training_sees_writes_that_torch_does_not_count(name):
     def check():
         model = shard(name)
-        with torch.no_grad():
-            model(batch(0))
-        for param in model.parameters():
-            param.data.mul_(2.0)
-        torch.testing.assert_close(model(batch(1)), expected(model, batch(1)))
+        for evaluates in (True, False):
+            if evaluates:
+                with torch.no_grad():
+                    model(batch(0))
+            else:
+                model(batch(0)).sum().backward()
+            for param in model.parameters():
+                param.data.mul_(2.0)
+            found = model(batch(1))
+            found.sum().backward()
+            torch.testing.assert_close(found, expected(model, batch(1)))
 
     run_ranks(check, 4)
 
@@ -240,7 +252,13 @@ OPTIONS = {
 OF_HFSDP = {
     "gathered over two after forward": ({"reshard_after_forward": 2}, {}),
     "kept after forward": ({"reshard_after_forward": False}, {}),
-    "quantized": ({"quantize_fn": lambda p: Tiles(rows=4, cols=4) if p.ndim == 2 else None}, {}),
+    "quantized": (
+        {
+            "quantize_fn": lambda param: Tiles(rows=4, cols=4) if param.ndim == 2 else None,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        },
+        {},
+    ),
 }
 
 

@@ -129,6 +129,24 @@ def test_a_step_sends_the_bytes_of_the_formulas(name, micro):
         assert counts == wanted
 
 
+def test_microbatches_need_no_more_than_set_requires_gradient_sync():
+    """As scripts for FSDP2 call it."""
+
+    def check():
+        found = {}
+        for name in ("zero1", "zero2", "hfsdp"):
+            model = shard(name, strategy="native", reshard_after_forward=False)
+            with CommLog() as log:
+                for number in range(3):
+                    model.set_requires_gradient_sync(number == 2)
+                    model(batch(number)).sum().backward()
+            found[name] = log.counts()["all_gather"]
+        return found
+
+    # HFSDP gathers over the shards for each microbatch, and once over the replicas.
+    assert run_ranks(check, 4) == [{"zero1": 4, "zero2": 4, "hfsdp": 3 * 4 + 4}] * 4
+
+
 # Memory.
 
 

@@ -457,7 +457,9 @@ def watch_optimizers() -> None:
 def uninstall() -> None:
     """Removes what `fully_shard` has changed in torch: a hook before optimizers' steps.
 
-    Sharded models stay as they are; the next `fully_shard` registers the hook again.
+    Sharded models stay as they are; the next `fully_shard` registers the hook again. Until then
+    parameters that ``placements`` keeps gathered count as changed after a backward or an in-place
+    operator, and not after an optimizer's step alone.
     """
     global _handle
     if _handle is not None:
