@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dbuffer import DBuffer, MemoryPool, ResizableMemory, memory_size
+from dbuffer import DBuffer, MemoryPool, MemorySlice, ResizableMemory, memory_size
 from fused_comm import GradReducer
 from ragged_shard.planner import TensorSpec, plan_layout
 from testkit import fake_mesh, run_ranks
@@ -198,3 +198,25 @@ def test_a_flat_buffer_is_released_to_the_pool():
     buffer.release()
     assert pool.report().allocated == 0
     assert pool.allocate(5, F32, torch.device("cpu")).data.data_ptr() == address
+
+
+def test_a_buffer_in_a_slice_of_anothers_memory_follows_it():
+    """As one over the replicas of a shard."""
+    inner = plan_layout([TensorSpec("half", LAYOUT.shard_size)], 2)
+    with fake_mesh((2,)) as mesh:
+        outer = DBuffer(LAYOUT, mesh, [S0], F32, full=True)
+        nbytes = 4 * LAYOUT.shard_size
+        memory = MemorySlice(outer.memory, nbytes, nbytes)
+        buffer = DBuffer(inner, mesh, [R], F32, memory=memory)
+        with pytest.raises(RuntimeError, match="one that a buffer uses"):
+            DBuffer(inner, mesh, [R], F32, memory=memory)
+        outer.release()
+        outer.acquire()  # at another address
+        outer.set_placements([R])
+        outer.local.zero_()
+        buffer.local.fill_(3.0)
+        assert outer.local.sum() == 3.0 * LAYOUT.shard_size
+        assert outer.local[LAYOUT.shard_size :].eq(3.0).all()
+        buffer.release()
+        assert outer.allocated
+        assert DBuffer(inner, mesh, [R], F32, memory=memory).local[0] == 3.0

@@ -116,3 +116,13 @@ def test_the_handle_of_a_gradient_reduction_is_torchs_where_it_has_one():
     assert hasattr(torch_fsdp.FSDPModule, "finalize_backward") == newer
     handle = getattr(torch_fsdp, "GradientReductionHandle", None)
     assert handle in (None, fsdp.GradientReductionHandle)
+
+
+def test_process_groups_keep_the_order_of_ranks_since_2_13():
+    """HFSDP's: torch 2.11 sorts them, and the strategy is refused there."""
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    if version >= (2, 13):
+        _compat.check_ordered_groups()
+    elif version < (2, 12):
+        with pytest.raises(ValueError, match="update torch, or pass placements='hsdp'"):
+            _compat.check_ordered_groups()

@@ -71,6 +71,12 @@ DEFAULT = {
     # Its gathers have no collective that orders the copy before them.
     "one rank": ({}, {}, 1),
     "mixed precision on one rank": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, 1),
+    "ZeRO-1, accumulation": (
+        {"placements": "zero1"},
+        {"micro": 2, "prepare": accumulates},
+    ),
+    "ZeRO-2": ({"placements": "zero2"}, {"clip": 0.1}),
+    "HFSDP": ({"mesh": (2, 2), "placements": "hfsdp"}, {}, 4),
     "unsharded memory stays": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
         {"prepare": stays_unsharded},
@@ -90,6 +96,33 @@ SLOW = {
     ),
     "gathered over two, memory of the process group": (
         {"reshard_after_forward": 2}, {"prepare": stages}, 4,
+    ),
+    "DDP": ({"placements": "ddp"}, {}),
+    "ZeRO-2, mixed precision": (
+        {"placements": "zero2", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"micro": 2, "prepare": accumulates},
+    ),
+    "ZeRO-2, offload": (
+        {"placements": "zero2", "offload_policy": CPUOffloadPolicy()}, {"clip": 0.1},
+    ),
+    "ZeRO-2, prefetch": ({"placements": "zero2"}, {"prepare": prefetches}),
+    "ZeRO-2, memory of the process group": ({"placements": "zero2"}, {"prepare": stages}),
+    "HFSDP, accumulation": (
+        {"mesh": (2, 2), "placements": "hfsdp"}, {"micro": 2, "prepare": accumulates}, 4,
+    ),
+    "HFSDP, mixed precision, prefetch": (
+        {
+            "mesh": (2, 2), "placements": "hfsdp",
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        },
+        {"prepare": prefetches}, 4,
+    ),
+    "HFSDP, offload": (
+        {"mesh": (2, 2), "placements": "hfsdp", "offload_policy": CPUOffloadPolicy()},
+        {"clip": 0.1}, 4,
+    ),
+    "HFSDP, quantized": (
+        {"mesh": (2, 2), "placements": "hfsdp", "quantize_fn": tiles_of_matrices}, {}, 4,
     ),
     "Adam8bit": ({}, {"make_optimizer": lambda m: Adam8bit(m.named_parameters(), lr=1e-2)}),
     "Muon": ({}, {"make_optimizer": of_matrices(Muon)}),
@@ -290,3 +323,25 @@ def test_unsharded_memory_is_freed_after_a_step():
 
     for used, states, unsharded in run_sim_ranks(check, 2):
         assert states <= used < states + unsharded / 8
+
+
+@pytest.mark.parametrize("name", ["zero1", "ddp"])
+def test_parameters_that_changed_between_forward_and_backward_are_gathered_behind_the_change(name):
+    def check():
+        def gradients(device):
+            mesh = init_device_mesh(device, (2,))
+            policy = MixedPrecisionPolicy(torch.float64)
+            model = residual_stack.shard(
+                fsdp, stack().to(device), mesh=mesh, strategy="native", placements=name,
+                mp_policy=policy,
+            )  # fmt: skip
+            loss = model(batch(0).to(device)).square().mean()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+            loss.backward()
+            return [param.grad.full_tensor().cpu() for param in model.parameters()]
+
+        return all(map(torch.equal, gradients("sim"), gradients("cpu")))
+
+    assert run_sim_ranks(check, 2) == [True] * 2

@@ -3,7 +3,14 @@
 from dbuffer.agreement import verify
 from dbuffer.buffer import DBuffer
 from dbuffer.collectives import Axis, Collectives, Handle, Strategy, collectives_for, own_row
-from dbuffer.memory import BufferMemory, MemoryPool, PoolBlock, ResizableMemory, memory_size
+from dbuffer.memory import (
+    BufferMemory,
+    MemoryPool,
+    MemorySlice,
+    PoolBlock,
+    ResizableMemory,
+    memory_size,
+)
 from dbuffer.placements import Inner
 
 __version__ = "0.1.0"
@@ -16,6 +23,7 @@ __all__ = [
     "Handle",
     "Inner",
     "MemoryPool",
+    "MemorySlice",
     "PoolBlock",
     "ResizableMemory",
     "Strategy",

@@ -26,6 +26,7 @@ __all__ = [
     "BufferMemory",
     "Lease",
     "MemoryPool",
+    "MemorySlice",
     "PoolBlock",
     "PoolReport",
     "ResizableMemory",
@@ -106,6 +107,41 @@ class ResizableMemory:
             self._stream.wait_event(current_stream(self.bytes.device).record_event())
         if not keep_storage:
             self.bytes.untyped_storage().resize_(0)
+        self.allocated = False
+
+
+class MemorySlice:
+    """A range of other memory, for a buffer within another buffer's memory.
+
+    The owner of that memory acquires and releases it; here is only counted which buffer uses the
+    range. Its content is valid while the memory is allocated, and it moves with the memory.
+
+    Args:
+        memory: allocated.
+        start: bytes.
+        nbytes: how many bytes.
+    """
+
+    def __init__(self, memory: BufferMemory, start: int, nbytes: int) -> None:
+        # (nbytes,), uint8, of the memory's storage
+        self.bytes = memory.bytes[start : start + nbytes]
+        self.allocated = False
+
+    def acquire(self) -> None:
+        """Counts a buffer as the one that uses it.
+
+        Raises:
+            RuntimeError: another one does.
+        """
+        if self.allocated:
+            raise RuntimeError(
+                "MemorySlice.acquire: expected a free slice, got one that a buffer uses; release() "
+                "that buffer first"
+            )
+        self.allocated = True
+
+    def release(self, *, keep_storage: bool = False) -> None:
+        """Lets another buffer use it; the memory stays as it is."""
         self.allocated = False
 
 

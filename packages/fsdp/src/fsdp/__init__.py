@@ -16,12 +16,14 @@ from fsdp.api import (
     uninstall,
 )
 from fsdp.granularity import Block, Granularity, Rows, Whole
+from fsdp.mesh import STRATEGIES, Roles
 from fsdp.module import FSDPModule
 from fsdp.quantized import Tiles
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "STRATEGIES",
     "Block",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -30,6 +32,7 @@ __all__ = [
     "Granularity",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Roles",
     "Rows",
     "Tiles",
     "UnshardHandle",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -24,6 +25,7 @@ __all__ = [
     "DataParallelMeshDims",
     "GradientReductionHandle",
     "ReduceScatter",
+    "check_ordered_groups",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
@@ -31,6 +33,7 @@ __all__ = [
     "is_replicated",
     "map_tensors",
     "no_compile",
+    "ordered_group",
     "placement_and_mesh",
     "policy_of",
     "register_state",
@@ -127,6 +130,28 @@ def collectives_of_symmetric_memory(
         )
     gather: AllGather = torch_collectives.SymmMemAllGather(group, backend)
     return gather, torch_collectives.SymmMemReduceScatter(group, backend)
+
+
+def check_ordered_groups() -> None:
+    """Refuses a torch that sorts the ranks of every process group.
+
+    Raises:
+        ValueError: this is one.
+    """
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:  # as 2.11
+        raise ValueError(
+            f"fully_shard: placements: expected a torch whose process groups keep the order of "
+            f"ranks, new_group(sort_ranks=False), to shard the optimizer state over replicas, got "
+            f"{torch.__version__}; update torch, or pass placements='hsdp'"
+        )
+
+
+def ordered_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a process group whose ranks are in this order; all of them have to call, no others."""
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=True, sort_ranks=False
+    )
+    return group
 
 
 def placement_and_mesh(result: Any, mesh: DeviceMesh, name: str) -> tuple[Any, DeviceMesh]:

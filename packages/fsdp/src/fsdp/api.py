@@ -20,11 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
+from fsdp.collectives.resident import count_optimizer_step
 from fsdp.granularity import Granularity
 from fsdp.mesh import (
+    Roles,
     check_on_spmd_mesh,
     checked_mesh,
     checked_reshard,
+    checked_roles,
     data_parallel_mesh,
     device_of,
     post_forward_mesh,
@@ -76,6 +79,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    placements: Roles | str | None = ...,
     strategy: Strategy = ...,
 ) -> FSDPModule: ...
 
@@ -92,6 +96,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    placements: Roles | str | None = ...,
     strategy: Strategy = ...,
 ) -> list[FSDPModule]: ...
 
@@ -107,6 +112,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # as torch's
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    placements: Roles | str | None = None,
     strategy: Strategy = "auto",
 ) -> Any:
     """Shards a module's parameters over a mesh, and gathers them for forward and backward.
@@ -148,6 +154,12 @@ def fully_shard(
             stay replicated, and their gradients are reduced, as by DDP. As in FSDP2, gradients are
             averaged over these axes even where they are ``Partial("sum")``, as under a loss that is
             the mean over all ranks; ``set_gradient_divide_factor(1.0)`` sums them.
+        placements: of parameters, gradients and optimizer state, each for itself: `Roles`, or the
+            name of one of `STRATEGIES`, "ddp", "zero1", "zero2" or "zero3" on a mesh of one axis,
+            "hsdp" or "hfsdp" on one of two. By default parameters are placed as by "zero3" and
+            "hsdp", and gradients that wait for later microbatches are not reduced, as in FSDP2.
+            Parameters that stay unsharded refuse `reshard_after_forward`, `quantize_fn`, and
+            tensors with ``fsdp_pre_all_gather``.
         strategy: of the collectives, see `DBuffer`: "auto", "native" or "exchange".
 
     Returns:
@@ -180,12 +192,18 @@ def fully_shard(
         for param in params:
             assert param.placement is not None
             param.placement = replace(param.placement, is_averaged=True)
+    roles = None
+    if placements is not None:
+        roles = checked_roles(placements, mesh)
+        for param in params:
+            _check_roles(param, roles, reshard_after_forward)
+        reshard = reshard or roles.keeps_parameters
     post_forward_sizes: dict[DeviceMesh | None, int | None] = {}
     if reshard and reshard_after_forward not in (None, True):
         post_forward_sizes = {p.mesh: _post_forward_size(p, reshard_after_forward) for p in params}
     move_params(params, device)
     move_buffers(managed, device)
-    options = GroupOptions(device, mp_policy, offload_policy, strategy)
+    options = GroupOptions(device, mp_policy, offload_policy, strategy, roles)
     groups = [
         _make_group(of_group, options, post_forward_sizes)
         for of_group in group_params(params, mp_policy)
@@ -372,6 +390,40 @@ def _post_forward_size(param: FSDPParam, reshard_after_forward: object) -> int |
     return size
 
 
+def _check_roles(param: FSDPParam, roles: Roles, reshard_after_forward: object) -> None:
+    """Refuses what parameters that stay unsharded between steps cannot be.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    assert param.mesh is not None, "managed_params sets it"
+    checked_roles(roles, param.mesh)
+    if roles.shards_over_replicas and (
+        param.extension or (param.placement is not None and param.placement.inner is not None)
+    ):
+        kind = "a tensor with fsdp_pre_all_gather" if param.extension else "a DTensor of other axes"
+        raise ValueError(
+            f"fully_shard: placements: expected a tensor that is no DTensor of other axes and has "
+            f"no fsdp_pre_all_gather, for an optimizer state that is sharded over replicas, got "
+            f"{param.name!r}, {kind}; pass placements='hsdp', or shard its module in a call of its "
+            f"own"
+        )
+    if not roles.keeps_parameters:
+        return
+    found = None
+    if reshard_after_forward not in (None, False):
+        found = f"reshard_after_forward={reshard_after_forward!r}, after which they would not"
+    elif param.tiles is not None:
+        found = "quantize_fn, which quantizes them for each all-gather"
+    elif param.extension:
+        found = "a tensor with fsdp_pre_all_gather, which makes them in each all-gather"
+    if found is not None:
+        raise ValueError(
+            f"fully_shard: placements: expected parameters that stay unsharded between steps "
+            f"({roles}), got {found}: {param.name!r}; leave it out, or pass placements='zero3'"
+        )
+
+
 def _make_group(
     params: Sequence[FSDPParam],
     options: GroupOptions,
@@ -396,7 +448,7 @@ _handle: RemovableHandle | None = None
 
 
 def watch_optimizers() -> None:
-    """Checks every optimizer once, before its first step."""
+    """Checks every optimizer once, before its first step, and counts all steps."""
     global _handle
     if _handle is None:
         _handle = register_optimizer_step_pre_hook(_check_optimizer)
@@ -405,7 +457,9 @@ def watch_optimizers() -> None:
 def uninstall() -> None:
     """Removes what `fully_shard` has changed in torch: a hook before optimizers' steps.
 
-    Sharded models stay as they are; the next `fully_shard` registers the hook again.
+    Sharded models stay as they are; the next `fully_shard` registers the hook again. Until then
+    parameters that ``placements`` keeps gathered count as changed after a backward or an in-place
+    operator, and not after an optimizer's step alone.
     """
     global _handle
     if _handle is not None:
@@ -414,6 +468,7 @@ def uninstall() -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    count_optimizer_step()
     if optimizer in _checked:
         return
     for group in optimizer.param_groups:

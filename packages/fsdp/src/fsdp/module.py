@@ -61,20 +61,34 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Frees this module's own unsharded parameters, and registers the sharded ones."""
-        self._get_fsdp_state().reshard()
+        """Frees this module's own unsharded parameters, and registers the sharded ones.
+
+        Those that ``placements=`` of `fully_shard` keeps stay, and are gathered again when they
+        are needed, as after a change of the sharded ones.
+        """
+        state = self._get_fsdp_state()
+        state.reshard()
+        for group in state.groups:
+            group.changes.expire()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether parameters are freed after forward, in place of `fully_shard`'s argument.
 
         Raises:
-            ValueError: it is no bool.
+            ValueError: it is no bool; ``placements=`` keeps parameters unsharded between steps.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward: reshard_after_forward should be a bool, got "
                 f"{reshard_after_forward!r}"
             )
+        for group in self._groups(recurse):
+            if group.keeps_parameters and reshard_after_forward:
+                raise ValueError(
+                    f"set_reshard_after_forward: expected False for {group.names}, which "
+                    f"placements ({group.options.roles}) keep unsharded, got True; shard them with "
+                    f"placements='zero3'"
+                )
         for state in self._states(recurse):
             state.auto_reshard = False
             for group in state.groups:
@@ -163,10 +177,13 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether gradients are reduced; if not, they are accumulated, and nothing is sent."""
+        """Sets whether gradients are reduced; if not, they are accumulated, and nothing is sent.
+
+        With ``placements=`` of `fully_shard`, they are reduced all the same along the axes that
+        shard gradients, and accumulated as sharded gradients.
+        """
         for group in self._groups(recurse):
-            group.reduce_scatter.reduce_grads = requires_gradient_sync
-            group.reduce_scatter.all_reduce_grads = requires_gradient_sync
+            group.set_requires_gradient_sync(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether HSDP's replicas are reduced; if not, the shards are accumulated."""

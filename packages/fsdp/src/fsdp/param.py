@@ -2,8 +2,9 @@
 
 Note: FSDP tensors. Names say the stage that a tensor is in.
     original parameter: as the module had it when fully_shard was called.
-    sharded parameter: a DTensor placed by RaggedShard, in the SHARD buffer of its group. Modules
-        have it between steps; optimizers, clipping and checkpoints use it.
+    sharded parameter: a DTensor placed by RaggedShard, in the SHARD buffer of its group; under DDP
+        a replicated one. Modules have it between steps; optimizers, clipping and checkpoints use
+        it.
     unsharded parameter: an ordinary tensor of the compute dtype, in the all-gather buffer of its
         group. Forward and backward use it. The object stays the same; its storage is freed and
         allocated again.

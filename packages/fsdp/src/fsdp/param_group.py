@@ -13,18 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dbuffer import DBuffer, Strategy, verify
 from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
-from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
+from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
+from fsdp.collectives.resident import ChangeTracker, ReplicaGather, ResidentAllGather
 from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.granularity import Whole
-from fsdp.mesh import sharded_placements
+from fsdp.mesh import Roles, optimizer_mesh, sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
@@ -132,12 +133,14 @@ class GroupOptions:
         mp_policy: of the group's dtypes.
         offload_policy: whether shards are on the host.
         strategy: of the collectives; see `DBuffer`.
+        roles: of `fully_shard`'s ``placements``; None for those of FSDP2.
     """
 
     device: torch.device
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     strategy: Strategy
+    roles: Roles | None = None
 
     @property
     def shard_device(self) -> torch.device:
@@ -188,6 +191,8 @@ class FSDPParamGroup(ABC):
         self.reshard_after_forward = True
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+        self.changes = ChangeTracker(self.params)
+        self._syncs_gradients = True
 
     @property
     @abstractmethod
@@ -206,11 +211,31 @@ class FSDPParamGroup(ABC):
 
     # Options.
 
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether unsharded parameters stay in memory between steps."""
+        return self.options.roles is not None and self.options.roles.keeps_parameters
+
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Sets whether parameters are freed after forward; a number of ranks no longer counts."""
-        self.reshard_after_forward = reshard
+        """Sets whether parameters are freed after forward; a number of ranks no longer counts.
+
+        Where they stay between steps, modules have the sharded parameters after forward always.
+        """
+        self.reshard_after_forward = reshard or self.keeps_parameters
         self.all_gather.post_forward_mesh = None
         self._free_post_forward_shard()
+
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        """Sets whether gradients are reduced; if not, as far as the gradient's role says."""
+        roles, self._syncs_gradients = self.options.roles, required
+        reduces = roles is not None and roles.reduces_each_backward
+        self.reduce_scatter.reduce_grads = required or reduces
+        self.reduce_scatter.all_reduce_grads = required
+
+    def end_iteration(self) -> None:
+        """Is called after a last backward, when an optimizer may change the parameters."""
+        if self._syncs_gradients:
+            self.changes.expire()
 
     def set_streams(self, streams: CommStreams) -> None:
         """Sets the streams of both collectives."""
@@ -233,6 +258,7 @@ class FSDPParamGroup(ABC):
             f"gathered in {self.dtypes.compute}, reduced in {self.dtypes.reduce}, "
             f"{'trained' if trained else 'frozen'}, "
             f"reshard_after_forward={self.reshard_after_forward}"
+            + ("" if self.options.roles is None else f", {self.options.roles}")
             + "".join(f", {p.name!r} in {p.tiles}" for p in self.params if p.tiles is not None)
         )
 
@@ -325,9 +351,12 @@ class FSDPParamGroup(ABC):
     ) -> GroupReduceScatter:
         placement = self.params[0].placement
         is_sum = placement is not None and placement.sums_terms
+        roles = self.options.roles
+        is_replicated = roles is not None and not roles.shards_optimizer
         gradients = GradientSpec(
-            self.params, views, to_buffer, is_sum, self.options.shard_device,
-            self.options.pin_memory,
+            self.params, views, to_buffer, is_sum, is_replicated,
+            roles is not None and roles.shards_over_replicas,
+            self.options.shard_device, self.options.pin_memory,
         )  # fmt: skip
         return GroupReduceScatter(
             gradients, buffers, self.dtypes.sharded, self.dtypes.reduce, self.streams
@@ -350,27 +379,43 @@ class PlannedParamGroup(FSDPParamGroup):
         post_forward_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(params, mesh, options)
-        layout = plan_buffer(tensor_specs(self.params), mesh.size(mesh.ndim - 1), self.dtypes)
-        layout = balance_owners(layout, self.params, mesh)
-        self._buffers = BufferSpec(layout, mesh, options.device, self.collectives, self.params)
+        over_replicas = options.roles is not None and options.roles.shards_over_replicas
+        self._shard_mesh = optimizer_mesh(mesh) if over_replicas else mesh
+        ranks = self._shard_mesh.size(self._shard_mesh.ndim - 1)
+        layout = plan_buffer(tensor_specs(self.params), ranks, self.dtypes)
+        self._layout = layout = balance_owners(layout, self.params, self._shard_mesh)
+        joined = merge_shards(layout, mesh.size(mesh.ndim - 1)) if over_replicas else layout
+        self._buffers = BufferSpec(joined, mesh, options.device, self.collectives, self.params)
+        self._replicas: ReplicaGather | None = None  # of HFSDP, made with `shard`
         device = self.params[0].orig_param.device
         self.shard = self._new_shard(self.dtypes.sharded, device)
         for i, param in enumerate(self.params):
             trained = param.orig_param.requires_grad
-            local = self.shard.shard(i)
+            local = self._local(i)
             if local.device.type != "meta":
-                interval = layout.part(i, self.shard.rank)
                 whole = param.local_tensor().reshape(-1)
-                local.copy_(whole[interval.start : interval.stop].view(local.shape))
+                if self._is_sharded:
+                    interval = layout.part(i, self.shard.rank)
+                    whole = whole[interval.start : interval.stop]
+                local.copy_(whole.view(local.shape))
             sharded_param = nn.Parameter(self.shard.dtensor(i), requires_grad=trained)
             sharded_param._local_tensor = local  # type: ignore[attr-defined]
             param.init_sharded_param(sharded_param)
         self.all_gather = self._new_all_gather(post_forward_mesh)
-        shards = [self.shard.shard(i) for i in range(len(self.params))]
-        views = [ShardView(s.shape, s.stride(), int(s.storage_offset())) for s in shards]
+        begin = int(self.shard.local.storage_offset())
+        shards = [self._local(i) for i in range(len(self.params))]
+        views = [
+            ShardView(s.shape, s.stride(), int(s.storage_offset()) - begin if s.numel() else 0)
+            for s in shards
+        ]
         self.reduce_scatter = self._new_reduce_scatter(
             self._buffers, views, partial(_local_gradients, self.params)
         )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether this rank's sharded parameters are a part, and not all of them as under DDP."""
+        return self.options.roles is None or self.options.roles.shards_optimizer
 
     @property
     def on_meta(self) -> bool:
@@ -388,6 +433,7 @@ class PlannedParamGroup(FSDPParamGroup):
             RuntimeError: one is no DTensor with the placements of the sharded parameter.
         """
         self.reshard()
+        self.changes.expire()
         current = [param.registered_dtensor() for param in self.params]
         if all(
             now is param.sharded_param and param.is_registered(now) and self._is_view(i, now)
@@ -407,7 +453,7 @@ class PlannedParamGroup(FSDPParamGroup):
             self._reset_buffers(dtype, device)
         with torch.no_grad():
             for i, (param, now) in enumerate(zip(self.params, current, strict=True)):
-                local, own = now._local_tensor, self.shard.shard(i)
+                local, own = now._local_tensor, self._local(i)
                 if local.device.type != "meta" or self.shard.device.type == "meta":
                     if local is not own and local.device.type != "meta":
                         own.copy_(local)
@@ -417,7 +463,11 @@ class PlannedParamGroup(FSDPParamGroup):
     def _is_view(self, i: int, param: Any) -> bool:
         """Returns whether a parameter is in the SHARD buffer, or on meta and not loaded yet."""
         not_loaded = param.device.type == "meta" and self.shard.device.type != "meta"
-        return not_loaded or param._local_tensor is self.shard.shard(i)
+        return not_loaded or param._local_tensor is self._local(i)
+
+    def _local(self, i: int) -> torch.Tensor:
+        """Returns this rank's part of a sharded parameter: all of it where it is replicated."""
+        return self.shard.shard(i) if self._is_sharded else self.shard.view(i)
 
     def _reset_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates a new SHARD buffer; the others are made again when they are needed."""
@@ -436,11 +486,24 @@ class PlannedParamGroup(FSDPParamGroup):
             device: of the parameters.
         """
         on_meta, options = device.type == "meta", self.options
-        return DBuffer(
-            self._buffers.layout, self.mesh, sharded_placements(self.mesh), dtype,
-            device if on_meta else options.shard_device,
+        device = device if on_meta else options.shard_device
+        is_on_device = on_meta or device == options.device
+        full, memory = False, None
+        placements = sharded_placements(self._shard_mesh)
+        if not self._is_sharded:
+            placements = (Replicate(),) * self.mesh.ndim
+        if self._shard_mesh is not self.mesh:
+            self._replicas = self._new_replica_gather(dtype, on_meta=on_meta)
+            if is_on_device and dtype == self._replicas.shard.dtype:
+                memory = self._replicas.part
+        elif self.keeps_parameters:
+            full = is_on_device and dtype == self.dtypes.compute
+        shard = DBuffer(
+            self._layout, self._shard_mesh, placements, dtype, device,
+            full=full,
+            memory=memory,
             pin_memory=options.pin_memory and not on_meta,
-            strategy=options.strategy,
+            strategy=self.collectives if full else options.strategy,
             inner={
                 i: p.placement.inner
                 for i, p in enumerate(self.params)
@@ -448,13 +511,33 @@ class PlannedParamGroup(FSDPParamGroup):
             },
             name=self._buffers.names,
         )  # fmt: skip
+        if self._replicas is not None and memory is None:
+            self._replicas.source = shard
+        return shard
+
+    def _new_replica_gather(self, dtype: torch.dtype, *, on_meta: bool) -> ReplicaGather:
+        """Allocates the shard that replicas have in common between steps, for HFSDP."""
+        quantized = any(param.tiles is not None for param in self.params)
+        shard = DBuffer(
+            self._buffers.layout, self.mesh, sharded_placements(self.mesh),
+            dtype if quantized else self.dtypes.compute,
+            "meta" if on_meta else self.options.device,
+            strategy=self.options.strategy, name=self._buffers.names,
+        )  # fmt: skip
+        return ReplicaGather(shard, self._buffers, self.changes)
 
     def _new_all_gather(self, post_forward_mesh: DeviceMesh | None) -> PlannedAllGather:
+        if self.keeps_parameters:
+            return ResidentAllGather(
+                self.shard, self.params, self._buffers, self.dtypes.compute, self.streams,
+                self.changes,
+            )  # fmt: skip
         quantized = any(param.tiles is not None for param in self.params)
         kind = QuantizedAllGather if quantized else PlannedAllGather
         return kind(
-            self.shard, self.params, self._buffers, self.dtypes.compute, self.streams,
-            post_forward_mesh,
+            self.shard if self._replicas is None else self._replicas.shard,
+            self.params, self._buffers, self.dtypes.compute, self.streams, post_forward_mesh,
+            self._replicas,
         )  # fmt: skip
 
 
@@ -603,8 +686,8 @@ def verify_groups(groups: Sequence[FSDPParamGroup]) -> None:
     Raises:
         ValueError: on every rank, where two differ.
     """
-    for mesh in dict.fromkeys(group.mesh for group in groups):
-        on_mesh = [group for group in groups if group.mesh == mesh]
+    for mesh in dict.fromkeys(group.shard.mesh for group in groups):
+        on_mesh = [group for group in groups if group.shard.mesh == mesh]
         verify(
             [group.shard for group in on_mesh],
             names=[group.tensor_names() for group in on_mesh],

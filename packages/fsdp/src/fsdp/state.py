@@ -354,6 +354,8 @@ class FSDPState:
             context.running_root = None
         if context.is_last_backward and not context.manual_finalization:
             context.finish_reductions()
+            for group in self.groups:
+                group.end_iteration()
 
     @no_compile
     def end_backward(self) -> None:
@@ -378,6 +380,7 @@ class FSDPState:
             for group in state.groups:
                 if group.all_gather.in_flight:
                     group.reshard()
+                group.end_iteration()
 
     def set_manual_finalization(self, enabled: bool) -> None:
         """Sets whether `finalize_backward` ends iterations, and no backward.
@@ -466,6 +469,7 @@ class FSDPState:
             for group in state.groups:
                 group.reduce_scatter.discard()
                 group.reshard()
+                group.changes.expire()
         self.context.reset()
 
     # The first forward.
@@ -509,7 +513,7 @@ class FSDPState:
                 group.set_streams(context.streams)
         if self.auto_reshard:
             for group in self.groups:
-                group.reshard_after_forward = False
+                group.set_reshard_after_forward(False)
         groups = [group for state in states for group in state.groups]
         set_names(self.modules[0], groups)
         for group in groups:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from dbuffer import DBuffer, Handle
-from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.collectives.comm import BufferSpec, CommStreams, merge_shards
 from fsdp.param import FSDPParam
 
-__all__ = ["GroupAllGather", "PlannedAllGather"]
+__all__ = ["GroupAllGather", "PlannedAllGather", "UpdateGather"]
 
 
 class GroupAllGather(Protocol):
@@ -56,6 +55,14 @@ class GroupAllGather(Protocol):
         ...
 
 
+class UpdateGather(Protocol):
+    """Gathers what other replicas have updated into this rank's shard; `ReplicaGather`."""
+
+    def gather(self, *, for_backward: bool) -> None:
+        """Makes the current stream wait for it; sends nothing where nothing has changed."""
+        ...
+
+
 class PlannedAllGather:
     """Gathers a SHARD buffer into the all-gather buffer; there is no copy in or out.
 
@@ -66,6 +73,7 @@ class PlannedAllGather:
         dtype: of the unsharded parameters.
         streams: as of `GroupAllGather`.
         post_forward_mesh: as of `GroupAllGather`.
+        updates: of the shard, of which replicas have updated parts; None: they have updated all.
     """
 
     def __init__(
@@ -76,7 +84,9 @@ class PlannedAllGather:
         dtype: torch.dtype,
         streams: CommStreams,
         post_forward_mesh: DeviceMesh | None,
+        updates: UpdateGather | None = None,
     ) -> None:
+        self.updates = updates
         self._shard, self._params, self._buffers = shard, params, buffers
         self._dtype, self.streams, self.post_forward_mesh = dtype, streams, post_forward_mesh
         self._buffer: DBuffer | None = None  # FULL: compute dtype, memory for all shards
@@ -97,6 +107,8 @@ class PlannedAllGather:
                 self._handle = post_forward.all_gather()  # its collective follows the copy
                 return
             self.free_post_forward_shard()
+            if self.updates is not None:
+                self.updates.gather(for_backward=for_backward)
             if self._buffer is None:
                 self._buffer = self._new_buffer()
                 if self.post_forward_mesh is not None:
@@ -170,11 +182,7 @@ class PostForwardShard:
     """
 
     def __init__(self, buffer: DBuffer, mesh: DeviceMesh, buffers: BufferSpec) -> None:
-        size = mesh.size(1)
-        shard_size = buffer.layout.buffer_size // size
-        self._layout = replace(
-            buffer.layout, world_size=size, shard_size=shard_size, proved_lower_bound=0, exact=False
-        )
+        self._layout = merge_shards(buffer.layout, mesh.size(1))
         self._buffers, self.mesh, self.buffer = buffers, mesh, buffer
         self.shard: DBuffer | None = None  # SHARD on `mesh`, allocated while it is filled
         self._gathered: DBuffer | None = None  # FULL on `mesh`, in the memory of `buffer`

@@ -10,14 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from dbuffer import Axis, Collectives, DBuffer, Strategy, collectives_for, own_row
+from dbuffer import (
+    Axis,
+    Collectives,
+    DBuffer,
+    MemorySlice,
+    Strategy,
+    collectives_for,
+    own_row,
+)
 from fsdp._compat import AllGather, ReduceScatter
-from fsdp.mesh import sharded_placements
+from fsdp.mesh import replica_mesh, sharded_placements
 from fsdp.param import FSDPParam, param_names
-from ragged_shard.planner import Layout
+from ragged_shard.planner import Layout, TensorSpec, plan_layout
 
-__all__ = ["BufferSpec", "CommStreams", "GroupCollectives"]
+__all__ = ["BufferSpec", "CommStreams", "GroupCollectives", "merge_shards"]
 
 
 class CommStreams:
@@ -72,13 +81,14 @@ class GroupCollectives:
         strategy: of the buffers' own collectives.
 
     Attributes:
+        strategy: as the argument; that of collectives over replicas, too.
         custom_all_gather: replaces the buffers' all-gather.
         custom_reduce_scatter: replaces the buffers' reduce-scatter.
         reduce_group: process group of reduce-scatters; None for the mesh's.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy: Strategy = strategy
+        self.strategy: Strategy = strategy
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         self.reduce_group: dist.ProcessGroup | None = None
@@ -138,7 +148,7 @@ class GroupCollectives:
                 self.custom_reduce_scatter = None
             self._staging = None, None
             return
-        if self._strategy == "exchange":
+        if self.strategy == "exchange":
             raise ValueError(
                 "fsdp: expected strategy 'auto' or 'native' for memory of the process group or "
                 "symmetric memory, got 'exchange', which sends and receives without staging; give "
@@ -153,7 +163,7 @@ class GroupCollectives:
         self._staging = self.custom_all_gather, self.custom_reduce_scatter = gather, reduce
 
     def _native(self, flat: torch.Tensor, axis: Axis) -> Collectives:
-        return collectives_for(self._strategy, axis, flat.device)
+        return collectives_for(self.strategy, axis, flat.device)
 
 
 def _finish(
@@ -210,6 +220,35 @@ class BufferSpec:
             full=True, strategy=self.collectives, name=self.names,
         )  # fmt: skip
 
+    def over_replicas(self, buffer: DBuffer) -> DBuffer:
+        """Returns a buffer of this rank's shard, in its memory, that is sharded over the replicas.
+
+        Args:
+            buffer: of these, allocated, on (replicate, shard).
+        """
+        shard_size, itemsize = buffer.layout.shard_size, buffer.dtype.itemsize
+        begin = buffer.rank * shard_size if buffer.full else 0
+        mesh = replica_mesh(self.mesh)
+        return DBuffer(
+            plan_layout((TensorSpec("shard", shard_size),), mesh.size()), mesh, (Shard(0),),
+            buffer.dtype, buffer.device, full=True, name=self.names,
+            memory=MemorySlice(buffer.memory, begin * itemsize, shard_size * itemsize),
+            strategy=self.collectives.strategy,
+        )  # fmt: skip
+
     def names(self) -> str:
         """Returns the names of the parameters, at most four of them."""
         return param_names(self.params)
+
+
+def merge_shards(layout: Layout, ranks: int) -> Layout:
+    """Returns a layout of fewer shards, each several neighbouring ones: it splits no block either.
+
+    Args:
+        layout: whose shards are merged.
+        ranks: how many there will be, a divisor of their number.
+    """
+    return replace(
+        layout, world_size=ranks, shard_size=layout.buffer_size // ranks, proved_lower_bound=0,
+        exact=False,
+    )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Note: the path of a gradient.
     unsharded_param.grad --copy_in--> gradient buffer --start: reduce_scatter_--> its shard
-    --wait: all_reduce_ (HSDP), hook, scale--> sharded_param.grad, views of one new tensor
+    --wait: all_reduce_ (HSDP) or reduce_scatter_ (HFSDP), hook, scale, all_gather_ (DDP)-->
+    sharded_param.grad, views of one new tensor
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ class GradientSpec:
 
     Attributes:
         params: of the group.
-        views: of their parts in this rank's shard of the gradient buffer, in the same order.
+        views: of their parts in this rank's shard of the gradient buffer, or in the whole buffer,
+            in the same order.
         to_buffer: converts unsharded gradients, by number of the parameter, to the local tensors
             that are copied into the buffer, by number or name of its tensor.
         is_sum: whether gradients are terms of a sum, as their placements say, and not averaged.
+        is_replicated: whether the gradients of sharded parameters are whole, as of DDP.
+        over_replicas: whether they are sharded over HSDP's replicas, too.
         device: of the sharded gradients.
         pin_memory: whether these are in page-locked memory.
     """
@@ -56,6 +60,8 @@ class GradientSpec:
     views: Sequence[ShardView]
     to_buffer: Callable[[Mapping[int, torch.Tensor]], Mapping[int | str, torch.Tensor]]
     is_sum: bool
+    is_replicated: bool
+    over_replicas: bool
     device: torch.device
     pin_memory: bool
 
@@ -94,8 +100,10 @@ class GroupReduceScatter:
         self._gradients, self._buffers, self.streams = gradients, buffers, streams
         self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
         self._buffer: DBuffer | None = None  # reduce dtype, memory for all shards
+        self._over_replicas: DBuffer | None = None  # HFSDP: its shard, in the same memory
         self._copied: set[int] = set()  # parameters whose gradients are in the buffer
         self._handle: Handle | None = None
+        self._reduces_replicas = False  # whether the reduction in flight does, of its backward
         self._pre_scale = self._post_scale = 1.0  # of what is copied in, and of its sum
         # (shard_size,), reduce dtype: reduced over shards and not over replicas
         self._partial: torch.Tensor | None = None
@@ -161,6 +169,7 @@ class GroupReduceScatter:
         with group_stage(GroupStage.REDUCE_SCATTER, self), streams.on(streams.reduce_scatter):
             streams.wait(copied_in)
             self._handle = buffer.reduce_scatter_(async_op=True)
+        self._reduces_replicas = self._buffers.mesh.ndim == 2 and self.all_reduce_grads
 
     def wait(self) -> None:
         """Waits for the reduction, assigns the sharded gradients, and frees the buffer."""
@@ -173,7 +182,7 @@ class GroupReduceScatter:
         """Does what `wait` does; returns the parameters whose gradients were assigned."""
         buffer, streams = self._buffer, self.streams
         assert buffer is not None
-        is_hsdp = self._buffers.mesh.ndim == 2
+        awaits_all_reduce = self._buffers.mesh.ndim == 2 and not self._reduces_replicas
         with streams.on(streams.reduce_scatter):
             handle.wait()
             reduce_output = buffer.local  # (shard_size,), reduce dtype
@@ -181,16 +190,18 @@ class GroupReduceScatter:
             if self._partial is not None:
                 reduce_output.add_(self._partial)
                 copied, self._partial = copied | self._partial_copied, None
-            awaits_all_reduce = is_hsdp and not self.all_reduce_grads
             if awaits_all_reduce:
                 self._partial, self._partial_copied = reduce_output.clone(), copied
             else:
-                if is_hsdp:
-                    buffer.all_reduce_(0)
+                if self._reduces_replicas:
+                    reduce_output = self._reduce_replicas(buffer)
                 if self.all_reduce_hook is not None:
                     self._run_all_reduce_hook(self.all_reduce_hook, reduce_output)
                 if self._post_scale != 1.0:
                     reduce_output.mul_(self._post_scale)
+                if self._gradients.is_replicated:  # an all-reduce with the bits of FSDP
+                    buffer.all_gather_()
+                    reduce_output = buffer.local  # (buffer_size,)
                 with group_stage(GroupStage.ASSIGN_GRADS, self):
                     self._assign(reduce_output, sorted(copied))
             reduced = streams.record()
@@ -198,6 +209,18 @@ class GroupReduceScatter:
         buffer.release()
         self._handle, self._copied = None, set()
         return set() if awaits_all_reduce else copied
+
+    def _reduce_replicas(self, buffer: DBuffer) -> torch.Tensor:
+        """Reduces a shard over HSDP's replicas; returns it, or this replica's part of it."""
+        if not self._gradients.over_replicas:
+            buffer.all_reduce_(0)
+            return buffer.local
+        if self._over_replicas is None:
+            self._over_replicas = self._buffers.over_replicas(buffer)
+        over_replicas = self._over_replicas
+        over_replicas.set_placements(buffer.placements[:1])
+        over_replicas.reduce_scatter_()
+        return over_replicas.local
 
     def _run_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], reduce_output: torch.Tensor
@@ -228,7 +251,7 @@ class GroupReduceScatter:
     def reset_dtypes(self, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Drops gradients and the buffer, after the parameters' dtype or device has changed."""
         self.discard()
-        self._buffer = None
+        self._buffer = self._over_replicas = None
         self._grad_dtype, self._reduce_dtype = grad_dtype, reduce_dtype
 
     def check_not_partly_reduced(self, method: str) -> None:

@@ -1,28 +1,37 @@
 """Meshes of `fully_shard`.
 
 `data_parallel` is the mesh of one or two axes that it uses, `spmd` the choice of these axes from a
-mesh of all parallelism, and `placement` what is known of parameters that are DTensors.
+mesh of all parallelism, `roles` what is placed how on them, and `placement` what is known of
+parameters that are DTensors.
 """
 
 from fsdp.mesh.data_parallel import (
     checked_mesh,
     checked_reshard,
     device_of,
+    optimizer_mesh,
     post_forward_mesh,
+    replica_mesh,
     sharded_placements,
 )
 from fsdp.mesh.placement import ParamPlacement, block_on_inner_axes, placement_of
+from fsdp.mesh.roles import STRATEGIES, Roles, checked_roles
 from fsdp.mesh.spmd import check_on_spmd_mesh, data_parallel_mesh
 
 __all__ = [
+    "STRATEGIES",
     "ParamPlacement",
+    "Roles",
     "block_on_inner_axes",
     "check_on_spmd_mesh",
     "checked_mesh",
     "checked_reshard",
+    "checked_roles",
     "data_parallel_mesh",
     "device_of",
+    "optimizer_mesh",
     "placement_of",
     "post_forward_mesh",
+    "replica_mesh",
     "sharded_placements",
 ]

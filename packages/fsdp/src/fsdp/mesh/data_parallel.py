@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections.abc import Callable
 from typing import SupportsIndex
 
 import torch
@@ -12,16 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp._compat import ordered_group
+
 __all__ = [
     "checked_mesh",
     "checked_reshard",
     "device_of",
+    "optimizer_mesh",
     "post_forward_mesh",
+    "replica_mesh",
     "sharded_placements",
 ]
 
-# Attribute of a mesh: its post-forward meshes, by the size of their last axis.
-_POST_FORWARD_MESHES = "_fsdp_post_forward_meshes"
+# Attribute of a root mesh: others of the ranks of its slices, by what they are for.
+_MESHES = "_fsdp_meshes"
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -94,7 +99,37 @@ def checked_reshard(reshard_after_forward: object, size: int) -> tuple[bool, int
 
 def post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Returns a mesh of the same ranks whose last axis has `size` neighbours; it is made once."""
-    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_POST_FORWARD_MESHES, {})
-    if size not in made:
-        made[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
-    return made[size]
+    return _made_once(
+        mesh, f"post-forward {size}", lambda: DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    )
+
+
+def optimizer_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns a mesh of one axis, of all ranks of (replicate, shard), replicas side by side.
+
+    So the parts that the replicas of a shard update follow each other. It is made once.
+    """
+
+    def make() -> DeviceMesh:
+        names = mesh.mesh_dim_names
+        name = "shard_replicate" if names is None else f"{names[1]}_{names[0]}"
+        group = ordered_group(mesh.mesh.t().flatten().tolist())
+        return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(name,))
+
+    return _made_once(mesh, "optimizer", make)
+
+
+def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the replicate axis of (replicate, shard), which may have no names; made once."""
+    group = mesh.get_group(0)
+    return _made_once(mesh, "replicas", lambda: DeviceMesh.from_group(group, mesh.device_type))
+
+
+def _made_once(mesh: DeviceMesh, what: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Returns the mesh that a call for the same ranks has made: each slice is another object."""
+    root = mesh._get_root_mesh()
+    made: dict[object, DeviceMesh] = root.__dict__.setdefault(_MESHES, {})
+    key = (what, mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    if key not in made:
+        made[key] = make()
+    return made[key]

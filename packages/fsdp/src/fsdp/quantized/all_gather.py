@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from dbuffer import DBuffer
-from fsdp.collectives.all_gather import PlannedAllGather
+from fsdp.collectives.all_gather import PlannedAllGather, UpdateGather
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.param import FSDPParam
 from fsdp.quantized.byte_layout import ParamFormat, SentPart, byte_layout_of
@@ -49,6 +49,7 @@ class QuantizedAllGather(PlannedAllGather):
         dtype: as of `PlannedAllGather`.
         streams: as of `PlannedAllGather`.
         post_forward_mesh: as of `PlannedAllGather`.
+        updates: as of `PlannedAllGather`.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class QuantizedAllGather(PlannedAllGather):
         dtype: torch.dtype,
         streams: CommStreams,
         post_forward_mesh: DeviceMesh | None,
+        updates: UpdateGather | None = None,
     ) -> None:
-        super().__init__(shard, params, buffers, dtype, streams, post_forward_mesh)
+        super().__init__(shard, params, buffers, dtype, streams, post_forward_mesh, updates)
         shapes = [spec.shape or () for spec in buffers.layout.specs]
         self._formats = [
             ParamFormat(dtype, shape, param.tiles)
