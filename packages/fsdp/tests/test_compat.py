@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as TorchFSDPParam
 from torch.distributed.pipelining import stage
 
 import fsdp
@@ -58,6 +59,18 @@ def test_param_dtype_override_applies_to_each_parameter():
         return {param.ndim: param.dtype for param in model[-1].parameters()}
 
     assert run_ranks(check, 1) == [{2: torch.bfloat16, 1: torch.float32}]
+
+
+def test_grad_dtype_is_read_where_fsdp2_reads_it():
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert _compat.grad_dtype_of(param) is None
+    param.grad_dtype = torch.float64
+    expected = _compat.GradDtype(torch.float64) if newer else None
+    assert _compat.grad_dtype_of(param) == expected
+    assert ("sharded_grad_dtype" in TorchFSDPParam.__annotations__) == newer
+    _compat.set_grad_dtype(param, None)
+    assert _compat.grad_dtype_of(param) == (_compat.GradDtype(None) if newer else None)
 
 
 def test_private_collectives_of_torch_have_the_public_interface():

@@ -22,11 +22,13 @@ from torch.distributed.utils import _apply_to_tensors as map_tensors
 __all__ = [
     "AllGather",
     "DataParallelMeshDims",
+    "GradDtype",
     "GradientReductionHandle",
     "ReduceScatter",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
+    "grad_dtype_of",
     "in_backward",
     "is_replicated",
     "map_tensors",
@@ -34,6 +36,7 @@ __all__ = [
     "placement_and_mesh",
     "policy_of",
     "register_state",
+    "set_grad_dtype",
 ]
 
 P = ParamSpec("P")
@@ -165,6 +168,30 @@ def placement_and_mesh(result: Any, mesh: DeviceMesh, name: str) -> tuple[Any, D
 def default_reduce_dtype(dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
     """Returns what ``reduce_dtype=None`` means: the compute dtype, since 2.15 the parameters'."""
     return dtype if _REDUCES_IN_SHARDED_DTYPE else compute_dtype
+
+
+@dataclass(frozen=True)
+class GradDtype:
+    """What ``param.grad_dtype`` was set to.
+
+    Attributes:
+        dtype: that gradients must have; None accepts any.
+    """
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_of(param: torch.Tensor) -> GradDtype | None:
+    """Returns what ``param.grad_dtype`` was set to; None if it was not, or before 2.15."""
+    if not getattr(param, "_has_grad_dtype_override", False):
+        return None
+    return GradDtype(param.grad_dtype)
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Sets ``param.grad_dtype``; before 2.15, where FSDP2 does not use it, nothing."""
+    if hasattr(param, "_has_grad_dtype_override"):
+        param.grad_dtype = dtype
 
 
 def policy_of(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from fsdp import _compat
 from fsdp._compat import AllGather, GradientReductionHandle, ReduceScatter
+from fsdp.grad_dtype import grads_of_own_dtype
 from fsdp.param_group import FSDPParamGroup
 from fsdp.state import FSDPState, state_of
 
@@ -332,9 +333,11 @@ class FSDPModule(TorchFSDPModule):
             group.reshard()
         # not the method of torch's FSDPModule, which needs torch's state
         original = cast(Any, super(TorchFSDPModule, self))
-        result = original._apply(*args, **kwargs)
-        for group in self._groups(recurse=False):
-            group.reset_sharded_params()
+        groups = list(self._groups(recurse=False))
+        with grads_of_own_dtype([param for group in groups for param in group.params]):
+            result = original._apply(*args, **kwargs)
+            for group in groups:
+                group.reset_sharded_params()
         return result
 
     def _get_fsdp_state(self) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp._compat import placement_and_mesh
+from fsdp._compat import GradDtype, grad_dtype_of, placement_and_mesh, set_grad_dtype
 from fsdp.granularity import Whole, block_size
 from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
 from fsdp.quantized.arguments import checked_block, checked_tiles
@@ -101,6 +101,10 @@ class FSDPParam:
         sharded_param: DTensor, of the original dtype, in the SHARD buffer.
         unsharded_param: of the compute dtype, in the all-gather buffer; None before the first
             all-gather.
+        grad_dtype: what ``grad_dtype`` of the original or sharded parameter was set to; None if it
+            was not (grad_dtype.py).
+        unsharded_grad_dtype: to which autograd casts unsharded gradients; None does not cast.
+        follows_grad: whether unsharded gradients are reduced in the dtype that they have.
     """
 
     name: str
@@ -114,6 +118,9 @@ class FSDPParam:
     whole: Whole | None = None
     sharded_param: nn.Parameter = field(init=False)
     unsharded_param: nn.Parameter | None = None
+    grad_dtype: GradDtype | None = None
+    unsharded_grad_dtype: torch.dtype | None = None
+    follows_grad: bool = False
 
     @property
     def orig_param(self) -> nn.Parameter:
@@ -161,15 +168,32 @@ class FSDPParam:
 
     def init_sharded_param(self, param: nn.Parameter) -> None:
         """Makes a DTensor the sharded parameter, and registers it."""
+        self.keep_grad_dtype(param)
         self.sharded_param, self.original = param, None
         self.set_on_modules(param)
+
+    def keep_grad_dtype(self, param: torch.Tensor) -> None:
+        """Reads ``grad_dtype`` of a sharded parameter, or sets it to what it was before.
+
+        Casts and ``load_state_dict(assign=True)`` register parameters without one.
+        """
+        self.grad_dtype = grad_dtype_of(param) or self.grad_dtype
+        if self.grad_dtype is not None:
+            set_grad_dtype(param, self.grad_dtype.dtype)
 
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
         if self.placement is not None:
             tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
+        set_grad_dtype(self.unsharded_param, self.unsharded_grad_dtype)
         mark_stale(self.unsharded_param, self.name)
+
+    def set_unsharded_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Sets to which dtype autograd casts unsharded gradients; None does not cast."""
+        self.unsharded_grad_dtype = dtype
+        if self.unsharded_param is not None:
+            set_grad_dtype(self.unsharded_param, dtype)
 
     def sync_requires_grad(self) -> None:
         """Makes the unsharded parameter trained or frozen, as the sharded one is now."""
@@ -301,7 +325,7 @@ def _managed_param(
     whole = granularity if isinstance(granularity, Whole) else None
     made = FSDPParam(
         name, param, named.locations, block, param_mesh, placement, tiles,
-        extension=extension, whole=whole,
+        extension=extension, whole=whole, grad_dtype=grad_dtype_of(param),
     )  # fmt: skip
     if extension:
         _check_chunks(made, param_mesh, granularity)

@@ -23,6 +23,7 @@ from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.collectives.stages import GroupStage, group_stage
+from fsdp.grad_dtype import reduce_dtype_of, set_unsharded_grad_dtypes
 from fsdp.granularity import Whole
 from fsdp.mesh import sharded_placements
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
@@ -60,12 +61,13 @@ class Dtypes:
     reduce: torch.dtype
 
 
-def dtypes_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+def dtypes_of(
+    params: Sequence[FSDPParam], dtype: torch.dtype, policy: MixedPrecisionPolicy
+) -> Dtypes:
     """Returns the dtypes of parameters of one dtype under a policy; only floats are cast."""
     param_dtype = policy.param_dtype
     compute = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-    reduce = policy.reduce_dtype or _compat.default_reduce_dtype(dtype, compute)
-    return Dtypes(dtype, compute, reduce)
+    return Dtypes(dtype, compute, reduce_dtype_of(params, dtype, compute, policy))
 
 
 def group_params(
@@ -180,7 +182,7 @@ class FSDPParamGroup(ABC):
         self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
     ) -> None:
         self.params, self.mesh, self.options = list(params), mesh, options
-        self.dtypes = dtypes_of(self.params[0].orig_param.dtype, options.mp_policy)
+        self._set_dtypes(self.params[0].orig_param.dtype)
         self.collectives = GroupCollectives(options.strategy)
         self.streams = CommStreams(torch.device("cpu"))  # the root's, once that is known
         self.is_unsharded = self.keep_unsharded_storage = False
@@ -205,6 +207,12 @@ class FSDPParamGroup(ABC):
         """
 
     # Options.
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        """Sets the dtypes of the group, and of its gradients, by that of the parameters."""
+        policy = self.options.mp_policy
+        self.dtypes = dtypes_of(self.params, dtype, policy)
+        set_unsharded_grad_dtypes(self.params, dtype, self.dtypes.compute, policy)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Sets whether parameters are freed after forward; a number of ranks no longer counts."""
@@ -333,6 +341,15 @@ class FSDPParamGroup(ABC):
             gradients, buffers, self.dtypes.sharded, self.dtypes.reduce, self.streams
         )
 
+    def _reset_grad_dtypes(self) -> None:
+        """Reads which ``grad_dtype`` the sharded parameters have now."""
+        before = self.dtypes.reduce
+        for param in self.params:
+            param.keep_grad_dtype(param.sharded_param)
+        self._set_dtypes(self.dtypes.sharded)
+        if self.dtypes.reduce != before:
+            self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+
 
 class PlannedParamGroup(FSDPParamGroup):
     """Ordinary parameters, in one planned layout; see `FSDPParamGroup` for the other arguments.
@@ -394,6 +411,7 @@ class PlannedParamGroup(FSDPParamGroup):
             for i, (param, now) in enumerate(zip(self.params, current, strict=True))
         ):
             self.mixed_dtypes = ()
+            self._reset_grad_dtypes()
             return
         loaded = [now._local_tensor for now in current if now.device.type != "meta"]
         dtypes = {local.dtype for local in loaded or [now._local_tensor for now in current]}
@@ -413,6 +431,7 @@ class PlannedParamGroup(FSDPParamGroup):
                         own.copy_(local)
                     now._local_tensor = own
                 param.init_sharded_param(now)
+        self._reset_grad_dtypes()
 
     def _is_view(self, i: int, param: Any) -> bool:
         """Returns whether a parameter is in the SHARD buffer, or on meta and not loaded yet."""
@@ -421,7 +440,7 @@ class PlannedParamGroup(FSDPParamGroup):
 
     def _reset_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates a new SHARD buffer; the others are made again when they are needed."""
-        self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+        self._set_dtypes(dtype)
         self.shard = self._new_shard(dtype, device)
         self.all_gather = self._new_all_gather(self.all_gather.post_forward_mesh)
         self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
@@ -538,9 +557,10 @@ class ExtensionParamGroup(FSDPParamGroup):
             param.init_sharded_param(now)
         dtype = local_chunk(self.params[0]).dtype
         if dtype != self.dtypes.sharded:
-            self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+            self._set_dtypes(dtype)
             self.all_gather = self._new_all_gather()
             self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+        self._reset_grad_dtypes()
 
     def _new_all_gather(self) -> ExtensionAllGather:
         return ExtensionAllGather(

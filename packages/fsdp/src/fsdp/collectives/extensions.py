@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dbuffer import DBuffer, Handle, ResizableMemory
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.mesh import sharded_placements
-from fsdp.param import FSDPParam, chunk_rows, mark_stale
+from fsdp.param import FSDPParam, chunk_rows
 from ragged_shard.planner import Layout, TensorSpec
 
 __all__ = ["ExtensionAllGather", "chunk_layout", "local_chunk"]
@@ -245,9 +244,7 @@ class ExtensionAllGather:
         if unsharded.shape != shape:  # the last chunks are padded
             unsharded = torch.as_strided(unsharded, shape, param.sharded_param.stride(), 0)
         self._inner_tensors[i] = list(inner)
-        trained = param.sharded_param.requires_grad
-        param.unsharded_param = nn.Parameter(unsharded, requires_grad=trained)
-        mark_stale(param.unsharded_param, param.name)
+        param.init_unsharded_param(unsharded)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
