@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
-from fsdp.granularity import Granularity
 from fsdp.mesh import (
     check_on_spmd_mesh,
     checked_mesh,
@@ -29,6 +28,7 @@ from fsdp.mesh import (
     device_of,
     post_forward_mesh,
 )
+from fsdp.mesh.granularity import Granularity
 from fsdp.module import FSDPModule, set_fsdp_class, states_of
 from fsdp.param import (
     FSDPParam,
@@ -45,6 +45,7 @@ from fsdp.param_group import (
     PlannedParamGroup,
     group_params,
 )
+from fsdp.private_names import is_replicated, register_state
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks
@@ -170,7 +171,7 @@ def fully_shard(
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
     managed = managed_modules(
-        modules, lambda child: state_of(child) is not None or _compat.is_replicated(child)
+        modules, lambda child: state_of(child) is not None or is_replicated(child)
     )
     params = managed_params(
         managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
@@ -196,7 +197,7 @@ def fully_shard(
     auto = reshard_after_forward is None
     state = FSDPState(modules, groups, device, mp_policy, auto_reshard=auto)
     for one in modules:
-        _compat.register_state(one, state)
+        register_state(one, state)
     set_fsdp_class(modules)
     watch_optimizers()
     return module

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import UnshardHandle
 
 from fsdp import _compat
 from fsdp._compat import AllGather, GradientReductionHandle, ReduceScatter
-from fsdp.grad_dtype import grads_of_own_dtype
+from fsdp.collectives.grad_dtype import grads_of_own_dtype
 from fsdp.param_group import FSDPParamGroup
+from fsdp.private_names import ModuleNames
 from fsdp.state import FSDPState, state_of
 
 __all__ = ["FSDPModule", "set_fsdp_class", "states_of"]
@@ -23,7 +24,7 @@ __all__ = ["FSDPModule", "set_fsdp_class", "states_of"]
 _fsdp_classes: dict[type, type] = {}  # by the original class
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(ModuleNames, TorchFSDPModule):
     """The base class that `fully_shard` adds to a module, with the methods of torch's FSDPModule.
 
     Methods with ``recurse`` set an option of all sharded modules below, too.
@@ -339,12 +340,6 @@ class FSDPModule(TorchFSDPModule):
             for group in groups:
                 group.reset_sharded_params()
         return result
-
-    def _get_fsdp_state(self) -> Any:
-        state = state_of(cast(nn.Module, self))
-        if state is None:
-            raise AssertionError(f"fsdp: No FSDP state found on {type(self).__name__}")
-        return state
 
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
         module, seen = cast(nn.Module, self), set()

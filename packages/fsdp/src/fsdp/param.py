@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp._compat import GradDtype, grad_dtype_of, placement_and_mesh, set_grad_dtype
-from fsdp.granularity import Whole, block_size
 from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
+from fsdp.mesh.granularity import Whole, block_size
 from fsdp.quantized.arguments import checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
 
@@ -102,7 +102,7 @@ class FSDPParam:
         unsharded_param: of the compute dtype, in the all-gather buffer; None before the first
             all-gather.
         grad_dtype: what ``grad_dtype`` of the original or sharded parameter was set to; None if it
-            was not (grad_dtype.py).
+            was not (collectives/grad_dtype.py).
         unsharded_grad_dtype: to which autograd casts unsharded gradients; None does not cast.
         follows_grad: whether unsharded gradients are reduced in the dtype that they have.
     """

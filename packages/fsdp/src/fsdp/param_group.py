@@ -21,11 +21,11 @@ from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
+from fsdp.collectives.grad_dtype import reduce_dtype_of, set_unsharded_grad_dtypes
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.collectives.stages import GroupStage, group_stage
-from fsdp.grad_dtype import reduce_dtype_of, set_unsharded_grad_dtypes
-from fsdp.granularity import Whole
 from fsdp.mesh import sharded_placements
+from fsdp.mesh.granularity import Whole
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many

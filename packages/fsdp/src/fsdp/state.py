@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp._compat import in_backward, map_tensors, no_compile
 from fsdp.collectives.comm import CommStreams
 from fsdp.param_group import FSDPParamGroup, set_names, verify_groups
+from fsdp.private_names import STATE, StateNames
 
 __all__ = [
     "FSDPContext",
@@ -32,8 +33,6 @@ __all__ = [
     "TrainingState",
     "state_of",
 ]
-
-_STATE = "_fsdp_state"  # attribute of a module
 
 
 class TrainingState(Enum):
@@ -99,8 +98,7 @@ class FSDPContext:
     """What all states under a root share, from the root's first forward on.
 
     Attributes:
-        all_states: the root's first, then in the order of modules. (torch's pipeline schedules
-            read this name.)
+        all_states: the root's first, then in the order of modules.
         streams: of the collectives.
         order: of forwards and backwards.
         running_root: the root while its forward runs.
@@ -162,7 +160,7 @@ class FSDPContext:
         self.active_finalization = self.reduction = None
 
 
-class FSDPState:
+class FSDPState(StateNames):
     """The state of the modules of one call, as FSDP2's FSDPState.
 
     Args:
@@ -195,7 +193,7 @@ class FSDPState:
             modules, self.pre_forward, self.post_forward, self._pending, self._cast_output
         )
         for module in modules:
-            module.__dict__[_STATE] = self
+            module.__dict__[STATE] = self
 
     # Forward.
 
@@ -356,13 +354,17 @@ class FSDPState:
             context.finish_reductions()
 
     @no_compile
-    def end_backward(self) -> None:
-        """Reduces the groups whose module had no input with a gradient, and waits; of the root."""
+    def end_backward(self, *, reduced: bool = False) -> None:
+        """Reduces the groups whose module had no input with a gradient, and waits; of the root.
+
+        Args:
+            reduced: whether all groups were reduced already, as by a pipeline stage.
+        """
         context = self.context
         context.callback_queued, context.running_root = False, None
         for state in context.all_states:
             state._pending.clear()
-            if state.training_state is not TrainingState.POST_BACKWARD:
+            if not reduced and state.training_state is not TrainingState.POST_BACKWARD:
                 state._post_backward()
             state.training_state = TrainingState.IDLE
         if context.is_last_backward and not context.manual_finalization:
@@ -517,45 +519,10 @@ class FSDPState:
                 group.reset_sharded_params()
         verify_groups(groups)
 
-    # Names that torch's pipeline stages read.
-
-    @property
-    def _state_ctx(self) -> FSDPContext:
-        return self.context
-
-    @property
-    def _comm_ctx(self) -> FSDPContext:  # 2.15: by its id, stages whose reductions cannot overlap
-        return self.context
-
-    @property
-    def _fsdp_param_groups(self) -> list[_PipelineGroups]:
-        return [_PipelineGroups(self.context, group) for group in self.groups]
-
-    @property
-    def _fsdp_param_group(self) -> _PipelineGroups | None:  # torch 2.11 knows of one
-        return _PipelineGroups(self.context, *self.groups) if self.groups else None
-
-    def _root_post_backward_final_callback(self) -> None:
-        for state in self.context.all_states:
-            state.training_state = TrainingState.POST_BACKWARD
-        self.end_backward()
-
-
-class _PipelineGroups:
-    """Groups in the form that torch's pipeline stages use."""
-
-    def __init__(self, context: FSDPContext, *groups: FSDPParamGroup) -> None:
-        self._context, self._groups = context, groups
-
-    def post_backward(self) -> None:
-        """Reduces the gradients that all microbatches have accumulated."""
-        for group in self._groups:
-            self._context.post_backward(group)
-
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """Returns the state of a module that was sharded; None for others."""
-    state: FSDPState | None = module.__dict__.get(_STATE)
+    state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.collectives.grad_dtype import promoted
 from fsdp.collectives.stages import GroupStage, group_stage
-from fsdp.grad_dtype import promoted
 from fsdp.param import FSDPParam, param_names
 
 __all__ = ["GradientSpec", "GroupReduceScatter", "ShardView"]

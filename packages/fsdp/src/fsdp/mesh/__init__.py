@@ -2,6 +2,7 @@
 
 `data_parallel` is the mesh of one or two axes that it uses, `spmd` the choice of these axes from a
 mesh of all parallelism, and `placement` what is known of parameters that are DTensors.
+`granularity` has the runs of elements that sharding keeps together.
 """
 
 from fsdp.mesh.data_parallel import (
