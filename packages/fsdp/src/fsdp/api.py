@@ -241,6 +241,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     if not states:
         return
     streams = states[0].context.streams
+    sharing = list(dict.fromkeys(one for root in states for one in root.context.sharing))
+    for context in sharing:
+        context.sharing = sharing
     for root in states:
         root.context.streams = streams
         for state in root.context.all_states or [root]:

@@ -149,13 +149,15 @@ class FSDPModule(ModuleNames, TorchFSDPModule):
 
         Raises:
             RuntimeError: not the root, or not after `set_manual_backward_finalization`; in a
-                backward; while an earlier handle was not waited for; gradients are, or would be,
-                reduced over shards and not over HSDP's replicas.
+                backward; while an earlier handle of this root, or of one that shares its streams
+                (`share_comm_ctx`), was not waited for; asynchronously, while such a root has
+                gradients to reduce; gradients are, or would be, reduced over shards and not over
+                HSDP's replicas.
 
         Source: torch 2.15, torch/distributed/fsdp/_fully_shard/_fully_shard.py.
         """
         state = self._get_fsdp_state()
-        reduction = None if state.is_root is None else state.finalize_backward()
+        reduction = None if state.is_root is None else state.finalize_backward(async_op=async_op)
         handle = _ReductionHandle(state, reduction)
         if async_op:
             return handle
@@ -323,7 +325,14 @@ class FSDPModule(ModuleNames, TorchFSDPModule):
             group.collectives.reduce_group = made[ranks]
 
     def reset_iter_state(self) -> None:
-        """Forgets an iteration in which forward or backward raised; call it on the root."""
+        """Forgets an iteration in which forward or backward raised; call it on the root.
+
+        A handle of `finalize_backward` raises afterwards.
+
+        Raises:
+            RuntimeError: this is not the root; another root that shares its streams has a handle
+                that was not waited for.
+        """
         self._get_fsdp_state().reset()
 
     # Module.

@@ -88,6 +88,11 @@ class ExecutionOrder:
         index = indices.pop()
         return self._post_forward[index - 1] if index else None
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward will follow some forward."""
+        return bool(self._post_forward)
+
     def end_backward(self) -> None:
         """Records the end of all backwards."""
         self._post_forward.clear()
@@ -107,6 +112,7 @@ class FSDPContext:
         active_finalization: `manual_finalization` from an iteration's first backward to its end;
             None before.
         reduction: of an asynchronous `FSDPState.finalize_backward` that was not waited for.
+        sharing: the contexts that share streams with this one, itself included.
         callback_queued: whether `FSDPState.end_backward` will be called after this backward.
         post_optim_event: that all-gathers wait for, in place of the current stream.
         max_input_buffers: reductions whose buffers may be allocated at a time.
@@ -121,6 +127,7 @@ class FSDPContext:
         self.manual_finalization = False
         self.active_finalization: bool | None = None
         self.reduction: object | None = None
+        self.sharing: list[FSDPContext] = [self]
         self.callback_queued = False
         self.post_optim_event: Any = None
         self.max_input_buffers = 1
@@ -139,6 +146,16 @@ class FSDPContext:
         group.reduce_scatter.start()
         if group.reduce_scatter.in_flight:
             self._in_flight.append(group)
+
+    @property
+    def pending(self) -> FSDPContext | None:
+        """Of the contexts that share streams, the one whose `reduction` was not waited for."""
+        return next((one for one in self.sharing if one.reduction is not None), None)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether reductions are in flight, or a backward will start some."""
+        return bool(self._in_flight) or self.order.awaits_backward
 
     def finish_reductions(self) -> None:
         """Waits for all reductions."""
@@ -200,9 +217,9 @@ class FSDPState(StateNames):
     @no_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshards, starts the next all-gather, casts inputs, and hooks their gradients."""
-        if self.context.reduction is not None:
+        if self.context.pending is not None:
             raise RuntimeError(
-                "fsdp: the previous gradient reduction must be waited on before forward; call "
+                "fsdp: The previous gradient reduction must be waited on before forward; call "
                 "wait() of the handle that finalize_backward(async_op=True) returned"
             )
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes
@@ -400,8 +417,11 @@ class FSDPState(StateNames):
             )
         context.manual_finalization = enabled
 
-    def finalize_backward(self) -> object:
+    def finalize_backward(self, *, async_op: bool) -> object:
         """Reduces the gradients that backwards have not reduced; `wait_for_reduction` waits.
+
+        Args:
+            async_op: whether other work comes before the wait.
 
         Raises:
             RuntimeError: see `FSDPModule.finalize_backward`.
@@ -409,8 +429,13 @@ class FSDPState(StateNames):
         context = self.context
         if context.reduction is not None:
             raise RuntimeError(
-                "fsdp: the previous gradient reduction must be waited on before finalizing "
-                "backward again"
+                "fsdp: The previous gradient reduction must be waited on before finalizing "
+                "backward again; call wait() of its handle"
+            )
+        if context.pending is not None:
+            raise RuntimeError(
+                "fsdp: Another gradient reduction sharing this communication context must be "
+                "waited on before finalizing backward; call wait() of its handle"
             )
         self._check_root("finalize_backward")
         if not context.manual_finalization:
@@ -423,14 +448,24 @@ class FSDPState(StateNames):
         groups = [group for state in reversed(context.all_states) for group in state.groups[::-1]]
         for group in groups:
             reduces = group.reduce_scatter.reduce_grads and group.mesh.ndim == 2
-            if group.reduce_scatter.is_partly_reduced or (
-                reduces and not group.reduce_scatter.all_reduce_grads
-            ):
+            if group.reduce_scatter.is_partly_reduced:
                 raise RuntimeError(
-                    f"fsdp: finalize_backward does not support partial gradient reductions and "
-                    f"requires all-reduce, got set_requires_all_reduce(False) of {group.names}; "
-                    f"call set_requires_all_reduce(True) before backward"
+                    f"fsdp: manual backward finalization does not support partial gradient "
+                    f"reductions, got a backward with set_requires_all_reduce(False) of "
+                    f"{group.names}; call set_requires_all_reduce(True) before backward"
                 )
+            if reduces and not group.reduce_scatter.all_reduce_grads:
+                raise RuntimeError(
+                    f"fsdp: manual backward finalization requires all-reduce, got "
+                    f"set_requires_all_reduce(False) of {group.names}; call "
+                    f"set_requires_all_reduce(True) before finalization"
+                )
+        if async_op and any(one.awaits_reduction for one in context.sharing if one is not context):
+            raise RuntimeError(
+                "fsdp: Asynchronous gradient finalization cannot overlap work from another FSDP "
+                "root sharing the communication context; finalize that root first, or leave out "
+                "share_comm_ctx or async_op"
+            )
         for group in groups:
             context.post_backward(group)
         context.reduction = object()
@@ -444,7 +479,7 @@ class FSDPState(StateNames):
         """
         if self.context.reduction is not reduction:
             raise RuntimeError(
-                "fsdp: this gradient reduction handle was invalidated by reset_iter_state"
+                "fsdp: This gradient reduction handle was invalidated by reset_iter_state"
             )
         self.context.reduction = None
         self.end_iteration()
@@ -459,9 +494,15 @@ class FSDPState(StateNames):
         """Forgets an iteration that failed: waits for collectives, reshards, drops gradients.
 
         Raises:
-            RuntimeError: this is not the root.
+            RuntimeError: this is not the root; one that shares streams waits for a reduction.
         """
         self._check_root("reset_iter_state")
+        if self.context.pending not in (None, self.context):
+            raise RuntimeError(
+                "fsdp: reset_iter_state cannot reset a gradient reduction owned by another FSDP "
+                "root sharing the communication context; call wait() of its handle, or reset "
+                "that root"
+            )
         for state in self.context.all_states or [self]:
             state._pending.clear()
             state.training_state = TrainingState.IDLE
