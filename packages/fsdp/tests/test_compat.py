@@ -72,6 +72,12 @@ def test_grad_dtype_is_read_where_fsdp2_reads_it():
     assert _compat.grad_dtype_of(param) == (_compat.GradDtype(None) if newer else None)
 
 
+def test_fsdp2_knows_annotated_parameters_since_2_14():
+    """mesh/annotations.py accepts them with every torch."""
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
+    assert hasattr(TorchFSDPParam, "_resolve_spmd_types_for_storage") == newer
+
+
 def test_private_collectives_of_torch_have_the_public_interface():
     assert issubclass(_compat.torch_collectives.ProcessGroupAllocAllGather, _compat.AllGather)
     assert issubclass(

@@ -21,6 +21,7 @@ from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
 from fsdp.mesh import (
+    SpmdMesh,
     check_on_spmd_mesh,
     checked_mesh,
     checked_reshard,
@@ -145,7 +146,8 @@ def fully_shard(
         ignored_params: parameters that are neither sharded, moved, nor reduced.
         dp_mesh_dims: which axes of `mesh`, of any number of axes, are those of data parallelism:
             its ``shard`` and ``replicate`` name one or several, which are flattened. Parameters
-            have to be DTensors on `mesh`, with Replicate along these axes. Without ``shard`` they
+            have to be DTensors on `mesh`, with Replicate along these axes, or annotated by
+            spmd_types: plain tensors whose annotation has every other axis. Without ``shard`` they
             stay replicated, and their gradients are reduced, as by DDP. As in FSDP2, gradients are
             averaged over these axes even where they are ``Partial("sum")``, as under a loss that is
             the mean over all ranks; ``set_gradient_divide_factor(1.0)`` sums them.
@@ -164,9 +166,11 @@ def fully_shard(
     """
     modules = _checked_modules(module)
     _check_options(mp_policy, offload_policy, strategy, ignored_params)
-    spmd_mesh = mesh
+    spmd_mesh, spmd = mesh, None
     if dp_mesh_dims is not None:
         mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+        assert spmd_mesh is not None, "data_parallel_mesh checks it"
+        spmd = SpmdMesh(spmd_mesh, dp_mesh_dims)
     mesh = checked_mesh(mesh)
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
@@ -174,10 +178,11 @@ def fully_shard(
         modules, lambda child: state_of(child) is not None or is_replicated(child)
     )
     params = managed_params(
-        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
+        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set(), spmd
     )
     if dp_mesh_dims is not None:
-        check_on_spmd_mesh([(p.name, p.orig_param) for p in params], spmd_mesh, dp_mesh_dims)
+        plain = [(p.name, p.orig_param) for p in params if not p.is_annotated]
+        check_on_spmd_mesh(plain, spmd_mesh, dp_mesh_dims)
         for param in params:
             assert param.placement is not None
             param.placement = replace(param.placement, is_averaged=True)

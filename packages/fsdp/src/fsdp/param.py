@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp._compat import GradDtype, grad_dtype_of, placement_and_mesh, set_grad_dtype
-from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
+from fsdp.mesh import (
+    ParamPlacement,
+    SpmdMesh,
+    annotation_of,
+    block_on_inner_axes,
+    checked_mesh,
+    placement_of,
+)
 from fsdp.mesh.granularity import Whole, block_size
 from fsdp.quantized.arguments import checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
@@ -129,6 +136,17 @@ class FSDPParam:
         return self.original
 
     @property
+    def is_annotated(self) -> bool:
+        """Whether it is a plain tensor that spmd_types annotates."""
+        return self.placement is not None and self.placement.annotation is not None
+
+    def restore_annotation(self) -> None:
+        """Annotates the unsharded parameter as the original one was."""
+        if self.placement is not None and self.placement.annotation is not None:
+            assert self.unsharded_param is not None
+            self.placement.annotation.restore(self.unsharded_param)
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part of the unsharded parameter."""
         return tuple(self.orig_param.shape) if self.placement is None else self.placement.shape
@@ -183,7 +201,7 @@ class FSDPParam:
 
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
-        if self.placement is not None:
+        if self.placement is not None and self.placement.annotation is None:
             tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
         set_grad_dtype(self.unsharded_param, self.unsharded_grad_dtype)
@@ -277,6 +295,7 @@ def managed_params(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
+    spmd_mesh: SpmdMesh | None = None,
 ) -> list[FSDPParam]:
     """Checks the parameters of modules, and returns them; nothing is changed.
 
@@ -286,7 +305,7 @@ def managed_params(
             chunks of a tensor with ``fsdp_pre_all_gather``.
     """
     return [
-        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn)
+        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn, spmd_mesh)
         for named_param in named_params(modules, ignored)
     ]
 
@@ -297,6 +316,7 @@ def _managed_param(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    spmd_mesh: SpmdMesh | None,
 ) -> FSDPParam:
     name, param = named.name, named.param
     managed_name = stale_name(param)
@@ -312,7 +332,11 @@ def _managed_param(
     _check_device(param, device, name)
     extension = has_extension(param, name)
     placement = None
-    if isinstance(param, DTensor) and not extension:
+    annotation = annotation_of(param, name, spmd_mesh)
+    if annotation is not None:
+        placement = placement_of(annotation.dtensor(param), param_mesh, name)
+        placement = replace(placement, annotation=annotation)
+    elif isinstance(param, DTensor) and not extension:
         placement = placement_of(param, param_mesh, name)
     shape = tuple(param.shape) if placement is None else placement.shape
     block = block_size(granularity, shape, name)

@@ -183,6 +183,7 @@ class FSDPParamGroup(ABC):
     ) -> None:
         self.params, self.mesh, self.options = list(params), mesh, options
         self._set_dtypes(self.params[0].orig_param.dtype)
+        self.annotated = [param for param in self.params if param.is_annotated]
         self.collectives = GroupCollectives(options.strategy)
         self.streams = CommStreams(torch.device("cpu"))  # the root's, once that is known
         self.is_unsharded = self.keep_unsharded_storage = False
@@ -268,6 +269,11 @@ class FSDPParamGroup(ABC):
             assert param.unsharded_param is not None
             param.set_on_modules(param.unsharded_param)
         self.is_unsharded = True
+
+    def restore_annotations(self) -> None:
+        """Annotates unsharded parameters, while spmd_types checks them."""
+        for param in self.annotated:
+            param.restore_annotation()
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Registers the sharded parameters on the modules, and frees the unsharded ones."""
@@ -483,6 +489,7 @@ def _local_gradients(
     """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
     redistributed: dict[int, DTensor] = {}
     all_placements = []
+    grads = {i: _with_placements(params[i], grad) for i, grad in grads.items()}
     for i, grad in grads.items():
         placement = params[i].placement
         if placement is None or not isinstance(grad, DTensor):
@@ -496,6 +503,12 @@ def _local_gradients(
             moved = redistribute_many(list(redistributed.values()), all_placements)
         grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
     return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
+
+
+def _with_placements(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+    """Returns the plain gradient of an annotated parameter as a DTensor; others as they are."""
+    annotation = None if param.placement is None else param.placement.annotation
+    return grad if annotation is None else annotation.gradient(grad)
 
 
 def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ Note: the path of one step, for each group of a state.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp._compat import in_backward, map_tensors, no_compile
 from fsdp.collectives.comm import CommStreams
+from fsdp.mesh import no_typecheck, typed_as_local
 from fsdp.param_group import FSDPParamGroup, set_names, verify_groups
 from fsdp.private_names import STATE, StateNames
 
@@ -33,6 +35,21 @@ __all__ = [
     "TrainingState",
     "state_of",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _internal(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps torch.compile from tracing a hook, and spmd_types from checking its operators."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with no_typecheck():
+            return function(*args, **kwargs)
+
+    return no_compile(call)
 
 
 class TrainingState(Enum):
@@ -211,6 +228,8 @@ class FSDPState(StateNames):
         )
         for module in modules:
             module.__dict__[STATE] = self
+        if any(group.annotated for group in groups):
+            typed_as_local(_PostBackward)
 
     # Forward.
 
@@ -223,24 +242,30 @@ class FSDPState(StateNames):
                 "wait() of the handle that finalize_backward(async_op=True) returned"
             )
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes
-            self.unshard(for_backward=True)
+            with no_typecheck():
+                self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
         first = self.training_state is not TrainingState.FORWARD
         if first:  # before the training state changes: an error is raised by the next call, too
-            args, kwargs = self._root_pre_forward(args, kwargs)
+            with no_typecheck():
+                args, kwargs = self._root_pre_forward(args, kwargs)
         self.training_state = TrainingState.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         upcoming = None
         if first and not in_backward():
             upcoming = self.context.order.pre_forward(self)
-        self.unshard()
+        with no_typecheck():
+            self.unshard()
+            if first:
+                for state in self.forward_prefetch or ([upcoming] if upcoming else []):
+                    state.start_unshard()
+        for group in self.groups:
+            group.restore_annotations()
         if first:
-            for state in self.forward_prefetch or ([upcoming] if upcoming else []):
-                state.start_unshard()
             return register_post_backward_hook((args, kwargs), self._post_backward_hook)
         return args, kwargs
 
-    @no_compile
+    @_internal
     def post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Reshards, casts outputs, and hooks their gradients."""
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -318,7 +343,7 @@ class FSDPState(StateNames):
 
     # Backward.
 
-    @no_compile
+    @_internal
     def _pre_backward(self) -> None:
         """Unshards before the first gradient, and starts the next all-gather."""
         context = self.context
@@ -340,13 +365,13 @@ class FSDPState(StateNames):
                 if group.unshard_in_backward:
                     group.unshard(for_backward=True)
 
-    @no_compile
+    @_internal
     def _post_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
             self.context.post_backward(group)
 
-    @no_compile
+    @_internal
     def _post_backward_hook(self) -> None:
         """Reduces, and ends a backward in which no hook on an output will: see `_end_partial_pass`.
 
@@ -356,7 +381,7 @@ class FSDPState(StateNames):
         if not self.context.callback_queued:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_partial_pass)
 
-    @no_compile
+    @_internal
     def _end_partial_pass(self) -> None:
         """Ends a pass through some modules of a call, as of a head that runs in chunks.
 
@@ -370,7 +395,7 @@ class FSDPState(StateNames):
         if context.is_last_backward and not context.manual_finalization:
             context.finish_reductions()
 
-    @no_compile
+    @_internal
     def end_backward(self, *, reduced: bool = False) -> None:
         """Reduces the groups whose module had no input with a gradient, and waits; of the root.
 

@@ -95,6 +95,11 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 def _is_reduced_elsewhere(param: FSDPParam) -> bool:
     """Returns whether a gradient may be Partial on an axis that fully_shard does not reduce."""
     placement = param.placement
+    if placement is not None and placement.annotation is not None:
+        return any(
+            one.is_partial() and axis not in placement.fsdp_axes
+            for axis, one in enumerate(placement.annotation.grad_placements)
+        )
     return placement is not None and any(
         isinstance(one, Replicate) and axis not in placement.fsdp_axes
         for axis, one in enumerate(placement.spec.placements)

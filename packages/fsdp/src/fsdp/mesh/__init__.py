@@ -1,10 +1,12 @@
 """Meshes of `fully_shard`.
 
 `data_parallel` is the mesh of one or two axes that it uses, `spmd` the choice of these axes from a
-mesh of all parallelism, and `placement` what is known of parameters that are DTensors.
+mesh of all parallelism, `placement` what is known of parameters that are DTensors, `annotations` of
+those that spmd_types annotates.
 `granularity` has the runs of elements that sharding keeps together.
 """
 
+from fsdp.mesh.annotations import SpmdMesh, annotation_of, no_typecheck, typed_as_local
 from fsdp.mesh.data_parallel import (
     checked_mesh,
     checked_reshard,
@@ -17,13 +19,17 @@ from fsdp.mesh.spmd import check_on_spmd_mesh, data_parallel_mesh
 
 __all__ = [
     "ParamPlacement",
+    "SpmdMesh",
+    "annotation_of",
     "block_on_inner_axes",
     "check_on_spmd_mesh",
     "checked_mesh",
     "checked_reshard",
     "data_parallel_mesh",
     "device_of",
+    "no_typecheck",
     "placement_of",
     "post_forward_mesh",
     "sharded_placements",
+    "typed_as_local",
 ]
