@@ -40,6 +40,7 @@ from fsdp.quantized.arguments import checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
 
 __all__ = [
+    "RELEASE_HOOK",
     "FSDPParam",
     "NamedParam",
     "ParamLocation",
@@ -58,6 +59,7 @@ __all__ = [
 
 _STALE = "_fsdp_name"  # attribute of a tensor that optimizers must not have: its parameter's name
 _EXTENSION_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def mark_stale(param: torch.Tensor, name: str) -> None:
@@ -391,13 +393,19 @@ def has_extension(param: torch.Tensor, name: str) -> bool:
     """Returns whether a parameter has hooks that define what is gathered (extensions.py).
 
     Raises:
-        ValueError: it has one of the two hooks, is a DTensor, or has no dim to shard.
+        ValueError: it has one of the two hooks, or `RELEASE_HOOK` alone; it is a DTensor, or has
+            no dim to shard.
     """
     local = param._local_tensor if isinstance(param, DTensor) else param
     has = [hasattr(local, hook) for hook in _EXTENSION_HOOKS]
-    if not any(has):
-        return False
     kind = type(local).__name__
+    if not any(has):
+        if hasattr(local, RELEASE_HOOK):
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a {kind} with {RELEASE_HOOK}, which requires "
+                f"{_EXTENSION_HOOKS[0]} and {_EXTENSION_HOOKS[1]}, got neither"
+            )
+        return False
     if not all(has):
         raise ValueError(
             f"fully_shard: parameter {name!r} is a {kind} with {_EXTENSION_HOOKS[has.index(True)]} "
