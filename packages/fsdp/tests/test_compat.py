@@ -2,16 +2,16 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.pipelining import stage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as TorchFSDPParam
 
 import fsdp
 from fsdp import _compat
+from fsdp.private_names import ModuleNames
 from testkit import run_ranks
 from testkit.models.residual_stack import batch, shard, stack
 
@@ -60,19 +60,29 @@ def test_param_dtype_override_applies_to_each_parameter():
     assert run_ranks(check, 1) == [{2: torch.bfloat16, 1: torch.float32}]
 
 
+def test_grad_dtype_is_read_where_fsdp2_reads_it():
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert _compat.grad_dtype_of(param) is None
+    param.grad_dtype = torch.float64
+    expected = _compat.GradDtype(torch.float64) if newer else None
+    assert _compat.grad_dtype_of(param) == expected
+    assert ("sharded_grad_dtype" in TorchFSDPParam.__annotations__) == newer
+    _compat.set_grad_dtype(param, None)
+    assert _compat.grad_dtype_of(param) == (_compat.GradDtype(None) if newer else None)
+
+
+def test_fsdp2_knows_annotated_parameters_since_2_14():
+    """mesh/annotations.py accepts them with every torch."""
+    newer = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
+    assert hasattr(TorchFSDPParam, "_resolve_spmd_types_for_storage") == newer
+
+
 def test_private_collectives_of_torch_have_the_public_interface():
     assert issubclass(_compat.torch_collectives.ProcessGroupAllocAllGather, _compat.AllGather)
     assert issubclass(
         _compat.torch_collectives.ProcessGroupAllocReduceScatter, _compat.ReduceScatter
     )
-
-
-def test_pipeline_stages_use_the_interface_of_fsdp_state():
-    """They call methods since 2.15, before it they read the state of fully_shard."""
-    text = Path(stage.__file__).read_text()
-    by_state = "fully_shard.state(" in text and "_state_ctx.all_states" in text
-    by_method = ".finalize_backward(async_op=True)" in text
-    assert by_state or by_method
 
 
 MESH_DIMS = """
@@ -106,7 +116,8 @@ def test_data_parallel_mesh_dims_without_torchs_class():
 def test_every_method_of_torchs_fsdp_module_is_overridden():
     """An inherited method would look for torch's own state."""
     methods = {name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("__")}
-    inherited = {name for name in methods if name not in vars(fsdp.FSDPModule)}
+    own = {name for one in (fsdp.FSDPModule, ModuleNames) for name in vars(one)}
+    inherited = methods - own
     assert inherited <= {"_orig_cls_mro_index", "_set_unshard_async_op", "_abc_impl"}
 
 

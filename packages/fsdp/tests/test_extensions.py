@@ -236,6 +236,41 @@ def test_int8_weights_are_gathered_in_one_collective_of_fewer_bytes():
     run_ranks(check, 2)
 
 
+class Releasing(Master):
+    """Its unsharded parameter has memory of its own."""
+
+    releases = True
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self):
+        return self.releases
+
+
+def test_gathered_tensors_are_freed_where_the_subclass_says_so():
+    """Newer than torch 2.13, where FSDP2 keeps them."""
+
+    def check():
+        found = []
+        for package in BOTH:
+            torch.manual_seed(0)
+            model = package.fully_shard(_of(Releasing))
+            for step in range(2):
+                model(torch.full((1, 8), 1.0 + step)).square().sum().backward()
+            found.append([param.grad.full_tensor() for param in model.parameters()])
+        model = fsdp.fully_shard(_of(Releasing))
+        model.unshard()
+        outputs = model._get_fsdp_state().groups[0].all_gather._outputs
+        freed = [output.bytes.untyped_storage().nbytes() for output in outputs]
+        assert model[0].weight.untyped_storage().nbytes() == 4 * 8 * 8
+        Releasing.releases = "yes"
+        model.reshard()
+        with pytest.raises((ValueError, AssertionError), match="must return a bool"):
+            model.unshard()
+        Releasing.releases = True
+        return freed, [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+    assert run_ranks(check, 2) == [([0, 0], [True, True])] * 2
+
+
 def test_frozen_int8_weights_are_not_reduced():
     def check():
         model = _sharded(fsdp, _model(Lora), strategy="native")
@@ -330,10 +365,20 @@ def _of(kind, rows=8):
     return model
 
 
+def _with(weight):
+    model = nn.Linear(8, 8)
+    model.weight = weight
+    return model
+
+
 def test_wrong_all_gather_hooks_are_refused_by_name():
     def check():
         with pytest.raises(ValueError, match=r"'0.weight' is a OneHook with fsdp_pre_all_gather"):
             fsdp.fully_shard(_of(OneHook))
+        weight = nn.Linear(8, 8).weight
+        weight.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: True
+        with pytest.raises(ValueError, match="which requires fsdp_pre_all_gather and"):
+            fsdp.fully_shard(_with(weight))
         x, Growing.calls = torch.ones(1, 8), 0
         for kind, rows, message in (
             (Unpadded, 7, r"'0.weight' of \(7, 8\) .* unevenly over 2 ranks"),

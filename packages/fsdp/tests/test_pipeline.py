@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import fsdp
-from fsdp.state import state_of
-from testkit import CommLog, fake_mesh, run_ranks
+from testkit import CommLog, run_ranks
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 MICROBATCHES = 4
@@ -62,11 +61,3 @@ def test_a_stage_reduces_each_group_once_to_the_gradients_of_fsdp2(schedule):
     for equal, reductions in run_ranks(_both, 4, schedule, timeout=240):
         assert all(equal.values()), equal
         assert reductions == 3
-
-
-def test_torch_finds_the_state_of_a_sharded_module():
-    """`_compat.register_state` relies on it."""
-    with fake_mesh((2,)) as mesh:
-        module = fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
-        assert torch_fsdp.fully_shard.state(module) is state_of(module)
-        assert isinstance(module, torch_fsdp.FSDPModule)

@@ -15,8 +15,8 @@ from fsdp.api import (
     share_comm_ctx,
     uninstall,
 )
-from fsdp.granularity import Block, Granularity, Rows, Whole
 from fsdp.mesh import STRATEGIES, Roles
+from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
 from fsdp.module import FSDPModule
 from fsdp.quantized import Tiles
 

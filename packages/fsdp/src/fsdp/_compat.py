@@ -12,10 +12,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torch_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.utils import _apply_to_tensors as map_tensors
@@ -23,20 +21,21 @@ from torch.distributed.utils import _apply_to_tensors as map_tensors
 __all__ = [
     "AllGather",
     "DataParallelMeshDims",
+    "GradDtype",
     "GradientReductionHandle",
     "ReduceScatter",
     "check_ordered_groups",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
+    "grad_dtype_of",
     "in_backward",
-    "is_replicated",
     "map_tensors",
     "no_compile",
     "ordered_group",
     "placement_and_mesh",
     "policy_of",
-    "register_state",
+    "set_grad_dtype",
 ]
 
 P = ParamSpec("P")
@@ -90,23 +89,6 @@ else:  # before 2.13
 
     def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
         return (names,) if isinstance(names, str) else tuple(names or ())
-
-
-def register_state(module: nn.Module, state: object) -> None:
-    """Enters a sharded module where torch's composable functions look, as FSDP2 does.
-
-    ``torch.distributed.fsdp.fully_shard.state(module)`` returns the state: torch's pipeline stages
-    call it for the states below a stage, to reduce after the last microbatch. torch's own
-    fully_shard refuses the module, and its ``replicate`` of a model leaves the module alone.
-    """
-    function = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-    module.__dict__.setdefault(STATE_KEY, {})[function] = state
-    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Returns whether torch's ``replicate`` manages a module, and so all modules below it."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def collectives_of_process_group(group: dist.ProcessGroup) -> tuple[AllGather, ReduceScatter]:
@@ -190,6 +172,30 @@ def placement_and_mesh(result: Any, mesh: DeviceMesh, name: str) -> tuple[Any, D
 def default_reduce_dtype(dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
     """Returns what ``reduce_dtype=None`` means: the compute dtype, since 2.15 the parameters'."""
     return dtype if _REDUCES_IN_SHARDED_DTYPE else compute_dtype
+
+
+@dataclass(frozen=True)
+class GradDtype:
+    """What ``param.grad_dtype`` was set to.
+
+    Attributes:
+        dtype: that gradients must have; None accepts any.
+    """
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_of(param: torch.Tensor) -> GradDtype | None:
+    """Returns what ``param.grad_dtype`` was set to; None if it was not, or before 2.15."""
+    if not getattr(param, "_has_grad_dtype_override", False):
+        return None
+    return GradDtype(param.grad_dtype)
+
+
+def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Sets ``param.grad_dtype``; before 2.15, where FSDP2 does not use it, nothing."""
+    if hasattr(param, "_has_grad_dtype_override"):
+        param.grad_dtype = dtype
 
 
 def policy_of(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

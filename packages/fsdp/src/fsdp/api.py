@@ -21,9 +21,9 @@ from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
 from fsdp.collectives.resident import count_optimizer_step
-from fsdp.granularity import Granularity
 from fsdp.mesh import (
     Roles,
+    SpmdMesh,
     check_on_spmd_mesh,
     checked_mesh,
     checked_reshard,
@@ -32,6 +32,7 @@ from fsdp.mesh import (
     device_of,
     post_forward_mesh,
 )
+from fsdp.mesh.granularity import Granularity
 from fsdp.module import FSDPModule, set_fsdp_class, states_of
 from fsdp.param import (
     FSDPParam,
@@ -48,6 +49,7 @@ from fsdp.param_group import (
     PlannedParamGroup,
     group_params,
 )
+from fsdp.private_names import is_replicated, register_state
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
 from fsdp.state_dict import register_state_dict_hooks
@@ -150,7 +152,8 @@ def fully_shard(
         ignored_params: parameters that are neither sharded, moved, nor reduced.
         dp_mesh_dims: which axes of `mesh`, of any number of axes, are those of data parallelism:
             its ``shard`` and ``replicate`` name one or several, which are flattened. Parameters
-            have to be DTensors on `mesh`, with Replicate along these axes. Without ``shard`` they
+            have to be DTensors on `mesh`, with Replicate along these axes, or annotated by
+            spmd_types: plain tensors whose annotation has every other axis. Without ``shard`` they
             stay replicated, and their gradients are reduced, as by DDP. As in FSDP2, gradients are
             averaged over these axes even where they are ``Partial("sum")``, as under a loss that is
             the mean over all ranks; ``set_gradient_divide_factor(1.0)`` sums them.
@@ -175,20 +178,23 @@ def fully_shard(
     """
     modules = _checked_modules(module)
     _check_options(mp_policy, offload_policy, strategy, ignored_params)
-    spmd_mesh = mesh
+    spmd_mesh, spmd = mesh, None
     if dp_mesh_dims is not None:
         mesh = data_parallel_mesh(mesh, dp_mesh_dims)
+        assert spmd_mesh is not None, "data_parallel_mesh checks it"
+        spmd = SpmdMesh(spmd_mesh, dp_mesh_dims)
     mesh = checked_mesh(mesh)
     reshard, _ = checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = device_of(mesh)
     managed = managed_modules(
-        modules, lambda child: state_of(child) is not None or _compat.is_replicated(child)
+        modules, lambda child: state_of(child) is not None or is_replicated(child)
     )
     params = managed_params(
-        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set()
+        managed, mesh, device, shard_placement_fn, quantize_fn, ignored_params or set(), spmd
     )
     if dp_mesh_dims is not None:
-        check_on_spmd_mesh([(p.name, p.orig_param) for p in params], spmd_mesh, dp_mesh_dims)
+        plain = [(p.name, p.orig_param) for p in params if not p.is_annotated]
+        check_on_spmd_mesh(plain, spmd_mesh, dp_mesh_dims)
         for param in params:
             assert param.placement is not None
             param.placement = replace(param.placement, is_averaged=True)
@@ -214,7 +220,7 @@ def fully_shard(
     auto = reshard_after_forward is None
     state = FSDPState(modules, groups, device, mp_policy, auto_reshard=auto)
     for one in modules:
-        _compat.register_state(one, state)
+        register_state(one, state)
     set_fsdp_class(modules)
     watch_optimizers()
     return module
@@ -258,6 +264,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     if not states:
         return
     streams = states[0].context.streams
+    sharing = list(dict.fromkeys(one for root in states for one in root.context.sharing))
+    for context in sharing:
+        context.sharing = sharing
     for root in states:
         root.context.streams = streams
         for state in root.context.all_states or [root]:

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import UnshardHandle
 
 from fsdp import _compat
 from fsdp._compat import AllGather, GradientReductionHandle, ReduceScatter
+from fsdp.collectives.grad_dtype import grads_of_own_dtype
 from fsdp.param_group import FSDPParamGroup
+from fsdp.private_names import ModuleNames
 from fsdp.state import FSDPState, state_of
 
 __all__ = ["FSDPModule", "set_fsdp_class", "states_of"]
@@ -22,7 +24,7 @@ __all__ = ["FSDPModule", "set_fsdp_class", "states_of"]
 _fsdp_classes: dict[type, type] = {}  # by the original class
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(ModuleNames, TorchFSDPModule):
     """The base class that `fully_shard` adds to a module, with the methods of torch's FSDPModule.
 
     Methods with ``recurse`` set an option of all sharded modules below, too.
@@ -161,13 +163,15 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             RuntimeError: not the root, or not after `set_manual_backward_finalization`; in a
-                backward; while an earlier handle was not waited for; gradients are, or would be,
-                reduced over shards and not over HSDP's replicas.
+                backward; while an earlier handle of this root, or of one that shares its streams
+                (`share_comm_ctx`), was not waited for; asynchronously, while such a root has
+                gradients to reduce; gradients are, or would be, reduced over shards and not over
+                HSDP's replicas.
 
         Source: torch 2.15, torch/distributed/fsdp/_fully_shard/_fully_shard.py.
         """
         state = self._get_fsdp_state()
-        reduction = None if state.is_root is None else state.finalize_backward()
+        reduction = None if state.is_root is None else state.finalize_backward(async_op=async_op)
         handle = _ReductionHandle(state, reduction)
         if async_op:
             return handle
@@ -338,7 +342,14 @@ class FSDPModule(TorchFSDPModule):
             group.collectives.reduce_group = made[ranks]
 
     def reset_iter_state(self) -> None:
-        """Forgets an iteration in which forward or backward raised; call it on the root."""
+        """Forgets an iteration in which forward or backward raised; call it on the root.
+
+        A handle of `finalize_backward` raises afterwards.
+
+        Raises:
+            RuntimeError: this is not the root; another root that shares its streams has a handle
+                that was not waited for.
+        """
         self._get_fsdp_state().reset()
 
     # Module.
@@ -349,16 +360,12 @@ class FSDPModule(TorchFSDPModule):
             group.reshard()
         # not the method of torch's FSDPModule, which needs torch's state
         original = cast(Any, super(TorchFSDPModule, self))
-        result = original._apply(*args, **kwargs)
-        for group in self._groups(recurse=False):
-            group.reset_sharded_params()
+        groups = list(self._groups(recurse=False))
+        with grads_of_own_dtype([param for group in groups for param in group.params]):
+            result = original._apply(*args, **kwargs)
+            for group in groups:
+                group.reset_sharded_params()
         return result
-
-    def _get_fsdp_state(self) -> Any:
-        state = state_of(cast(nn.Module, self))
-        if state is None:
-            raise AssertionError(f"fsdp: No FSDP state found on {type(self).__name__}")
-        return state
 
     def _states(self, recurse: bool) -> Iterator[FSDPState]:
         module, seen = cast(nn.Module, self), set()

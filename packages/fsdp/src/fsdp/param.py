@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp._compat import placement_and_mesh
-from fsdp.granularity import Whole, block_size
-from fsdp.mesh import ParamPlacement, block_on_inner_axes, checked_mesh, placement_of
+from fsdp._compat import GradDtype, grad_dtype_of, placement_and_mesh, set_grad_dtype
+from fsdp.mesh import (
+    ParamPlacement,
+    SpmdMesh,
+    annotation_of,
+    block_on_inner_axes,
+    checked_mesh,
+    placement_of,
+)
+from fsdp.mesh.granularity import Whole, block_size
 from fsdp.quantized.arguments import checked_block, checked_tiles
 from fsdp.quantized.tiles import Tiles
 
 __all__ = [
+    "RELEASE_HOOK",
     "FSDPParam",
     "NamedParam",
     "ParamLocation",
@@ -52,6 +60,7 @@ __all__ = [
 
 _STALE = "_fsdp_name"  # attribute of a tensor that optimizers must not have: its parameter's name
 _EXTENSION_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def mark_stale(param: torch.Tensor, name: str) -> None:
@@ -102,6 +111,10 @@ class FSDPParam:
         sharded_param: DTensor, of the original dtype, in the SHARD buffer.
         unsharded_param: of the compute dtype, in the all-gather buffer; None before the first
             all-gather.
+        grad_dtype: what ``grad_dtype`` of the original or sharded parameter was set to; None if it
+            was not (collectives/grad_dtype.py).
+        unsharded_grad_dtype: to which autograd casts unsharded gradients; None does not cast.
+        follows_grad: whether unsharded gradients are reduced in the dtype that they have.
     """
 
     name: str
@@ -115,12 +128,26 @@ class FSDPParam:
     whole: Whole | None = None
     sharded_param: nn.Parameter = field(init=False)
     unsharded_param: nn.Parameter | None = None
+    grad_dtype: GradDtype | None = None
+    unsharded_grad_dtype: torch.dtype | None = None
+    follows_grad: bool = False
 
     @property
     def orig_param(self) -> nn.Parameter:
         """The original parameter, before a group replaces it."""
         assert self.original is not None, "a group has replaced it"
         return self.original
+
+    @property
+    def is_annotated(self) -> bool:
+        """Whether it is a plain tensor that spmd_types annotates."""
+        return self.placement is not None and self.placement.annotation is not None
+
+    def restore_annotation(self) -> None:
+        """Annotates the unsharded parameter as the original one was."""
+        if self.placement is not None and self.placement.annotation is not None:
+            assert self.unsharded_param is not None
+            self.placement.annotation.restore(self.unsharded_param)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -162,15 +189,32 @@ class FSDPParam:
 
     def init_sharded_param(self, param: nn.Parameter) -> None:
         """Makes a DTensor the sharded parameter, and registers it."""
+        self.keep_grad_dtype(param)
         self.sharded_param, self.original = param, None
         self.set_on_modules(param)
 
+    def keep_grad_dtype(self, param: torch.Tensor) -> None:
+        """Reads ``grad_dtype`` of a sharded parameter, or sets it to what it was before.
+
+        Casts and ``load_state_dict(assign=True)`` register parameters without one.
+        """
+        self.grad_dtype = grad_dtype_of(param) or self.grad_dtype
+        if self.grad_dtype is not None:
+            set_grad_dtype(param, self.grad_dtype.dtype)
+
     def init_unsharded_param(self, tensor: torch.Tensor) -> None:
         """Makes the unsharded parameter from a tensor in memory that all-gathers fill."""
-        if self.placement is not None:
+        if self.placement is not None and self.placement.annotation is None:
             tensor = DTensor(tensor, self.placement.spec, requires_grad=False)
         self.unsharded_param = nn.Parameter(tensor, requires_grad=self.sharded_param.requires_grad)
+        set_grad_dtype(self.unsharded_param, self.unsharded_grad_dtype)
         mark_stale(self.unsharded_param, self.name)
+
+    def set_unsharded_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Sets to which dtype autograd casts unsharded gradients; None does not cast."""
+        self.unsharded_grad_dtype = dtype
+        if self.unsharded_param is not None:
+            set_grad_dtype(self.unsharded_param, dtype)
 
     def sync_requires_grad(self) -> None:
         """Makes the unsharded parameter trained or frozen, as the sharded one is now."""
@@ -254,6 +298,7 @@ def managed_params(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
     ignored: Collection[nn.Parameter],
+    spmd_mesh: SpmdMesh | None = None,
 ) -> list[FSDPParam]:
     """Checks the parameters of modules, and returns them; nothing is changed.
 
@@ -263,7 +308,7 @@ def managed_params(
             chunks of a tensor with ``fsdp_pre_all_gather``.
     """
     return [
-        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn)
+        _managed_param(named_param, mesh, device, shard_placement_fn, quantize_fn, spmd_mesh)
         for named_param in named_params(modules, ignored)
     ]
 
@@ -274,6 +319,7 @@ def _managed_param(
     device: torch.device,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     quantize_fn: Callable[[nn.Parameter], Any] | None,
+    spmd_mesh: SpmdMesh | None,
 ) -> FSDPParam:
     name, param = named.name, named.param
     managed_name = stale_name(param)
@@ -289,7 +335,11 @@ def _managed_param(
     _check_device(param, device, name)
     extension = has_extension(param, name)
     placement = None
-    if isinstance(param, DTensor) and not extension:
+    annotation = annotation_of(param, name, spmd_mesh)
+    if annotation is not None:
+        placement = placement_of(annotation.dtensor(param), param_mesh, name)
+        placement = replace(placement, annotation=annotation)
+    elif isinstance(param, DTensor) and not extension:
         placement = placement_of(param, param_mesh, name)
     shape = tuple(param.shape) if placement is None else placement.shape
     block = block_size(granularity, shape, name)
@@ -302,7 +352,7 @@ def _managed_param(
     whole = granularity if isinstance(granularity, Whole) else None
     made = FSDPParam(
         name, param, named.locations, block, param_mesh, placement, tiles,
-        extension=extension, whole=whole,
+        extension=extension, whole=whole, grad_dtype=grad_dtype_of(param),
     )  # fmt: skip
     if extension:
         _check_chunks(made, param_mesh, granularity)
@@ -344,13 +394,19 @@ def has_extension(param: torch.Tensor, name: str) -> bool:
     """Returns whether a parameter has hooks that define what is gathered (extensions.py).
 
     Raises:
-        ValueError: it has one of the two hooks, is a DTensor, or has no dim to shard.
+        ValueError: it has one of the two hooks, or `RELEASE_HOOK` alone; it is a DTensor, or has
+            no dim to shard.
     """
     local = param._local_tensor if isinstance(param, DTensor) else param
     has = [hasattr(local, hook) for hook in _EXTENSION_HOOKS]
-    if not any(has):
-        return False
     kind = type(local).__name__
+    if not any(has):
+        if hasattr(local, RELEASE_HOOK):
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a {kind} with {RELEASE_HOOK}, which requires "
+                f"{_EXTENSION_HOOKS[0]} and {_EXTENSION_HOOKS[1]}, got neither"
+            )
+        return False
     if not all(has):
         raise ValueError(
             f"fully_shard: parameter {name!r} is a {kind} with {_EXTENSION_HOOKS[has.index(True)]} "

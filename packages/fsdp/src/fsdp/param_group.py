@@ -21,11 +21,12 @@ from fsdp import _compat
 from fsdp.collectives.all_gather import GroupAllGather, PlannedAllGather
 from fsdp.collectives.comm import BufferSpec, CommStreams, GroupCollectives, merge_shards
 from fsdp.collectives.extensions import ExtensionAllGather, chunk_layout, local_chunk
+from fsdp.collectives.grad_dtype import reduce_dtype_of, set_unsharded_grad_dtypes
 from fsdp.collectives.reduce_scatter import GradientSpec, GroupReduceScatter, ShardView
 from fsdp.collectives.resident import ChangeTracker, ReplicaGather, ResidentAllGather
 from fsdp.collectives.stages import GroupStage, group_stage
-from fsdp.granularity import Whole
 from fsdp.mesh import Roles, optimizer_mesh, sharded_placements
+from fsdp.mesh.granularity import Whole
 from fsdp.param import FSDPParam, chunk_rows, describe, param_names
 from fsdp.quantized.all_gather import QuantizedAllGather
 from fused_comm import redistribute_many
@@ -61,12 +62,13 @@ class Dtypes:
     reduce: torch.dtype
 
 
-def dtypes_of(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+def dtypes_of(
+    params: Sequence[FSDPParam], dtype: torch.dtype, policy: MixedPrecisionPolicy
+) -> Dtypes:
     """Returns the dtypes of parameters of one dtype under a policy; only floats are cast."""
     param_dtype = policy.param_dtype
     compute = param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
-    reduce = policy.reduce_dtype or _compat.default_reduce_dtype(dtype, compute)
-    return Dtypes(dtype, compute, reduce)
+    return Dtypes(dtype, compute, reduce_dtype_of(params, dtype, compute, policy))
 
 
 def group_params(
@@ -183,7 +185,8 @@ class FSDPParamGroup(ABC):
         self, params: Sequence[FSDPParam], mesh: DeviceMesh, options: GroupOptions
     ) -> None:
         self.params, self.mesh, self.options = list(params), mesh, options
-        self.dtypes = dtypes_of(self.params[0].orig_param.dtype, options.mp_policy)
+        self._set_dtypes(self.params[0].orig_param.dtype)
+        self.annotated = [param for param in self.params if param.is_annotated]
         self.collectives = GroupCollectives(options.strategy)
         self.streams = CommStreams(torch.device("cpu"))  # the root's, once that is known
         self.is_unsharded = self.keep_unsharded_storage = False
@@ -215,6 +218,12 @@ class FSDPParamGroup(ABC):
     def keeps_parameters(self) -> bool:
         """Whether unsharded parameters stay in memory between steps."""
         return self.options.roles is not None and self.options.roles.keeps_parameters
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        """Sets the dtypes of the group, and of its gradients, by that of the parameters."""
+        policy = self.options.mp_policy
+        self.dtypes = dtypes_of(self.params, dtype, policy)
+        set_unsharded_grad_dtypes(self.params, dtype, self.dtypes.compute, policy)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Sets whether parameters are freed after forward; a number of ranks no longer counts.
@@ -286,6 +295,11 @@ class FSDPParamGroup(ABC):
             assert param.unsharded_param is not None
             param.set_on_modules(param.unsharded_param)
         self.is_unsharded = True
+
+    def restore_annotations(self) -> None:
+        """Annotates unsharded parameters, while spmd_types checks them."""
+        for param in self.annotated:
+            param.restore_annotation()
 
     def reshard(self, *, after_forward: bool = False) -> None:
         """Registers the sharded parameters on the modules, and frees the unsharded ones."""
@@ -361,6 +375,15 @@ class FSDPParamGroup(ABC):
         return GroupReduceScatter(
             gradients, buffers, self.dtypes.sharded, self.dtypes.reduce, self.streams
         )
+
+    def _reset_grad_dtypes(self) -> None:
+        """Reads which ``grad_dtype`` the sharded parameters have now."""
+        before = self.dtypes.reduce
+        for param in self.params:
+            param.keep_grad_dtype(param.sharded_param)
+        self._set_dtypes(self.dtypes.sharded)
+        if self.dtypes.reduce != before:
+            self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
 
 
 class PlannedParamGroup(FSDPParamGroup):
@@ -440,6 +463,7 @@ class PlannedParamGroup(FSDPParamGroup):
             for i, (param, now) in enumerate(zip(self.params, current, strict=True))
         ):
             self.mixed_dtypes = ()
+            self._reset_grad_dtypes()
             return
         loaded = [now._local_tensor for now in current if now.device.type != "meta"]
         dtypes = {local.dtype for local in loaded or [now._local_tensor for now in current]}
@@ -459,6 +483,7 @@ class PlannedParamGroup(FSDPParamGroup):
                         own.copy_(local)
                     now._local_tensor = own
                 param.init_sharded_param(now)
+        self._reset_grad_dtypes()
 
     def _is_view(self, i: int, param: Any) -> bool:
         """Returns whether a parameter is in the SHARD buffer, or on meta and not loaded yet."""
@@ -471,7 +496,7 @@ class PlannedParamGroup(FSDPParamGroup):
 
     def _reset_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates a new SHARD buffer; the others are made again when they are needed."""
-        self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+        self._set_dtypes(dtype)
         self.shard = self._new_shard(dtype, device)
         self.all_gather = self._new_all_gather(self.all_gather.post_forward_mesh)
         self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
@@ -547,6 +572,7 @@ def _local_gradients(
     """Returns local tensors of gradients; of TP parameters, redistributed in one collective."""
     redistributed: dict[int, DTensor] = {}
     all_placements = []
+    grads = {i: _with_placements(params[i], grad) for i, grad in grads.items()}
     for i, grad in grads.items():
         placement = params[i].placement
         if placement is None or not isinstance(grad, DTensor):
@@ -560,6 +586,12 @@ def _local_gradients(
             moved = redistribute_many(list(redistributed.values()), all_placements)
         grads = {**grads, **dict(zip(redistributed, moved, strict=True))}
     return {i: _local_gradient(params[i], grad) for i, grad in grads.items()}
+
+
+def _with_placements(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
+    """Returns the plain gradient of an annotated parameter as a DTensor; others as they are."""
+    annotation = None if param.placement is None else param.placement.annotation
+    return grad if annotation is None else annotation.gradient(grad)
 
 
 def _local_gradient(param: FSDPParam, grad: torch.Tensor) -> torch.Tensor:
@@ -621,9 +653,10 @@ class ExtensionParamGroup(FSDPParamGroup):
             param.init_sharded_param(now)
         dtype = local_chunk(self.params[0]).dtype
         if dtype != self.dtypes.sharded:
-            self.dtypes = dtypes_of(dtype, self.options.mp_policy)
+            self._set_dtypes(dtype)
             self.all_gather = self._new_all_gather()
             self.reduce_scatter.reset_dtypes(self.dtypes.sharded, self.dtypes.reduce)
+        self._reset_grad_dtypes()
 
     def _new_all_gather(self) -> ExtensionAllGather:
         return ExtensionAllGather(

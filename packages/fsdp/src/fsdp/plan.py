@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp import api
-from fsdp.granularity import Block, Granularity, Rows, Whole
+from fsdp.mesh.granularity import Block, Granularity, Rows, Whole
 
 __all__ = ["fully_shard"]
 

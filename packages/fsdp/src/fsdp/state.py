@@ -14,9 +14,10 @@ Note: the path of one step, for each group of a state.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp._compat import in_backward, map_tensors, no_compile
 from fsdp.collectives.comm import CommStreams
+from fsdp.collectives.execution_order import ExecutionOrder
+from fsdp.mesh import no_typecheck, typed_as_local
 from fsdp.param_group import FSDPParamGroup, set_names, verify_groups
+from fsdp.private_names import STATE, StateNames
 
 __all__ = [
     "FSDPContext",
@@ -33,7 +37,20 @@ __all__ = [
     "state_of",
 ]
 
-_STATE = "_fsdp_state"  # attribute of a module
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _internal(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps torch.compile from tracing a hook, and spmd_types from checking its operators."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with no_typecheck():
+            return function(*args, **kwargs)
+
+    return no_compile(call)
 
 
 class TrainingState(Enum):
@@ -45,62 +62,11 @@ class TrainingState(Enum):
     POST_BACKWARD = auto()
 
 
-class ExecutionOrder:
-    """The order in which the modules of states run, from which prefetches are chosen.
-
-    In forward, the state that is prefetched is the one that came next in the last forward, as long
-    as this forward runs in the same order; in the first forward there is none. All ranks have the
-    same history, and so issue the same all-gathers. In backward, it is the state whose forward
-    ended just before.
-    """
-
-    def __init__(self) -> None:
-        self._last_forward: list[FSDPState] = []
-        self._forward: list[FSDPState] = []
-        self._repeats = False  # whether this forward runs in the order of the last one so far
-        self._post_forward: list[FSDPState] = []
-        self._indices: dict[int, list[int]] = {}  # of each state in _post_forward
-
-    def begin_forward(self) -> None:
-        """Records the begin of the root's forward."""
-        self._forward, self._repeats = [], True
-
-    def end_forward(self) -> None:
-        """Records the end of the root's forward."""
-        self._last_forward, self._forward, self._repeats = self._forward, [], False
-
-    def pre_forward(self, state: FSDPState) -> FSDPState | None:
-        """Records the begin of a forward; returns the state whose forward follows, if known."""
-        index, last = len(self._forward), self._last_forward
-        self._forward.append(state)
-        self._repeats = self._repeats and index < len(last) and last[index] is state
-        return last[index + 1] if self._repeats and index + 1 < len(last) else None
-
-    def post_forward(self, state: FSDPState) -> None:
-        """Records the end of a forward that a backward will follow."""
-        self._indices.setdefault(id(state), []).append(len(self._post_forward))
-        self._post_forward.append(state)
-
-    def pre_backward(self, state: FSDPState) -> FSDPState | None:
-        """Records the begin of a backward; returns the state whose backward follows, if known."""
-        indices = self._indices.get(id(state))
-        if not indices:
-            return None  # several backwards of one forward
-        index = indices.pop()
-        return self._post_forward[index - 1] if index else None
-
-    def end_backward(self) -> None:
-        """Records the end of all backwards."""
-        self._post_forward.clear()
-        self._indices.clear()
-
-
 class FSDPContext:
     """What all states under a root share, from the root's first forward on.
 
     Attributes:
-        all_states: the root's first, then in the order of modules. (torch's pipeline schedules
-            read this name.)
+        all_states: the root's first, then in the order of modules.
         streams: of the collectives.
         order: of forwards and backwards.
         running_root: the root while its forward runs.
@@ -109,6 +75,7 @@ class FSDPContext:
         active_finalization: `manual_finalization` from an iteration's first backward to its end;
             None before.
         reduction: of an asynchronous `FSDPState.finalize_backward` that was not waited for.
+        sharing: the contexts that share streams with this one, itself included.
         callback_queued: whether `FSDPState.end_backward` will be called after this backward.
         post_optim_event: that all-gathers wait for, in place of the current stream.
         max_input_buffers: reductions whose buffers may be allocated at a time.
@@ -117,12 +84,13 @@ class FSDPContext:
     def __init__(self, device: torch.device) -> None:
         self.all_states: list[FSDPState] = []
         self.streams = CommStreams(device)
-        self.order = ExecutionOrder()
+        self.order: ExecutionOrder[FSDPState] = ExecutionOrder()
         self.running_root: FSDPState | None = None
         self.is_last_backward = True
         self.manual_finalization = False
         self.active_finalization: bool | None = None
         self.reduction: object | None = None
+        self.sharing: list[FSDPContext] = [self]
         self.callback_queued = False
         self.post_optim_event: Any = None
         self.max_input_buffers = 1
@@ -141,6 +109,16 @@ class FSDPContext:
         group.reduce_scatter.start()
         if group.reduce_scatter.in_flight:
             self._in_flight.append(group)
+
+    @property
+    def pending(self) -> FSDPContext | None:
+        """Of the contexts that share streams, the one whose `reduction` was not waited for."""
+        return next((one for one in self.sharing if one.reduction is not None), None)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether reductions are in flight, or a backward will start some."""
+        return bool(self._in_flight) or self.order.awaits_backward
 
     def finish_reductions(self) -> None:
         """Waits for all reductions."""
@@ -162,7 +140,7 @@ class FSDPContext:
         self.active_finalization = self.reduction = None
 
 
-class FSDPState:
+class FSDPState(StateNames):
     """The state of the modules of one call, as FSDP2's FSDPState.
 
     Args:
@@ -195,37 +173,45 @@ class FSDPState:
             modules, self.pre_forward, self.post_forward, self._pending, self._cast_output
         )
         for module in modules:
-            module.__dict__[_STATE] = self
+            module.__dict__[STATE] = self
+        if any(group.annotated for group in groups):
+            typed_as_local(_PostBackward)
 
     # Forward.
 
     @no_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshards, starts the next all-gather, casts inputs, and hooks their gradients."""
-        if self.context.reduction is not None:
+        if self.context.pending is not None:
             raise RuntimeError(
-                "fsdp: the previous gradient reduction must be waited on before forward; call "
+                "fsdp: The previous gradient reduction must be waited on before forward; call "
                 "wait() of the handle that finalize_backward(async_op=True) returned"
             )
         if self.training_state is TrainingState.PRE_BACKWARD:  # activation checkpointing recomputes
-            self.unshard(for_backward=True)
+            with no_typecheck():
+                self.unshard(for_backward=True)
             return self._cast_inputs(args, kwargs)
         first = self.training_state is not TrainingState.FORWARD
         if first:  # before the training state changes: an error is raised by the next call, too
-            args, kwargs = self._root_pre_forward(args, kwargs)
+            with no_typecheck():
+                args, kwargs = self._root_pre_forward(args, kwargs)
         self.training_state = TrainingState.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
         upcoming = None
         if first and not in_backward():
             upcoming = self.context.order.pre_forward(self)
-        self.unshard()
+        with no_typecheck():
+            self.unshard()
+            if first:
+                for state in self.forward_prefetch or ([upcoming] if upcoming else []):
+                    state.start_unshard()
+        for group in self.groups:
+            group.restore_annotations()
         if first:
-            for state in self.forward_prefetch or ([upcoming] if upcoming else []):
-                state.start_unshard()
             return register_post_backward_hook((args, kwargs), self._post_backward_hook)
         return args, kwargs
 
-    @no_compile
+    @_internal
     def post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Reshards, casts outputs, and hooks their gradients."""
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -303,7 +289,7 @@ class FSDPState:
 
     # Backward.
 
-    @no_compile
+    @_internal
     def _pre_backward(self) -> None:
         """Unshards before the first gradient, and starts the next all-gather."""
         context = self.context
@@ -325,13 +311,13 @@ class FSDPState:
                 if group.unshard_in_backward:
                     group.unshard(for_backward=True)
 
-    @no_compile
+    @_internal
     def _post_backward(self) -> None:
         self.training_state = TrainingState.POST_BACKWARD
         for group in self.groups:
             self.context.post_backward(group)
 
-    @no_compile
+    @_internal
     def _post_backward_hook(self) -> None:
         """Reduces, and ends a backward in which no hook on an output will: see `_end_partial_pass`.
 
@@ -341,7 +327,7 @@ class FSDPState:
         if not self.context.callback_queued:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_partial_pass)
 
-    @no_compile
+    @_internal
     def _end_partial_pass(self) -> None:
         """Ends a pass through some modules of a call, as of a head that runs in chunks.
 
@@ -357,14 +343,18 @@ class FSDPState:
             for group in self.groups:
                 group.end_iteration()
 
-    @no_compile
-    def end_backward(self) -> None:
-        """Reduces the groups whose module had no input with a gradient, and waits; of the root."""
+    @_internal
+    def end_backward(self, *, reduced: bool = False) -> None:
+        """Reduces the groups whose module had no input with a gradient, and waits; of the root.
+
+        Args:
+            reduced: whether all groups were reduced already, as by a pipeline stage.
+        """
         context = self.context
         context.callback_queued, context.running_root = False, None
         for state in context.all_states:
             state._pending.clear()
-            if state.training_state is not TrainingState.POST_BACKWARD:
+            if not reduced and state.training_state is not TrainingState.POST_BACKWARD:
                 state._post_backward()
             state.training_state = TrainingState.IDLE
         if context.is_last_backward and not context.manual_finalization:
@@ -401,8 +391,11 @@ class FSDPState:
             )
         context.manual_finalization = enabled
 
-    def finalize_backward(self) -> object:
+    def finalize_backward(self, *, async_op: bool) -> object:
         """Reduces the gradients that backwards have not reduced; `wait_for_reduction` waits.
+
+        Args:
+            async_op: whether other work comes before the wait.
 
         Raises:
             RuntimeError: see `FSDPModule.finalize_backward`.
@@ -410,8 +403,13 @@ class FSDPState:
         context = self.context
         if context.reduction is not None:
             raise RuntimeError(
-                "fsdp: the previous gradient reduction must be waited on before finalizing "
-                "backward again"
+                "fsdp: The previous gradient reduction must be waited on before finalizing "
+                "backward again; call wait() of its handle"
+            )
+        if context.pending is not None:
+            raise RuntimeError(
+                "fsdp: Another gradient reduction sharing this communication context must be "
+                "waited on before finalizing backward; call wait() of its handle"
             )
         self._check_root("finalize_backward")
         if not context.manual_finalization:
@@ -424,14 +422,24 @@ class FSDPState:
         groups = [group for state in reversed(context.all_states) for group in state.groups[::-1]]
         for group in groups:
             reduces = group.reduce_scatter.reduce_grads and group.mesh.ndim == 2
-            if group.reduce_scatter.is_partly_reduced or (
-                reduces and not group.reduce_scatter.all_reduce_grads
-            ):
+            if group.reduce_scatter.is_partly_reduced:
                 raise RuntimeError(
-                    f"fsdp: finalize_backward does not support partial gradient reductions and "
-                    f"requires all-reduce, got set_requires_all_reduce(False) of {group.names}; "
-                    f"call set_requires_all_reduce(True) before backward"
+                    f"fsdp: manual backward finalization does not support partial gradient "
+                    f"reductions, got a backward with set_requires_all_reduce(False) of "
+                    f"{group.names}; call set_requires_all_reduce(True) before backward"
                 )
+            if reduces and not group.reduce_scatter.all_reduce_grads:
+                raise RuntimeError(
+                    f"fsdp: manual backward finalization requires all-reduce, got "
+                    f"set_requires_all_reduce(False) of {group.names}; call "
+                    f"set_requires_all_reduce(True) before finalization"
+                )
+        if async_op and any(one.awaits_reduction for one in context.sharing if one is not context):
+            raise RuntimeError(
+                "fsdp: Asynchronous gradient finalization cannot overlap work from another FSDP "
+                "root sharing the communication context; finalize that root first, or leave out "
+                "share_comm_ctx or async_op"
+            )
         for group in groups:
             context.post_backward(group)
         context.reduction = object()
@@ -445,7 +453,7 @@ class FSDPState:
         """
         if self.context.reduction is not reduction:
             raise RuntimeError(
-                "fsdp: this gradient reduction handle was invalidated by reset_iter_state"
+                "fsdp: This gradient reduction handle was invalidated by reset_iter_state"
             )
         self.context.reduction = None
         self.end_iteration()
@@ -460,9 +468,15 @@ class FSDPState:
         """Forgets an iteration that failed: waits for collectives, reshards, drops gradients.
 
         Raises:
-            RuntimeError: this is not the root.
+            RuntimeError: this is not the root; one that shares streams waits for a reduction.
         """
         self._check_root("reset_iter_state")
+        if self.context.pending not in (None, self.context):
+            raise RuntimeError(
+                "fsdp: reset_iter_state cannot reset a gradient reduction owned by another FSDP "
+                "root sharing the communication context; call wait() of its handle, or reset "
+                "that root"
+            )
         for state in self.context.all_states or [self]:
             state._pending.clear()
             state.training_state = TrainingState.IDLE
@@ -521,45 +535,10 @@ class FSDPState:
                 group.reset_sharded_params()
         verify_groups(groups)
 
-    # Names that torch's pipeline stages read.
-
-    @property
-    def _state_ctx(self) -> FSDPContext:
-        return self.context
-
-    @property
-    def _comm_ctx(self) -> FSDPContext:  # 2.15: by its id, stages whose reductions cannot overlap
-        return self.context
-
-    @property
-    def _fsdp_param_groups(self) -> list[_PipelineGroups]:
-        return [_PipelineGroups(self.context, group) for group in self.groups]
-
-    @property
-    def _fsdp_param_group(self) -> _PipelineGroups | None:  # torch 2.11 knows of one
-        return _PipelineGroups(self.context, *self.groups) if self.groups else None
-
-    def _root_post_backward_final_callback(self) -> None:
-        for state in self.context.all_states:
-            state.training_state = TrainingState.POST_BACKWARD
-        self.end_backward()
-
-
-class _PipelineGroups:
-    """Groups in the form that torch's pipeline stages use."""
-
-    def __init__(self, context: FSDPContext, *groups: FSDPParamGroup) -> None:
-        self._context, self._groups = context, groups
-
-    def post_backward(self) -> None:
-        """Reduces the gradients that all microbatches have accumulated."""
-        for group in self._groups:
-            self._context.post_backward(group)
-
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """Returns the state of a module that was sharded; None for others."""
-    state: FSDPState | None = module.__dict__.get(_STATE)
+    state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 

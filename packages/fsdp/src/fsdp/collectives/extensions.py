@@ -3,8 +3,9 @@
 Note: such a parameter is sharded as FSDP2 shards it, along dim 0 into equal chunks, of which the
 last may be shorter or empty. ``fsdp_pre_all_gather`` returns the tensors that are gathered in place
 of a chunk: any number, of any dtypes, of the same sizes on every rank. ``fsdp_post_all_gather``
-makes the unsharded parameter from the tensors of all ranks. The signatures are those of
-torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+makes the unsharded parameter from the tensors of all ranks. A subclass whose unsharded parameter
+does not use their memory may say so by a third hook (`RELEASE_HOOK`), and they are freed at once.
+The signatures are those of torch/distributed/fsdp/_fully_shard/_fsdp_param.py, of 2.15.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dbuffer import DBuffer, Handle, ResizableMemory
 from fsdp.collectives.comm import BufferSpec, CommStreams
 from fsdp.mesh import sharded_placements
-from fsdp.param import FSDPParam, chunk_rows, mark_stale
+from fsdp.param import RELEASE_HOOK, FSDPParam, chunk_rows
 from ragged_shard.planner import Layout, TensorSpec
 
 __all__ = ["ExtensionAllGather", "chunk_layout", "local_chunk"]
@@ -146,11 +146,16 @@ class ExtensionAllGather:
             pairs = [(chunks[j][r], r * count + j) for r in range(ranks) for j in range(count)]
             torch._foreach_copy_([to for to, _ in pairs], [buffer.view(i) for _, i in pairs])
             buffer.release()
-            outputs = iter(self._outputs)
+            every = iter(self._outputs)
             for i, param in enumerate(self._params):
-                gathered = tuple(self._gathered(next(outputs), form) for form in self._formats[i])
+                formats = self._formats[i]
+                outputs = [next(every) for _ in formats]
+                gathered = tuple(map(self._gathered, outputs, formats))
                 self._post_all_gather(i, param, gathered)
                 param.sync_requires_grad()
+                if _releases_outputs(param):
+                    for output in outputs:
+                        output.release()
         self._metadata = []
 
     def free(self, *, after_forward: bool, keep_storage: bool) -> None:
@@ -245,9 +250,7 @@ class ExtensionAllGather:
         if unsharded.shape != shape:  # the last chunks are padded
             unsharded = torch.as_strided(unsharded, shape, param.sharded_param.stride(), 0)
         self._inner_tensors[i] = list(inner)
-        trained = param.sharded_param.requires_grad
-        param.unsharded_param = nn.Parameter(unsharded, requires_grad=trained)
-        mark_stale(param.unsharded_param, param.name)
+        param.init_unsharded_param(unsharded)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -270,6 +273,23 @@ def _check_padded(
             f"its fsdp_pre_all_gather gave {[tuple(t.shape) for t in inputs]}; expected tensors "
             f"padded to {rows} rows"
         )
+
+
+def _releases_outputs(param: FSDPParam) -> bool:
+    """Returns whether gathered tensors are not needed once ``fsdp_post_all_gather`` was called.
+
+    Raises:
+        ValueError: the hook returned no bool.
+    """
+    hook = getattr(local_chunk(param), RELEASE_HOOK, None)
+    if hook is None:
+        return False
+    releases = hook()
+    if not isinstance(releases, bool):
+        raise ValueError(
+            f"fsdp: {RELEASE_HOOK} of {param.name!r} must return a bool, got {releases!r}"
+        )
+    return releases
 
 
 def local_chunk(param: FSDPParam) -> Any:

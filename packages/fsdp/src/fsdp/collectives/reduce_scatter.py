@@ -9,7 +9,7 @@ Note: the path of a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dbuffer import DBuffer, Handle
 from fsdp.collectives.comm import BufferSpec, CommStreams
+from fsdp.collectives.grad_dtype import promoted
 from fsdp.collectives.stages import GroupStage, group_stage
 from fsdp.param import FSDPParam, param_names
 
@@ -75,8 +76,9 @@ class GroupReduceScatter:
     Args:
         gradients: describes them.
         buffers: describes the gradient buffer.
-        grad_dtype: of the sharded gradients.
-        reduce_dtype: of the buffer.
+        grad_dtype: of the sharded gradients of parameters that have no ``grad_dtype``.
+        reduce_dtype: of the buffer; a gradient whose parameter `FSDPParam.follows_grad` may make it
+            wider.
         streams: the root's, once that is known.
 
     Attributes:
@@ -107,6 +109,7 @@ class GroupReduceScatter:
         self._pre_scale = self._post_scale = 1.0  # of what is copied in, and of its sum
         # (shard_size,), reduce dtype: reduced over shards and not over replicas
         self._partial: torch.Tensor | None = None
+        self._partial_scale = 1.0  # as _pre_scale
         self._partial_copied: set[int] = set()
         self.reduce_grads = True
         self.all_reduce_grads = True
@@ -128,6 +131,8 @@ class GroupReduceScatter:
 
     def copy_in(self) -> None:
         """Moves the unsharded gradients into the buffer: cast and scaled in one pass."""
+        if self.reduce_unused and self.reduce_grads:
+            self._check_unused_dtypes()
         unsharded_grads: dict[int, torch.Tensor] = {}
         for i, param in enumerate(self._gradients.params):
             unsharded_param = param.unsharded_param
@@ -141,11 +146,12 @@ class GroupReduceScatter:
             reduce_scatter_inputs = self._gradients.to_buffer(unsharded_grads)
             if self.in_flight:  # of an earlier backward
                 self.wait()
+            dtype = self._dtype_with(unsharded_grads)
             if self._copied:
-                assert self._buffer is not None
-                self._buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
+                buffer = self._with_dtype(dtype)
+                buffer.add_from(reduce_scatter_inputs, alpha=self._pre_scale)
             else:
-                self._acquire().copy_from(reduce_scatter_inputs, scale=self._pre_scale)
+                self._acquire(dtype).copy_from(reduce_scatter_inputs, scale=self._pre_scale)
         self._copied |= set(unsharded_grads)
 
     def start(self) -> None:
@@ -156,7 +162,7 @@ class GroupReduceScatter:
             params = self._gradients.params
             trained = {i for i, p in enumerate(params) if p.sharded_param.requires_grad}
             if trained and not self._copied:
-                self._acquire().zero_()
+                self._acquire(self._dtype_with({})).zero_()
             self._copied |= trained
         if not self._copied:
             return
@@ -188,10 +194,12 @@ class GroupReduceScatter:
             reduce_output = buffer.local  # (shard_size,), reduce dtype
             copied = self._copied
             if self._partial is not None:
-                reduce_output.add_(self._partial)
+                scale = self._pre_scale / self._partial_scale
+                reduce_output.add_(self._partial, alpha=scale)
                 copied, self._partial = copied | self._partial_copied, None
             if awaits_all_reduce:
                 self._partial, self._partial_copied = reduce_output.clone(), copied
+                self._partial_scale = self._pre_scale
             else:
                 if self._reduces_replicas:
                     reduce_output = self._reduce_replicas(buffer)
@@ -277,21 +285,68 @@ class GroupReduceScatter:
         names = (param.name for i, param in enumerate(params) if i in self._copied)
         return f"fsdp: the gradients of {', '.join(names)}"
 
-    def _acquire(self) -> DBuffer:
+    def _check_unused_dtypes(self) -> None:
+        """Refuses zeros for parameters whose gradients have no dtype of their own.
+
+        Raises:
+            ValueError: naming the parameter, on every rank.
+        """
+        for param in self._gradients.params:
+            if param.follows_grad and param.sharded_param.requires_grad:
+                raise ValueError(
+                    f"fsdp: Reducing unused parameters with grad_dtype=None requires an explicit "
+                    f"MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients of "
+                    f"the same dtype: {param.name!r}. Set reduce_dtype to the dtype its gradients "
+                    f"already have."
+                )
+
+    def _dtype_with(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
+        """Returns the dtype of the buffer with some more gradients, by number of the parameter.
+
+        As in autograd, a gradient that is added to an earlier one does not change its dtype.
+        """
+        params = self._gradients.params
+        first = [i for i in grads if params[i].follows_grad and i not in self._copied]
+        dtypes = [grads[i].dtype for i in first]
+        if self._copied:
+            assert self._buffer is not None
+            dtypes.append(self._buffer.dtype)
+        if self._partial is not None:
+            dtypes.append(self._partial.dtype)
+        return promoted([self._reduce_dtype, *dtypes])
+
+    def _with_dtype(self, dtype: torch.dtype) -> DBuffer:
+        """Returns the buffer with its content, which is cast if it has another dtype."""
+        buffer, scale = self._buffer, self._pre_scale
+        assert buffer is not None
+        if buffer.dtype == dtype:
+            return buffer
+        cast = self._acquire(dtype)
+        cast.local.copy_(buffer.local)
+        if self._pre_scale != scale:
+            cast.scale_(self._pre_scale / scale)
+        buffer.release()
+        return cast
+
+    def _acquire(self, dtype: torch.dtype) -> DBuffer:
         """Returns the buffer, allocated, for gradients that are to be reduced."""
-        if self._buffer is None:
-            self._buffer = self._buffers.full_buffer(self._reduce_dtype)
+        if self._buffer is None or self._buffer.dtype != dtype:
+            self._buffer = self._buffers.full_buffer(dtype)
         self._buffer.acquire()
         self._buffer.set_placements(self._placements())
         self._pre_scale = self._scale_before()
         return self._buffer
+
+    @property
+    def _buffer_dtype(self) -> torch.dtype:
+        return self._reduce_dtype if self._buffer is None else self._buffer.dtype
 
     def _placements(self) -> list[Partial]:
         """Returns the placement of the buffer's content along each axis."""
         return [Partial("avg" if self._is_average() else "sum")] * self._buffers.mesh.ndim
 
     def _is_average(self) -> bool:
-        half, is_sum = self._reduce_dtype == torch.float16, self._gradients.is_sum
+        half, is_sum = self._buffer_dtype == torch.float16, self._gradients.is_sum
         return self.divide_factor is None and not (self.sum_only or half or is_sum)
 
     def _divisor(self) -> float:
@@ -308,7 +363,7 @@ class GroupReduceScatter:
         half after, by powers of two first (as FSDP2's _get_gradient_divide_factors).
         """
         before = 1
-        if self._reduce_dtype == torch.float16:
+        if self._buffer_dtype == torch.float16:
             divisor = self._divisor()
             while divisor % before == 0 and divisor / before > before:
                 before *= 2
@@ -317,19 +372,23 @@ class GroupReduceScatter:
     def _assign(self, reduce_output: torch.Tensor, copied: list[int]) -> None:
         """Assigns the gradients of sharded parameters, or adds to those that they have.
 
-        They are views of one new tensor, which is freed with the last of them.
+        Those of one dtype are views of one new tensor, which is freed with the last of them; where
+        ``grad_dtype`` of parameters differs, each has its own.
         """
-        gradients, device = self._gradients, self._gradients.device
-        flat = torch.empty(
-            reduce_output.shape, dtype=self._grad_dtype, device=device,
-            pin_memory=gradients.pin_memory,
-        )  # fmt: skip
-        flat.copy_(reduce_output, non_blocking=device.type != "cpu")
+        gradients = self._gradients
+        dtypes = {i: self._sharded_dtype(i, reduce_output) for i in copied}
+        flat = None
+        if len(set(dtypes.values())) == 1:
+            flat = self._to_sharded_grad(reduce_output, dtypes[copied[0]])
         accumulated, sharded_grads = [], []
         for i in copied:
             param, view = gradients.params[i].sharded_param, gradients.views[i]
-            sharded_grad = flat.as_strided(view.shape, view.stride, view.offset)
-            spec = _spec(param)
+            source = reduce_output if flat is None else flat
+            begin = int(source.storage_offset())
+            sharded_grad = source.as_strided(view.shape, view.stride, begin + view.offset)
+            if flat is None:
+                sharded_grad = self._to_sharded_grad(sharded_grad, dtypes[i])
+            spec = _spec(param, sharded_grad.dtype)
             if param.grad is None:
                 param.grad = DTensor(sharded_grad, spec, requires_grad=False)
             elif isinstance(param.grad, DTensor) and param.grad.placements == spec.placements:
@@ -344,6 +403,19 @@ class GroupReduceScatter:
         if accumulated:
             torch._foreach_add_(accumulated, sharded_grads)
 
+    def _sharded_dtype(self, i: int, reduce_output: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of the sharded gradient of a parameter."""
+        own = self._gradients.params[i].grad_dtype
+        return self._grad_dtype if own is None else own.dtype or reduce_output.dtype
+
+    def _to_sharded_grad(self, reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a new tensor with reduced gradients, on the device of sharded ones."""
+        device = self._gradients.device
+        grad = torch.empty(
+            reduced.shape, dtype=dtype, device=device, pin_memory=self._gradients.pin_memory
+        )
+        return grad.copy_(reduced, non_blocking=device.type != "cpu")
+
     def _run_post_accumulate_grad_hooks(self, copied: set[int]) -> None:
         """Runs what was registered by ``register_post_accumulate_grad_hook``."""
         for i in sorted(copied):
@@ -353,6 +425,10 @@ class GroupReduceScatter:
                 hook(param)
 
 
-def _spec(param: nn.Parameter) -> Any:
+def _spec(param: nn.Parameter, dtype: torch.dtype) -> Any:
+    """Returns the spec of a sharded parameter, for a gradient of a dtype."""
     assert isinstance(param, DTensor)
-    return param._spec
+    spec = param._spec
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))

@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from dbuffer import Inner
+from fsdp.mesh.annotations import Annotation
 from ragged_shard import RaggedShard, dim_of, even_shape
 
 __all__ = ["ParamPlacement", "block_on_inner_axes", "placement_of"]
@@ -36,6 +37,7 @@ class ParamPlacement:
         shape: of this rank's local tensor once it is gathered along fully_shard's axes.
         spec: of the unsharded parameter.
         fsdp_axes: the axes of the spec's mesh that fully_shard shards along or replicates over.
+        annotation: of a plain parameter; None for DTensors. Forward computes with a plain tensor.
         is_averaged: whether gradients are averaged over these axes as they are, as FSDP2 does with
             ``dp_mesh_dims``, and not summed as their placements say.
     """
@@ -44,6 +46,7 @@ class ParamPlacement:
     shape: tuple[int, ...]
     spec: DTensorSpec
     fsdp_axes: tuple[int, ...]
+    annotation: Annotation | None = None
     is_averaged: bool = False
 
     @property

@@ -66,7 +66,7 @@ def check_on_spmd_mesh(
     """Refuses parameters that are not replicated along the axes of data parallelism.
 
     Args:
-        params: of a call of fully_shard, with their names.
+        params: of a call of fully_shard that are not annotated, with their names.
         mesh: of all parallelism.
         dims: its axes of data parallelism.
 

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from fsdp.granularity import Balance, Whole
+from fsdp.mesh.granularity import Balance, Whole
 from fsdp.optim.muon.newton_schulz import newton_schulz_cost
 
 __all__ = ["WholeMatrices"]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dbuffer import Strategy
 from fsdp.api import PlacementFn, fully_shard
-from fsdp.granularity import Balance, Whole
+from fsdp.mesh.granularity import Balance, Whole
 from fsdp.param import ParamLocation
 from fsdp.param_group import FSDPParamGroup
 from fsdp.simulate.events import ComputeWork
