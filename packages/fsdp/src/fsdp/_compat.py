@@ -12,6 +12,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -24,6 +25,7 @@ __all__ = [
     "DataParallelMeshDims",
     "GradientReductionHandle",
     "ReduceScatter",
+    "canonical_names",
     "collectives_of_process_group",
     "collectives_of_symmetric_memory",
     "default_reduce_dtype",
@@ -183,3 +185,8 @@ def no_compile(function: Callable[P, R]) -> Callable[P, R]:
 def in_backward() -> bool:
     """Returns whether autograd's engine runs, as in a recomputation of activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def canonical_names(model: nn.Module, name: str) -> list[str]:
+    """Returns the names in DCP's state dicts of a tensor: without those of wrappers."""
+    return sorted(_get_fqns(model, name))

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer import Strategy
 from fsdp import _compat
 from fsdp._compat import DataParallelMeshDims
+from fsdp.checkpoint.state_dict import register_state_dict_hooks
 from fsdp.granularity import Granularity
 from fsdp.mesh import (
     check_on_spmd_mesh,
@@ -47,7 +48,6 @@ from fsdp.param_group import (
 )
 from fsdp.quantized import Tiles
 from fsdp.state import FSDPState, state_of
-from fsdp.state_dict import register_state_dict_hooks
 
 __all__ = [
     "PlacementFn",
