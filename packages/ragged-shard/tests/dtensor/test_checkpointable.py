@@ -120,9 +120,9 @@ def save(path, way):
     state = full_state(dist.get_world_size())
     if way == "attributes":
         plain = to_checkpointable(state)
-        kept = [t for t in plain["tensors"].values() if isinstance(t, DTensor)]
-        assert all(type(p) is Shard for tensor in kept for p in tensor.placements)
-        assert len(kept) == 1
+        dtensors = [t for t in plain["tensors"].values() if isinstance(t, DTensor)]
+        assert all(type(p) is Shard for tensor in dtensors for p in tensor.placements)
+        assert len(dtensors) == 1
         state = plain
     dcp.save(state, checkpoint_id=path)
 
@@ -206,7 +206,7 @@ def test_dcp_saves_and_loads_without_methods_of_dtensor(tmp_path):
     run_ranks(without_patched_methods, 2, tmp_path)
 
 
-def kept_dtensors():
+def remaining_dtensors():
     state = full_state(2)["tensors"]
     plain = to_checkpointable(state, partial_rows="dtensor")
     kinds = [isinstance(tensor, DTensor) for tensor in plain.values()]
@@ -217,7 +217,7 @@ def kept_dtensors():
 @needs_protocol
 def test_partial_rows_stay_dtensors_if_asked():
     # 7 has a placement of torch's; of 3 the second rank has three rows of two elements.
-    assert run_ranks(kept_dtensors, 2) == [[1, 2, 3, 7], [1, 2, 7]]
+    assert run_ranks(remaining_dtensors, 2) == [[1, 2, 3, 7], [1, 2, 7]]
 
 
 def on_meta(path):

@@ -76,7 +76,7 @@ def save_safetensors(
         folder: shared by all ranks; is created, and has no safetensors yet.
         rename: returns, for a name in the model, that in files; `TensorPart` for a tensor that is
             several in files; None for one that is not written.
-        dtype: that floating-point tensors are cast to; by default they keep theirs.
+        dtype: that floating-point tensors are cast to; None casts none.
         max_shard_bytes: largest size of a file's tensors, unless a single one is larger.
         buffer_bytes: the most that is copied at a time.
         process_group: of the ranks that call; by default all.
