@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import stage
 
 import fsdp
 from fsdp import _compat
+from fsdp.checkpoint.folder import dtypes
 from testkit import run_ranks
 from testkit.models.residual_stack import batch, shard, stack
 
@@ -116,3 +118,16 @@ def test_the_handle_of_a_gradient_reduction_is_torchs_where_it_has_one():
     assert hasattr(torch_fsdp.FSDPModule, "finalize_backward") == newer
     handle = getattr(torch_fsdp, "GradientReductionHandle", None)
     assert handle in (None, fsdp.GradientReductionHandle)
+
+
+def test_names_in_state_dicts_have_no_wrappers():
+    model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)))
+    [name, _] = (name for name, _ in model.named_parameters())
+    assert name == "0._checkpoint_wrapped_module.weight"
+    assert _compat.canonical_names(model, name) == ["0.weight"]
+
+
+def test_dtypes_of_safetensors_are_those_of_torch():
+    assert dtypes()["BF16"] is torch.bfloat16
+    assert dtypes()["F8_E4M3"] is torch.float8_e4m3fn
+    assert dtypes()["I64"] is torch.int64
